@@ -1,0 +1,132 @@
+"""Axes of the joint space, the parts on them, and the knobs of each part.
+
+An *axis* is one orthogonal choice (how heads are fused, how they are grouped, ...). A *part* is one option on an
+axis: a function with a citation. A *knob* is a setting of a part, declared once, beside the function that it turns;
+the search space, the config check and the docs all derive from that declaration.
+
+A part lives in one file of the package of its axis and is collected by `Axis.discover`, so adding one is adding a file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+KINDS = ("int", "float", "log_float", "choice", "bool")
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One setting of a part.
+
+    `kind` is "int", "float", "log_float" (sampled on a logarithmic scale), "choice" or "bool". `low` and `high` are
+    inclusive. `searched` tells whether a search moves the knob by itself or leaves it at its default.
+    """
+
+    name: str
+    kind: str
+    default: Any
+    doc: str
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[Any, ...] = ()
+    searched: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"knob {self.name}: kind must be one of {KINDS}, got {self.kind!r}")
+        if self.kind == "choice" and not self.choices:
+            raise ValueError(f"knob {self.name}: a choice needs choices")
+        self.check(self.default)
+
+    def check(self, value: Any) -> Any:
+        """Return `value` if it is allowed; raise ValueError naming the knob, the value and what is allowed."""
+        if self.kind == "choice":
+            if value not in self.choices:
+                raise ValueError(f"{self.name} must be one of {list(self.choices)}, got {value!r}")
+            return value
+        if self.kind == "bool":
+            if not isinstance(value, bool):
+                raise ValueError(f"{self.name} must be true or false, got {value!r}")
+            return value
+        wanted = int if self.kind == "int" else (int, float)
+        if isinstance(value, bool) or not isinstance(value, wanted):
+            raise ValueError(f"{self.name} must be of kind {self.kind}, got {value!r}")
+        if self.low is not None and value < self.low or self.high is not None and value > self.high:
+            raise ValueError(f"{self.name} must lie in [{self.low}, {self.high}], got {value!r}")
+        return value
+
+
+@dataclass(frozen=True)
+class Part:
+    """One option on an axis: a function, the place it comes from, and its knobs."""
+
+    axis: str
+    name: str
+    function: Callable[..., Any]
+    source: str
+    knobs: tuple[Knob, ...] = ()
+    needs: frozenset[str] = frozenset()
+
+    def settings(self, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """All knob values, defaults filled in. Raises ValueError on an unknown knob or a value out of range."""
+        given = dict(given or {})
+        known = {knob.name: knob for knob in self.knobs}
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            raise ValueError(f"{self.axis}={self.name} has no setting {unknown[0]!r}; it has {sorted(known) or 'none'}")
+        return {name: knob.check(given.get(name, knob.default)) for name, knob in known.items()}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+@dataclass
+class Axis:
+    """A named collection of parts. `package` is where its parts live, one file each."""
+
+    name: str
+    package: str
+    _parts: dict[str, Part] = field(default_factory=dict)
+    _discovered: bool = False
+
+    def part(
+        self, name: str, *, source: str, knobs: tuple[Knob, ...] = (), needs: tuple[str, ...] = ()
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Decorator that puts a function on this axis. `source` cites paper, section, equation.
+
+        `needs` names what the function must be handed beyond the weights, e.g. "statistics" (a calibration).
+        """
+
+        def add(function: Callable[..., Any]) -> Callable[..., Any]:
+            if name in self._parts:
+                raise ValueError(f"axis {self.name} already has a part named {name!r}")
+            self._parts[name] = Part(self.name, name, function, source, knobs, frozenset(needs))
+            return function
+
+        return add
+
+    def discover(self) -> None:
+        """Import every module of the axis' package, so that each part registers itself."""
+        if self._discovered:
+            return
+        self._discovered = True
+        package = importlib.import_module(self.package)
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{self.package}.{module.name}")
+
+    def get(self, name: str) -> Part:
+        self.discover()
+        if name not in self._parts:
+            raise ValueError(f"{self.name} must be one of {sorted(self._parts)}, got {name!r}")
+        return self._parts[name]
+
+    def names(self) -> list[str]:
+        self.discover()
+        return sorted(self._parts)
+
+    def __iter__(self) -> Iterator[Part]:
+        return (self.get(name) for name in self.names())

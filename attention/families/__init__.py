@@ -1,0 +1,64 @@
+"""Checkpoint families: where each keeps its heads. One small file each, found by itself.
+
+A family file defines `FAMILY`, a `Family`. Everything else in Headfold speaks `HeadGeometry` and `LayerHeads`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from attention.geometry import HeadGeometry
+from attention.heads import LayerHeads
+from attention.plan import LayerPlan
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one architecture keeps its heads.
+
+    `attention_modules(model)`: the attention module of each layer, in order.
+    `read(module, geometry)`: its heads as stored (num_kv_heads keys and values), same dtype, no copy promised.
+    `reshape(module, geometry, plan)`: put projections of the plan's shapes (uninitialised) into a fresh module.
+    `write(module, heads)`: copy heads into projections of matching shapes.
+    `plain_config(config, kv_heads)`: the config of the same family with `kv_heads` KV heads, or None if it has none.
+    """
+
+    name: str
+    config_class: type[PretrainedConfig]
+    model_class: type[PreTrainedModel]
+    geometry: Callable[[Any], HeadGeometry]
+    attention_modules: Callable[[PreTrainedModel], Sequence[nn.Module]]
+    read: Callable[[nn.Module, HeadGeometry], LayerHeads]
+    reshape: Callable[[nn.Module, HeadGeometry, LayerPlan], None]
+    write: Callable[[nn.Module, LayerHeads], None]
+    plain_config: Callable[[Any, int], PretrainedConfig | None]
+
+
+@cache
+def families() -> dict[str, Family]:
+    """All families by model type. A module whose name starts with an underscore is a helper, not a family."""
+    found = {}
+    for info in pkgutil.iter_modules(__path__):
+        if not info.name.startswith("_"):
+            family = importlib.import_module(f"{__name__}.{info.name}").FAMILY
+            found[family.name] = family
+    return found
+
+
+def family_of(config: Any) -> Family:
+    """The family of a config, its Headfold form included. Raises ValueError naming the supported ones."""
+    model_type = str(getattr(config, "model_type", None)).removeprefix("headfold_")
+    if model_type not in families():
+        raise ValueError(
+            f"model type must be one of {sorted(families())}, got {model_type!r}; "
+            "see CONTRIBUTING.md for how to add a family"
+        )
+    return families()[model_type]

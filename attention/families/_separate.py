@@ -1,0 +1,88 @@
+"""Families with separate q, k, v and o projections under `model.model.layers[i].self_attn` (Llama's layout)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from attention.geometry import HeadGeometry, RotaryLayout
+from attention.heads import LayerHeads
+from attention.plan import LayerPlan
+
+
+def geometry(config: Any, *, family: str, qkv_bias: bool, output_bias: bool, qk_norm: bool = False) -> HeadGeometry:
+    """Geometry of a config with Llama's field names. Rotary covers `partial_rotary_factor` of the head dim."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    rotary = int(head_dim * float(rope.get("partial_rotary_factor", 1.0)))
+    return HeadGeometry(
+        family=family,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_heads=heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        rotary=RotaryLayout(head_dim, rotary),
+        query_bias=qkv_bias,
+        key_bias=qkv_bias,
+        value_bias=qkv_bias,
+        output_bias=output_bias,
+        qk_norm=qk_norm,
+        max_positions=config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+    )
+
+
+def attention_modules(model: PreTrainedModel) -> Sequence[nn.Module]:
+    return [layer.self_attn for layer in model.get_decoder().layers]
+
+
+def _split(linear: nn.Linear, head_dim: int) -> tuple[Tensor, Tensor | None]:
+    bias = None if linear.bias is None else linear.bias.detach().view(-1, head_dim)
+    return linear.weight.detach().view(-1, head_dim, linear.in_features), bias
+
+
+def read(module: Any, geometry: HeadGeometry) -> LayerHeads:
+    (q, q_bias), (k, k_bias), (v, v_bias) = (
+        _split(p, geometry.head_dim) for p in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    o = module.o_proj.weight.detach().view(geometry.hidden_size, geometry.num_heads, geometry.head_dim).permute(1, 0, 2)
+    o_bias = None if module.o_proj.bias is None else module.o_proj.bias.detach()
+    return LayerHeads(q, k, v, o, q_bias, k_bias, v_bias, o_bias)
+
+
+def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
+    """Fresh key and value projections with the plan's head counts; the query side keeps its shape."""
+    for name, heads in (("k_proj", plan.key_heads), ("v_proj", plan.value_heads)):
+        old = getattr(module, name)
+        rows = heads * geometry.head_dim
+        if rows != old.out_features:
+            like = {"device": old.weight.device, "dtype": old.weight.dtype}
+            setattr(module, name, nn.Linear(old.in_features, rows, bias=old.bias is not None, **like))
+
+
+@torch.no_grad()
+def write(module: Any, heads: LayerHeads) -> None:
+    for linear, weight, bias in (
+        (module.q_proj, heads.q, heads.q_bias),
+        (module.k_proj, heads.k, heads.k_bias),
+        (module.v_proj, heads.v, heads.v_bias),
+    ):
+        linear.weight.copy_(weight.reshape(linear.weight.shape))
+        if linear.bias is not None and bias is not None:
+            linear.bias.copy_(bias.reshape(-1))
+    module.o_proj.weight.copy_(heads.o.permute(1, 0, 2).reshape(module.o_proj.weight.shape))
+    if module.o_proj.bias is not None and heads.o_bias is not None:
+        module.o_proj.bias.copy_(heads.o_bias)
+
+
+def plain_config(config: Any, kv_heads: int) -> PretrainedConfig:
+    plain = copy.deepcopy(config)
+    plain.num_key_value_heads = kv_heads
+    return plain

@@ -1,0 +1,29 @@
+"""Qwen3: q and k pass an RMS norm after projection, so keys cannot be rotated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from attention.families import Family, _separate
+from attention.geometry import HeadGeometry
+
+
+def geometry(config: Any) -> HeadGeometry:
+    return _separate.geometry(
+        config, family="qwen3", qkv_bias=bool(config.attention_bias), output_bias=bool(config.attention_bias), qk_norm=True
+    )
+
+
+FAMILY = Family(
+    name="qwen3",
+    config_class=Qwen3Config,
+    model_class=Qwen3ForCausalLM,
+    geometry=geometry,
+    attention_modules=_separate.attention_modules,
+    read=_separate.read,
+    reshape=_separate.reshape,
+    write=_separate.write,
+    plain_config=_separate.plain_config,
+)

@@ -1,0 +1,94 @@
+"""What a checkpoint's heads are, read from its config alone (no weights are touched).
+
+Legend: L layers, H query heads, d head dim, D model dim, r rotary dims of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+ROTARY_STYLES = ("none", "half", "interleaved")
+
+
+@dataclass(frozen=True)
+class RotaryLayout:
+    """Which dims of a head RoPE rotates together.
+
+    `half`: dims i and i + r/2 of the first r dims are a pair (`rotate_half`); `interleaved`: dims 2i and 2i + 1.
+    `dims` is r; the dims from r on are free of rotation (partial rotary). `none` has r = 0.
+    """
+
+    head_dim: int
+    dims: int
+    style: str = "half"
+
+    def __post_init__(self) -> None:
+        if self.style not in ROTARY_STYLES:
+            raise ValueError(f"rotary style must be one of {ROTARY_STYLES}, got {self.style!r}")
+        if self.dims % 2 or not 0 <= self.dims <= self.head_dim or (self.style == "none") != (self.dims == 0):
+            raise ValueError(f"rotary dims must be even and in [0, {self.head_dim}], got {self.dims} ({self.style})")
+
+    @classmethod
+    def none(cls, head_dim: int) -> RotaryLayout:
+        return cls(head_dim, 0, "none")
+
+    @property
+    def first(self) -> tuple[int, ...]:
+        """The first dim of each pair."""
+        step = 1 if self.style == "half" else 2
+        return tuple(i * step for i in range(self.dims // 2))
+
+    @property
+    def second(self) -> tuple[int, ...]:
+        """The second dim of each pair, in the order of `first`."""
+        offset = self.dims // 2 if self.style == "half" else 1
+        return tuple(i + offset for i in self.first)
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """The dims that no rotation touches."""
+        return tuple(range(self.dims, self.head_dim))
+
+
+@dataclass(frozen=True)
+class HeadGeometry:
+    """Counts, dims, rotary layout, existing KV map, biases and q/k norms of a checkpoint's attention."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary: RotaryLayout
+    query_bias: bool
+    key_bias: bool
+    value_bias: bool
+    output_bias: bool
+    qk_norm: bool
+    max_positions: int
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_key_value_heads must divide num_attention_heads, got {self.num_kv_heads} and {self.num_heads}"
+            )
+
+    @property
+    def kv_map(self) -> tuple[int, ...]:
+        """The KV head that each query head reads in the checkpoint as it is."""
+        return tuple(h * self.num_kv_heads // self.num_heads for h in range(self.num_heads))
+
+    @property
+    def kv_ratio(self) -> float:
+        """KV heads over query heads of the checkpoint as it is; 1 for MHA."""
+        return self.num_kv_heads / self.num_heads
+
+    @classmethod
+    def from_config(cls, config: Any) -> HeadGeometry:
+        """Geometry of a transformers config. Raises ValueError with the supported families for any other."""
+        from attention.families import family_of
+
+        return family_of(config).geometry(config)

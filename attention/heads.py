@@ -1,0 +1,65 @@
+"""The heads of one attention layer, as plain tensors, apart from any model class.
+
+Legend: H query heads, G^K / G^V key / value heads, d head dim, D model dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LayerHeads:
+    """Weights of one layer's heads.
+
+    q `[H, d, D]`, k `[G^K, d, D]`, v `[G^V, d, D]`: rows of the projections; o `[H, D, d]`: the columns of the output
+    projection that read head h. Biases: q `[H, d]`, k `[G^K, d]`, v `[G^V, d]`, o `[D]`, or None. Value heads may be
+    of another width than key heads; o follows the values.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+
+    @property
+    def num_heads(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.q.shape[2]
+
+    def to(self, *args: object, **kwargs: object) -> LayerHeads:
+        """Every tensor through `Tensor.to`."""
+        return replace(self, **{f.name: t.to(*args, **kwargs) for f in fields(self) if (t := getattr(self, f.name)) is not None})
+
+    def expand(self, key_map: Sequence[int], value_map: Sequence[int]) -> LayerHeads:
+        """One key and one value head a query head, by repeating: the lossless lift to MHA (paper 000, App. D)."""
+        keys = torch.as_tensor(key_map, device=self.k.device)
+        values = torch.as_tensor(value_map, device=self.v.device)
+        return replace(
+            self,
+            k=self.k[keys],
+            v=self.v[values],
+            k_bias=None if self.k_bias is None else self.k_bias[keys],
+            v_bias=None if self.v_bias is None else self.v_bias[values],
+        )
+
+    def permute(self, order: Sequence[int]) -> LayerHeads:
+        """Query heads (and the columns of o) in another order. Keys and values stay where they are."""
+        index = torch.as_tensor(order, device=self.q.device)
+        q_bias = None if self.q_bias is None else self.q_bias[index]
+        return replace(self, q=self.q[index], o=self.o[index], q_bias=q_bias)

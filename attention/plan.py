@@ -1,0 +1,293 @@
+"""What a plan is: which key head and which value head each query head reads, in every layer.
+
+Legend: L layers, H query heads a layer, G^K / G^V kept key / value heads of a layer, d head dim.
+
+A plan holds integers and names only; it is frozen, canonical, JSON, and has a digest. Tensors live in safetensors
+beside it. MHA, MQA, GQA, uneven groups and different groups for keys and values are all one pair of maps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import Any
+
+FORMAT = 1
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
+
+
+class PlanError(ValueError):
+    """A plan that cannot be. The message names layer, map and value."""
+
+
+def dense(ids: Iterable[int]) -> tuple[int, ...]:
+    """Renumber ids from 0 in order of first appearance: (7, 2, 7) -> (0, 1, 0)."""
+    seen: dict[int, int] = {}
+    return tuple(seen.setdefault(i, len(seen)) for i in ids)
+
+
+def groups_of(head_map: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Members of each kept head, ascending: (0, 1, 0) -> ((0, 2), (1,))."""
+    members: list[list[int]] = [[] for _ in range(max(head_map, default=-1) + 1)]
+    for head, kept in enumerate(head_map):
+        members[kept].append(head)
+    return tuple(tuple(m) for m in members)
+
+
+def map_of(groups: Iterable[Iterable[int]], num_heads: int) -> tuple[int, ...]:
+    """The dense map of a partition of range(num_heads). Raises PlanError if it is not a partition."""
+    owner: dict[int, int] = {}
+    for index, group in enumerate(groups):
+        for head in group:
+            if head in owner or not 0 <= head < num_heads:
+                raise PlanError(f"groups must cover heads 0..{num_heads - 1} once each; head {head} is wrong")
+            owner[head] = index
+    missing = [h for h in range(num_heads) if h not in owner]
+    if missing:
+        raise PlanError(f"groups must cover heads 0..{num_heads - 1} once each; head {missing[0]} is in none")
+    return dense(owner[h] for h in range(num_heads))
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """`key_map[h]`, `value_map[h]`: the kept key head and value head that query head h reads. Ids are dense from 0."""
+
+    key_map: tuple[int, ...]
+    value_map: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("key_map", "value_map"):
+            ids = getattr(self, name)
+            if not isinstance(ids, tuple) or not all(type(i) is int for i in ids):
+                raise PlanError(f"{name} must be a tuple of integers, got {ids!r}")
+            if not ids:
+                raise PlanError(f"{name} must name a kept head for at least one query head, got ()")
+            if ids != dense(ids):
+                raise PlanError(f"{name} must be dense from 0 in order of first appearance, got {ids}; use dense()")
+        if len(self.key_map) != len(self.value_map):
+            raise PlanError(
+                f"key_map and value_map must have one entry a query head, got {len(self.key_map)} and "
+                f"{len(self.value_map)}"
+            )
+
+    @classmethod
+    def identity(cls, num_heads: int) -> LayerPlan:
+        """Every head keeps its own key and value (MHA)."""
+        return cls(tuple(range(num_heads)), tuple(range(num_heads)))
+
+    @classmethod
+    def from_groups(
+        cls, key_groups: Iterable[Iterable[int]], value_groups: Iterable[Iterable[int]], num_heads: int
+    ) -> LayerPlan:
+        return cls(map_of(key_groups, num_heads), map_of(value_groups, num_heads))
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.key_map)
+
+    @property
+    def key_heads(self) -> int:
+        return max(self.key_map) + 1
+
+    @property
+    def value_heads(self) -> int:
+        return max(self.value_map) + 1
+
+    @property
+    def key_groups(self) -> tuple[tuple[int, ...], ...]:
+        return groups_of(self.key_map)
+
+    @property
+    def value_groups(self) -> tuple[tuple[int, ...], ...]:
+        return groups_of(self.value_map)
+
+    @property
+    def is_identity(self) -> bool:
+        return self.key_heads == self.value_heads == self.num_heads
+
+    @property
+    def is_uniform_gqa(self) -> bool:
+        """One map for keys and values, groups of equal size: plain GQA once the query heads are permuted."""
+        return self.key_map == self.value_map and len({len(g) for g in self.key_groups}) == 1
+
+
+@dataclass(frozen=True, order=True)
+class HeadShare:
+    """Head `head` of layer `layer` uses the Q, K and V weights of head `source_head` of an earlier layer (paper 004)."""
+
+    layer: int
+    head: int
+    source_layer: int
+    source_head: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.source_layer < self.layer:
+            raise PlanError(
+                f"share of layer {self.layer} head {self.head}: the source must lie in an earlier layer, "
+                f"got layer {self.source_layer}"
+            )
+
+
+def resolve_shares(shares: Iterable[HeadShare]) -> tuple[HeadShare, ...]:
+    """Follow chains (the source is itself shared) to their roots; sorted. Raises PlanError on a head shared twice."""
+    source: dict[tuple[int, int], tuple[int, int]] = {}
+    for s in shares:
+        if (s.layer, s.head) in source:
+            raise PlanError(f"share of layer {s.layer} head {s.head}: it has two sources")
+        source[s.layer, s.head] = (s.source_layer, s.source_head)
+    resolved = []
+    for (layer, head), root in source.items():
+        while root in source:
+            root = source[root]
+        resolved.append(HeadShare(layer, head, *root))
+    return tuple(sorted(resolved))
+
+
+@dataclass(frozen=True)
+class Composition:
+    """Settings of dynamically composable heads (paper 002, section 2); see METHODS for the variants."""
+
+    rank: int = 2
+    query_side: bool = True
+    key_side: bool = True
+    before_softmax: bool = True
+    after_softmax: bool = True
+    static_base: bool = False
+    groups: int = 1
+    window: int = 0
+    window_pattern: int = 1
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise PlanError(f"composition: rank must be at least 1, got {self.rank}")
+        if not (self.query_side or self.key_side or self.static_base):
+            raise PlanError("composition: at least one of query_side, key_side, static_base must be on")
+        if not (self.before_softmax or self.after_softmax):
+            raise PlanError("composition: at least one of before_softmax and after_softmax must be on")
+        if self.groups < 1 or self.window < 0 or self.window_pattern < 1:
+            raise PlanError(
+                f"composition: groups and window_pattern must be at least 1 and window at least 0, got "
+                f"{self.groups}, {self.window_pattern}, {self.window}"
+            )
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The maps of all layers, the shared heads, and the composition. An invalid plan cannot be constructed."""
+
+    layers: tuple[LayerPlan, ...]
+    head_dim: int
+    shares: tuple[HeadShare, ...] = ()
+    composition: Composition | None = None
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise PlanError("a plan needs at least one layer, got none")
+        if type(self.head_dim) is not int or self.head_dim < 1:
+            raise PlanError(f"head_dim must be a positive integer, got {self.head_dim!r}")
+        heads = self.layers[0].num_heads
+        for index, layer in enumerate(self.layers):
+            if layer.num_heads != heads:
+                raise PlanError(f"layer {index}: key_map has {layer.num_heads} query heads, layer 0 has {heads}")
+        for s in self.shares:
+            if s.layer >= len(self.layers) or not (0 <= s.head < heads and 0 <= s.source_head < heads):
+                raise PlanError(f"share {s} lies outside {len(self.layers)} layers of {heads} heads")
+        if self.shares != resolve_shares(self.shares):
+            raise PlanError("shares must be sorted and resolved to their roots; use resolve_shares()")
+        if self.composition and heads % self.composition.groups:
+            raise PlanError(f"composition: groups must divide the {heads} heads, got {self.composition.groups}")
+
+    @classmethod
+    def identity(cls, num_layers: int, num_heads: int, head_dim: int) -> AttentionPlan:
+        return cls(tuple(LayerPlan.identity(num_heads) for _ in range(num_layers)), head_dim)
+
+    # ---- cost -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_heads(self) -> int:
+        return self.layers[0].num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Kept key heads plus kept value heads, over all layers."""
+        return sum(layer.key_heads + layer.value_heads for layer in self.layers)
+
+    @property
+    def kv_fraction(self) -> Fraction:
+        """`kv_ratio` without rounding."""
+        return Fraction(self.kv_heads, 2 * self.num_layers * self.num_heads)
+
+    @property
+    def kv_ratio(self) -> float:
+        """Kept key and value heads over those of MHA; 1 for MHA."""
+        return float(self.kv_fraction)
+
+    def kv_bytes_per_token(self, dtype: Any = "bfloat16") -> int:
+        """Bytes that one token occupies in the KV cache. `dtype` is a torch dtype or its name."""
+        name = str(dtype).removeprefix("torch.")
+        if name not in BYTES:
+            raise ValueError(f"dtype must be one of {sorted(BYTES)}, got {name!r}")
+        return self.kv_heads * self.head_dim * BYTES[name]
+
+    @property
+    def is_uniform_gqa(self) -> bool:
+        """True if, after permuting heads, the plan is plain GQA with one head count in all layers."""
+        return (
+            all(layer.is_uniform_gqa for layer in self.layers)
+            and len({layer.key_heads for layer in self.layers}) == 1
+            and not self.shares
+            and self.composition is None
+        )
+
+    # ---- JSON -------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """Canonical JSON: equal plans give equal strings."""
+        record = {
+            "format": FORMAT,
+            "head_dim": self.head_dim,
+            "layers": [asdict(layer) for layer in self.layers],
+            "shares": [asdict(share) for share in self.shares],
+            "composition": asdict(self.composition) if self.composition else None,
+        }
+        return json.dumps(record, sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> AttentionPlan:
+        """Inverse of `to_json`. Raises PlanError naming what is wrong."""
+        try:
+            record = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"a plan must be JSON: {error}") from None
+        if not isinstance(record, dict) or record.get("format") != FORMAT:
+            found = record.get("format") if isinstance(record, dict) else type(record).__name__
+            raise PlanError(f"a plan must be a JSON object with format {FORMAT}, got {found!r}")
+        unknown = sorted(set(record) - {"format", "head_dim", "layers", "shares", "composition"})
+        if unknown:
+            raise PlanError(f"a plan has no field {unknown[0]!r}")
+        try:
+            layers = tuple(_layer(index, item) for index, item in enumerate(record["layers"]))
+            shares = tuple(HeadShare(**item) for item in record.get("shares", ()))
+            composition = Composition(**record["composition"]) if record.get("composition") else None
+            return cls(layers, record["head_dim"], shares, composition)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise PlanError(f"a plan record is incomplete or of the wrong type: {error}") from None
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON, first 16 hex digits."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+
+def _layer(index: int, item: dict[str, Any]) -> LayerPlan:
+    try:
+        return LayerPlan(tuple(item["key_map"]), tuple(item["value_map"]))
+    except PlanError as error:
+        raise PlanError(f"layer {index}: {error}") from None
