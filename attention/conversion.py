@@ -1,0 +1,90 @@
+"""Plan and heads → model: read the heads, align, fuse, write them into a model of the plan's shapes.
+
+Legend: H query heads, G^K / G^V kept key / value heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from attention.alignment import ALIGNMENT
+from attention.calibration import Calibration
+from attention.families import family_of
+from attention.fusion import FUSION
+from attention.geometry import HeadGeometry
+from attention.heads import LayerHeads
+from attention.modeling import check_fits, headfold_config, plan_of
+from attention.plan import AttentionPlan
+
+
+def read_layers(model: PreTrainedModel) -> list[LayerHeads]:
+    """The heads of every layer as stored (G^K and G^V heads), in float32."""
+    family, geometry = family_of(model.config), HeadGeometry.from_config(model.config)
+    return [family.read(module, geometry).to(torch.float32) for module in family.attention_modules(model)]
+
+
+def lift(model: PreTrainedModel) -> list[LayerHeads]:
+    """The heads of every layer with one key and one value head a query head (paper 000, App. D), in float32."""
+    layers = plan_of(model).layers
+    return [h.expand(p.key_map, p.value_map) for h, p in zip(read_layers(model), layers, strict=True)]
+
+
+def build(config: PretrainedConfig, plan: AttentionPlan, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A Headfold model of the plan's shapes with fresh weights. `config` is the checkpoint's."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(headfold_config(config, plan), dtype=dtype)
+
+
+def assemble(model: PreTrainedModel, plan: AttentionPlan, heads: Sequence[LayerHeads]) -> PreTrainedModel:
+    """A Headfold model with `heads` in its attention layers and `model`'s weights everywhere else.
+
+    The new model has the dtype, device and training mode of `model`, which stays as it is.
+    """
+    new = build(model.config, plan, model.dtype).to(model.device)
+    target = new.state_dict()
+    kept = {k: t for k, t in model.state_dict().items() if k in target and t.shape == target[k].shape}
+    maps = {k for k in target if k.endswith((".key_map", ".value_map"))}
+    new.load_state_dict({k: t for k, t in kept.items() if k not in maps}, strict=False)
+    family = family_of(new.config)
+    for module, layer in zip(family.attention_modules(new), heads, strict=True):
+        family.write(module, layer.to(model.device))
+    if model.generation_config is not None:
+        new.generation_config = model.generation_config
+    return new.train(model.training)
+
+
+def convert(
+    model: PreTrainedModel,
+    plan: AttentionPlan,
+    *,
+    alignment: str = "none",
+    fusion: str = "mean",
+    calibration: Calibration | None = None,
+    alignment_settings: Mapping[str, Any] | None = None,
+    fusion_settings: Mapping[str, Any] | None = None,
+) -> PreTrainedModel:
+    """A new model that carries out `plan`; the given one is untouched.
+
+    `alignment` and `fusion` name parts of their axes; the settings are their knobs. Raises ValueError for an unknown
+    name or setting, for a part that needs a calibration when none is given, and PlanError if the plan does not fit.
+    """
+    geometry = HeadGeometry.from_config(model.config)
+    check_fits(plan, geometry)
+    align, fuse = ALIGNMENT.get(alignment), FUSION.get(fusion)
+    align_knobs, fuse_knobs = align.settings(alignment_settings), fuse.settings(fusion_settings)
+    for part in (align, fuse):
+        if "statistics" in part.needs and calibration is None:
+            raise ValueError(f"{part.axis}={part.name} needs a calibration; pass calibration=calibrate(model, tokens)")
+    if calibration is not None and len(calibration.layers) != plan.num_layers:
+        raise ValueError(f"the calibration has {len(calibration.layers)} layers, the plan {plan.num_layers}")
+    fused = []
+    for index, heads in enumerate(lift(model)):
+        layer, statistics = plan.layers[index], calibration.layers[index] if calibration else None
+        heads = align(heads, layer, statistics, geometry, **align_knobs)
+        fused.append(fuse(heads, layer, statistics, geometry, **fuse_knobs))
+    return assemble(model, plan, fused)

@@ -1,0 +1,156 @@
+"""Attention with a key map and a value map: one code path for MHA, MQA, GQA, uneven and decoupled groups.
+
+Legend: B batch, H query heads, G^K / G^V kept key / value heads, T query tokens, S cached tokens, d head dim.
+
+Registered with transformers as "headfold", for attention and for masks (without the second, padding is silently
+ignored). The module that calls it carries `key_map` and `value_map`, integer buffers `[H]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, StaticLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from attention.plan import LayerPlan, groups_of
+
+NAME = "headfold"
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where the query heads of each kept head lie when gathered by group and padded to the widest group.
+
+    `heads [G·m]`: the query head in each slot; a group narrower than m repeats its first member. `place [H]`: the slot
+    of each query head.
+    """
+
+    groups: int
+    width: int
+    heads: Tensor
+    place: Tensor
+
+    @classmethod
+    def of(cls, head_map: Sequence[int]) -> Slots:
+        groups = groups_of(head_map)
+        width = max(len(g) for g in groups)
+        heads = [member for g in groups for member in (*g, *[g[0]] * (width - len(g)))]
+        place = [head_map[h] * width + groups[head_map[h]].index(h) for h in range(len(head_map))]
+        return cls(len(groups), width, torch.tensor(heads), torch.tensor(place))
+
+    def gather(self, x: Tensor) -> Tensor:
+        """`[B, H, n]` -> `[B, G, m, n]`."""
+        return x.index_select(1, self.heads.to(x.device)).unflatten(1, (self.groups, self.width))
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """`[B, G, m, n]` -> `[B, H, n]`, dropping the padding."""
+        return x.flatten(1, 2).index_select(1, self.place.to(x.device))
+
+
+@dataclass(frozen=True)
+class HeadMaps:
+    """What a layer's plan means at run time. Built once a layer, outside of the forward pass."""
+
+    plan: LayerPlan
+    key_slots: Slots
+    value_slots: Slots
+
+    @classmethod
+    def of(cls, plan: LayerPlan) -> HeadMaps:
+        return cls(plan, Slots.of(plan.key_map), Slots.of(plan.value_map))
+
+
+def expand(states: Tensor, head_map: Tensor) -> Tensor:
+    """`[B, G, S, d]` -> `[B, H, S, d]`: each query head's own copy."""
+    return states.index_select(1, head_map)
+
+
+def decode(
+    query: Tensor, key: Tensor, value: Tensor, maps: HeadMaps, mask: Tensor | None, scaling: float | None
+) -> Tensor:
+    """Attention of one new token, reading each kept key and value once and expanding neither.
+
+    query `[B, H, 1, d]`, key `[B, G^K, S, d]`, value `[B, G^V, S, d]`, mask broadcastable to `[B, H, 1, S]` (boolean:
+    True attends; or additive). Returns `[B, H, 1, d]`. Equal to `expand` followed by SDPA.
+    """
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    grouped = maps.key_slots.gather(query.squeeze(2) * scaling)
+    scores = maps.key_slots.scatter(grouped @ key.transpose(-1, -2))
+    if mask is not None:
+        mask = mask.squeeze(2)
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    mixed = maps.value_slots.scatter(maps.value_slots.gather(weights) @ value)
+    return mixed.unsqueeze(2)
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function. query `[B, H, T, d]` -> output `[B, T, H, d]` and no weights.
+
+    Prefill and training expand and call SDPA; a single new token without gradient takes `decode`.
+    """
+    maps: HeadMaps = module.head_maps  # type: ignore[assignment]
+    if maps.plan.is_identity:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    if query.shape[2] == 1 and not dropout and not torch.is_grad_enabled():
+        return decode(query, key, value, maps, attention_mask, scaling).transpose(1, 2).contiguous(), None
+    key_map, value_map = module.key_map, module.value_map
+    key, value = expand(key, key_map), expand(value, value_map)  # type: ignore[arg-type]
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+
+
+AttentionInterface.register(NAME, grouped_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def attach(module: nn.Module, plan: LayerPlan) -> None:
+    """Give an attention module its maps: persistent buffers (others come back as garbage) and the run-time form."""
+    device = next(module.parameters()).device
+    module.register_buffer("key_map", torch.tensor(plan.key_map, device=device), persistent=True)
+    module.register_buffer("value_map", torch.tensor(plan.value_map, device=device), persistent=True)
+    module.head_maps = HeadMaps.of(plan)  # type: ignore[assignment]
+    # The maps do the repeating; transformers must not repeat on top of it.
+    module.num_key_value_groups = 1  # type: ignore[assignment]
+
+
+# ---- caches -----------------------------------------------------------------------------------------------------
+
+
+class UnevenStaticLayer(StaticLayer):
+    """A static cache layer whose key and value head counts may differ (the stock one takes both from the keys)."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        batch, heads, _, width = value_states.shape
+        if heads != key_states.shape[1]:
+            self.values = torch.zeros((batch, heads, self.max_cache_len, width), dtype=self.dtype, device=self.device)
+
+
+def make_uneven(cache: Cache) -> Cache:
+    """Swap the plain static layers of a fresh cache for ones that take unequal key and value counts."""
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is StaticLayer:
+            cache.layers[index] = UnevenStaticLayer(max_cache_len=layer.max_cache_len)
+    return cache
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Bytes that the keys and values of a cache occupy."""
+    tensors = [t for layer in cache.layers if layer.is_initialized for t in (layer.keys, layer.values)]
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
