@@ -1,0 +1,172 @@
+"""cluster.yaml against Ray's schema, against the AWS API's own description, and against the pins of this project.
+
+Ray's check finds unknown keys, wrong types, an unknown provider and a missing head type. It looks at nothing inside
+`node_config`, at no region and at no negative count, so those are checked here, by botocore's model of RunInstances.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import botocore.session
+import pytest
+import yaml
+from botocore.validate import ParamValidator
+from packaging.requirements import Requirement
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TEXT = (REPOSITORY / "cluster.yaml").read_text()
+CONFIG: dict[str, Any] = yaml.safe_load(TEXT)
+COMMANDS = [
+    "initialization_commands",
+    "setup_commands",
+    "head_setup_commands",
+    "worker_setup_commands",
+    "head_start_ray_commands",
+    "worker_start_ray_commands",
+]
+SECRET = re.compile(r"AKIA[0-9A-Z]{16}|(?i:secret|password|aws_session_token)\w*\s*[:=]\s*\S+|-----BEGIN")
+
+
+def _run_instances() -> Any:
+    return botocore.session.get_session().get_service_model("ec2").operation_model("RunInstances").input_shape
+
+
+def ray_problems(config: dict[str, Any]) -> list[str]:
+    try:
+        validate_config(prepare_config(copy.deepcopy(config)))
+    except Exception as error:
+        return [f"Ray: {type(error).__name__}: {error}"]
+    return []
+
+
+def node_problems(config: dict[str, Any]) -> list[str]:
+    shape, found = _run_instances(), []
+    for name, node in config["available_node_types"].items():
+        fields = node["node_config"] | {"MinCount": 1, "MaxCount": 1}
+        report = ParamValidator().validate(fields, shape)
+        if report.has_errors():
+            found.append(f"{name}: {report.generate_report()}")
+        if fields.get("InstanceType") not in shape.members["InstanceType"].enum:
+            found.append(f"{name}: no instance type {fields.get('InstanceType')!r}")
+        market = fields.get("InstanceMarketOptions", {}).get("MarketType", "spot")
+        if market not in ("spot", "capacity-block"):
+            found.append(f"{name}: no market {market!r}")
+        if node.get("min_workers", 0) < 0 or node.get("max_workers", 0) < node.get("min_workers", 0):
+            found.append(f"{name}: workers {node.get('min_workers')} to {node.get('max_workers')}")
+    return found
+
+
+def place_problems(config: dict[str, Any]) -> list[str]:
+    region = config["provider"].get("region")
+    if region not in botocore.session.get_session().get_available_regions("ec2"):
+        return [f"no region {region!r}"]
+    zones = config["provider"]["availability_zone"].split(",")
+    found = [f"zone {zone} is not in {region}" for zone in zones if zone[:-1] != region]
+    mounts = re.findall(r"fs-\w+\.efs\.([\w-]+)\.amazonaws\.com", str(config["initialization_commands"]))
+    return found + [f"file system in {place}, not in {region}" for place in mounts if place != region]
+
+
+def shell_problems(config: dict[str, Any]) -> list[str]:
+    found = []
+    for key in COMMANDS:
+        for command in config.get(key, []):
+            check = subprocess.run(["bash", "-n", "-c", command], capture_output=True, text=True)
+            if check.returncode:
+                found.append(f"{key}: {check.stderr}")
+            if "--host" in command and not re.search(r"--host[= ]127\.0\.0\.1\b", command):
+                found.append(f"{key}: a server that listens beyond the loopback address: {command}")
+    return found
+
+
+def problems(config: dict[str, Any]) -> list[str]:
+    return ray_problems(config) or (node_problems(config) + place_problems(config) + shell_problems(config))
+
+
+def test_is_valid() -> None:
+    assert problems(CONFIG) == []
+
+
+def _in(*path: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(config: dict[str, Any]) -> None:
+        for key in path[:-1]:
+            config = config[key]
+        config[path[-1]] = value
+
+    return change
+
+
+def _without(*path: str) -> Callable[[dict[str, Any]], None]:
+    def change(config: dict[str, Any]) -> None:
+        for key in path[:-1]:
+            config = config[key]
+        del config[path[-1]]
+
+    return change
+
+
+NODE = ("available_node_types", "gpu_a10g")
+MISTAKES = {
+    "unknown key": _in("max_worker", value=3),
+    "unknown key of a node type": _in(*NODE, "resource", value={"GPU": 4}),
+    "wrong type": _in("idle_timeout_minutes", value="ten"),
+    "unknown provider": _in("provider", "type", value="awss"),
+    "no such head type": _in("head_node_type", value="boss"),
+    "more at least than at most": _in(*NODE, "min_workers", value=9),
+    "negative count": _in(*NODE, "max_workers", value=-1),
+    "unknown AWS field": _in(*NODE, "node_config", "InstanceTypo", value="g5.12xlarge"),
+    "AWS field of a wrong type": _in(*NODE, "node_config", "BlockDeviceMappings", value={"DeviceName": "/dev/sda1"}),
+    "no such instance type": _in(*NODE, "node_config", "InstanceType", value="g5.13xlarge"),
+    "no instance type": _without(*NODE, "node_config", "InstanceType"),
+    "unknown market": _in(*NODE, "node_config", "InstanceMarketOptions", value={"MarketType": "spott"}),
+    "no region": _without("provider", "region"),
+    "no such region": _in("provider", "region", value="us-west-9"),
+    "zones of another region": _in("provider", "availability_zone", value="eu-west-1a"),
+    "shell error": _in("setup_commands", value=["pip install 'headfold[eval]"]),
+    "server open to the world": _in("head_start_ray_commands", value=["mlflow server --host 0.0.0.0"]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistake_is_found(mistake: str) -> None:
+    config = copy.deepcopy(CONFIG)
+    MISTAKES[mistake](config)
+    assert problems(config)
+
+
+def test_head_stays_and_workers_come_from_zero() -> None:
+    head = CONFIG["available_node_types"][CONFIG["head_node_type"]]
+    workers = [node for node in CONFIG["available_node_types"].values() if node is not head]
+    assert "InstanceMarketOptions" not in head["node_config"]
+    assert "GPU" not in head["resources"]
+    for node in workers:
+        assert node["min_workers"] == 0
+        assert node["node_config"]["InstanceMarketOptions"]["MarketType"] == "spot"
+        assert node["resources"]["GPU"] > 0
+    assert sum(node["max_workers"] for node in workers) == CONFIG["max_workers"]
+
+
+def test_holds_no_secret() -> None:
+    assert not SECRET.search(TEXT)
+    assert SECRET.search("aws_secret_access_key: abc") and SECRET.search("AKIA" + "A" * 16)
+
+
+def _requirement(name: str) -> Requirement:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    return next(r for r in map(Requirement, project["dependencies"]) if r.name == name)
+
+
+def test_versions_are_those_of_the_project() -> None:
+    images = [CONFIG["docker"]["head_image"], CONFIG["docker"]["worker_image"]]
+    rays = {re.fullmatch(r"rayproject/ray:([\d.]+)-py\d+-[cg]pu", image)[1] for image in images}  # type: ignore[index]
+    assert len(rays) == 1 and rays.pop() in _requirement("ray").specifier
+    torches = re.findall(r"torch==([\d.]+)", str(CONFIG["setup_commands"]))
+    makefile = re.search(r"^TORCH \?= torch==(\S+)$", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    assert makefile and torches == [makefile[1]] and torches[0] in _requirement("torch").specifier

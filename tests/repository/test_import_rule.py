@@ -1,0 +1,54 @@
+"""The import rule between the packages holds, and import-linter really finds what breaks it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGES = ["attention", "search_spaces", "trainers", "orchestrator"]
+
+# What is written into which new module of a copy of the project, and the contract that must name it.
+VIOLATIONS = {
+    "attention imports trainers": ("attention", "import trainers", "attention._violation -> trainers"),
+    "search_spaces imports trainers": ("search_spaces", "import trainers", "search_spaces._violation -> trainers"),
+    "trainers imports orchestrator": ("trainers", "import orchestrator", "trainers._violation -> orchestrator"),
+    "deepspeed outside the engine": ("trainers", "import deepspeed", "trainers._violation -> deepspeed"),
+    "ray in search_spaces": ("search_spaces", "import ray", "search_spaces._violation -> ray"),
+    "mlflow outside tracking": ("orchestrator", "import mlflow", "orchestrator._violation -> mlflow"),
+    "optuna outside the searcher": ("orchestrator", "import optuna", "orchestrator._violation -> optuna"),
+}
+
+
+def _copy(target: Path) -> None:
+    shutil.copy(REPOSITORY / "pyproject.toml", target)
+    for package in PACKAGES:
+        shutil.copytree(REPOSITORY / package, target / package, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def _lint(folder: Path) -> subprocess.CompletedProcess[str]:
+    # Run in the copy: the current folder comes first on the path, before the installed project.
+    command = [
+        str(Path(sys.executable).parent / "lint-imports"),
+        "--no-cache",
+    ]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+def test_rule_holds() -> None:
+    done = _lint(REPOSITORY)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("violation", VIOLATIONS)
+def test_violation_is_found(violation: str, tmp_path: Path) -> None:
+    package, line, named = VIOLATIONS[violation]
+    _copy(tmp_path)
+    (tmp_path / package / "_violation.py").write_text(f"{line}\n")
+    done = _lint(tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert named in done.stdout
