@@ -1,0 +1,1 @@
+"""Stock formats that a plan can be lowered to, one file each."""

@@ -1,0 +1,174 @@
+"""Checkpoints: round trips, the plain form without this project, atomic saves, clear refusals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from attention import checkpoint, export
+from attention.conversion import convert
+from attention.families import families
+from attention.modeling import plan_of
+from attention.plan import AttentionPlan, LayerPlan, PlanError
+
+UNIFORM = (LayerPlan((0, 1, 1, 0), (0, 1, 1, 0)),) * 2
+UNEVEN = (LayerPlan((0, 0, 0, 1), (0, 0, 0, 1)), LayerPlan((0, 1, 1, 1), (0, 1, 1, 1)))
+DECOUPLED = (LayerPlan((0, 1, 0, 2), (0, 0, 0, 0)), LayerPlan((0, 0, 0, 1), (0, 1, 2, 3)))
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(24)[None] % 64).logits
+
+
+@pytest.mark.parametrize("layers", [UNIFORM, UNEVEN, DECOUPLED], ids=["uniform", "uneven", "decoupled"])
+@pytest.mark.parametrize("name", sorted(families()))
+def test_round_trip(name: str, layers, tiny_model, tmp_path: Path) -> None:
+    model = convert(tiny_model(name), AttentionPlan(layers, 8))
+    back = checkpoint.load(checkpoint.save(model, tmp_path / "model", plain=False))
+    assert torch.equal(logits(back), logits(model)) and plan_of(back) == plan_of(model)
+    assert back.config.model_type == f"headfold_{name}"
+
+
+@pytest.mark.parametrize("name", sorted(families()))
+def test_uniform_plan_is_saved_as_the_plain_family(name: str, tiny_model, tmp_path: Path) -> None:
+    model = convert(tiny_model(name), AttentionPlan(UNIFORM, 8))
+    folder = checkpoint.save(model, tmp_path / "model")
+    stock = AutoModelForCausalLM.from_pretrained(folder)
+    assert stock.config.model_type == name and stock.config.num_key_value_heads == 2
+    assert torch.allclose(logits(stock), logits(model), atol=1e-4)
+    note = json.loads((folder / checkpoint.PLAN_FILE).read_text())
+    assert note["plan_digest"] == plan_of(model).digest
+
+
+@pytest.mark.parametrize("name", sorted(families()))
+@pytest.mark.parametrize("layers", [UNIFORM, UNEVEN, DECOUPLED], ids=["uniform", "uneven", "decoupled"])
+def test_export_to_stock_gqa_is_exact(name: str, layers, tiny_model, tmp_path: Path) -> None:
+    model = convert(tiny_model(name), AttentionPlan(layers, 8))
+    source = checkpoint.save(model, tmp_path / "model", plain=False)
+    report = export.export(source, "gqa", tmp_path / "stock")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
+    assert not stock.config.model_type.startswith("headfold")
+    assert torch.allclose(logits(stock), logits(model), atol=1e-4)
+    assert report.exact and report.kv_bytes_per_token_before == model.plan.kv_bytes_per_token("float32")
+    held = stock(torch.arange(10)[None], use_cache=True).past_key_values
+    assert sum(x.keys.nbytes + x.values.nbytes for x in held.layers) == 10 * report.kv_bytes_per_token_after
+    assert json.loads((tmp_path / "stock" / export.REPORT_FILE).read_text())["exact"] is True
+
+
+def test_llama_with_heads_that_do_not_divide_its_width_becomes_mistral(tiny_model, tmp_path: Path) -> None:
+    layers = (LayerPlan((0, 0, 0, 1), (0, 0, 0, 1)),) * 2  # 2 groups of up to 3: 6 query heads, width 32
+    source = checkpoint.save(convert(tiny_model("llama"), AttentionPlan(layers, 8)), tmp_path / "model")
+    report = export.export(source, "gqa", tmp_path / "stock")
+    assert report.model_type == "mistral" and report.kv_bytes_per_token_after == report.kv_bytes_per_token_before
+    biased = convert(tiny_model("llama", attention_bias=True), AttentionPlan(layers, 8))
+    with pytest.raises(ValueError, match="equal groups"):
+        export.export(checkpoint.save(biased, tmp_path / "biased"), "gqa", tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+def test_export_refuses_an_unknown_target(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="target must be one of.*'gqa'.*got 'onnx'"):
+        export.export(tmp_path, "onnx", tmp_path / "out")
+
+
+def test_stock_transformers_alone_loads_it(tiny_model, tmp_path: Path) -> None:
+    """In a process that cannot import this project, logits equal those of the model here."""
+    model = convert(tiny_model("llama"), AttentionPlan(UNIFORM, 8))
+    folder = checkpoint.save(model, tmp_path / "model")
+    save_file({"logits": logits(model)}, tmp_path / "wanted.safetensors")
+    code = f"""
+import sys
+sys.path = [p for p in sys.path if "site-packages" in p or "lib/python" in p]
+sys.meta_path = [f for f in sys.meta_path if "editable" not in repr(f)]
+for name in ("attention", "search_spaces", "trainers", "orchestrator"):
+    try:
+        __import__(name)
+    except ImportError:
+        continue
+    raise SystemExit(f"{{name}} can be imported")
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({str(folder)!r})
+wanted = load_file({str(tmp_path / "wanted.safetensors")!r})["logits"]
+with torch.no_grad():
+    got = model(torch.arange(24)[None] % 64).logits
+print("difference", (got - wanted).abs().max().item())
+"""
+    out = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert out.returncode == 0, out.stdout + out.stderr
+    assert float(out.stdout.split()[-1]) < 1e-4
+
+
+def test_a_killed_save_leaves_the_old_checkpoint(tiny_model, tmp_path: Path) -> None:
+    model = convert(tiny_model("llama"), AttentionPlan(DECOUPLED, 8))
+    folder = checkpoint.save(model, tmp_path / "model")
+    before = checkpoint.weights_digest(folder)
+    code = f"""
+import pathlib, time
+from attention.checkpoint import write_atomically
+def write(fresh):
+    (fresh / "model.safetensors").write_bytes(b"half")
+    print("writing", flush=True)
+    time.sleep(60)
+write_atomically({str(folder)!r}, write)
+"""
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None and child.stdout.readline() == "writing\n"
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    assert checkpoint.weights_digest(folder) == before
+    assert torch.equal(logits(checkpoint.load(folder)), logits(model))
+
+
+def test_a_save_killed_between_its_renames_is_recovered(tiny_model, tmp_path: Path) -> None:
+    model = convert(tiny_model("llama"), AttentionPlan(DECOUPLED, 8))
+    folder = checkpoint.save(model, tmp_path / "model")
+    folder.rename(folder.with_name(".model.old"))  # what a kill between the two renames leaves
+    assert torch.equal(logits(checkpoint.load(folder)), logits(model))
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
+    def write(fresh: Path) -> None:
+        raise RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError, match="disk full"):
+        checkpoint.write_atomically(tmp_path / "model", write)
+    assert os.listdir(tmp_path) == []
+
+
+def test_maps_that_disagree_with_the_config_are_refused(tiny_model, tmp_path: Path) -> None:
+    folder = checkpoint.save(convert(tiny_model("llama"), AttentionPlan(DECOUPLED, 8)), tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    name = next(k for k in weights if k.endswith("layers.0.self_attn.key_map"))
+    weights[name] = torch.tensor([0, 1, 2, 0])
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(PlanError, match=r"layer 0: key_map in the weights is \(0, 1, 2, 0\)"):
+        checkpoint.load(folder)
+
+
+def test_missing_and_unsupported_checkpoints_are_refused(tmp_path: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="no checkpoint at .*nowhere"):
+        checkpoint.load(tmp_path / "nowhere")
+    assert time.monotonic() - start < 10
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(ValueError, match="got 'mamba'"):
+        checkpoint.load(tmp_path)
+
+
+def test_pickled_weights_are_not_loaded(tiny_model, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="no safetensors weights"):
+        checkpoint.load(tmp_path)
