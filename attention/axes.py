@@ -55,7 +55,7 @@ class Knob:
         wanted = int if self.kind == "int" else (int, float)
         if isinstance(value, bool) or not isinstance(value, wanted):
             raise ValueError(f"{self.name} must be of kind {self.kind}, got {value!r}")
-        if self.low is not None and value < self.low or self.high is not None and value > self.high:
+        if (self.low is not None and value < self.low) or (self.high is not None and value > self.high):
             raise ValueError(f"{self.name} must lie in [{self.low}, {self.high}], got {value!r}")
         return value
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from attention import modeling
@@ -80,7 +81,8 @@ def to_plain(model: PreTrainedModel) -> PreTrainedModel:
     fields = config.to_dict()
     for key in ("model_type", "architectures", "attention_plan"):
         fields.pop(key, None)
-    plain = family.model_class._from_config(family.config_class(**fields), dtype=model.dtype).to(model.device)
+    plain = family.model_class._from_config(family.config_class(**fields), dtype=model.dtype)
+    nn.Module.to(plain, model.device)
     state = {k: t for k, t in model.state_dict().items() if not k.endswith((".key_map", ".value_map"))}
     plain.load_state_dict(state)
     geometry = HeadGeometry.from_config(model.config)
@@ -106,7 +108,9 @@ def save(
     """
     plan = plan_of(model)
     own = model.config.model_type.startswith(PREFIX)
-    lowered = own and plain and plan.is_uniform_gqa and family_of(model.config).plain_config(model.config, 1) is not None
+    lowered = (
+        own and plain and plan.is_uniform_gqa and family_of(model.config).plain_config(model.config, 1) is not None
+    )
     written = to_plain(model) if lowered else model
 
     def write(fresh: Path) -> None:

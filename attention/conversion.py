@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from attention.alignment import ALIGNMENT
@@ -45,7 +46,8 @@ def assemble(model: PreTrainedModel, plan: AttentionPlan, heads: Sequence[LayerH
 
     The new model has the dtype, device and training mode of `model`, which stays as it is.
     """
-    new = build(model.config, plan, model.dtype).to(model.device)
+    new = build(model.config, plan, model.dtype)
+    nn.Module.to(new, model.device)
     target = new.state_dict()
     kept = {k: t for k, t in model.state_dict().items() if k in target and t.shape == target[k].shape}
     maps = {k for k in target if k.endswith((".key_map", ".value_map"))}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -80,8 +80,8 @@ def decode(
     query `[B, H, 1, d]`, key `[B, G^K, S, d]`, value `[B, G^V, S, d]`, mask broadcastable to `[B, H, 1, S]` (boolean:
     True attends; or additive). Returns `[B, H, 1, d]`. Equal to `expand` followed by SDPA.
     """
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    grouped = maps.key_slots.gather(query.squeeze(2) * scaling)
+    factor = float(query.shape[-1]) ** -0.5 if scaling is None else scaling
+    grouped = maps.key_slots.gather(query.squeeze(2) * factor)
     scores = maps.key_slots.scatter(grouped @ key.transpose(-1, -2))
     if mask is not None:
         mask = mask.squeeze(2)
@@ -152,5 +152,5 @@ def make_uneven(cache: Cache) -> Cache:
 
 def cache_bytes(cache: Cache) -> int:
     """Bytes that the keys and values of a cache occupy."""
-    tensors = [t for layer in cache.layers if layer.is_initialized for t in (layer.keys, layer.values)]
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+    held = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin) and layer.is_initialized]
+    return sum(t.numel() * t.element_size() for layer in held for t in (layer.keys, layer.values) if t is not None)

@@ -44,7 +44,9 @@ class LayerHeads:
 
     def to(self, *args: object, **kwargs: object) -> LayerHeads:
         """Every tensor through `Tensor.to`."""
-        return replace(self, **{f.name: t.to(*args, **kwargs) for f in fields(self) if (t := getattr(self, f.name)) is not None})
+        return replace(
+            self, **{f.name: t.to(*args, **kwargs) for f in fields(self) if (t := getattr(self, f.name)) is not None}
+        )
 
     def expand(self, key_map: Sequence[int], value_map: Sequence[int]) -> LayerHeads:
         """One key and one value head a query head, by repeating: the lossless lift to MHA (paper 000, App. D)."""

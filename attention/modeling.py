@@ -42,7 +42,7 @@ class HeadfoldMixin:
         plan = AttentionPlan.from_json(json.dumps(config.attention_plan))
         geometry = self.family.geometry(config)
         check_fits(plan, geometry)
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         for module, layer in zip(self.family.attention_modules(self), plan.layers, strict=True):  # type: ignore[arg-type]
             self.family.reshape(module, geometry, layer)
             attach(module, layer)
@@ -89,7 +89,8 @@ def headfold_config(config: PretrainedConfig, plan: AttentionPlan) -> Pretrained
     fields = config.to_dict()
     for key in ("model_type", "architectures", "attention_plan", "transformers_version"):
         fields.pop(key, None)
-    return headfold_classes(family.name)[0](**fields, attention_plan=json.loads(plan.to_json()))
+    make: Any = headfold_classes(family.name)[0]
+    return make(**fields, attention_plan=json.loads(plan.to_json()))
 
 
 def plan_of(model: PreTrainedModel) -> AttentionPlan:

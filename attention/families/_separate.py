@@ -40,7 +40,8 @@ def geometry(config: Any, *, family: str, qkv_bias: bool, output_bias: bool, qk_
 
 
 def attention_modules(model: PreTrainedModel) -> Sequence[nn.Module]:
-    return [layer.self_attn for layer in model.get_decoder().layers]
+    decoder: Any = model.get_decoder()
+    return [layer.self_attn for layer in decoder.layers]
 
 
 def _split(linear: nn.Linear, head_dim: int) -> tuple[Tensor, Tensor | None]:

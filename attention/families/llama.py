@@ -12,7 +12,11 @@ from attention.geometry import HeadGeometry
 
 def geometry(config: Any) -> HeadGeometry:
     return _separate.geometry(
-        config, family="llama", qkv_bias=bool(config.attention_bias), output_bias=bool(config.attention_bias), qk_norm=False
+        config,
+        family="llama",
+        qkv_bias=bool(config.attention_bias),
+        output_bias=bool(config.attention_bias),
+        qk_norm=False,
     )
 
 

@@ -11,9 +11,7 @@ from attention.geometry import HeadGeometry
 
 
 def geometry(config: Any) -> HeadGeometry:
-    return _separate.geometry(
-        config, family="mistral", qkv_bias=False, output_bias=False, qk_norm=False
-    )
+    return _separate.geometry(config, family="mistral", qkv_bias=False, output_bias=False, qk_norm=False)
 
 
 FAMILY = Family(

@@ -12,7 +12,11 @@ from attention.geometry import HeadGeometry
 
 def geometry(config: Any) -> HeadGeometry:
     return _separate.geometry(
-        config, family="qwen3", qkv_bias=bool(config.attention_bias), output_bias=bool(config.attention_bias), qk_norm=True
+        config,
+        family="qwen3",
+        qkv_bias=bool(config.attention_bias),
+        output_bias=bool(config.attention_bias),
+        qk_norm=True,
     )
 
 

@@ -1,7 +1,6 @@
 """Checkpoints: round trips, the plain form without this project, atomic saves, clear refusals."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -143,7 +142,7 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="disk full"):
         checkpoint.write_atomically(tmp_path / "model", write)
-    assert os.listdir(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_maps_that_disagree_with_the_config_are_refused(tiny_model, tmp_path: Path) -> None:
