@@ -1,0 +1,52 @@
+"""Load an exported checkpoint with plain transformers, where Headfold cannot be imported, and write a little text.
+
+    python -S -P examples/load_exported.py runs/demo/.../exported
+
+`-S` and `-P` keep the project off Python's path, so PYTHONPATH must name the folder with the installed packages; the
+Makefile's `demo` shows the whole command. This is all that software which serves the model has to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+OURS = ("attention", "search_spaces", "trainers", "orchestrator")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Generate text from a checkpoint with plain transformers.")
+    parser.add_argument("checkpoint", help="folder of the exported checkpoint")
+    parser.add_argument("--prompt", default="def read_lines(path):\n")
+    parser.add_argument("--tokens", type=int, default=48)
+    given = parser.parse_args()
+    importable = [name for name in OURS if importlib.util.find_spec(name) is not None]
+    if importable:
+        sys.exit(
+            f"this process can import {importable} of Headfold, so it would prove nothing; see the Makefile's demo"
+        )
+
+    tokenizer = AutoTokenizer.from_pretrained(given.checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(given.checkpoint, dtype=torch.float32).eval()
+    prompt = tokenizer(given.prompt, return_tensors="pt")
+    cache = DynamicCache(config=model.config)
+    torch.manual_seed(0)  # generate() takes no generator of its own
+    with torch.no_grad():
+        written = model.generate(
+            **prompt, max_new_tokens=given.tokens, do_sample=True, temperature=0.6, top_k=20, past_key_values=cache
+        )
+    held = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers) * model.dtype.itemsize
+    positions = cache.get_seq_length()
+    config = model.config
+    print(f"{type(model).__module__}.{type(model).__name__}, Headfold not importable")
+    print(f"{config.num_attention_heads} query heads, {config.num_key_value_heads} key-value heads a layer")
+    print(f"KV cache: {held} bytes for {positions} tokens, {held // positions} a token")
+    print(tokenizer.decode(written[0], skip_special_tokens=True))
+
+
+if __name__ == "__main__":
+    main()
