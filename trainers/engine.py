@@ -1,0 +1,188 @@
+"""The one DeepSpeed file: a model, its optimiser, and a step over all workers.
+
+DeepSpeed compiles C++ operators at first use by default; both that it would want here have torch twins, which are
+taken instead, so that no compiler is needed and no killed compile can leave a lock behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import math
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+if not torch.accelerator.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # spares the search for others, and a warning that it failed
+
+import deepspeed
+import deepspeed.ops
+import torch.distributed as dist
+from deepspeed.utils import logger as deepspeed_logger
+from torch import Tensor, nn
+
+from trainers.loop import LossFunction
+from trainers.settings import TrainSettings
+
+# DeepSpeed calls two collectives by names that torch wants to retire, once a parameter with ZeRO 3
+warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
+
+TAG = "engine"
+LAYOUT = "layout.json"
+
+
+class Engine:
+    """DeepSpeed's engine behind five verbs. All workers must make every call together.
+
+    `total_steps` fixes the learning-rate schedule; `steps_done` is the position in it. Without a process group, as in
+    a notebook, a group of one is made.
+    """
+
+    def __init__(self, model: nn.Module, settings: TrainSettings, total_steps: int) -> None:
+        if total_steps < 1:
+            raise ValueError(f"total_steps must be at least 1, got {total_steps}")
+        _group_of_one()
+        if dist.get_world_size() != settings.num_workers:
+            raise ValueError(f"settings say num_workers {settings.num_workers}, the group has {dist.get_world_size()}")
+        deepspeed_logger.setLevel(logging.ERROR)
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        self.settings, self.total_steps, self.steps_done = settings, total_steps, 0
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        self._engine: Any = deepspeed.initialize(
+            model=model,
+            model_parameters=parameters,  # pyright: ignore[reportArgumentType] - annotated too narrowly
+            config=_config(settings),
+        )[0]
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, to evaluate in place. With ZeRO 3 all workers must run each forward pass together."""
+        return self._engine.module
+
+    @property
+    def device(self) -> torch.device:
+        return self._engine.device
+
+    def step(self, batch: Tensor, loss_fn: LossFunction) -> float:
+        """One optimiser step on this worker's rows `[B / W, T]`; the loss before it, averaged over all workers.
+
+        When the loss is not finite the weights are left as they were.
+        """
+        rank = dist.get_rank()
+        # A seed for each step and worker, so that dropout after a resume is what it would have been
+        torch.manual_seed((self.settings.seed * 1_000_003 + self.steps_done) * 65_537 + rank)
+        self._engine.train()
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = self.settings.rate(self.steps_done, self.total_steps)
+        pieces = batch.to(self.device).split(self.settings.rows)
+        if len(pieces) != self.settings.accumulation:
+            raise ValueError(f"a step takes {self.settings.accumulation} x {self.settings.rows} rows, got {len(batch)}")
+        mean = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index, piece in enumerate(pieces):
+            loss = loss_fn(self._engine, piece)
+            mean += loss.detach().double() / len(pieces)
+            if index == len(pieces) - 1:
+                dist.all_reduce(mean)
+                mean /= dist.get_world_size()
+                if not math.isfinite(mean.item()):
+                    return mean.item()
+            self._engine.backward(loss)
+            self._engine.step()
+        self.steps_done += 1
+        return mean.item()
+
+    def save(self, folder: str | Path, client_state: dict[str, Any] | None = None) -> None:
+        """Weights, optimiser state, position and `client_state` (plain values), each worker its own share."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {"steps_done": self.steps_done, "client": client_state if client_state is not None else {}}
+        with _quiet():
+            self._engine.save_checkpoint(str(folder), tag=TAG, client_state=state)
+        if dist.get_rank() == 0:
+            (folder / LAYOUT).write_text(json.dumps(_layout(self.settings)))
+
+    def load(self, folder: str | Path) -> dict[str, Any]:
+        """Continue exactly where `save` was called; returns its `client_state`.
+
+        Raises ValueError when the checkpoint was written under another split over workers.
+        """
+        check_layout(folder, self.settings)
+        with _quiet():
+            path, state = self._engine.load_checkpoint(str(folder), tag=TAG)
+        if path is None:
+            raise ValueError(f"expected a training checkpoint with tag {TAG!r} in {folder}, found none to read")
+        self.steps_done = int(state["steps_done"])
+        return state["client"]
+
+    def weights(self) -> dict[str, Tensor]:
+        """All weights and persistent buffers on the CPU, whole, on rank 0; an empty dict on the others.
+
+        With bf16 these are the weights that the model computes with, not the optimiser's fp32 copies.
+        """
+        result: dict[str, Tensor] = {}
+        for name, tensor in self._engine.module.state_dict(keep_vars=True).items():
+            split = hasattr(tensor, "ds_id")  # ZeRO 3 gave this parameter away; gathering must be done by all
+            with deepspeed.zero.GatheredParameters([tensor]) if split else contextlib.nullcontext():
+                if dist.get_rank() == 0:
+                    result[name] = tensor.detach().to("cpu", copy=True)
+        return result
+
+    def close(self) -> None:
+        """Give the memory back: DeepSpeed's engine sits in reference cycles."""
+        self._engine.destroy()
+        self._engine = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def check_layout(folder: str | Path, settings: TrainSettings) -> None:
+    """Raises ValueError unless a checkpoint's split over workers is that of `settings`."""
+    file = Path(folder) / LAYOUT
+    if not file.is_file():
+        raise ValueError(f"expected a training checkpoint in {folder}, found no {LAYOUT} there")
+    found, wanted = json.loads(file.read_text()), _layout(settings)
+    if found != wanted:
+        raise ValueError(
+            f"training checkpoint {folder} was written with {found}, these settings are {wanted}; use the same, or "
+            "start from the finished weights instead (model_dir) with a fresh optimiser"
+        )
+
+
+def _layout(settings: TrainSettings) -> dict[str, Any]:
+    return {"num_workers": settings.num_workers, "zero_stage": settings.zero_stage, "dtype": settings.dtype}
+
+
+def _config(settings: TrainSettings) -> dict[str, Any]:
+    optimizer = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay, "torch_adam": True}
+    return {
+        "train_batch_size": settings.batch_size,
+        "train_micro_batch_size_per_gpu": settings.rows,
+        "gradient_accumulation_steps": settings.accumulation,
+        "gradient_clipping": settings.gradient_clipping,
+        "zero_optimization": {"stage": settings.zero_stage},
+        "bf16": {"enabled": settings.dtype == "bf16"},
+        "optimizer": {"type": "AdamW", "params": optimizer},
+        "steps_per_print": 10**9,
+    }
+
+
+def _group_of_one() -> None:
+    if not dist.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - public in torch's documentation
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it even where a group exists
+
+
+@contextlib.contextmanager
+def _quiet():
+    """DeepSpeed prints around checkpoints; errors still come as exceptions."""
+    with contextlib.redirect_stdout(None):
+        yield

@@ -1,0 +1,140 @@
+"""What a model is worth: held-out loss, distance to the untouched model, bytes in the cache, speed.
+
+Legend: N sequences, T tokens a sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainers.losses import kl, language_modelling
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out `loss` and `kl` = KL(teacher ‖ model), mean nats a predicted token (`kl` None without a teacher);
+    `tokens`: how many predictions they are means of; `seconds`: wall-clock time."""
+
+    loss: float
+    kl: float | None
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens a second of reading a prompt (`prefill`) and of generating with the cache (`decode`), one sequence."""
+
+    prefill: float
+    decode: float
+
+
+def evaluate(
+    model: Any,
+    sequences: Tensor,
+    *,
+    teacher: Any = None,
+    batch_size: int = 8,
+    rank: int = 0,
+    world_size: int = 1,
+    reduce: Callable[[Tensor], Any] | None = None,
+) -> Evaluation:
+    """Score `sequences [N, T]`: T - 1 predictions each, summed in float64 and divided once at the end.
+
+    With several workers each scores the rows of its rank, and `reduce` must sum a tensor over them in place; every
+    worker returns the same means, and all run equally many forward passes (weights that are split over workers are
+    gathered in them).
+    """
+    if sequences.ndim != 2 or sequences.shape[0] < 1 or sequences.shape[1] < 2:
+        raise ValueError(f"sequences must be [N, T] with N >= 1 and T >= 2, got shape {tuple(sequences.shape)}")
+    started = time.perf_counter()
+    device = next(model.parameters()).device
+    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    with _evaluating(model):
+        for rows, counted in _share(len(sequences), batch_size, rank, world_size):
+            totals += _score(model, teacher, sequences[rows].long().to(device), counted)
+    if reduce is not None:
+        reduce(totals)
+    loss, divergence, tokens = totals.tolist()
+    seconds = time.perf_counter() - started
+    return Evaluation(loss / tokens, divergence / tokens if teacher is not None else None, int(tokens), seconds)
+
+
+def measure_cache(model: Any, tokens: int) -> int:
+    """Bytes of all key and value tensors that the cache really holds after a prefill of `tokens` tokens, batch 1."""
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device=next(model.parameters()).device)
+    with _evaluating(model):
+        layers = model(ids, use_cache=True).past_key_values.layers
+    return sum(t.numel() * t.element_size() for layer in layers for t in (layer.keys, layer.values))
+
+
+def decode_speed(model: Any, prompt: Tensor, new: int) -> Speed:
+    """Speed on `prompt [1, T]`, then `new` tokens one at a time, each the likeliest. The first token counts as
+    prefill; a run of both that is not timed comes first, so that start-up costs are not counted."""
+    if prompt.ndim != 2 or prompt.shape[0] != 1 or new < 1:
+        raise ValueError(f"expected a prompt [1, T] and new >= 1, got shape {tuple(prompt.shape)} and {new}")
+    prompt = prompt.to(next(model.parameters()).device)
+    with _evaluating(model):
+        _generate(model, prompt, 1)
+        prefill, decode = _generate(model, prompt, new)
+    return Speed(prompt.shape[1] / prefill, new / decode)
+
+
+def _generate(model: Any, prompt: Tensor, new: int) -> tuple[float, float]:
+    started = _now(prompt)
+    output = model(prompt, use_cache=True)
+    ready = _now(prompt)
+    for _ in range(new):
+        token = output.logits[:, -1:].argmax(-1)
+        output = model(token, past_key_values=output.past_key_values, use_cache=True)
+    return ready - started, _now(prompt) - ready
+
+
+def _now(like: Tensor) -> float:
+    if like.is_cuda:
+        torch.cuda.synchronize(like.device)  # kernels run on after the call that started them has returned
+    return time.perf_counter()
+
+
+def _score(model: Any, teacher: Any, batch: Tensor, counted: int) -> Tensor:
+    """Sums over the first `counted` rows of the batch: loss, KL, predictions; `[3]` float64."""
+    logits = model(input_ids=batch, use_cache=False).logits[:counted]
+    reference = None
+    if teacher is not None:
+        reference = teacher(input_ids=batch, use_cache=False).logits[:counted, :-1]
+    predictions = counted * (batch.shape[1] - 1)
+    if not counted:
+        return torch.zeros(3, dtype=torch.float64, device=batch.device)
+    loss = language_modelling(logits, batch[:counted]).double()
+    divergence = torch.zeros_like(loss) if reference is None else kl(logits[:, :-1], reference).double()
+    return torch.stack([loss * predictions, divergence * predictions, torch.full_like(loss, predictions)])
+
+
+def _share(count: int, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[list[int], int]]:
+    """Batches of row numbers of one worker, and how many rows of each count; workers with fewer rows repeat row 0."""
+    mine = list(range(rank, count, world_size))
+    longest = -(-count // world_size)
+    real = len(mine)
+    mine += [0] * (longest - real)
+    for start in range(0, longest, batch_size):
+        rows = mine[start : start + batch_size]
+        yield rows, max(0, min(len(rows), real - start))
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Evaluation mode and no gradients, and the mode that was there before afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)

@@ -1,0 +1,78 @@
+"""A training job as plain JSON: it can be logged, sent to a cluster, and run again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from trainers.settings import TrainSettings
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """What to train, on what, for how long, and where the results go.
+
+    `milestones`: steps, counted from the beginning of the training, after which the held-out loss is measured and
+    reported with a checkpoint; the last one ends the job. `total_steps`: the length that the learning-rate schedule is
+    stretched over (None: the last milestone). `resume_from`: a checkpoint of an earlier job, path or URI; the job then
+    continues its weights, optimiser, schedule position and, on the same `train_file`, its data position from
+    `start_step`. `seed` orders the data. `storage_path` and `out_dir` must be absolute (or a URI for the former).
+
+    A `run_name` that already exists under `storage_path` continues that run: the same job run twice does nothing
+    twice, and two different jobs need two names.
+    """
+
+    model_dir: str
+    train_file: str
+    eval_file: str
+    out_dir: str
+    storage_path: str
+    run_name: str
+    milestones: tuple[int, ...]
+    settings: TrainSettings = field(default_factory=TrainSettings)
+    teacher_dir: str | None = None
+    start_step: int = 0
+    total_steps: int | None = None
+    resume_from: str | None = None
+    seed: int = 0
+    max_failures: int = 1
+
+    def __post_init__(self) -> None:
+        steps = (self.start_step, *self.milestones)
+        if not self.milestones or any(b <= a for a, b in pairwise(steps)):
+            raise ValueError(f"milestones must rise from above start_step {self.start_step}, got {self.milestones}")
+        if self.schedule_steps < self.milestones[-1]:
+            raise ValueError(f"total_steps must reach the last milestone {self.milestones[-1]}, got {self.total_steps}")
+        if self.settings.distillation != "none" and self.teacher_dir is None:
+            raise ValueError(f"distillation {self.settings.distillation!r} needs a teacher_dir, got None")
+        if self.start_step and self.resume_from is None:
+            raise ValueError(f"start_step {self.start_step} needs the checkpoint it was reached with; set resume_from")
+        for name in ("storage_path", "out_dir"):
+            path = getattr(self, name)
+            if "://" not in path and not Path(path).is_absolute():
+                raise ValueError(f"{name} must be absolute (workers run in other folders), got {path!r}")
+
+    @property
+    def schedule_steps(self) -> int:
+        return self.milestones[-1] if self.total_steps is None else self.total_steps
+
+    def to_json(self) -> str:
+        return json.dumps({**asdict(self), "settings": self.settings.model_dump()}, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> TrainJob:
+        record = json.loads(text)
+        record["settings"] = TrainSettings(**record["settings"])
+        return cls(**{**record, "milestones": tuple(record["milestones"])})
+
+
+@dataclass(frozen=True)
+class TrainOutcome:
+    """`checkpoint_dir`: the last training checkpoint, to `resume_from`. `metrics`: the last milestone's report, and
+    `out_dir` and `weights_digest` of the finished weights."""
+
+    checkpoint_dir: str
+    metrics: dict[str, Any]

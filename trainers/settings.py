@@ -1,0 +1,74 @@
+"""How a model is trained: one set of settings for brief fine-tuning and for full continued pre-training."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class TrainSettings(BaseModel):
+    """The optimiser, its schedule, the batch, and the machinery. An impossible combination cannot be constructed.
+
+    `batch_size`: sequences a step over all workers. `micro_batch`: sequences that one worker holds in memory at once
+    (None: all of its share). `zero_stage`: what DeepSpeed splits over workers: 0 nothing, 1 optimiser state, 2 and
+    gradients, 3 and weights. `distillation`: "kl" mixes KL(untouched model ‖ model) into the loss with the weight
+    `distillation_weight`; the language-modelling loss keeps the rest.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    learning_rate: Annotated[float, Field(gt=0)] = 3e-4
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    batch_size: Annotated[int, Field(ge=1)] = 8
+    micro_batch: Annotated[int | None, Field(ge=1)] = None
+    gradient_clipping: Annotated[float, Field(gt=0)] = 1.0
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    distillation: Literal["none", "kl"] = "none"
+    distillation_weight: Annotated[float, Field(gt=0, le=1)] = 0.5
+    num_workers: Annotated[int, Field(ge=1)] = 1
+    cpus_per_worker: Annotated[float, Field(gt=0)] = 1.0
+    gpus_per_worker: Annotated[float, Field(ge=0)] = 0.0
+    seed: Annotated[int, Field(ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _possible(self) -> TrainSettings:
+        if self.dtype == "bf16" and self.zero_stage == 0:
+            raise ValueError(
+                "dtype bf16 needs zero_stage 1, 2 or 3, got 0: DeepSpeed's plain bf16 optimiser takes wrong first "
+                "steps; set zero_stage=1 or dtype=fp32"
+            )
+        rows = self.num_workers * self.rows
+        if self.batch_size % rows:
+            raise ValueError(
+                f"batch_size must be a multiple of num_workers x micro_batch = {self.num_workers} x {self.rows} = "
+                f"{rows}, got {self.batch_size}"
+            )
+        return self
+
+    @property
+    def rows(self) -> int:
+        """Sequences that one worker holds in memory at once."""
+        return self.micro_batch if self.micro_batch is not None else max(1, self.batch_size // self.num_workers)
+
+    @property
+    def accumulation(self) -> int:
+        """Forward and backward passes of one worker in a step."""
+        return self.batch_size // (self.num_workers * self.rows)
+
+    def rate(self, step: int, total_steps: int) -> float:
+        """Learning rate of the step after `step` finished ones: linear warm-up, then a cosine to the final fraction.
+
+        A pure function of the position, so that resuming needs no scheduler state and a longer run is the same
+        schedule over more steps.
+        """
+        warmup = math.ceil(self.warmup_fraction * total_steps)
+        if step < warmup:
+            return self.learning_rate * (step + 1) / warmup
+        progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+        factor = self.final_lr_fraction + (1 - self.final_lr_fraction) * (1 + math.cos(math.pi * progress)) / 2
+        return self.learning_rate * factor
