@@ -3,14 +3,13 @@
 Legend: L layers, H query heads, d head dim, D model dim, S sampled sequences of T tokens; x the input of the attention
 projections (after the norm); a tilde marks one appended constant, x~ = [x; 1], so that biases are one more column.
 Every moment is a mean over tokens. Projections are linear, so the Gram matrix of any heads follows from a moment of x~
-without another pass over the tokens.
+without another pass over the tokens. Results lie on the device of the heads.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -41,7 +40,7 @@ def augmented(weight: Tensor, bias: Tensor | None) -> Tensor:
 def _gram(rows_Hde: Tensor, moment_ee: Tensor) -> Tensor:
     heads, dim, _ = rows_Hde.shape
     flat = rows_Hde.flatten(0, 1)
-    return (flat @ moment_ee.double() @ flat.T).view(heads, dim, heads, dim).transpose(1, 2)
+    return (flat @ moment_ee.to(flat) @ flat.T).view(heads, dim, heads, dim).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -79,11 +78,12 @@ class LayerStatistics:
         Unlike `query_moment` it follows heads that were rotated since the calibration.
         """
         rows = augmented(heads.q, heads.q_bias)
-        return rows @ self.input_moment.double() @ rows.transpose(1, 2)
+        return rows @ self.input_moment.to(rows) @ rows.transpose(1, 2)
 
     def key_mean(self, heads: LayerHeads) -> Tensor:
         """`[G, d]` float64: mean of k before RoPE, bias included."""
-        return augmented(heads.k, heads.k_bias) @ self.input_moment[:, -1].double()
+        rows = augmented(heads.k, heads.k_bias)
+        return rows @ self.input_moment[:, -1].to(rows)
 
     def mixed_value_gram(self, heads: LayerHeads) -> Tensor:
         """`[H, G, G, d, d]` float64: mean of u_hi u_hj^T, where u_hi is value head i mixed by the weights of head h.
@@ -99,7 +99,7 @@ class LayerStatistics:
     def mixed_value_mean(self, heads: LayerHeads) -> Tensor:
         """`[H, G, d]` float64: mean of u_hi (see `mixed_value_gram`)."""
         rows = augmented(heads.v, heads.v_bias)
-        return torch.einsum("gde,he->hgd", rows, self.mixed_moment[:, :, -1].double())
+        return torch.einsum("gde,he->hgd", rows, self.mixed_moment[:, :, -1].to(rows))
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,9 @@ class Calibration:
         try:
             meta: dict[str, Any] = json.loads((source / META).read_text())
             if meta.get("format") != FORMAT:
-                raise CalibrationError(f"{source}: expected format {FORMAT}, got {meta.get('format')!r}; calibrate again")
+                raise CalibrationError(
+                    f"{source}: expected format {FORMAT}, got {meta.get('format')!r}; calibrate again"
+                )
             found = _file_digest(source / TENSORS)
             if found != meta["sha256"]:
                 raise CalibrationError(
@@ -182,13 +184,13 @@ def _file_digest(path: Path) -> str:
 def _replace_directory(new: Path, target: Path) -> None:
     """Put `new` at `target`. A folder cannot replace a non-empty one in one step, so the old one steps aside first."""
     if not target.exists():
-        os.replace(new, target)
+        new.replace(target)
         return
     aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-    os.replace(target, aside)
+    target.replace(aside)
     try:
-        os.replace(new, target)
+        new.replace(target)
     except OSError:
-        os.replace(aside, target)
+        aside.replace(target)
         raise
     shutil.rmtree(aside, ignore_errors=True)
