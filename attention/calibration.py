@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from attention.collecting import collecting, evaluating
 from attention.geometry import HeadGeometry
 from attention.moments import Calibration, CalibrationError, LayerStatistics
 

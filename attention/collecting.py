@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from attention.families import family_of
+from attention.families import families, family_of
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.moments import LayerStatistics
@@ -101,6 +101,8 @@ def calibration_attention(
     key, value = (_to_query_heads(module, states, name) for states, name in ((key, "key_map"), (value, "value_map")))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = (query @ key.transpose(-1, -2)).float() * scale
+    if softcap := kwargs.get("softcap"):
+        scores = (scores / softcap).tanh() * softcap
     if attention_mask is not None:
         scores = scores + attention_mask
     weights = scores.softmax(-1)

@@ -24,7 +24,7 @@ from attention.moments import LayerStatistics
 from attention.plan import LayerPlan
 
 SWEEPS = Knob(
-    "sweeps", "int", 0, "rounds that refit the shared value head to the members' own covariances", low=0, high=50
+    "sweeps", "int", 2, "rounds that fit the shared value head to the members' own covariances", low=0, high=50
 )
 
 
@@ -40,12 +40,12 @@ def least_squares_fuse(
     statistics: LayerStatistics | None,
     geometry: HeadGeometry,
     *,
-    sweeps: int = 0,
+    sweeps: int = 2,
 ) -> LayerHeads:
     """Shared heads by rank-constrained least squares on calibration moments.
 
     Values: the best shared head under the group's mean covariance of attention-mixed inputs, then each member's output
-    columns refitted under its own. The constant that biases contribute is one more input; an output bias, where there
+    columns refitted under its own, and `sweeps` rounds of both. The constant that biases contribute is one more input; an output bias, where there
     is one, takes up the means instead. Keys: in each rotary pair one shared complex key and one complex scale a member,
     folded into its query; in free dims a shared key and a map a member. With a norm on queries and keys: mean keys.
     The shared heads have the root-mean-square norm of their members. A group of one is copied.
