@@ -1,0 +1,9 @@
+"""Refinement: bring a converted model's layers back towards the original's, without any language-model training.
+
+A part is `f(original, converted, sequences, **knobs) -> RefinementReport` and changes `converted` in place. Every
+layer keeps a change only if it lowers the error on calibration sequences that the fit has not seen.
+"""
+
+from attention.refinement.axis import REFINEMENT, RefinementReport, refine
+
+__all__ = ["REFINEMENT", "RefinementReport", "refine"]
