@@ -108,9 +108,8 @@ def save(
     """
     plan = plan_of(model)
     own = model.config.model_type.startswith(PREFIX)
-    lowered = (
-        own and plain and plan.is_uniform_gqa and family_of(model.config).plain_config(model.config, 1) is not None
-    )
+    has_plain = plan.is_uniform_gqa and family_of(model.config).plain_config(model.config, plan.layers[0].key_heads)
+    lowered = own and plain and has_plain
     written = to_plain(model) if lowered else model
 
     def write(fresh: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,13 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    OPTConfig,
+    PhiConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen2Config,
@@ -28,12 +34,20 @@ from transformers import (
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEMO = REPOSITORY / "examples" / "stdlib-llama"
 
-TINY: dict[str, Any] = {
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
+# Config class, and what differs from TINY_SETTINGS; None drops a setting that the family does not have.
+TINY: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gemma": (GemmaConfig, {"hidden_size": 24}),  # so that the head dim is not the width over the heads
+    "gpt2": (GPT2Config, {"num_key_value_heads": None, "head_dim": None, "intermediate_size": None, "n_inner": 48}),
+    "gpt_neox": (GPTNeoXConfig, {"num_key_value_heads": None, "head_dim": None, "rotary_pct": 0.5}),
+    "llama": (LlamaConfig, {}),
+    "mistral": (MistralConfig, {"sliding_window": None}),
+    "opt": (OPTConfig, {"num_key_value_heads": None, "head_dim": None, "intermediate_size": None, "ffn_dim": 48}),
+    "phi": (PhiConfig, {"head_dim": None}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {}),
 }
+# Token ids and Mistral's window are off by None; other settings are dropped by it.
+NONE_IS_A_VALUE = ("bos_token_id", "eos_token_id", "pad_token_id", "sliding_window")
 TINY_SETTINGS: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -73,6 +87,9 @@ def demo_tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(DEMO)
 
 
+EMBEDDINGS = ("embed_tokens", "embed_positions", "embed_in", ".wte.", ".wpe.")
+
+
 @torch.no_grad()
 def _fill(model: PreTrainedModel, seed: int) -> None:
     """Random values of a size that matters: attention far from uniform, biases and norm weights far from neutral."""
@@ -86,24 +103,55 @@ def _fill(model: PreTrainedModel, seed: int) -> None:
             parameter.copy_(normal(parameter, 0.5))
         elif parameter.dim() == 1:
             parameter.copy_(1 + normal(parameter, 0.2))
-        elif "embed_tokens" in name:
+        elif any(part in name for part in EMBEDDINGS):
             parameter.copy_(normal(parameter, 1.0))
         else:
-            parameter.copy_(normal(parameter, 1.5 / math.sqrt(parameter.shape[-1])))
+            transposed = ".c_" in name  # GPT-2's Conv1D keeps [in, out]
+            parameter.copy_(normal(parameter, 1.5 / math.sqrt(parameter.shape[0 if transposed else -1])))
 
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Callable[..., PreTrainedModel]:
-    """`tiny_model(family, *, seed=0, **config)`: a random float32 model, 2 layers of 4 heads of 8, made afresh.
+    """`tiny_model(family, *, seed=0, dtype=float32, **config)`: a random model, 2 layers of 4 heads of 8, made afresh.
 
-    Families: llama, mistral, qwen2, qwen3. Every bias that the family has is random; `attention_bias=True` gives
-    Llama and Qwen3 theirs.
+    Families: the keys of TINY. Every bias that the family has is random; `attention_bias=True` gives Llama, Gemma and
+    Qwen3 theirs. Families without a grouped form refuse `num_key_value_heads`.
     """
 
-    def make(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-        settings = TINY_SETTINGS | ({"sliding_window": None} if family == "mistral" else {}) | overrides
-        model = AutoModelForCausalLM.from_config(TINY[family](**settings), dtype=torch.float32)
+    def make(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:
+        config, own = TINY[family]
+        dropped = {key for key, value in own.items() if value is None and key not in NONE_IS_A_VALUE}
+        if refused := dropped & set(overrides):
+            raise ValueError(f"{family} has no setting {sorted(refused)}")
+        settings = {k: v for k, v in (TINY_SETTINGS | own | overrides).items() if k not in dropped}
+        model = AutoModelForCausalLM.from_config(config(**settings), dtype=dtype)
         _fill(model, seed)
         return model.eval()
 
     return make
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A real Ray of two logical CPUs on this machine, for the session. Its address is the process's default.
+
+    The dashboard is on because Ray Train's cleaner asks it what a stopped trial left behind; without it placement
+    groups stay and later trials wait for ever. The intervals are short because the tests' trainings are.
+    """
+    import ray
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = {
+        "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{port}",
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        ray.init(num_cpus=2, include_dashboard=True, dashboard_port=port, logging_level="WARNING", log_to_driver=False)
+        yield
+        ray.shutdown()

@@ -26,9 +26,12 @@ class Family:
 
     `attention_modules(model)`: the attention module of each layer, in order.
     `read(module, geometry)`: its heads as stored (num_kv_heads keys and values), same dtype, no copy promised.
-    `reshape(module, geometry, plan)`: put projections of the plan's shapes (uninitialised) into a fresh module.
+    `reshape(module, geometry, plan)`: put projections of the plan's shapes (uninitialised) into a fresh stock module;
+    where the stock forward cannot take unequal counts, change its class to one that can. An identity plan changes
+    nothing, so that the converted model is bit-equal.
     `write(module, heads)`: copy heads into projections of matching shapes.
     `plain_config(config, kv_heads)`: the config of the same family with `kv_heads` KV heads, or None if it has none.
+    `query_norm`: the attention module's attribute that normalises queries after projection, if there is such a norm.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Family:
     reshape: Callable[[nn.Module, HeadGeometry, LayerPlan], None]
     write: Callable[[nn.Module, LayerHeads], None]
     plain_config: Callable[[Any, int], PretrainedConfig | None]
+    query_norm: str = "q_norm"
 
 
 @cache

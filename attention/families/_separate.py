@@ -1,4 +1,4 @@
-"""Families with separate q, k, v and o projections under `model.model.layers[i].self_attn` (Llama's layout)."""
+"""Families with separate q, k, v and o projections under `decoder.layers[i].self_attn` (Llama's layout)."""
 
 from __future__ import annotations
 
@@ -44,18 +44,31 @@ def attention_modules(model: PreTrainedModel) -> Sequence[nn.Module]:
     return [layer.self_attn for layer in decoder.layers]
 
 
+OUTPUT_NAMES = ("o_proj", "out_proj", "dense")
+
+
+def output_projection(module: nn.Module) -> nn.Linear:
+    """The output projection, whichever of its usual names it goes by."""
+    name = next(name for name in OUTPUT_NAMES if hasattr(module, name))
+    return getattr(module, name)
+
+
 def _split(linear: nn.Linear, head_dim: int) -> tuple[Tensor, Tensor | None]:
     bias = None if linear.bias is None else linear.bias.detach().view(-1, head_dim)
     return linear.weight.detach().view(-1, head_dim, linear.in_features), bias
 
 
+def read_qkv(module: Any, head_dim: int) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Weights of q, k and v, and their biases, by heads."""
+    parts = [_split(p, head_dim) for p in (module.q_proj, module.k_proj, module.v_proj)]
+    return [weight for weight, _ in parts], [bias for _, bias in parts]
+
+
 def read(module: Any, geometry: HeadGeometry) -> LayerHeads:
-    (q, q_bias), (k, k_bias), (v, v_bias) = (
-        _split(p, geometry.head_dim) for p in (module.q_proj, module.k_proj, module.v_proj)
-    )
-    o = module.o_proj.weight.detach().view(geometry.hidden_size, geometry.num_heads, geometry.head_dim).permute(1, 0, 2)
-    o_bias = None if module.o_proj.bias is None else module.o_proj.bias.detach()
-    return LayerHeads(q, k, v, o, q_bias, k_bias, v_bias, o_bias)
+    (q, k, v), (q_bias, k_bias, v_bias) = read_qkv(module, geometry.head_dim)
+    output = output_projection(module)
+    o = output.weight.detach().view(geometry.hidden_size, geometry.num_heads, geometry.head_dim).permute(1, 0, 2)
+    return LayerHeads(q, k, v, o, q_bias, k_bias, v_bias, None if output.bias is None else output.bias.detach())
 
 
 def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
@@ -69,7 +82,8 @@ def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
 
 
 @torch.no_grad()
-def write(module: Any, heads: LayerHeads) -> None:
+def write_qkv(module: Any, heads: LayerHeads) -> None:
+    """Copy all but the output projection."""
     for linear, weight, bias in (
         (module.q_proj, heads.q, heads.q_bias),
         (module.k_proj, heads.k, heads.k_bias),
@@ -78,9 +92,15 @@ def write(module: Any, heads: LayerHeads) -> None:
         linear.weight.copy_(weight.reshape(linear.weight.shape))
         if linear.bias is not None and bias is not None:
             linear.bias.copy_(bias.reshape(-1))
-    module.o_proj.weight.copy_(heads.o.permute(1, 0, 2).reshape(module.o_proj.weight.shape))
-    if module.o_proj.bias is not None and heads.o_bias is not None:
-        module.o_proj.bias.copy_(heads.o_bias)
+
+
+@torch.no_grad()
+def write(module: Any, heads: LayerHeads) -> None:
+    write_qkv(module, heads)
+    output = output_projection(module)
+    output.weight.copy_(heads.o.permute(1, 0, 2).reshape(output.weight.shape))
+    if output.bias is not None and heads.o_bias is not None:
+        output.bias.copy_(heads.o_bias)
 
 
 def plain_config(config: Any, kv_heads: int) -> PretrainedConfig:

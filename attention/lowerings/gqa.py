@@ -67,7 +67,7 @@ def _stock_model(model: PreTrainedModel, heads: int, kv_heads: int) -> PreTraine
     """An empty stock model with these counts: of the same family, or Mistral where Llama's config forbids them."""
     family = family_of(model.config)
     config = family.plain_config(model.config, kv_heads)
-    if config is None:
+    if config is None or family.plain_config(model.config, 1) is None:
         raise ValueError(f"the {family.name} family has no stock GQA form")
     fields = config.to_dict()
     for key in ("model_type", "architectures", "attention_plan"):

@@ -21,6 +21,9 @@ from attention.plan import AttentionPlan, LayerPlan, PlanError
 UNIFORM = (LayerPlan((0, 1, 1, 0), (0, 1, 1, 0)),) * 2
 UNEVEN = (LayerPlan((0, 0, 0, 1), (0, 0, 0, 1)), LayerPlan((0, 1, 1, 1), (0, 1, 1, 1)))
 DECOUPLED = (LayerPlan((0, 1, 0, 2), (0, 0, 0, 0)), LayerPlan((0, 0, 0, 1), (0, 1, 2, 3)))
+# Families whose stock form has a KV head count of its own.
+GROUPED = [n for n in sorted(families()) if families()[n].plain_config(families()[n].config_class(), 1) is not None]
+UNGROUPED = sorted(set(families()) - set(GROUPED))
 
 
 def logits(model) -> torch.Tensor:
@@ -37,7 +40,7 @@ def test_round_trip(name: str, layers, tiny_model, tmp_path: Path) -> None:
     assert back.config.model_type == f"headfold_{name}"
 
 
-@pytest.mark.parametrize("name", sorted(families()))
+@pytest.mark.parametrize("name", GROUPED)
 def test_uniform_plan_is_saved_as_the_plain_family(name: str, tiny_model, tmp_path: Path) -> None:
     model = convert(tiny_model(name), AttentionPlan(UNIFORM, 8))
     folder = checkpoint.save(model, tmp_path / "model")
@@ -48,7 +51,7 @@ def test_uniform_plan_is_saved_as_the_plain_family(name: str, tiny_model, tmp_pa
     assert note["plan_digest"] == plan_of(model).digest
 
 
-@pytest.mark.parametrize("name", sorted(families()))
+@pytest.mark.parametrize("name", GROUPED)
 @pytest.mark.parametrize("layers", [UNIFORM, UNEVEN, DECOUPLED], ids=["uniform", "uneven", "decoupled"])
 def test_export_to_stock_gqa_is_exact(name: str, layers, tiny_model, tmp_path: Path) -> None:
     model = convert(tiny_model(name), AttentionPlan(layers, 8))
@@ -61,6 +64,31 @@ def test_export_to_stock_gqa_is_exact(name: str, layers, tiny_model, tmp_path: P
     held = stock(torch.arange(10)[None], use_cache=True).past_key_values
     assert sum(x.keys.nbytes + x.values.nbytes for x in held.layers) == 10 * report.kv_bytes_per_token_after
     assert json.loads((tmp_path / "stock" / export.REPORT_FILE).read_text())["exact"] is True
+
+
+@pytest.mark.parametrize("name", UNGROUPED)
+def test_families_without_a_grouped_form(name: str, tiny_model, tmp_path: Path) -> None:
+    """Only plain MHA goes back to the stock class; any other plan keeps the Headfold form and has no GQA export."""
+    source = tiny_model(name)
+    same = checkpoint.save(convert(source, AttentionPlan.identity(2, 4, 8)), tmp_path / "same")
+    stock = AutoModelForCausalLM.from_pretrained(same)
+    assert stock.config.model_type == name and torch.equal(logits(stock), logits(source))
+    for index, layers in enumerate((UNIFORM, UNEVEN, DECOUPLED)):
+        model = convert(source, AttentionPlan(layers, 8))
+        folder = checkpoint.save(model, tmp_path / str(index))
+        back = checkpoint.load(folder)
+        assert back.config.model_type == f"headfold_{name}" and torch.equal(logits(back), logits(model))
+        with pytest.raises(ValueError, match=f"{name} (family )?(has no stock GQA )?form"):
+            export.export(folder, "gqa", tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("name", sorted(families()))
+def test_tied_embeddings_survive_a_round_trip(name: str, tiny_model, tmp_path: Path) -> None:
+    model = convert(tiny_model(name, tie_word_embeddings=True), AttentionPlan(DECOUPLED, 8))
+    back = checkpoint.load(checkpoint.save(model, tmp_path / "model"))
+    assert torch.equal(logits(back), logits(model))
+    assert back.get_output_embeddings().weight is back.get_input_embeddings().weight
 
 
 def test_llama_with_heads_that_do_not_divide_its_width_becomes_mistral(tiny_model, tmp_path: Path) -> None:

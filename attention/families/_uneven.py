@@ -1,0 +1,78 @@
+"""What families share whose stock attention only takes as many keys and values as queries.
+
+Their stock forward splits a fused projection into equal thirds, or views keys and values with the number of query heads
+(which, with fewer of them, would fold time into heads without an error). A subclass with projections of its own for
+queries, keys and values stands in wherever a plan is not the identity.
+
+Legend: B batch, T tokens, d head dim, D model dim.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from attention.geometry import HeadGeometry
+from attention.plan import LayerPlan
+
+
+def separate(module: Any, fused: str, uneven: type[nn.Module], geometry: HeadGeometry, plan: LayerPlan) -> None:
+    """Replace the projection called `fused` by `q_proj`, `k_proj` and `v_proj` of the plan's counts; become `uneven`.
+
+    The class changes in place because hooks, caches and checkpoints know the module by its place in the model.
+    """
+    weight = getattr(module, fused).weight
+    like = {"device": weight.device, "dtype": weight.dtype}
+    delattr(module, fused)
+    for name, heads, bias in (
+        ("q_proj", geometry.num_heads, geometry.query_bias),
+        ("k_proj", plan.key_heads, geometry.key_bias),
+        ("v_proj", plan.value_heads, geometry.value_bias),
+    ):
+        setattr(module, name, nn.Linear(geometry.hidden_size, heads * geometry.head_dim, bias=bias, **like))
+    module.__class__ = uneven
+
+
+def project(module: Any, x_BTD: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, each `[B, its own heads, T, d]`."""
+    q, k, v = (
+        projection(x_BTD).unflatten(-1, (-1, head_dim)).transpose(1, 2)
+        for projection in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    return q, k, v
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    cache: Cache | None,
+    *,
+    scaling: float,
+    dropout: float,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Cache, then the attention function that the config names. Returns the heads side by side, `[B, T, H·d]`."""
+    if cache is not None:
+        key, value = cache.update(key, value, module.layer_idx)
+    attention = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, _no_eager)
+    mixed, weights = attention(
+        module, query, key, value, mask, dropout=dropout if module.training else 0.0, scaling=scaling, **kwargs
+    )
+    return mixed.flatten(-2), weights
+
+
+def _no_eager(*args: Any, **kwargs: Any) -> Any:
+    raise ValueError("head maps need attn_implementation='headfold', got 'eager', which would ignore them")
+
+
+def plain_config(config: Any, kv_heads: int) -> PretrainedConfig | None:
+    """The config itself for plain MHA; these families have no grouped form."""
+    return copy.deepcopy(config) if kv_heads == config.num_attention_heads else None
