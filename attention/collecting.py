@@ -101,8 +101,6 @@ def calibration_attention(
     key, value = (_to_query_heads(module, states, name) for states, name in ((key, "key_map"), (value, "value_map")))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = (query @ key.transpose(-1, -2)).float() * scale
-    if softcap := kwargs.get("softcap"):
-        scores = (scores / softcap).tanh() * softcap
     if attention_mask is not None:
         scores = scores + attention_mask
     weights = scores.softmax(-1)

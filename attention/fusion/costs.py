@@ -104,8 +104,9 @@ class ValueCost(_Cost):
     """Mean squared change of the attention output, head by head, summed over the members and output dims.
 
     Exact for what `least_squares_fuse` builds with the same `sweeps`: each head under the covariance of what its own
-    attention weights let through. Without sweeps it is several times faster and a bound from above. Errors of different heads are taken as uncorrelated. With an output bias the means
-    cost nothing, since the bias takes up what is constant.
+    attention weights let through. Without sweeps it is several times faster and a bound from above. Errors of
+    different heads are taken as uncorrelated. With an output bias the means cost nothing, since the bias takes up what
+    is constant.
     """
 
     def __init__(

@@ -45,10 +45,11 @@ def least_squares_fuse(
     """Shared heads by rank-constrained least squares on calibration moments.
 
     Values: the best shared head under the group's mean covariance of attention-mixed inputs, then each member's output
-    columns refitted under its own, and `sweeps` rounds of both. The constant that biases contribute is one more input; an output bias, where there
-    is one, takes up the means instead. Keys: in each rotary pair one shared complex key and one complex scale a member,
-    folded into its query; in free dims a shared key and a map a member. With a norm on queries and keys: mean keys.
-    The shared heads have the root-mean-square norm of their members. A group of one is copied.
+    columns refitted under its own, and `sweeps` rounds of both. The constant that biases contribute is one more input;
+    an output bias, where there is one, takes up the means instead. Keys: in each rotary pair one shared complex key and
+    one complex scale a member, folded into its query; in free dims a shared key and a map a member. With a norm on
+    queries and keys: mean keys. The shared heads have the root-mean-square norm of their members. A group of one is
+    copied.
     Raises ValueError without statistics or if the heads are not lifted.
     """
     if statistics is None:

@@ -1,0 +1,325 @@
+"""One calibration pass: its statistics against the stock model's own, its files, and what it leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from head_references import Seen, activations, as_mha, lifted, watch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from attention import calibration as calibration_module
+from attention import moments
+from attention.calibration import (
+    Calibration,
+    CalibrationError,
+    LayerStatistics,
+    cached_calibration,
+    calibrate,
+    calibration_digest,
+    memory_bound,
+    silent,
+)
+from attention.conversion import convert
+from attention.families import family_of
+from attention.geometry import HeadGeometry
+from attention.plan import AttentionPlan, LayerPlan
+
+CASES = {
+    "llama": {},
+    "llama with biases, GQA": {"attention_bias": True, "num_key_value_heads": 2},
+    "mistral, sliding window": {"sliding_window": 5},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3, GQA": {"num_key_value_heads": 1},
+}
+Tiny = Callable[..., PreTrainedModel]
+
+
+def tensors(statistics: LayerStatistics) -> dict[str, Tensor]:
+    return {f.name: v for f in fields(statistics) if isinstance(v := getattr(statistics, f.name), Tensor)}
+
+
+def reference(model: PreTrainedModel, seen: Seen, layer: int) -> dict[str, Tensor]:
+    """The moments as sums over tokens, one at a time, from the stock model's inputs and attention weights."""
+    heads = lifted(model)[layer]
+    module = family_of(model.config).attention_modules(model)[layer]
+    H, d, wide = heads.num_heads, heads.head_dim, heads.hidden_size + 1
+    count = seen.x.shape[0] * seen.x.shape[1]
+    one = torch.ones(1, dtype=torch.float64)
+    found = {
+        "input_moment": torch.zeros(wide, wide, dtype=torch.float64),
+        "mixed_moment": torch.zeros(H, wide, wide, dtype=torch.float64),
+        "query_moment": torch.zeros(H, d, d, dtype=torch.float64),
+    }
+    for x in seen.x.flatten(0, 1):
+        extended = torch.cat([x, one])
+        found["input_moment"] += torch.outer(extended, extended) / count
+    for head in range(H):
+        for mixed in seen.mixed(head):
+            extended = torch.cat([mixed, one])
+            found["mixed_moment"][head] += torch.outer(extended, extended) / count
+    for head, queries in enumerate(activations(heads.q, heads.q_bias, seen.x)):
+        for query in queries:
+            if hasattr(module, "q_norm"):
+                query = module.q_norm.weight.double() * query / (query.square().mean() + 1e-6).sqrt()
+            found["query_moment"][head] += torch.outer(query, query).detach() / count
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_moments_are_those_of_the_stock_model(case: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    model = tiny_model(case.split(",")[0].split()[0], **CASES[case])
+    result = calibrate(model, tiny_tokens, batch_size=5, sample_tokens=7 * 24 + 3, progress=silent)
+    assert result.tokens == tiny_tokens.numel() == result.layers[0].tokens
+    for layer, (statistics, seen) in enumerate(zip(result.layers, watch(model, tiny_tokens), strict=True)):
+        for name, wanted in reference(model, seen, layer).items():
+            torch.testing.assert_close(getattr(statistics, name).double(), wanted, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(statistics.inputs.double(), seen.x[:7], rtol=1e-4, atol=1e-5)
+
+
+def test_grams_of_heads_follow_from_the_moments(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    model = tiny_model("qwen2")
+    statistics = calibrate(model, tiny_tokens, progress=silent).layers[1]
+    heads, seen = lifted(model)[1], watch(model, tiny_tokens)[1]
+    keys, values = activations(heads.k, heads.k_bias, seen.x), activations(heads.v, heads.v_bias, seen.x)
+    count = keys.shape[1]
+    close = {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(statistics.key_gram(heads), torch.einsum("ina,jnb->ijab", keys, keys) / count, **close)
+    torch.testing.assert_close(
+        statistics.value_gram(heads), torch.einsum("ina,jnb->ijab", values, values) / count, **close
+    )
+    torch.testing.assert_close(statistics.key_mean(heads), keys.mean(1), **close)
+    torch.testing.assert_close(statistics.query_gram(heads), statistics.query_moment, **close)
+    for head in range(4):
+        mixed = activations(heads.v, heads.v_bias, seen.mixed(head))
+        torch.testing.assert_close(
+            statistics.mixed_value_gram(heads)[head], torch.einsum("ina,jnb->ijab", mixed, mixed) / count, **close
+        )
+        torch.testing.assert_close(statistics.mixed_value_mean(heads)[head], mixed.mean(1), **close)
+
+
+def test_pooled_moments_are_the_mean_and_stay_one_matrix(tiny_model: Tiny, tiny_tokens: Tensor, tmp_path: Path) -> None:
+    model = tiny_model("qwen2")
+    each = calibrate(model, tiny_tokens, progress=silent)
+    pooled = calibrate(model, tiny_tokens, mixed="pooled", progress=silent)
+    pooled.save(tmp_path / "c")
+    for one, other in zip(each.layers, Calibration.load(tmp_path / "c").layers, strict=True):
+        assert other.is_pooled and not one.is_pooled
+        wanted = one.mixed_moment.mean(0).expand_as(one.mixed_moment)
+        torch.testing.assert_close(other.mixed_moment, wanted, rtol=1e-5, atol=1e-6)
+        heads = lifted(model)[0]
+        torch.testing.assert_close(
+            other.mixed_value_gram(heads)[2], one.mixed_value_gram(heads).mean(0), rtol=1e-4, atol=1e-5
+        )
+
+
+def test_a_converted_model_is_seen_as_its_expanded_form(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    model = tiny_model("llama")
+    plan = AttentionPlan((LayerPlan((0, 1, 0, 1), (0, 1, 2, 0)), LayerPlan((0, 0, 0, 1), (0, 0, 1, 1))), 8)
+    converted = convert(model, plan)
+    result = calibrate(converted, tiny_tokens, progress=silent)
+    assert converted.config._attn_implementation == "headfold"
+    family = family_of(model.config)
+    expanded = copy.deepcopy(model)
+    geometry = HeadGeometry.from_config(model.config)
+    for target, source, layer in zip(
+        family.attention_modules(expanded), family.attention_modules(converted), plan.layers, strict=True
+    ):
+        family.write(target, family.read(source, geometry).expand(layer.key_map, layer.value_map))
+    for got, wanted in zip(result.layers, calibrate(expanded, tiny_tokens, progress=silent).layers, strict=True):
+        for name, value in tensors(got).items():
+            torch.testing.assert_close(value, getattr(wanted, name), rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_lower_precision_models_are_summed_in_float32(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    model = tiny_model("llama")
+    exact = calibrate(model, tiny_tokens, progress=silent).layers[0]
+    rough = calibrate(copy.deepcopy(model).to(torch.bfloat16), tiny_tokens, progress=silent).layers[0]
+    assert rough.input_moment.dtype == torch.float64 and rough.mixed_moment.dtype == torch.float32
+    scale = exact.mixed_moment.abs().max()
+    assert (rough.mixed_moment - exact.mixed_moment).abs().max() < 0.02 * scale
+
+
+def test_the_model_is_left_as_it_was(tiny_model: Tiny, tiny_tokens: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen2").train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    calibrate(model, tiny_tokens, progress=silent)
+
+    def stop(done: int, total: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, tiny_tokens, batch_size=4, progress=stop)
+    assert model.training and model.config._attn_implementation == "sdpa"
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_memory_is_what_the_bound_says(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    model = tiny_model("llama")
+    geometry = HeadGeometry.from_config(model.config)
+    for mixed in ("head", "pooled"):
+        result = calibrate(model, tiny_tokens, sample_tokens=96, mixed=mixed, progress=silent)
+        held = sum(t.untyped_storage().nbytes() for layer in result.layers for t in tensors(layer).values())
+        assert held == memory_bound(geometry, 96, mixed=mixed)
+
+
+def test_progress_counts_sequences(tiny_model: Tiny, tiny_tokens: Tensor, capsys: pytest.CaptureFixture[str]) -> None:
+    steps: list[tuple[int, int]] = []
+    calibrate(tiny_model("llama"), tiny_tokens, batch_size=5, progress=lambda done, total: steps.append((done, total)))
+    assert steps == [(0, 12), (5, 12), (10, 12), (12, 12)]
+    assert not capsys.readouterr().err
+    calibrate(tiny_model("llama"), tiny_tokens, batch_size=5)
+    assert "12/12 sequences" in capsys.readouterr().err
+
+
+# ---- files --------------------------------------------------------------------------------------------------------
+
+
+def test_files_bring_back_every_bit(tiny_model: Tiny, tiny_tokens: Tensor, tmp_path: Path) -> None:
+    made = calibrate(tiny_model("qwen3"), tiny_tokens, progress=silent)
+    made.save(tmp_path / "deep" / "c")
+    made.save(tmp_path / "deep" / "c")  # over an older one
+    found = Calibration.load(tmp_path / "deep" / "c")
+    assert (found.tokens, found.digest) == (made.tokens, made.digest)
+    for one, other in zip(made.layers, found.layers, strict=True):
+        assert one.tokens == other.tokens
+        assert all(torch.equal(value, getattr(other, name)) for name, value in tensors(one).items())
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["c"]
+
+
+def test_a_failed_save_leaves_the_old_files(
+    tiny_model: Tiny, tiny_tokens: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = calibrate(tiny_model("llama"), tiny_tokens[:4], progress=silent)
+    old.save(tmp_path / "c")
+    new = calibrate(tiny_model("llama"), tiny_tokens, progress=silent)
+
+    def fail(found: dict[str, Tensor], path: Path) -> None:
+        path.write_bytes(b"half a file")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(moments, "save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        new.save(tmp_path / "c")
+    assert Calibration.load(tmp_path / "c").digest == old.digest
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "meta", "format", "gone"])
+def test_damaged_files_are_refused_by_name(damage: str, tiny_model: Tiny, tiny_tokens: Tensor, tmp_path: Path) -> None:
+    calibrate(tiny_model("llama"), tiny_tokens, progress=silent).save(tmp_path / "c")
+    weights, meta = tmp_path / "c" / moments.TENSORS, tmp_path / "c" / moments.META
+    content = bytearray(weights.read_bytes())
+    if damage == "flip":
+        content[-5] ^= 1
+        weights.write_bytes(content)
+    elif damage == "cut":
+        weights.write_bytes(content[:-100])
+    elif damage == "meta":
+        meta.write_text("{")
+    elif damage == "format":
+        meta.write_text(json.dumps(json.loads(meta.read_text()) | {"format": 99}))
+    else:
+        weights.unlink()
+    with pytest.raises(CalibrationError, match="calibrate again") as error:
+        Calibration.load(tmp_path / "c")
+    assert str(tmp_path / "c") in str(error.value)
+
+
+def test_the_digest_names_weights_tokens_and_settings(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    model = tiny_model("llama")
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        next(other.parameters())[0, 0] += 1e-3
+    windowed = tiny_model("mistral", sliding_window=4), tiny_model("mistral")
+    digests = [
+        calibration_digest(model, tiny_tokens, 100),
+        calibration_digest(other, tiny_tokens, 100),
+        calibration_digest(model, tiny_tokens.flip(0), 100),
+        calibration_digest(model, tiny_tokens.view(6, 48), 100),
+        calibration_digest(model, tiny_tokens, 200),
+        calibration_digest(model, tiny_tokens, 100, "pooled"),
+        *(calibration_digest(m, tiny_tokens, 100) for m in windowed),
+    ]
+    assert len(set(digests)) == len(digests)
+    assert digests[0] == calibration_digest(tiny_model("llama"), tiny_tokens.int(), 100)
+
+
+def test_the_cache_runs_the_model_once(
+    tiny_model: Tiny, tiny_tokens: Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, runs = tiny_model("llama"), []
+
+    def count(done: int, total: int) -> None:
+        runs.extend([done] if done == total else [])
+
+    first = cached_calibration(model, tiny_tokens, tmp_path, progress=count)
+    again = cached_calibration(model, tiny_tokens, tmp_path, progress=count)
+    assert len(runs) == 1 and first.digest == again.digest
+    assert torch.equal(first.layers[1].mixed_moment, again.layers[1].mixed_moment)
+    cached_calibration(model, tiny_tokens[:6], tmp_path, progress=count)
+    assert len(runs) == 2
+    weights = tmp_path / f"calibration-{first.digest}" / moments.TENSORS
+    weights.write_bytes(weights.read_bytes()[:-1])
+    mended = cached_calibration(model, tiny_tokens, tmp_path, progress=count)
+    assert len(runs) == 3 and "calibrating again" in capsys.readouterr().err
+    assert torch.equal(mended.layers[0].input_moment, first.layers[0].input_moment)
+    assert Calibration.load(weights.parent).digest == first.digest
+
+
+def test_a_cache_that_cannot_be_written_is_refused_before_the_pass(
+    tiny_model: Tiny, tiny_tokens: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(calibration_module, "calibrate", lambda *a, **k: pytest.fail("the pass ran"))
+    with pytest.raises(OSError):
+        cached_calibration(tiny_model("llama"), tiny_tokens, tmp_path / "file", progress=silent)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t[0], r"non-empty \[N, T\]"),
+        (lambda t: t.float(), "float32"),
+        (lambda t: t[:0], "non-empty"),
+        (lambda t: t.view(3, 96), "96 tokens are longer than the model's 64"),
+        (lambda t: t + 1, r"\[0, 63\], got .* to 64"),
+        (lambda t: t - 1, "got -1 to"),
+    ],
+)
+def test_tokens_that_do_not_fit_are_refused(
+    change: Callable[[Tensor], Tensor], message: str, tiny_model: Tiny, tiny_tokens: Tensor
+) -> None:
+    tokens = tiny_tokens.clone()
+    tokens[0, 0], tokens[0, 1] = 0, 63
+    with pytest.raises(ValueError, match=message):
+        calibrate(tiny_model("llama"), change(tokens), progress=silent)
+
+
+def test_settings_that_do_not_fit_are_refused(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="sample_tokens must be 0 or hold a sequence of 24 tokens, got 23"):
+        calibrate(model, tiny_tokens, sample_tokens=23, progress=silent)
+    with pytest.raises(ValueError, match="mixed must be one of"):
+        calibrate(model, tiny_tokens, mixed="both", progress=silent)
+    assert calibrate(model, tiny_tokens, sample_tokens=0, progress=silent).layers[0].inputs.numel() == 0
+
+
+def test_a_gqa_checkpoint_and_its_lift_calibrate_alike(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    model = tiny_model("qwen2", num_key_value_heads=2)
+    for got, wanted in zip(
+        calibrate(model, tiny_tokens, progress=silent).layers,
+        calibrate(as_mha(model), tiny_tokens, progress=silent).layers,
+        strict=True,
+    ):
+        torch.testing.assert_close(got.mixed_moment, wanted.mixed_moment, rtol=1e-4, atol=1e-5)
