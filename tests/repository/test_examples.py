@@ -1,0 +1,63 @@
+"""The scripts in examples/ run, in processes of their own, as a reader would run them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+DEMO = EXAMPLES / "stdlib-llama"
+
+
+def _run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=600
+    )
+
+
+def test_load_exported_runs_without_the_project(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "load_exported.py")
+    packages = sysconfig.get_path("purelib")
+    done = _run("-S", "-P", script, str(DEMO), "--tokens", "8", cwd=tmp_path, PYTHONPATH=packages)
+    assert done.returncode == 0, done.stderr
+    assert "transformers.models.llama" in done.stdout
+    # 4 layers x (8 + 8) heads x 32 x 4 bytes
+    assert re.search(r"KV cache: \d+ bytes for \d+ tokens, 8192 a token", done.stdout)
+    assert "def read_lines" in done.stdout
+
+
+def test_load_exported_refuses_where_the_project_is(tmp_path: Path) -> None:
+    done = _run(str(EXAMPLES / "load_exported.py"), str(DEMO), cwd=tmp_path)
+    assert done.returncode != 0
+    assert "can import Headfold" in done.stderr
+
+
+@pytest.mark.slow
+def test_train_demo_makes_a_checkpoint(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "train_demo.py")
+    sizes = ["--steps", "2", "--tokens", "40000", "--eval-tokens", "4096"]
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as ray_folder:  # a short path, for sockets
+        own_ray = {"RAY_TMPDIR": ray_folder, "RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled"}
+        done = _run(script, "--out", str(tmp_path / "made"), *sizes, cwd=tmp_path, OMP_NUM_THREADS="1", **own_ray)
+        assert done.returncode == 0, done.stderr
+        again = _run(script, "--out", str(tmp_path / "made"), *sizes, cwd=tmp_path)
+    loss = re.search(r"held-out loss ([\d.]+) nats a token after 16384 tokens", done.stdout)
+    # An untrained model of 2,048 tokens starts at ln 2048 = 7.62; two steps must have taken it below.
+    assert loss and 6.0 < float(loss[1]) < 7.5
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "made" / "trained", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "made" / "trained")
+    assert type(model) is LlamaForCausalLM and model.config.vocab_size == len(tokenizer) == 2048
+    assert tokenizer.eos_token_id == 0
+    text = "def read(self):\n    return self._file.read()  # é\n"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert again.returncode != 0 and "exists" in again.stderr
