@@ -1,0 +1,44 @@
+"""Rotary position embedding on plain tensors, for the layouts of `attention.geometry`.
+
+Legend: T tokens, d head dim, r rotary dims, P = r/2 pairs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from attention.geometry import RotaryLayout
+
+
+@torch.no_grad()
+def rotary_tables(model: PreTrainedModel, length: int) -> tuple[Tensor, Tensor]:
+    """cos and sin `[T, r]` float32 of positions 0..length-1, from the model's own embedding (scaling included).
+
+    Raises ValueError if the decoder has no `rotary_emb`.
+    """
+    embedding = getattr(model.get_decoder(), "rotary_emb", None)
+    if embedding is None:
+        raise ValueError(f"expected a decoder with rotary_emb, got {type(model.get_decoder()).__name__} without one")
+    positions = torch.arange(length, device=model.device)[None]
+    cos, sin = embedding(torch.zeros(1, dtype=torch.float32, device=model.device), positions)
+    return cos[0], sin[0]
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> Tensor:
+    """Rotate x `[..., T, d]` by tables `[T, r]`; the dims beyond r stay. Raises ValueError if the shapes do not fit."""
+    if layout.dims == 0:
+        return x
+    if cos.shape != sin.shape or cos.shape != (x.shape[-2], layout.dims) or x.shape[-1] != layout.head_dim:
+        raise ValueError(
+            f"expected x [..., T, {layout.head_dim}] and tables [T, {layout.dims}], got {tuple(x.shape)} and "
+            f"{tuple(cos.shape)}, {tuple(sin.shape)}"
+        )
+    first, second = list(layout.first), list(layout.second)
+    # Both dims of a pair have one angle; the table repeats it in the layout's own order.
+    cos_TP, sin_TP = cos[:, first], sin[:, first]
+    result = x.clone()
+    result[..., first] = x[..., first] * cos_TP - x[..., second] * sin_TP
+    result[..., second] = x[..., second] * cos_TP + x[..., first] * sin_TP
+    return result

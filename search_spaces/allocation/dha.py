@@ -1,0 +1,92 @@
+"""Greedy allocation by layer loss. Legend: L layers, T total heads of one side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attention.axes import Knob
+from search_spaces.allocation.problem import AllocationProblem, Counts
+from search_spaces.axes import ALLOCATION
+
+
+def dha_greedy(
+    losses: Sequence[float],
+    total: int,
+    quanta: tuple[int, int] = (4, 16),
+    cap: int | None = None,
+    *,
+    first: int = 1,
+) -> tuple[int, ...]:
+    """Heads for each layer, `total` in all, more where the loss is greater (paper 000, App. B.4, Alg. 5).
+
+    `quanta` (small, large): every layer starts with `small`; the `first` layers of greatest loss are raised to `large`
+    while the total allows; then `small` more goes to the layer of greatest loss / heads until nothing is left. Ties go
+    to the earlier layer. No layer gets more than `cap` heads (default: no limit). The text calls it dynamic programming
+    and keeps no cap and no remainder; here both are errors to be told.
+
+    Raises ValueError if the total is too small, cannot be given out in steps of `small`, or exceeds the cap.
+    """
+    small, large = quanta
+    layers = len(losses)
+    limit = total if cap is None else cap
+    if layers < 1 or small < 1 or large < small or first < 0 or min(losses) < 0:
+        raise ValueError(
+            f"dha allocation needs layers, losses of at least 0 and 1 <= small <= large, got {layers} layers, "
+            f"quanta {quanta}, losses {list(losses)}"
+        )
+    if not small * layers <= total or small > limit:
+        raise ValueError(
+            f"dha allocation gives {layers} layers at least {small} heads each (cap {limit}), more than the total "
+            f"{total}; lower the small quantum"
+        )
+    given = [small] * layers
+    left = total - small * layers
+    for layer in sorted(range(layers), key=lambda i: (-losses[i], i))[:first]:
+        raised = min(large, limit)
+        if raised - small <= left:
+            given[layer], left = raised, left - (raised - small)
+    while left >= small:
+        open_layers = [i for i in range(layers) if given[i] + small <= limit]
+        if not open_layers:
+            break
+        layer = max(open_layers, key=lambda i: (losses[i] / given[i], -i))
+        given[layer] += small
+        left -= small
+    if left:
+        raise ValueError(
+            f"dha allocation has {left} of {total} heads left that no layer can take in steps of {small} up to "
+            f"{limit}; choose a total that fits {layers} layers"
+        )
+    return tuple(given)
+
+
+@ALLOCATION.part(
+    "dha",
+    source="Chen 2024 (paper 000), App. B.4, Alg. 5",
+    knobs=(
+        Knob("small", "int", 0, "heads that every layer has, and the step; 0: an eighth of the heads", low=0),
+        Knob("large", "int", 0, "heads of the layers of greatest loss; 0: half of the heads", low=0),
+        Knob("first", "int", 1, "how many layers are raised to `large` at once", low=0),
+    ),
+    needs=("group_cost", "apart", "any_count"),
+)
+def dha(problem: AllocationProblem, *, small: int = 0, large: int = 0, first: int = 1) -> Counts:
+    """Greedy, once for keys and once for values, half of the total each (an odd head goes to the keys).
+
+    The default quanta are the paper's 4 and 16 of 32 heads in proportion, less where the total or the heads ask for it.
+    """
+    if problem.loss is None:
+        raise ValueError("allocation=dha needs a loss for each layer; choose an objective with a group cost")
+    sides = []
+    for side, total in (("key", problem.total - problem.total // 2), ("value", problem.total // 2)):
+        step = small or _step(problem, total)
+        quanta = (step, large or max(step, problem.stored // 2 // step * step))
+        losses = [problem.loss(layer, side) for layer in range(problem.num_layers)]
+        sides.append(dha_greedy(losses, total, quanta, problem.stored, first=first))
+    return tuple(zip(*sides, strict=True))
+
+
+def _step(problem: AllocationProblem, total: int) -> int:
+    """The largest step up to an eighth of the heads that divides heads and total and that every layer can have."""
+    steps = range(1, max(1, problem.stored // 8) + 1)
+    return max(s for s in steps if total % s == 0 and problem.stored % s == 0 and s * problem.num_layers <= total)

@@ -1,0 +1,123 @@
+"""What a grouping optimises. One small protocol, two kinds of objective.
+
+Legend: n heads (or units) to group, D[i, j] cost of having i and j in one group.
+
+Every objective scores a whole partition, higher is better. A `GroupCost` is also *additive*: the score is minus the sum
+of the costs of the groups, so that moving a head changes two terms only (METHODS: fact 2) and the exact subset
+programme applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from typing import Protocol
+
+import numpy as np
+
+from search_spaces.partitions import Partition
+
+Members = tuple[int, ...]
+
+
+class Objective(Protocol):
+    """A score of whole partitions, higher is better."""
+
+    def score(self, partition: Partition) -> float: ...
+
+
+class GroupCost:
+    """An additive objective from `cost(members) -> float`, lower is better; each group is computed once.
+
+    `many(list of members of one size) -> array` computes a batch at once where that is faster.
+    """
+
+    def __init__(
+        self,
+        cost: Callable[[Members], float],
+        many: Callable[[Sequence[Members]], np.ndarray] | None = None,
+    ) -> None:
+        self._cost, self._many = cost, many
+        self._known: dict[Members, float] = {}
+
+    def cost(self, members: Members) -> float:
+        """Cost of one group. `members` ascend."""
+        if members not in self._known:
+            self._known[members] = float(self._cost(members))
+        return self._known[members]
+
+    def score(self, partition: Partition) -> float:
+        return -sum(self.cost(group) for group in partition)
+
+    def swap_change(self, first: Members, second: Members, a: int, b: int) -> float:
+        """By how much the total cost rises if `a` of `first` and `b` of `second` change places."""
+        new = (exchanged(first, a, b), exchanged(second, b, a))
+        return sum(self.cost(group) for group in new) - self.cost(first) - self.cost(second)
+
+    def table(self, num_heads: int, sizes: Sequence[int] | None = None) -> np.ndarray:
+        """Costs of all subsets `[2^n]` by bit mask; subsets whose size is not in `sizes` are left at infinity."""
+        table = np.full(1 << num_heads, np.inf)
+        for size in sorted(set(sizes or range(1, num_heads + 1))):
+            groups = list(combinations(range(num_heads), size))
+            values = self._many(groups) if self._many else np.array([self.cost(group) for group in groups])
+            table[[sum(1 << h for h in group) for group in groups]] = values
+        return table
+
+
+class PairCost(GroupCost):
+    """The cost of a group is the sum of a symmetric pair cost over its pairs; a single head costs nothing.
+
+    `pairs` `[n, n]` is a distance; `from_similarity` turns a similarity round. The diagonal is not read.
+    """
+
+    def __init__(self, pairs: np.ndarray) -> None:
+        pairs = np.array(pairs, dtype=np.float64)
+        if pairs.ndim != 2 or pairs.shape[0] != pairs.shape[1]:
+            raise ValueError(f"a pair cost must be a square matrix, got shape {pairs.shape}")
+        if not np.isfinite(pairs).all():
+            raise ValueError("a pair cost must be finite, got nan or inf; check the similarity it was made from")
+        np.fill_diagonal(pairs, 0.0)
+        self.pairs = (pairs + pairs.T) / 2
+        super().__init__(self._of_group)
+
+    @classmethod
+    def from_similarity(cls, similarity: np.ndarray) -> PairCost:
+        """Distance from the closest pair: never negative, so that giant groups are not rewarded."""
+        similarity = np.asarray(similarity, dtype=np.float64)
+        off = similarity[~np.eye(len(similarity), dtype=bool)]
+        return cls((off.max() if off.size else 0.0) - similarity)
+
+    def _of_group(self, members: Members) -> float:
+        index = list(members)
+        return float(self.pairs[np.ix_(index, index)].sum() / 2)
+
+    def swap_change(self, first: Members, second: Members, a: int, b: int) -> float:
+        # O(group) and not O(group^2): only the pairs with a or b change.
+        difference = self.pairs[b] - self.pairs[a]
+        others = [h for h in first if h != a], [h for h in second if h != b]
+        return float(difference[others[0]].sum() - difference[others[1]].sum())
+
+    def table(self, num_heads: int, sizes: Sequence[int] | None = None) -> np.ndarray:
+        table = np.zeros(1)
+        for h in range(num_heads):
+            to_h = np.zeros(1)
+            for other in range(h):
+                to_h = np.concatenate([to_h, to_h + self.pairs[h, other]])
+            table = np.concatenate([table, table + to_h])
+        if sizes is not None:
+            count = np.bitwise_count(np.arange(len(table), dtype=np.uint32))
+            table[~np.isin(count, list(sizes))] = np.inf
+        table[0] = np.inf
+        return table
+
+
+def as_cost(cost: GroupCost | np.ndarray | Callable[[Members], float]) -> GroupCost:
+    """A `GroupCost` from one, from a pair-cost matrix, or from a function of the members."""
+    if isinstance(cost, GroupCost):
+        return cost
+    return GroupCost(cost) if callable(cost) else PairCost(np.asarray(cost))
+
+
+def exchanged(group: Members, out: int, new: int) -> Members:
+    """`group` with `new` in the place of `out`, ascending."""
+    return tuple(sorted(new if h == out else h for h in group))

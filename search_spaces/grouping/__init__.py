@@ -1,0 +1,29 @@
+"""Ways to partition the heads of one layer into groups: one file a part.
+
+A part is `f(problem: GroupingProblem, generator, **knobs) -> Grouping`. It needs what `needs` says: "similarity" (a
+matrix to guide moves), "objective" (a score of whole partitions) or "group_cost" (an additive one). "equal_groups"
+marks parts whose groups all have one size; others have a knob `equal_sizes` for it.
+"""
+
+from search_spaces.axes import GROUPING
+from search_spaces.grouping.anneal import anneal
+from search_spaces.grouping.exact import exact_partition
+from search_spaces.grouping.merge import merge_and_improve
+from search_spaces.grouping.neighbour import neighbour_partition
+from search_spaces.grouping.problem import Grouping, GroupingProblem
+from search_spaces.grouping.restarts import anneal_restarts
+from search_spaces.grouping.walk import WalkStep, asym_walk, propose
+
+__all__ = [
+    "GROUPING",
+    "Grouping",
+    "GroupingProblem",
+    "WalkStep",
+    "anneal",
+    "anneal_restarts",
+    "asym_walk",
+    "exact_partition",
+    "merge_and_improve",
+    "neighbour_partition",
+    "propose",
+]

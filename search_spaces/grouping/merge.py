@@ -1,0 +1,115 @@
+"""Hierarchical merging on an additive group cost, then local search: for more heads than the exact programme takes.
+
+Legend: n heads, G groups, c(S) cost of the group S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+
+from attention.axes import Knob
+from search_spaces.axes import GROUPING
+from search_spaces.costs import GroupCost, Members, as_cost, exchanged
+from search_spaces.grouping.problem import EQUAL_SIZES, Grouping, GroupingProblem
+from search_spaces.partitions import canonical, check_groups
+
+Groups = list[Members]
+
+
+def merge_and_improve(
+    cost: GroupCost | np.ndarray | Callable[[Members], float],
+    num_heads: int,
+    groups: int,
+    *,
+    equal_sizes: bool = False,
+    max_passes: int = 100,
+) -> Grouping:
+    """A partition of low total cost, without chance: merge the cheapest pair until G groups are left, then improve.
+
+    `cost` as in `anneal`. Improving takes the best single move (not with `equal_sizes`) or swap of two groups until
+    none lowers the cost, `max_passes` times at most. Raises ValueError if the groups cannot be, or not equal.
+    """
+    check_groups(num_heads, groups)
+    if equal_sizes and num_heads % groups:
+        raise ValueError(f"{num_heads} heads cannot form {groups} groups of equal size")
+    group_cost = as_cost(cost)
+    found = _merged(group_cost, num_heads, groups, num_heads // groups if equal_sizes else num_heads)
+    found = _improved(group_cost, found, not equal_sizes, max_passes)
+    partition = canonical(found)
+    return Grouping(partition, group_cost.score(partition))
+
+
+def _merged(cost: GroupCost, num_heads: int, groups: int, largest: int) -> Groups:
+    """Merge the pair whose union raises the cost least, while it has at most `largest` members."""
+    found: Groups = [(h,) for h in range(num_heads)]
+    while len(found) > groups:
+        pairs = [(a, b) for a, b in combinations(found, 2) if len(a) + len(b) <= largest]
+        if not pairs:  # e.g. sizes 3, 3, 2 under a limit of 4: open the smallest group and place its heads one by one
+            found = _dissolved(cost, found, largest)
+            continue
+        a, b = min(pairs, key=lambda p: (cost.cost(_union(*p)) - cost.cost(p[0]) - cost.cost(p[1]), p))
+        found = [group for group in found if group not in (a, b)] + [_union(a, b)]
+    return found
+
+
+def _dissolved(cost: GroupCost, found: Groups, largest: int) -> Groups:
+    smallest = min(found, key=lambda group: (len(group), group))
+    rest = [group for group in found if group != smallest]
+    for head in smallest:
+        room = [group for group in rest if len(group) < largest]
+        best = min(room, key=lambda group: (cost.cost(_union(group, (head,))) - cost.cost(group), group))
+        rest = [_union(group, (head,)) if group == best else group for group in rest]
+    return rest
+
+
+def _union(a: Members, b: Members) -> Members:
+    return tuple(sorted(a + b))
+
+
+def _improved(cost: GroupCost, found: Groups, may_move: bool, max_passes: int) -> Groups:
+    for _ in range(max_passes):
+        changes = list(_changes(cost, found, may_move))
+        if not changes:
+            break
+        change, i, j, new_i, new_j = min(changes)
+        if change >= -1e-12 * max(1.0, abs(cost.score(canonical(found)))):
+            break
+        found[i], found[j] = new_i, new_j
+    return found
+
+
+def _changes(cost: GroupCost, found: Groups, may_move: bool) -> Iterator[tuple[float, int, int, Members, Members]]:
+    """Every swap (and every move) between two groups: (rise of the cost, i, j, new group i, new group j)."""
+    for i, j in combinations(range(len(found)), 2):
+        for a in found[i]:
+            for b in found[j]:
+                rise = cost.swap_change(found[i], found[j], a, b)
+                yield rise, i, j, exchanged(found[i], a, b), exchanged(found[j], b, a)
+        if may_move:
+            for source, target in ((i, j), (j, i)):
+                for head in found[source] if len(found[source]) > 1 else ():
+                    left = tuple(h for h in found[source] if h != head)
+                    grown = _union(found[target], (head,))
+                    before = cost.cost(found[source]) + cost.cost(found[target])
+                    yield cost.cost(left) + cost.cost(grown) - before, source, target, left, grown
+
+
+@GROUPING.part(
+    "merge",
+    source="ours: hierarchical merging and local search on an additive group cost",
+    knobs=(
+        replace(EQUAL_SIZES, searched=True),
+        Knob("max_passes", "int", 100, "improving moves at most", low=0, high=100_000),
+    ),
+    needs=("objective", "group_cost"),
+)
+def merge(
+    problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool = True, max_passes: int = 100
+) -> Grouping:
+    """Merging and local search; draws nothing."""
+    cost = problem.need_cost()
+    return merge_and_improve(cost, problem.num_heads, problem.groups, equal_sizes=equal_sizes, max_passes=max_passes)

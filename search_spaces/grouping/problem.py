@@ -1,0 +1,67 @@
+"""What a grouping part is handed and what it returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from attention.axes import Knob
+from search_spaces.costs import GroupCost, Objective
+from search_spaces.partitions import Partition, check_groups
+
+EQUAL_SIZES = Knob("equal_sizes", "bool", True, "groups of one size only, so that the result is plain GQA")
+
+
+class Grouping(NamedTuple):
+    """The best partition found, its score (higher is better; None if nothing was scored), and how it was found."""
+
+    partition: Partition
+    score: float | None
+    trace: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class GroupingProblem:
+    """Put `num_heads` heads into `groups` groups.
+
+    `similarity` `[n, n]` and `objective` are there if the part needs them.
+
+    Raises ValueError if so many groups cannot be.
+    """
+
+    num_heads: int
+    groups: int
+    similarity: np.ndarray | None = None
+    objective: Objective | None = None
+
+    def __post_init__(self) -> None:
+        check_groups(self.num_heads, self.groups)
+
+    def check_equal(self) -> None:
+        """Raise ValueError unless groups of one size are possible."""
+        if self.num_heads % self.groups:
+            raise ValueError(
+                f"{self.num_heads} heads cannot form {self.groups} groups of equal size; set equal_sizes to false"
+            )
+
+    def need_similarity(self) -> np.ndarray:
+        if self.similarity is None:
+            raise ValueError("this grouping is guided by a similarity; choose one on the similarity axis")
+        return self.similarity
+
+    def need_objective(self) -> Objective:
+        if self.objective is None:
+            raise ValueError("this grouping needs an objective; choose one on the objective axis")
+        return self.objective
+
+    def need_cost(self) -> GroupCost:
+        """The objective as an additive cost. Raises ValueError if it scores whole partitions only."""
+        objective = self.need_objective()
+        if not isinstance(objective, GroupCost):
+            raise ValueError(
+                f"this grouping needs an additive group cost, got {type(objective).__name__}, which scores whole "
+                "partitions only; choose another objective, or a walk"
+            )
+        return objective

@@ -1,0 +1,273 @@
+"""From a recipe and a budget to a plan.
+
+Legend: L layers, H query heads, U stored KV heads a layer (units).
+
+The same recipe, budget, model, calibration and seed give the same plan in any process: every site has a generator of
+its own, spawned in a fixed order, so that the draws of one site do not depend on those of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from attention.calibration import Calibration
+from attention.geometry import HeadGeometry
+from attention.heads import LayerHeads
+from attention.plan import AttentionPlan, LayerPlan, groups_of
+from search_spaces.allocation import AllocationProblem, Counts
+from search_spaces.costs import GroupCost, Objective
+from search_spaces.grouping import GroupingProblem, neighbour_partition
+from search_spaces.partitions import Partition, expand
+from search_spaces.recipes import AXES, Recipe
+from search_spaces.scores import language_loss
+from search_spaces.site import SIDES, Site
+
+Measure = Callable[[Recipe, AttentionPlan], float]
+Grouped = tuple[tuple[str, ...], Partition]
+
+
+@dataclass(frozen=True)
+class PlanningContext:
+    """What plans are made from.
+
+    `heads`: lifted, one entry a layer (`attention.conversion.lift`). `calibration` for parts that need statistics;
+    `model` for the layer-output score (rotary tables); `model` and `sequences` `[N, T]` for whole-model scores and
+    measured curves. `measure(recipe, plan)` is the loss in nats a token of the model converted so; by default the model
+    is converted and run on `sequences`. Raises ValueError if heads or statistics do not fit the geometry.
+    """
+
+    geometry: HeadGeometry
+    heads: Sequence[LayerHeads]
+    calibration: Calibration | None = None
+    model: PreTrainedModel | None = None
+    sequences: Tensor | None = None
+    measure: Measure | None = None
+    _similarities: dict[Any, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        layers, heads = self.geometry.num_layers, self.geometry.num_heads
+        counts = {(h.num_heads, h.k.shape[0], h.v.shape[0]) for h in self.heads}
+        if len(self.heads) != layers or counts != {(heads, heads, heads)}:
+            raise ValueError(
+                f"expected {layers} layers of {heads} lifted heads, got {len(self.heads)} layers of {sorted(counts)}; "
+                "use attention.conversion.lift"
+            )
+        if self.calibration is not None and len(self.calibration.layers) != layers:
+            raise ValueError(f"the calibration has {len(self.calibration.layers)} layers, the model {layers}")
+
+    @property
+    def units(self) -> tuple[tuple[int, ...], ...]:
+        """The query heads of each stored KV head."""
+        return groups_of(self.geometry.kv_map)
+
+    def loss_of(self, recipe: Recipe, plan: AttentionPlan) -> float:
+        """Loss of the model converted with the recipe's alignment and fusion. Raises ValueError without a model."""
+        if self.measure is not None:
+            return self.measure(recipe, plan)
+        if self.model is None or self.sequences is None:
+            raise ValueError(f"recipe {recipe.name} measures whole models; the context needs a model and sequences")
+        from attention.conversion import convert  # only this default needs the model side
+
+        converted = convert(
+            self.model,
+            plan,
+            alignment=recipe.alignment,
+            fusion=recipe.fusion,
+            calibration=self.calibration,
+            alignment_settings=recipe.knobs("alignment"),
+            fusion_settings=recipe.knobs("fusion"),
+        )
+        return language_loss(converted, self.sequences)
+
+    def similarity(self, recipe: Recipe, layer: int, side: str) -> np.ndarray:
+        """The recipe's similarity of the units of one side, `[U, U]`, kept for the next recipe that asks."""
+        knobs = recipe.knobs("similarity")
+        key = (recipe.similarity, tuple(sorted(knobs.items())), layer, side)
+        if key not in self._similarities:
+            statistics = self.calibration.layers[layer] if self.calibration else None
+            part = AXES["similarity"].get(str(recipe.similarity))
+            full = part(self.heads[layer], statistics, self.geometry, side, **knobs)
+            first = [unit[0] for unit in self.units]  # the heads of a unit are identical
+            self._similarities[key] = full.double().cpu().numpy()[np.ix_(first, first)]
+        return self._similarities[key]
+
+
+def make_plan(
+    recipe: Recipe, kv_ratio: float | Fraction, context: PlanningContext, generator: np.random.Generator
+) -> AttentionPlan:
+    """The plan of `recipe` that keeps exactly `kv_ratio` of the KV heads of MHA.
+
+    Raises ValueError if the budget cannot be met exactly (naming the admissible ratios), exceeds the checkpoint's own,
+    or if a part of the recipe lacks what it needs.
+    """
+    return _Planner(recipe, kv_ratio, context, generator).plan()
+
+
+def admissible_counts(recipe: Recipe, geometry: HeadGeometry) -> tuple[int, ...]:
+    """Head counts that the recipe's grouping can make of one site, ascending."""
+    stored = geometry.num_kv_heads
+    return tuple(g for g in range(1, stored + 1) if not recipe.equal_groups or stored % g == 0)
+
+
+def check_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> None:
+    """Raise ValueError if the budget cannot be met, as far as can be told without weights. Cheap: for config checks."""
+    if kv_ratio > geometry.kv_ratio + 1e-9:
+        raise ValueError(
+            f"kv_ratio {float(kv_ratio):g} is above the checkpoint's own {geometry.kv_ratio:g} "
+            f"({geometry.num_kv_heads} KV heads for {geometry.num_heads} query heads); ratios are relative to "
+            "multi-head attention"
+        )
+    part = AXES["allocation"].get(recipe.allocation)
+    if "any_count" in part.needs and recipe.equal_groups:
+        raise ValueError(
+            f"allocation={recipe.allocation} gives counts that do not divide the heads, and grouping={recipe.grouping} "
+            "makes groups of equal size only; set grouping.equal_sizes to false or use walk_asymmetric"
+        )
+    # Flat losses: the counts are not those of the plan, but whether there are any does not depend on the losses.
+    problem = AllocationProblem(
+        geometry.num_layers,
+        geometry.num_heads,
+        geometry.num_kv_heads,
+        kv_ratio,
+        admissible_counts(recipe, geometry),
+        loss=lambda layer, side: 1.0,
+        curve=lambda layer, side: dict.fromkeys(admissible_counts(recipe, geometry), 0.0),
+    )
+    if problem.total < 2 * geometry.num_layers:
+        raise ValueError(
+            f"kv_ratio {float(kv_ratio):g} is {problem.total} heads, fewer than one key and one value head in each of "
+            f"{geometry.num_layers} layers; the least is {1 / geometry.num_heads:g}"
+        )
+    part(problem, **recipe.knobs("allocation"))
+
+
+class _Planner:
+    """One call of `make_plan`: the groups found so far, and what is still to be found."""
+
+    def __init__(
+        self, recipe: Recipe, kv_ratio: float | Fraction, context: PlanningContext, generator: np.random.Generator
+    ) -> None:
+        check_budget(recipe, kv_ratio, context.geometry)
+        self.recipe, self.kv_ratio, self.context = recipe, kv_ratio, context
+        self.units = context.units
+        self.found: dict[tuple[int, str], Partition] = {}
+        # Spawned first and in order: a site's draws do not depend on the other sites.
+        self.generators = generator.spawn(2 * context.geometry.num_layers)
+        self.curve_generators = generator.spawn(2 * context.geometry.num_layers)
+
+    def plan(self) -> AttentionPlan:
+        for layer, (keys, values) in enumerate(self.counts()):
+            if self.recipe.together:
+                partition = self.group(layer, SIDES, keys, self.generators[2 * layer])
+                self.found[layer, "key"] = self.found[layer, "value"] = partition
+                continue
+            for index, (side, groups) in enumerate(zip(SIDES, (keys, values), strict=True)):
+                self.found[layer, side] = self.group(layer, (side,), groups, self.generators[2 * layer + index])
+        return self.plan_of(self.found)
+
+    def counts(self) -> Counts:
+        """(key heads, value heads) of each layer, from the allocation part, checked against the budget."""
+        geometry, recipe = self.context.geometry, self.recipe
+        problem = AllocationProblem(
+            geometry.num_layers,
+            geometry.num_heads,
+            geometry.num_kv_heads,
+            self.kv_ratio,
+            admissible_counts(recipe, geometry),
+            loss=self._loss_of_one_group,
+            curve=self._curve,
+        )
+        counts = AXES["allocation"].get(recipe.allocation)(problem, **recipe.knobs("allocation"))
+        total = sum(keys + values for keys, values in counts)
+        if total != problem.total:
+            raise ValueError(f"allocation={recipe.allocation} gave {total} heads, expected exactly {problem.total}")
+        return counts
+
+    def group(self, layer: int, sides: tuple[str, ...], groups: int, generator: np.random.Generator) -> Partition:
+        """The recipe's partition of the units at one site."""
+        count = len(self.units)
+        if groups in (1, count):  # nothing to choose
+            return neighbour_partition(count, groups)
+        part = AXES["grouping"].get(self.recipe.grouping)
+        site = self._site(layer, sides)
+        objective = self._objective(site) if "objective" in part.needs else None
+        problem = GroupingProblem(count, groups, site.similarity, objective)
+        return part(problem, generator, **self.recipe.knobs("grouping")).partition
+
+    def plan_of(self, found: dict[tuple[int, str], Partition]) -> AttentionPlan:
+        """The plan of partitions of units; sites without one keep what the checkpoint has."""
+        geometry = self.context.geometry
+        own = neighbour_partition(len(self.units), len(self.units))
+        layers = []
+        for layer in range(geometry.num_layers):
+            groups = (expand(found.get((layer, side), own), self.units) for side in SIDES)
+            layers.append(LayerPlan.from_groups(*groups, geometry.num_heads))
+        return AttentionPlan(tuple(layers), geometry.head_dim)
+
+    def _site(self, layer: int, sides: tuple[str, ...]) -> Site:
+        context, recipe = self.context, self.recipe
+        by = sides if len(sides) == 1 or recipe.by == "both" else (recipe.by,)
+        similarity = None
+        if recipe.similarity is not None:
+            similarity = _combined([context.similarity(recipe, layer, side) for side in by])
+        return Site(
+            layer=layer,
+            sides=sides,
+            by=by,
+            units=self.units,
+            heads=context.heads[layer],
+            geometry=context.geometry,
+            statistics=context.calibration.layers[layer] if context.calibration else None,
+            similarity=similarity,
+            model=context.model,
+            plan_with=lambda partition: self.plan_of(self.found | {(layer, side): partition for side in sides}),
+            measure=partial(context.loss_of, recipe),
+        )
+
+    def _objective(self, site: Site) -> Objective:
+        return AXES["objective"].get(str(self.recipe.objective))(site, **self.recipe.knobs("objective"))
+
+    def _loss_of_one_group(self, layer: int, side: str) -> float:
+        """Cost of all units of a site in one group (for DHA's allocation)."""
+        objective = self._objective(self._site(layer, (side,)))
+        if not isinstance(objective, GroupCost):
+            raise ValueError(f"objective={self.recipe.objective} has no group cost to allocate by")
+        return objective.cost(tuple(range(len(self.units))))
+
+    def _curve(self, layer: int, side: str) -> dict[int, float]:
+        """Measured rise of the loss if only this site is grouped, for each admissible head count."""
+        base = self._base_loss()
+        curve = {}
+        for groups in admissible_counts(self.recipe, self.context.geometry):
+            if groups == len(self.units):
+                curve[groups] = 0.0
+                continue
+            # A generator of the curve's own: measuring must not change what the final grouping draws.
+            generator = self.curve_generators[2 * layer + SIDES.index(side)]
+            partition = self.group(layer, (side,), groups, generator)
+            curve[groups] = self.context.loss_of(self.recipe, self.plan_of({(layer, side): partition})) - base
+        return curve
+
+    @lru_cache(maxsize=1)  # noqa: B019  (lives as long as one call of make_plan)
+    def _base_loss(self) -> float:
+        return self.context.loss_of(self.recipe, self.plan_of({}))
+
+
+def _combined(matrices: list[np.ndarray]) -> np.ndarray:
+    """Sum of similarities, each brought to zero mean and unit spread over its pairs; one matrix comes back as it is."""
+    if len(matrices) == 1:
+        return matrices[0]
+    total = np.zeros_like(matrices[0])
+    for matrix in matrices:
+        off = matrix[~np.eye(len(matrix), dtype=bool)]
+        spread = off.std() if off.size else 0.0
+        total += (matrix - off.mean()) / spread if spread > 0 else 0.0
+    return total

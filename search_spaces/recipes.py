@@ -1,0 +1,279 @@
+"""Recipes: one choice on each axis and the settings of the chosen parts. A paper is a named recipe.
+
+A sixth paper is a new part on the axis where it is new, and a line in `RECIPES`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from attention.alignment import ALIGNMENT
+from attention.axes import Axis, Part
+from attention.fusion import FUSION
+from search_spaces.axes import ALLOCATION, GROUPING, OBJECTIVE, SIMILARITY
+from search_spaces.site import SIDES
+
+AXES: dict[str, Axis] = {axis.name: axis for axis in (GROUPING, OBJECTIVE, SIMILARITY, ALLOCATION, ALIGNMENT, FUSION)}
+BY = (*SIDES, "both")
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be. The message names the field, the value and what is allowed."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One point of the joint space, but for the budget. Hashable, JSON, equal recipes have equal JSON.
+
+    `objective` and `similarity` are None where the grouping does not use them. `together`: one grouping for keys and
+    values, judged `by` the key side, the value side or both (ignored when apart). `settings`: knob values by
+    "axis.knob", completed with the defaults at construction. Raises RecipeError for what cannot be combined.
+    """
+
+    name: str
+    grouping: str = "neighbour"
+    objective: str | None = None
+    similarity: str | None = None
+    allocation: str = "uniform"
+    alignment: str = "none"
+    fusion: str = "mean"
+    together: bool = True
+    by: str = "both"
+    settings: tuple[tuple[str, Any], ...] = ()
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        given = dict(self.settings)
+        if self.by not in BY:
+            raise RecipeError(f"recipe {self.name}: by must be one of {list(BY)}, got {self.by!r}")
+        if not isinstance(self.together, bool):
+            raise RecipeError(f"recipe {self.name}: together must be true or false, got {self.together!r}")
+        full: dict[str, Any] = {}
+        try:
+            parts = self.parts()
+            for axis, part in parts.items():
+                own = {k.removeprefix(f"{axis}."): v for k, v in given.items() if k.startswith(f"{axis}.")}
+                full |= {f"{axis}.{knob}": value for knob, value in part.settings(own).items()}
+        except ValueError as error:
+            raise RecipeError(f"recipe {self.name}: {error}") from None
+        unknown = sorted(set(given) - set(full))
+        if unknown:
+            raise RecipeError(
+                f"recipe {self.name}: setting {unknown[0]!r} belongs to no chosen part; "
+                f"there are {sorted(full) or 'none'}"
+            )
+        object.__setattr__(self, "settings", tuple(sorted(full.items())))
+        for reason in broken_rules(self):
+            raise RecipeError(f"recipe {self.name}: {reason}")
+
+    def parts(self) -> dict[str, Part]:
+        """The chosen part of each axis that is in use, in the order of `AXES`."""
+        chosen = {name: getattr(self, name) for name in AXES}
+        return {name: AXES[name].get(part) for name, part in chosen.items() if part is not None}
+
+    def knobs(self, axis: str) -> dict[str, Any]:
+        """Settings of the part on `axis`, defaults included."""
+        return {k.removeprefix(f"{axis}."): v for k, v in self.settings if k.startswith(f"{axis}.")}
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the parts must be handed: of "statistics", "model" and internal marks."""
+        return frozenset().union(*(part.needs for part in self.parts().values()))
+
+    @property
+    def equal_groups(self) -> bool:
+        """True if the grouping only makes groups of one size."""
+        return "equal_groups" in GROUPING.get(self.grouping).needs or bool(self.knobs("grouping").get("equal_sizes"))
+
+    # ---- JSON -------------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "settings": dict(self.settings)}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Recipe:
+        """Inverse of `to_dict`. Raises RecipeError for an unknown field or a bad value."""
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(record) - known)
+        if unknown or "name" not in record:
+            raise RecipeError(f"a recipe has the fields {sorted(known)} and needs a name, got {sorted(record)}")
+        settings = record.get("settings", {})
+        if not isinstance(settings, Mapping):
+            raise RecipeError(f"recipe {record['name']}: settings must map 'axis.knob' to values, got {settings!r}")
+        return cls(**{**record, "settings": tuple(sorted(settings.items()))})
+
+    def to_json(self) -> str:
+        """Canonical JSON."""
+        return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Recipe:
+        try:
+            record = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise RecipeError(f"a recipe must be JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise RecipeError(f"a recipe must be a JSON object, got {type(record).__name__}")
+        return cls.from_dict(record)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all but name and source, first 16 hex digits: equal choices have equal digests."""
+        record = {k: v for k, v in self.to_dict().items() if k not in ("name", "source")}
+        return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
+
+    def with_changes(self, **changes: Any) -> Recipe:
+        """This recipe with other choices. `settings` (or "axis.knob" keys) are merged; settings of parts that are no
+        longer chosen fall away; what the new grouping does not use is set to None. Raises RecipeError."""
+        dotted = {key: changes.pop(key) for key in list(changes) if "." in key}
+        unknown = sorted(set(changes) - {field.name for field in fields(self)})
+        if unknown:
+            raise RecipeError(
+                f"recipe {self.name}: no field {unknown[0]!r}; there are {[f.name for f in fields(self)]}"
+            )
+        new = {**dict(changes.pop("settings", {})), **dotted}
+        replaced = {axis for axis in AXES if axis in changes and changes[axis] != getattr(self, axis)}
+        old = {k: v for k, v in self.settings if k.split(".")[0] not in replaced}
+        chosen = {name: changes.get(name, getattr(self, name)) for name in ("grouping", "objective", "similarity")}
+        for name in ("objective", "similarity"):
+            if name not in changes and not _used(name, chosen):
+                chosen[name] = changes[name] = None
+                old = {k: v for k, v in old.items() if not k.startswith(f"{name}.")}
+        return replace(self, **changes, settings=tuple(sorted({**old, **new}.items())))
+
+
+def _used(axis: str, chosen: Mapping[str, Any]) -> bool:
+    """Whether the chosen grouping (and objective) make use of an objective, or of a similarity."""
+    parts = [GROUPING.get(chosen["grouping"])]
+    if axis == "similarity" and chosen["objective"] is not None:
+        parts.append(OBJECTIVE.get(chosen["objective"]))
+    return any(axis in part.needs for part in parts)
+
+
+# ---- what cannot be combined ----------------------------------------------------------------------------------
+
+
+def broken_rules(choice: Recipe | Mapping[str, Any]) -> list[str]:
+    """Reasons why these choices do not go together; empty if they do.
+
+    `choice` is a recipe, or a partial record of its fields: a rule applies once all fields that it reads are there.
+    """
+    record = {name: getattr(choice, name) for name in RULE_FIELDS} if isinstance(choice, Recipe) else choice
+    found = []
+    for names, rule in RULES:
+        if all(name in record for name in names):
+            reason = rule(*(record[name] for name in names))
+            if reason:
+                found.append(reason)
+    return found
+
+
+def _aligned_for_nothing(fusion: str, alignment: str) -> str | None:
+    if fusion == "least_squares" and alignment != "none":
+        return (
+            f"alignment={alignment} is pointless before fusion=least_squares, which finds its own maps; "
+            "use alignment=none"
+        )
+    return None
+
+
+def _objective_unused(grouping: str, objective: str | None) -> str | None:
+    used = "objective" in GROUPING.get(grouping).needs
+    if used and objective is None:
+        return f"grouping={grouping} needs an objective, one of {OBJECTIVE.names()}"
+    if not used and objective is not None:
+        return f"grouping={grouping} scores nothing; objective must be left out, got {objective!r}"
+    return None
+
+
+def _not_additive(grouping: str, objective: str | None) -> str | None:
+    needs_cost = "group_cost" in GROUPING.get(grouping).needs
+    if needs_cost and objective is not None and "whole_partition" in OBJECTIVE.get(objective).needs:
+        return f"grouping={grouping} needs an additive group cost; objective={objective} scores whole partitions"
+    return None
+
+
+def _similarity_unused(grouping: str, objective: str | None, similarity: str | None) -> str | None:
+    used = _used("similarity", {"grouping": grouping, "objective": objective})
+    if used and similarity is None:
+        return f"grouping={grouping} with objective={objective} needs a similarity, one of {SIMILARITY.names()}"
+    if not used and similarity is not None:
+        return f"grouping={grouping} with objective={objective} uses no similarity; leave it out, got {similarity!r}"
+    return None
+
+
+def _no_cost_for_allocation(objective: str | None, allocation: str) -> str | None:
+    if "group_cost" not in ALLOCATION.get(allocation).needs:
+        return None
+    if objective is None or "whole_partition" in OBJECTIVE.get(objective).needs:
+        return f"allocation={allocation} needs an objective with a group cost, got objective={objective}"
+    return None
+
+
+def _split_counts(together: bool, allocation: str) -> str | None:
+    if together and "apart" in ALLOCATION.get(allocation).needs:
+        return f"allocation={allocation} gives keys and values counts of their own; set together to false"
+    return None
+
+
+RULES = (
+    (("fusion", "alignment"), _aligned_for_nothing),
+    (("grouping", "objective"), _objective_unused),
+    (("grouping", "objective"), _not_additive),
+    (("grouping", "objective", "similarity"), _similarity_unused),
+    (("objective", "allocation"), _no_cost_for_allocation),
+    (("together", "allocation"), _split_counts),
+)
+RULE_FIELDS = ("grouping", "objective", "similarity", "allocation", "alignment", "fusion", "together")
+
+
+# ---- named recipes --------------------------------------------------------------------------------------------
+
+
+def _named() -> dict[str, Recipe]:
+    found = (
+        Recipe("gqa", source="Ainslie 2023, sec. 2: neighbours pooled by their mean"),
+        Recipe("mqa", allocation="single", source="Shazeer 2019; Ainslie 2023: GQA with one group in every layer"),
+        Recipe(
+            "asymgqa",
+            grouping="walk_asymmetric",
+            objective="layer",
+            similarity="activation",
+            together=False,
+            source="Chen 2024 (paper 003); the score is the layer's output error, objective=model is the paper's",
+        ),
+        Recipe(
+            "align",
+            grouping="anneal_restarts",
+            objective="pairs",
+            similarity="aligned",
+            alignment="procrustes",
+            by="value",
+            source="Jin 2024 (paper 001), sec. 3.2 to 3.4, as initialisation: value similarity by distance (Table 1)",
+        ),
+        Recipe(
+            "headfold",
+            grouping="exact",
+            objective="least_squares",
+            fusion="least_squares",
+            source="ours: exact grouping on the cost of least-squares fusion; one grouping, so it exports as plain GQA",
+        ),
+    )
+    return {recipe.name: recipe for recipe in found}
+
+
+RECIPES: dict[str, Recipe] = _named()
+
+
+def recipe(name: str, **overrides: Any) -> Recipe:
+    """A named recipe, with other choices where `overrides` say so (see `Recipe.with_changes`).
+
+    Raises RecipeError with the known names for an unknown one.
+    """
+    if name not in RECIPES:
+        raise RecipeError(f"recipe must be one of {sorted(RECIPES)}, got {name!r}")
+    return RECIPES[name].with_changes(**overrides)

@@ -1,0 +1,170 @@
+"""Scores of whole partitions: the layer-output score and the full-model score.
+
+Legend: H query heads, S sequences of T tokens, d head dim, D model dim; x the input of the projections.
+
+The layer-output score is incremental by construction: a group's effect on the layer's output depends on its members
+alone, so it is computed once for each group met, from the query heads of that group only. A move changes two groups.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
+
+from attention.families import family_of
+from attention.geometry import HeadGeometry
+from attention.heads import LayerHeads
+from attention.plan import AttentionPlan
+from attention.rotary import apply_rotary, rotary_tables
+from search_spaces.partitions import Partition
+from search_spaces.site import Site
+
+CACHE_BYTES = 256 * 2**20
+Norm = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class LayerOutputScore:
+    """Minus the relative squared error of one layer's attention output on cached inputs, when heads are mean-pooled.
+
+    `heads` are lifted, `inputs` `[S, T, D]` float32, `rotary` the tables (cos, sin) `[T, r]`, `query_norm` and
+    `key_norm` act on `[..., d]` after the projection. Partitions are over `units` (tuples of query heads); `sides` says
+    what is pooled: keys, values or both. The memory held is `inputs`, four times `[H, S, T, d]` and at most
+    `cache_bytes` of remembered groups (never fewer than those of one partition).
+
+    0 is the untouched layer, -1 an error as large as the output.
+    """
+
+    heads: LayerHeads
+    inputs: Tensor
+    geometry: HeadGeometry
+    sides: tuple[str, ...]
+    units: tuple[tuple[int, ...], ...]
+    rotary: tuple[Tensor, Tensor] | None = None
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    cache_bytes: int = CACHE_BYTES
+    _effects: OrderedDict[tuple[int, ...], Tensor] = field(default_factory=OrderedDict)
+
+    def __post_init__(self) -> None:
+        self._q = self._rotated(self._project(self.heads.q, self.heads.q_bias), self.query_norm)
+        # Keys are kept before norm and rotation: the mean of weights is the mean of these, not of what follows.
+        self._k = self._project(self.heads.k, self.heads.k_bias)
+        self._v = self._project(self.heads.v, self.heads.v_bias)
+        everything = list(range(self.heads.num_heads))
+        self._own = self._mixed(everything, self._rotated(self._k, self.key_norm), self._v)
+        self._energy = float(self._output(everything, self._own).double().pow(2).sum())
+
+    @classmethod
+    def from_site(cls, site: Site, *, tokens: int = 2048, length: int = 512) -> LayerOutputScore:
+        """The score of a site on at most `tokens` calibration tokens, from the first `length` of each sequence.
+
+        Raises ValueError without stored inputs, or without the model where rotary tables or norms are needed.
+        """
+        inputs = site.need_statistics("objective=layer").inputs
+        if not inputs.numel():
+            raise ValueError("objective=layer needs calibration inputs; calibrate with sample_tokens above 0")
+        length = min(length, tokens, inputs.shape[1])
+        inputs = inputs[: max(1, tokens // length), :length].float()
+        geometry = site.geometry
+        if site.model is None and (geometry.rotary.dims or geometry.qk_norm):
+            raise ValueError("objective=layer needs the model for its rotary tables and norms; pass it in the context")
+        rotary = norms = None
+        if site.model is not None:
+            rotary = rotary_tables(site.model, length) if geometry.rotary.dims else None
+            norms = _norms(site.model, site.layer) if geometry.qk_norm else None
+        query_norm, key_norm = norms or (None, None)
+        return cls(site.heads, inputs, geometry, site.sides, site.units, rotary, query_norm, key_norm)
+
+    @torch.no_grad()
+    def score(self, partition: Partition) -> float:
+        """Minus the relative error. Only groups not met before are computed."""
+        change = torch.zeros_like(self.inputs)
+        for group in partition:
+            if len(group) > 1:
+                change += self._effect(group)
+        limit = max(self.cache_bytes // (change.numel() * change.element_size()), len(partition))
+        while len(self._effects) > limit:
+            self._effects.popitem(last=False)
+        return -float(change.double().pow(2).sum()) / max(self._energy, torch.finfo(torch.float64).tiny)
+
+    def _effect(self, group: tuple[int, ...]) -> Tensor:
+        """What pooling `group` adds to the layer's output, `[S, T, D]`."""
+        if group in self._effects:
+            self._effects.move_to_end(group)
+            return self._effects[group]
+        members = [h for unit in group for h in self.units[unit]]
+        k_gSTd, v_gSTd = self._k[members], self._v[members]
+        if "key" in self.sides:
+            k_gSTd = k_gSTd.mean(0, keepdim=True)
+        if "value" in self.sides:
+            v_gSTd = v_gSTd.mean(0, keepdim=True)
+        mixed = self._mixed(members, self._rotated(k_gSTd, self.key_norm), v_gSTd)
+        self._effects[group] = self._output(members, mixed - self._own[members])
+        return self._effects[group]
+
+    def _mixed(self, members: list[int], k_gSTd: Tensor, v_gSTd: Tensor) -> Tensor:
+        """What the query heads `members` read from these (rotated) keys and values, `[g, S, T, d]`."""
+        shape = (len(members), -1, -1, -1)
+        return scaled_dot_product_attention(
+            self._q[members], k_gSTd.expand(*shape), v_gSTd.expand(*shape), is_causal=True
+        )
+
+    def _output(self, members: list[int], mixed_gSTd: Tensor) -> Tensor:
+        """Their part in the layer's output, `[S, T, D]` (without the output bias, which no grouping changes)."""
+        columns_DN = self.heads.o[members].float().permute(1, 0, 2).flatten(1)
+        return mixed_gSTd.permute(1, 2, 0, 3).flatten(2) @ columns_DN.T
+
+    def _project(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        result = torch.einsum("std,hed->hste", self.inputs, weight.float())
+        return result if bias is None else result + bias.float()[:, None, None]
+
+    def _rotated(self, x: Tensor, norm: Norm | None) -> Tensor:
+        x = x if norm is None else norm(x)
+        return x if self.rotary is None else apply_rotary(x, *self.rotary, self.geometry.rotary)
+
+
+def _norms(model: PreTrainedModel, layer: int) -> tuple[Norm, Norm]:
+    module: Any = family_of(model.config).attention_modules(model)[layer]
+
+    def in_float(norm: Norm) -> Norm:
+        return lambda x: norm(x).float()
+
+    return in_float(module.q_norm), in_float(module.k_norm)
+
+
+@dataclass
+class ModelScore:
+    """Minus the loss of the whole model (paper 003 takes accuracy), each partition measured once.
+
+    Silent: whether earlier layers are already grouped when a later one is searched. They are here: `plan_with` keeps
+    what was found, as the paper's order "from the first layer to the last" suggests.
+    """
+
+    plan_with: Callable[[Partition], AttentionPlan]
+    measure: Callable[[AttentionPlan], float]
+    _known: dict[Partition, float] = field(default_factory=dict)
+
+    def score(self, partition: Partition) -> float:
+        if partition not in self._known:
+            self._known[partition] = -self.measure(self.plan_with(partition))
+        return self._known[partition]
+
+
+@torch.no_grad()
+def language_loss(model: PreTrainedModel, sequences: Tensor, *, batch_size: int = 8) -> float:
+    """Mean next-token loss in nats of `sequences` `[N, T]`."""
+    total, count = 0.0, 0
+    for batch in sequences.split(batch_size):
+        batch = batch.to(model.device)
+        logits = model(batch, use_cache=False).logits[:, :-1].float()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
+        total, count = total + float(loss), count + batch[:, 1:].numel()
+    return total / count

@@ -1,0 +1,52 @@
+"""Activation-informed similarity: how well the vectors of one head find a like direction among those of the other.
+
+Legend: H heads, n tokens, d head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attention.axes import Knob
+from attention.calibration import LayerStatistics
+from attention.geometry import HeadGeometry
+from attention.heads import LayerHeads
+from search_spaces.axes import SIMILARITY
+from search_spaces.similarity.projections import activations
+
+
+def activation_similarity(a: Tensor, b: Tensor) -> float:
+    """Similarity of two heads' activations a, b `[n, d]`, one row a token (paper 003, section 2.2, Eq. 1).
+
+    Half the sum, over the rows of a, of the largest cosine with any row of b, plus half the same from b to a. At most
+    n; n for a head with itself. A zero row has cosine 0 with everything. Raises ValueError on unequal widths.
+    """
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(f"activations must be [tokens, d] with equal d, got {tuple(a.shape)} and {tuple(b.shape)}")
+    cosines = _unit(a) @ _unit(b).T
+    return float(0.5 * (cosines.amax(1).sum() + cosines.amax(0).sum()))
+
+
+def _unit(x: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(x.double(), dim=-1)
+
+
+@SIMILARITY.part(
+    "activation",
+    source="Chen 2024 (paper 003), sec. 2.2, Eq. 1",
+    knobs=(Knob("tokens", "int", 512, "tokens a head is compared on; cost grows with their square", low=1),),
+    needs=("statistics",),
+)
+def activation(
+    heads: LayerHeads, statistics: LayerStatistics | None, geometry: HeadGeometry, side: str, *, tokens: int = 512
+) -> Tensor:
+    """Eq. 1 for all pairs of heads, on evenly spaced calibration tokens. `[H, H]` float64."""
+    unit_HTd = _unit(activations(heads, statistics, side, tokens)).float()
+    count = len(unit_HTd)
+    result = torch.zeros(count, count, dtype=torch.float64)
+    for h in range(count):
+        cosines_jTT = unit_HTd[h] @ unit_HTd[h:].transpose(1, 2)
+        row = 0.5 * (cosines_jTT.amax(2).double().sum(1) + cosines_jTT.amax(1).double().sum(1))
+        result[h, h:] = result[h:, h] = row
+    return result

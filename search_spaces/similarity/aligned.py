@@ -1,0 +1,43 @@
+"""Similarity of two heads once the one is turned towards the other. Legend: H heads, d head dim."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attention.alignment import CRITERIA, head_gram, pair_similarity
+from attention.axes import Knob
+from attention.calibration import LayerStatistics
+from attention.geometry import HeadGeometry, RotaryLayout
+from attention.heads import LayerHeads
+from search_spaces.axes import SIMILARITY
+from search_spaces.similarity.projections import projection
+
+
+@SIMILARITY.part(
+    "aligned",
+    source="Jin 2024 (paper 001), sec. 3.3, Eq. 18, 19 and 22",
+    knobs=(
+        Knob(
+            "criterion",
+            "choice",
+            "dist",
+            "dist: minus the distance of activations as they are; cos: mean cosine",
+            choices=CRITERIA,
+            searched=True,
+        ),
+    ),
+    needs=("statistics",),
+)
+def aligned(
+    heads: LayerHeads, statistics: LayerStatistics | None, geometry: HeadGeometry, side: str, *, criterion: str = "dist"
+) -> Tensor:
+    """Pair similarity after the best alignment that leaves the model unchanged. `[H, H]` float64.
+
+    Keys turn within their rotary pairs, values freely. With a norm on the keys they cannot turn at all; the similarity
+    is then still that of rotated keys, which orders heads but promises nothing. Raises ValueError without statistics.
+    """
+    if statistics is None:
+        raise ValueError("similarity=aligned needs calibration statistics; calibrate the model first")
+    width = projection(heads, side)[0].shape[1]
+    layout = geometry.rotary if side == "key" else RotaryLayout.none(width)
+    return pair_similarity(head_gram(heads, statistics, side, criterion), criterion, layout)

@@ -1,0 +1,61 @@
+"""Linear CKA of the heads' weights, and the redundancy of a layer made from it.
+
+Legend: H heads, d head dim, D model dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attention.calibration import LayerStatistics
+from attention.geometry import HeadGeometry
+from attention.heads import LayerHeads
+from search_spaces.axes import SIMILARITY
+from search_spaces.similarity.projections import projection
+
+
+def cka(a: Tensor, b: Tensor, *, center: bool = False) -> float:
+    """Linear CKA of a `[n, p]` and b `[n, q]`, one row an example: in [0, 1] (paper 000, App. B.1).
+
+    Unchanged by orthogonal maps and scaling of the columns' space. The paper prints the formula without centring and
+    uses it on weights; `center=True` subtracts the mean of each column first, as Kornblith 2019 does for activations.
+    Raises ValueError on unequal row counts. A zero matrix has CKA 0.
+    """
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[0]:
+        raise ValueError(f"CKA needs matrices with equal row counts, got {tuple(a.shape)} and {tuple(b.shape)}")
+    a, b = a.double(), b.double()
+    if center:
+        a, b = a - a.mean(0), b - b.mean(0)
+    scale = (a.T @ a).norm() * (b.T @ b).norm()
+    return float((a.T @ b).norm() ** 2 / scale) if scale > 0 else 0.0
+
+
+def _pairs(weight_HdD: Tensor) -> Tensor:
+    """CKA of all pairs, rows being the model's dims, so that a rotation inside a head changes nothing. `[H, H]`."""
+    weight_HdD = weight_HdD.double()
+    count, width, _ = weight_HdD.shape
+    flat = weight_HdD.flatten(0, 1)
+    gram = (flat @ flat.T).view(count, width, count, width)
+    square = gram.pow(2).sum((1, 3))
+    scale = square.diagonal().sqrt()
+    return square / torch.outer(scale, scale).clamp_min(torch.finfo(torch.float64).tiny)
+
+
+@SIMILARITY.part("cka", source="Chen 2024 (paper 000), App. B.1")
+def cka_similarity(heads: LayerHeads, statistics: LayerStatistics | None, geometry: HeadGeometry, side: str) -> Tensor:
+    """Linear CKA of the heads' weights. `[H, H]` float64."""
+    return _pairs(projection(heads, side)[0])
+
+
+def redundancy(heads: LayerHeads | Tensor, side: str = "key") -> float:
+    """Mean CKA over all pairs of heads of one projection, in [0, 1] (paper 000, App. B.1.2); 0 for a single head.
+
+    `heads`: a layer's heads and the `side` to look at, or the weights `[H, d, D]` themselves.
+    """
+    weight = heads if isinstance(heads, Tensor) else projection(heads, side)[0]
+    count = len(weight)
+    if count < 2:
+        return 0.0
+    pairs = _pairs(weight)
+    return float((pairs.sum() - pairs.diagonal().sum()) / (count * (count - 1)))

@@ -1,0 +1,33 @@
+"""The projection of a side and its activations on the calibration sample. Legend: H heads, d head dim, D model dim."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attention.calibration import LayerStatistics
+from attention.heads import LayerHeads
+
+
+def projection(heads: LayerHeads, side: str) -> tuple[Tensor, Tensor | None]:
+    """Weight `[H, d, D]` and bias `[H, d]` or None of "key" or "value". Raises ValueError for another side."""
+    if side == "key":
+        return heads.k, heads.k_bias
+    if side == "value":
+        return heads.v, heads.v_bias
+    raise ValueError(f"side must be 'key' or 'value', got {side!r}")
+
+
+def activations(heads: LayerHeads, statistics: LayerStatistics | None, side: str, tokens: int) -> Tensor:
+    """`x W_h^T + b_h` on at most `tokens` evenly spaced tokens of the stored inputs: `[H, n, d]` float32.
+
+    Keys are taken before rotation and before a key norm. Raises ValueError without stored inputs.
+    """
+    if statistics is None or not statistics.inputs.numel():
+        raise ValueError("activations need calibration inputs; calibrate the model with sample_tokens above 0")
+    weight, bias = projection(heads, side)
+    x = statistics.inputs.flatten(0, 1)
+    # Evenly spaced and not random: the same tokens for every head, layer and seed.
+    index = torch.linspace(0, len(x) - 1, min(tokens, len(x)), dtype=torch.float64).round().long()
+    result = torch.einsum("nD,hdD->hnd", x[index].float(), weight.float())
+    return result if bias is None else result + bias.float()[:, None]

@@ -1,0 +1,58 @@
+"""One thing to group: the keys, the values, or both, of one layer, with all that an objective may need to judge it.
+
+Legend: H query heads, U units (stored KV heads), d head dim, D model dim.
+
+Heads that share a stored KV head are identical and stay together, so the unit of grouping is the stored KV head. For a
+multi-head checkpoint units and heads are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from attention.calibration import LayerStatistics
+from attention.geometry import HeadGeometry
+from attention.heads import LayerHeads
+from attention.plan import AttentionPlan
+from search_spaces.partitions import Partition
+
+SIDES = ("key", "value")
+
+
+@dataclass(frozen=True)
+class Site:
+    """What an objective part is handed.
+
+    `sides` are the projections that the partition applies to, `by` those that the pair similarity and the group cost
+    look at. `heads` are lifted. `units[u]`: the query heads of unit u; partitions are over units. `similarity`
+    `[U, U]` if the recipe has one. `attention_module` holds q/k norms and `rotary` (cos, sin) where a model is there.
+    `plan_with(partition)` is the plan with this site grouped so and the sites before it as already found;
+    `measure(plan)` its loss in nats a token, lower is better.
+    """
+
+    layer: int
+    sides: tuple[str, ...]
+    by: tuple[str, ...]
+    units: tuple[tuple[int, ...], ...]
+    heads: LayerHeads
+    geometry: HeadGeometry
+    statistics: LayerStatistics | None = None
+    similarity: np.ndarray | None = None
+    model: Any = None
+    plan_with: Callable[[Partition], AttentionPlan] | None = None
+    measure: Callable[[AttentionPlan], float] | None = None
+
+    def need_statistics(self, why: str) -> LayerStatistics:
+        """The statistics, or ValueError saying what to do."""
+        if self.statistics is None:
+            raise ValueError(f"{why} needs calibration statistics; calibrate the model first")
+        return self.statistics
+
+    def need_similarity(self, why: str) -> np.ndarray:
+        if self.similarity is None:
+            raise ValueError(f"{why} needs a similarity; choose one on the similarity axis")
+        return self.similarity
