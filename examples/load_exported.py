@@ -26,9 +26,7 @@ def main() -> None:
     given = parser.parse_args()
     importable = [name for name in OURS if importlib.util.find_spec(name) is not None]
     if importable:
-        sys.exit(
-            f"this process can import {importable} of Headfold, so it would prove nothing; see the Makefile's demo"
-        )
+        sys.exit(f"this process can import Headfold's {importable}, so it would prove nothing; see 'make demo'")
 
     tokenizer = AutoTokenizer.from_pretrained(given.checkpoint)
     model = AutoModelForCausalLM.from_pretrained(given.checkpoint, dtype=torch.float32).eval()

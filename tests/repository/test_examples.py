@@ -38,7 +38,7 @@ def test_load_exported_runs_without_the_project(tmp_path: Path) -> None:
 def test_load_exported_refuses_where_the_project_is(tmp_path: Path) -> None:
     done = _run(str(EXAMPLES / "load_exported.py"), str(DEMO), cwd=tmp_path)
     assert done.returncode != 0
-    assert "can import Headfold" in done.stderr
+    assert "can import Headfold's" in done.stderr
 
 
 @pytest.mark.slow
