@@ -14,12 +14,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from attention.alignment import ALIGNMENT
 from attention.calibration import Calibration
+from attention.composition import reset
 from attention.families import family_of
 from attention.fusion import FUSION
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.modeling import check_fits, headfold_config, plan_of
-from attention.plan import AttentionPlan
+from attention.plan import AttentionPlan, PlanError
 
 
 def read_layers(model: PreTrainedModel) -> list[LayerHeads]:
@@ -47,6 +48,8 @@ def assemble(model: PreTrainedModel, plan: AttentionPlan, heads: Sequence[LayerH
     The new model has the dtype, device and training mode of `model`, which stays as it is.
     """
     new = build(model.config, plan, model.dtype)
+    # Fixed, so that a conversion is reproducible; what the source has of composition is copied over it.
+    reset(new, identity=True, generator=torch.Generator().manual_seed(0))
     nn.Module.to(new, model.device)
     target = new.state_dict()
     kept = {k: t for k, t in model.state_dict().items() if k in target and t.shape == target[k].shape}
@@ -58,6 +61,20 @@ def assemble(model: PreTrainedModel, plan: AttentionPlan, heads: Sequence[LayerH
     if model.generation_config is not None:
         new.generation_config = model.generation_config
     return new.train(model.training)
+
+
+def check_composition(old: AttentionPlan, new: AttentionPlan) -> None:
+    """Raise PlanError if a conversion would change what composition does, and not only add it as an identity."""
+    if old.composition is not None and new.composition != old.composition:
+        raise PlanError(
+            f"the model composes its heads ({old.composition}); its plan must keep that composition, got "
+            f"{new.composition}"
+        )
+    if old.composition is None and new.composition is not None and new.composition.qk_norm:
+        raise PlanError(
+            "composition with qk_norm has no identity to start from: converting a trained model with it would destroy "
+            "it; set qk_norm=False, or train from scratch with attention.conversion.build"
+        )
 
 
 def convert(
@@ -77,6 +94,7 @@ def convert(
     """
     geometry = HeadGeometry.from_config(model.config)
     check_fits(plan, geometry)
+    check_composition(plan_of(model), plan)
     align, fuse = ALIGNMENT.get(alignment), FUSION.get(fusion)
     align_knobs, fuse_knobs = align.settings(alignment_settings), fuse.settings(fusion_settings)
     for part in (align, fuse):

@@ -19,6 +19,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from attention.composed_cache import ComposedLayer
+from attention.composition import HeadComposition
 from attention.plan import LayerPlan, groups_of
 
 NAME = "headfold"
@@ -80,15 +82,24 @@ def decode(
     query `[B, H, 1, d]`, key `[B, G^K, S, d]`, value `[B, G^V, S, d]`, mask broadcastable to `[B, H, 1, S]` (boolean:
     True attends; or additive). Returns `[B, H, 1, d]`. Equal to `expand` followed by SDPA.
     """
-    factor = float(query.shape[-1]) ** -0.5 if scaling is None else scaling
-    grouped = maps.key_slots.gather(query.squeeze(2) * factor)
-    scores = maps.key_slots.scatter(grouped @ key.transpose(-1, -2))
+    scores = decode_scores(query, key, maps, scaling).squeeze(2)
     if mask is not None:
         mask = mask.squeeze(2)
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-    mixed = maps.value_slots.scatter(maps.value_slots.gather(weights) @ value)
-    return mixed.unsqueeze(2)
+    return decode_mix(weights.unsqueeze(2), value, maps)
+
+
+def decode_scores(query: Tensor, key: Tensor, maps: HeadMaps, scaling: float | None) -> Tensor:
+    """Scaled scores of one new token, `[B, H, 1, d]` and `[B, G^K, S, d]` -> `[B, H, 1, S]`."""
+    factor = float(query.shape[-1]) ** -0.5 if scaling is None else scaling
+    grouped = maps.key_slots.gather(query.squeeze(2) * factor)
+    return maps.key_slots.scatter(grouped @ key.transpose(-1, -2)).unsqueeze(2)
+
+
+def decode_mix(weights: Tensor, value: Tensor, maps: HeadMaps) -> Tensor:
+    """Values under the weights of one new token, `[B, H, 1, S]` and `[B, G^V, S, d]` -> `[B, H, 1, d]`."""
+    return maps.value_slots.scatter(maps.value_slots.gather(weights.squeeze(2)) @ value).unsqueeze(2)
 
 
 def grouped_attention(
@@ -99,13 +110,22 @@ def grouped_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    *,
+    composed_input: Tensor | None = None,
+    composed_layer: ComposedLayer | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function. query `[B, H, T, d]` -> output `[B, T, H, d]` and no weights.
 
-    Prefill and training expand and call SDPA; a single new token without gradient takes `decode`.
+    Prefill and training expand and call SDPA; a single new token without gradient takes `decode`. A module with
+    composition passes its input `[B, T, D]` and its cache layer (see `attention.composition`).
     """
     maps: HeadMaps = module.head_maps  # type: ignore[assignment]
+    if composed_input is not None:
+        output = composed_attention(
+            module, query, key, value, attention_mask, composed_input, composed_layer, dropout, scaling
+        )
+        return output.transpose(1, 2).contiguous(), None
     if maps.plan.is_identity:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if query.shape[2] == 1 and not dropout and not torch.is_grad_enabled():
@@ -113,6 +133,37 @@ def grouped_attention(
     key_map, value_map = module.key_map, module.value_map
     key, value = expand(key, key_map), expand(value, value_map)  # type: ignore[arg-type]
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+
+
+def composed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    x: Tensor,
+    layer: ComposedLayer | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+) -> Tensor:
+    """Attention with composed heads (paper 002, App. D): `[B, H, T, d]`. The scores of all heads are held at once.
+
+    x `[B, T, D]`: the attention input of the query tokens; `layer`: where the key-side weights of earlier tokens lie.
+    """
+    maps: HeadMaps = module.head_maps  # type: ignore[assignment]
+    composition: HeadComposition = module.composition  # type: ignore[assignment]
+    key_weights = composition.key_weights(x)
+    if layer is not None and key_weights is not None:
+        key_weights = layer.update_weights(key_weights)
+    if composition.norm is not None:
+        query, key = composition.norm(query, key)
+    if query.shape[2] == 1:
+        scores = decode_scores(query, key, maps, scaling)
+        return decode_mix(composition(scores, x, key_weights, mask, dropout), value, maps)
+    factor = float(query.shape[-1]) ** -0.5 if scaling is None else scaling
+    scores = (query * factor) @ expand(key, module.key_map).transpose(-1, -2)  # type: ignore[arg-type]
+    weights = composition(scores, x, key_weights, mask, dropout)
+    return weights @ expand(value, module.value_map)  # type: ignore[arg-type]
 
 
 AttentionInterface.register(NAME, grouped_attention)
@@ -151,6 +202,7 @@ def make_uneven(cache: Cache) -> Cache:
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Bytes that the keys and values of a cache occupy."""
+    """Bytes that the keys and values of a cache occupy, and the key-side weights of composition beside them."""
     held = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin) and layer.is_initialized]
-    return sum(t.numel() * t.element_size() for layer in held for t in (layer.keys, layer.values) if t is not None)
+    kept = (t for layer in held for t in (layer.keys, layer.values, getattr(layer, "key_weights", None)))
+    return sum(t.numel() * t.element_size() for t in kept if t is not None)

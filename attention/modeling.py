@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from attention.composition import HeadComposition, attach_composition, reset_missing
 from attention.families import Family, families, family_of
 from attention.geometry import HeadGeometry
 from attention.grouped import NAME, attach, make_uneven
@@ -43,12 +44,21 @@ class HeadfoldMixin:
         geometry = self.family.geometry(config)
         check_fits(plan, geometry)
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        for module, layer in zip(self.family.attention_modules(self), plan.layers, strict=True):  # type: ignore[arg-type]
+        modules = self.family.attention_modules(self)  # type: ignore[arg-type]
+        for index, (module, layer) in enumerate(zip(modules, plan.layers, strict=True)):
             self.family.reshape(module, geometry, layer)
             attach(module, layer)
+            if plan.composition is not None:
+                made = HeadComposition(plan.num_heads, geometry.hidden_size, plan.composition, index)
+                attach_composition(module, made)
         self.plan = plan
         # Any other implementation would ignore the maps.
         self.config._attn_implementation = NAME  # type: ignore[attr-defined]
+
+    def initialize_weights(self) -> None:
+        """Called by transformers once the weights are read: composition that the checkpoint lacks starts afresh."""
+        super().initialize_weights()  # type: ignore[misc]
+        reset_missing(self)  # type: ignore[arg-type]
 
     def _prepare_static_cache(self, *args: Any, **kwargs: Any) -> Cache:
         return make_uneven(super()._prepare_static_cache(*args, **kwargs))  # type: ignore[misc]
@@ -61,7 +71,7 @@ class HeadfoldMixin:
 def headfold_classes(family_name: str) -> tuple[type[PretrainedConfig], type[PreTrainedModel]]:
     """The Headfold config and model class of a family."""
     family = families()[family_name]
-    stem = family.model_class.__name__.removesuffix("ForCausalLM")
+    stem = family.model_class.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     place = {"__module__": __name__}
     config_class = type(f"Headfold{stem}Config", (family.config_class,), {"model_type": PREFIX + family_name, **place})
     model_class = type(

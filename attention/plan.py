@@ -116,7 +116,7 @@ class LayerPlan:
 
 @dataclass(frozen=True, order=True)
 class HeadShare:
-    """Head `head` of layer `layer` uses the Q, K and V weights of head `source_head` of an earlier layer (paper 004)."""
+    """Head `head` of layer `layer` uses the Q, K, V weights of head `source_head` of an earlier layer (paper 004)."""
 
     layer: int
     head: int
@@ -148,7 +148,19 @@ def resolve_shares(shares: Iterable[HeadShare]) -> tuple[HeadShare, ...]:
 
 @dataclass(frozen=True)
 class Composition:
-    """Settings of dynamically composable heads (paper 002, section 2); see METHODS for the variants."""
+    """Settings of dynamically composable heads (paper 002, sections 3 and 4.6).
+
+    `rank`: R of the low-rank branch, of each group. `query_side`, `key_side`: the branches made from the query token
+    and from the key token. `before_softmax`, `after_softmax`: where heads are composed, each place with its own
+    parameters. `static_base`: a learned H x H matrix in place of the skip; with both sides off this is Talking-Heads
+    attention. `groups`: heads are composed within this many groups of neighbouring query heads (section 3.2).
+    `qk_norm`: queries and keys are divided by their root mean square over the head dim, each query head with one
+    learned scale. **Silent** in the paper is which norm; this one commutes with RoPE, so its place does not matter.
+
+    `window`: 0 for none; else in local layers a token sees itself and the `window - 1` before it. `window_pattern` p:
+    p local layers to every global one (1, 3, 7 in the paper's Table 10). **Silent** is the phase: here the second
+    layer of every p + 1 is global. The window masks attention; the cache keeps all tokens.
+    """
 
     rank: int = 2
     query_side: bool = True
@@ -159,6 +171,7 @@ class Composition:
     groups: int = 1
     window: int = 0
     window_pattern: int = 1
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -172,6 +185,15 @@ class Composition:
                 f"composition: groups and window_pattern must be at least 1 and window at least 0, got "
                 f"{self.groups}, {self.window_pattern}, {self.window}"
             )
+
+    def window_of(self, layer: int) -> int:
+        """The window of a layer, 0 if it sees everything."""
+        return 0 if layer % (self.window_pattern + 1) == 1 else self.window
+
+    def cached_values(self, num_heads: int) -> int:
+        """Key-side weights of a token in a layer's cache: 2R + 1 a query head at each place (paper 002, sec. 4.4)."""
+        places = self.before_softmax + self.after_softmax
+        return places * num_heads * (2 * self.rank + 1) if self.key_side else 0
 
 
 @dataclass(frozen=True)
@@ -230,11 +252,16 @@ class AttentionPlan:
         return float(self.kv_fraction)
 
     def kv_bytes_per_token(self, dtype: Any = "bfloat16") -> int:
-        """Bytes that one token occupies in the KV cache. `dtype` is a torch dtype or its name."""
+        """Bytes that one token occupies in the KV cache. `dtype` is a torch dtype or its name.
+
+        With composition the key-side weights, cached beside the keys and values, are included (`kv_ratio` counts
+        heads only).
+        """
         name = str(dtype).removeprefix("torch.")
         if name not in BYTES:
             raise ValueError(f"dtype must be one of {sorted(BYTES)}, got {name!r}")
-        return self.kv_heads * self.head_dim * BYTES[name]
+        composed = self.num_layers * self.composition.cached_values(self.num_heads) if self.composition else 0
+        return (self.kv_heads * self.head_dim + composed) * BYTES[name]
 
     @property
     def is_uniform_gqa(self) -> bool:
