@@ -23,11 +23,15 @@ REPORT_FILE = "export.json"
 
 @dataclass(frozen=True)
 class Lowered:
-    """A stock model and what the lowering did. `exact` says whether the maths is the same (up to rounding)."""
+    """A stock model and what the lowering did. `exact` says whether the maths is the same (up to rounding).
+
+    `folded` says that weights were multiplied and not only copied, so that a 16-bit dtype rounds them once more.
+    """
 
     model: PreTrainedModel
     exact: bool
     notes: tuple[str, ...]
+    folded: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ def export(source: str | Path, target: str, out: str | Path, tokenizer: Any = No
     model = checkpoint.load(source)
     plan, dtype = plan_of(model), model.dtype
     lowered = lowering(model.float())
+    if lowered.exact and lowered.folded:
+        check_equal(model, lowered.model)  # before the dtype of the checkpoint rounds what was folded
     after = plan_of(lowered.model)
     report = ExportReport(
         target=target,
@@ -83,7 +89,7 @@ def export(source: str | Path, target: str, out: str | Path, tokenizer: Any = No
         back = AutoModelForCausalLM.from_pretrained(str(fresh), dtype=torch.float32).eval()
         difference, largest = compare(model, back)
         report = replace(report, max_logit_difference=difference, max_logit=largest)
-        if lowered.exact and difference > tolerance(dtype) * max(largest, 1.0):
+        if lowered.exact and difference > tolerance(dtype, lowered.folded) * max(largest, 1.0):
             raise ValueError(f"the exported logits differ from the source by {difference:.3g}; nothing was written")
         (fresh / REPORT_FILE).write_text(report.to_json() + "\n")
 
@@ -91,9 +97,18 @@ def export(source: str | Path, target: str, out: str | Path, tokenizer: Any = No
     return report
 
 
-def tolerance(dtype: torch.dtype) -> float:
-    """Relative logit difference that rounding alone may cause: weights are copied, so float32 stays tight."""
-    return 1e-4 if dtype == torch.float32 else 1e-3
+def tolerance(dtype: torch.dtype, folded: bool = False) -> float:
+    """Relative logit difference that rounding alone may cause: tight in float32 and where weights are copied."""
+    if dtype == torch.float32:
+        return 1e-4
+    return 32 * torch.finfo(dtype).eps if folded else 1e-3
+
+
+def check_equal(one: PreTrainedModel, other: PreTrainedModel) -> None:
+    """Raise ValueError unless two float32 models agree up to rounding."""
+    difference, largest = compare(one, other)
+    if difference > tolerance(torch.float32) * max(largest, 1.0):
+        raise ValueError(f"the lowered model's logits differ from the source by {difference:.3g}; nothing was written")
 
 
 @torch.no_grad()

@@ -37,11 +37,18 @@ DEMO = REPOSITORY / "examples" / "stdlib-llama"
 # Config class, and what differs from TINY_SETTINGS; None drops a setting that the family does not have.
 TINY: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma": (GemmaConfig, {"hidden_size": 24}),  # so that the head dim is not the width over the heads
-    "gpt2": (GPT2Config, {"num_key_value_heads": None, "head_dim": None, "intermediate_size": None, "n_inner": 48}),
+    "gpt2": (
+        GPT2Config,
+        {"num_key_value_heads": None, "head_dim": None, "intermediate_size": None, "n_inner": 48}
+        | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    ),
     "gpt_neox": (GPTNeoXConfig, {"num_key_value_heads": None, "head_dim": None, "rotary_pct": 0.5}),
     "llama": (LlamaConfig, {}),
     "mistral": (MistralConfig, {"sliding_window": None}),
-    "opt": (OPTConfig, {"num_key_value_heads": None, "head_dim": None, "intermediate_size": None, "ffn_dim": 48}),
+    "opt": (
+        OPTConfig,
+        {"num_key_value_heads": None, "head_dim": None, "intermediate_size": None, "ffn_dim": 48, "dropout": 0.0},
+    ),
     "phi": (PhiConfig, {"head_dim": None}),
     "qwen2": (Qwen2Config, {}),
     "qwen3": (Qwen3Config, {}),

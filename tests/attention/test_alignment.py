@@ -26,6 +26,7 @@ from attention.alignment import (
 from attention.axes import Part
 from attention.calibration import Calibration, LayerStatistics, calibrate, silent
 from attention.conversion import convert
+from attention.families import families
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
 from attention.plan import AttentionPlan, LayerPlan
@@ -44,8 +45,7 @@ MODELS = {
     "qwen2": {},
     "qwen2, GQA": {"num_key_value_heads": 2},
     "qwen3": {"attention_bias": True},
-    "gpt_neox": {},
-    "opt": {},
+    **{name: {} for name in sorted(families()) if name not in ("llama", "mistral", "qwen2", "qwen3")},
 }
 
 

@@ -38,6 +38,14 @@ CASES = {
     "qwen2": {},
     "qwen3": {},
     "qwen3, GQA": {"num_key_value_heads": 1},
+    "opt": {},
+    "opt, norm after": {"do_layer_norm_before": False},
+    "gpt_neox": {},
+    "gpt2": {},
+    "gpt2, scaled by layer": {"scale_attn_by_inverse_layer_idx": True},
+    "gemma, GQA": {"num_key_value_heads": 2},
+    "phi": {},
+    "phi, query and key norms": {"qk_layernorm": True},
 }
 Tiny = Callable[..., PreTrainedModel]
 
@@ -67,6 +75,11 @@ def reference(model: PreTrainedModel, seen: Seen, layer: int) -> dict[str, Tenso
             found["mixed_moment"][head] += torch.outer(extended, extended) / count
     for head, queries in enumerate(activations(heads.q, heads.q_bias, seen.x)):
         for query in queries:
+            if hasattr(module, "q_layernorm"):  # Phi
+                norm = module.q_layernorm
+                query = torch.nn.functional.layer_norm(
+                    query, query.shape, norm.weight.double(), norm.bias.double(), 1e-5
+                )
             if hasattr(module, "q_norm"):
                 query = module.q_norm.weight.double() * query / (query.square().mean() + 1e-6).sqrt()
             found["query_moment"][head] += torch.outer(query, query).detach() / count

@@ -1,0 +1,194 @@
+"""What single families bring along: layouts of fused weights, variants of a config, refusals, and GPT-NeoX as Phi."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from head_references import logits, with_heads
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    OPTConfig,
+    PhiConfig,
+    PreTrainedModel,
+)
+
+from attention import checkpoint, export
+from attention.calibration import calibrate, silent
+from attention.conversion import convert, lift, read_layers
+from attention.families import families, family_of
+from attention.fusion import FUSION
+from attention.geometry import HeadGeometry
+from attention.modeling import plan_of
+from attention.plan import AttentionPlan, LayerPlan
+
+Tiny = Callable[..., PreTrainedModel]
+UNIFORM = AttentionPlan((LayerPlan((0, 1, 1, 0), (0, 1, 1, 0)),) * 2, 8)
+DECOUPLED = AttentionPlan((LayerPlan((0, 1, 0, 2), (0, 0, 0, 0)), LayerPlan((0, 0, 0, 1), (0, 1, 2, 3))), 8)
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "opt, norm after": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),  # as opt-350m
+    "opt, no biases": ("opt", {"enable_bias": False}),
+    "gpt2, scaled by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "gpt2, unscaled": ("gpt2", {"scale_attn_weights": False}),
+    "gpt_neox, serial": ("gpt_neox", {"use_parallel_residual": False}),
+    "gpt_neox, no biases": ("gpt_neox", {"attention_bias": False}),
+    "gpt_neox, full rotary": ("gpt_neox", {"rotary_pct": 1.0}),
+    "gpt_neox, no rotary": ("gpt_neox", {"rotary_pct": 0.0}),
+    "gemma, biases": ("gemma", {"attention_bias": True}),
+    "phi, query and key norms": ("phi", {"qk_layernorm": True}),
+}
+
+
+def test_geometry_of_published_configs() -> None:
+    """Numbers from the models' papers and cards."""
+    opt = HeadGeometry.from_config(OPTConfig())
+    assert (opt.num_heads, opt.head_dim, opt.rotary.dims, opt.max_positions, opt.vocab_size) == (12, 64, 0, 2048, 50272)
+    assert opt.query_bias and opt.key_bias and opt.value_bias and opt.output_bias
+    pythia = HeadGeometry.from_config(GPTNeoXConfig(hidden_size=512, num_hidden_layers=6, num_attention_heads=8))
+    assert (pythia.head_dim, pythia.rotary.dims, pythia.rotary.style, pythia.kv_ratio) == (64, 16, "half", 1)
+    assert not HeadGeometry.from_config(GPTNeoXConfig(attention_bias=False)).value_bias
+    gpt2 = HeadGeometry.from_config(GPT2Config())
+    assert (gpt2.num_layers, gpt2.num_heads, gpt2.head_dim, gpt2.rotary.dims, gpt2.max_positions) == (
+        12,
+        12,
+        64,
+        0,
+        1024,
+    )
+    gemma = HeadGeometry.from_config(GemmaConfig(num_key_value_heads=1))
+    assert (gemma.hidden_size, gemma.num_heads, gemma.head_dim, gemma.num_kv_heads) == (3072, 16, 256, 1)
+    phi = HeadGeometry.from_config(PhiConfig())
+    assert (phi.head_dim, phi.rotary.dims, phi.output_bias, phi.qk_norm) == (64, 32, True, False)
+    assert HeadGeometry.from_config(PhiConfig(qk_layernorm=True)).qk_norm
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (GPT2Config(add_cross_attention=True), "add_cross_attention=true is not supported"),
+        (GemmaConfig(use_bidirectional_attention=True), "use_bidirectional_attention=true is not supported"),
+        (Gemma2Config(), "model type must be one of .*'gemma'.*got 'gemma2'"),
+    ],
+)
+def test_what_a_plan_does_not_describe_is_refused(config: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HeadGeometry.from_config(config)
+
+
+@torch.no_grad()
+def test_fused_weights_are_split_as_the_model_splits_them(tiny_model: Tiny) -> None:
+    """Heads read from the weights give the queries, keys and values that the stock projections give."""
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    neox, gpt2 = tiny_model("gpt_neox"), tiny_model("gpt2")
+    fused = neox.gpt_neox.layers[1].attention.query_key_value(x).view(5, 4, 3, 8)
+    thirds = gpt2.transformer.h[1].attn.c_attn(x).view(5, 3, 4, 8).transpose(1, 2)
+    for model, wanted in ((neox, fused), (gpt2, thirds)):
+        heads = read_layers(model)[1]
+        for i, (rows, bias) in enumerate(((heads.q, heads.q_bias), (heads.k, heads.k_bias), (heads.v, heads.v_bias))):
+            assert bias is not None
+            assert torch.allclose(torch.einsum("hdD,nD->nhd", rows, x) + bias, wanted[:, :, i], atol=1e-5)
+
+
+@pytest.mark.parametrize("case", VARIANTS)
+@torch.no_grad()
+def test_variants_of_a_config(case: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    """Grouped equals expanded, and a cache changes nothing."""
+    name, overrides = VARIANTS[case]
+    model = tiny_model(name, **overrides)
+    grouped = convert(model, DECOUPLED)
+    x = tiny_tokens[:2]
+    whole = logits(grouped, x)
+    expanded = with_heads(model, lift(grouped))
+    torch.testing.assert_close(whole, logits(expanded, x), rtol=0, atol=2e-5)
+    cache = grouped(x[:, :20], use_cache=True).past_key_values
+    steps = [grouped(x[:, t : t + 1], past_key_values=cache, use_cache=True).logits for t in range(20, 24)]
+    torch.testing.assert_close(torch.cat(steps, 1), whole[:, 20:], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("fusion", FUSION.names())
+@pytest.mark.parametrize("name", sorted(families()))
+def test_fusing_groups_of_one_changes_nothing(name: str, fusion: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    model = tiny_model(name)
+    calibration = calibrate(model, tiny_tokens, progress=silent)
+    same = convert(
+        model, AttentionPlan.identity(2, 4, 8), alignment="procrustes", fusion=fusion, calibration=calibration
+    )
+    torch.testing.assert_close(logits(same, tiny_tokens), logits(model, tiny_tokens), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(families()))
+def test_gradient_checkpointing_gives_the_same_gradients(name: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    model = convert(tiny_model(name), DECOUPLED)
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train().zero_grad()
+        model(tiny_tokens[:2], labels=tiny_tokens[:2]).loss.backward()
+        found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys() and len(found[0]) == len(list(model.parameters()))
+    for key, gradient in found[0].items():
+        torch.testing.assert_close(found[1][key], gradient, msg=key)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "opt"])
+def test_eager_attention_is_refused_where_it_would_ignore_the_maps(name: str, tiny_model: Tiny) -> None:
+    model = convert(tiny_model(name), DECOUPLED)
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="head maps need attn_implementation='headfold'"):
+        model(torch.arange(4)[None])
+
+
+# ---- GPT-NeoX as Phi ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overrides", [{}, {"attention_bias": False, "rotary_pct": 1.0}], ids=["biases", "no biases"])
+@pytest.mark.parametrize("plan", [None, UNIFORM, DECOUPLED], ids=["stock", "uniform", "decoupled"])
+def test_gpt_neox_is_lowered_to_phi(
+    plan: AttentionPlan | None, overrides: dict[str, Any], tiny_model: Tiny, tiny_tokens: Tensor, tmp_path: Path
+) -> None:
+    model = tiny_model("gpt_neox", **overrides)
+    model = model if plan is None else convert(model, plan)
+    report = export.export(checkpoint.save(model, tmp_path / "source"), "phi", tmp_path / "phi")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "phi")
+    assert type(stock).__name__ == "PhiForCausalLM" and report.exact and report.model_type == "phi"
+    torch.testing.assert_close(logits(stock, tiny_tokens), logits(model, tiny_tokens), rtol=0, atol=2e-5)
+    assert report.kv_bytes_per_token_before == plan_of(model).kv_bytes_per_token("float32")
+    if plan is UNIFORM:
+        assert report.kv_bytes_per_token_after == report.kv_bytes_per_token_before
+        assert stock.config.num_key_value_heads == 2
+
+
+def test_phi_in_lower_precision_differs_by_rounding_alone(tiny_model: Tiny, tmp_path: Path) -> None:
+    model = convert(tiny_model("gpt_neox", dtype=torch.bfloat16), UNIFORM)
+    report = export.export(checkpoint.save(model, tmp_path / "source"), "phi", tmp_path / "phi")
+    assert report.dtype == "bfloat16" and 0 < report.max_logit_difference < 0.05 * report.max_logit
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("llama", {}, "takes a gpt_neox checkpoint, got llama"),
+        ("gpt_neox", {"use_parallel_residual": False}, "use_parallel_residual=true"),
+    ],
+)
+def test_phi_refuses_what_it_cannot_hold(
+    name: str, overrides: dict[str, Any], message: str, tiny_model: Tiny, tmp_path: Path
+) -> None:
+    source = checkpoint.save(convert(tiny_model(name, **overrides), DECOUPLED), tmp_path / "source")
+    with pytest.raises(ValueError, match=message):
+        export.export(source, "phi", tmp_path / "phi")
+    assert not (tmp_path / "phi").exists()
+
+
+def test_every_family_is_found_by_its_model_type() -> None:
+    assert {"gemma", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"} <= set(families())
+    assert all(family_of(family.config_class()) is family for family in families().values())
