@@ -1,0 +1,75 @@
+"""The untouched model of a search: where it lies, what it scores, and the statistics that all trials share."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from attention import checkpoint
+from attention.calibration import cached_calibration
+from attention.modeling import plan_of
+from orchestrator import models
+from orchestrator.config import SearchConfig
+from orchestrator.folders import SearchFolder, in_ray_job
+from orchestrator.results import read_json, write_json
+from orchestrator.validate import Prepared
+from trainers.data import read_sequences
+
+
+def prepare_base(config: SearchConfig, prepared: Prepared, folder: SearchFolder) -> dict[str, Any]:
+    """Score the untouched model and calibrate it, once a search; kept in `base.json`.
+
+    Losses are in nats a token. Trials read the statistics from the cache.
+    """
+    if folder.base.exists():
+        return read_json(folder.base)
+    started = time.perf_counter()
+    path = locate_model(config.model.path, folder)
+    device = "cuda" if config.resources.driver_gpus else "cpu"
+    model = models.load_model(path, config.model.dtype, device)
+    held_out = read_sequences(prepared.eval_file)
+    scored = models.score(model, held_out)
+    tokens = read_sequences(prepared.calibration_file)
+    calibration = cached_calibration(model, tokens, prepared.cache / "calibration")
+    record = {
+        "model": str(path),
+        "loss": scored.loss,
+        "eval_tokens": scored.tokens,
+        "family": prepared.geometry.family,
+        "kv_bytes_per_token_mha": plan_of(model).kv_bytes_per_token(model.dtype)
+        * 2
+        * prepared.geometry.num_layers
+        * prepared.geometry.num_heads
+        // plan_of(model).kv_heads,
+        **models.cache_facts(model),
+        "digests": {"weights": checkpoint.weights_digest(path), "calibration": calibration.digest},
+        "seconds": time.perf_counter() - started,
+    }
+    write_json(folder.base, record)
+    print(
+        f"untouched model: held-out loss {scored.loss:.3f} nats a token, {record['kv_bytes_per_token']} KV bytes a token",
+        flush=True,
+    )
+    return record
+
+
+def locate_model(path: str, folder: SearchFolder) -> str:
+    """Where trials find the model: an absolute folder, or a hub name.
+
+    A Ray job's working folder vanishes with the job, so a model inside it is copied into the search.
+    """
+    source = Path(path).expanduser()
+    if not source.is_dir():
+        return path
+    if in_ray_job() and not Path(path).is_absolute():
+        copy = folder.root / "model"
+        if not copy.exists():
+            checkpoint.write_atomically(copy, lambda fresh: _copy(source, fresh))
+        return str(copy)
+    return str(source.absolute())
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, dirs_exist_ok=True)

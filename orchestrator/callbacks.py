@@ -1,0 +1,201 @@
+"""What the driver does while Tune runs: keep the records, write MLflow, show the progress line.
+
+Tune pickles its callbacks for `Tuner.restore`, so they hold paths, ids and plain values only.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ray.tune import Callback
+
+from orchestrator import results
+from orchestrator.results import TrialRecord, load_trials, save_trials
+from orchestrator.tracking import METRICS, Tracker
+
+logger = logging.getLogger(__name__)
+
+
+def record_of(trial: Any) -> TrialRecord:
+    """A fresh record of a Tune trial."""
+    config = trial.config
+    return TrialRecord(
+        trial_id=trial.trial_id,
+        recipe=config["recipe"],
+        kv_ratio=config["kv_ratio"],
+        learning_rate=config["learning_rate"],
+        choices=config["choices"],
+    )
+
+
+class SearchLog(Callback):
+    """Keeps `trials.json`, the MLflow child runs and the progress line of a search up to date.
+
+    `expected` is the number of trials, `rungs` the rungs of each; `tracker` None leaves MLflow out. A failing MLflow
+    call is reported once and never ends the search: the records on disk are the source.
+    """
+
+    def __init__(
+        self,
+        trials_file: str | Path,
+        tracker: Tracker | None,
+        parent_run: str | None,
+        expected: int,
+        rungs: int,
+        base_loss: float,
+    ) -> None:
+        self.trials_file, self.tracker, self.parent_run = str(trials_file), tracker, parent_run
+        self.expected, self.rungs, self.base_loss = expected, rungs, base_loss
+        self.records: dict[str, TrialRecord] = {r.trial_id: r for r in load_trials(trials_file)}
+        self.errors: list[str] = []
+        self.started = time.time()
+        self._shown = 0.0
+
+    # ---- Tune's hooks -----------------------------------------------------------------------------------------
+
+    def setup(self, *args: Any, **info: Any) -> None:
+        """Also called when a search is resumed: take over what the interrupted one had recorded."""
+        self.records = {r.trial_id: r for r in load_trials(self.trials_file)}
+        self.started = time.time()
+
+    def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+        record = self.records.setdefault(trial.trial_id, record_of(trial))
+        record.status, record.error = results.RUNNING, None
+        self._track(self._start_run, record)
+        self._update()
+
+    def on_trial_result(self, iteration: int, trials: list, trial: Any, result: dict, **info: Any) -> None:
+        record = self.records[trial.trial_id]
+        if "loss" not in result:
+            return
+        record.add(result)
+        self._track(self._log_rung, record)
+        self._update(force=True)
+
+    def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+        record = self.records[trial.trial_id]
+        reached_end = len(record.rungs) == self.rungs
+        self._end(record, results.DONE if reached_end else results.STOPPED)
+
+    def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+        record = self.records.setdefault(trial.trial_id, record_of(trial))
+        record.error = error_of(trial)
+        self._end(record, results.FAILED)
+
+    def on_experiment_end(self, trials: list, **info: Any) -> None:
+        """Trials that had not ended (Ctrl-C) are marked; a resumed search takes them up again."""
+        for record in self.records.values():
+            if record.status not in results.ENDED:
+                self._end(record, results.KILLED)
+        self._update(force=True)
+        if sys.stderr.isatty():
+            sys.stderr.write("\n")
+
+    # ---- MLflow -----------------------------------------------------------------------------------------------
+
+    def _track(self, action: Any, record: TrialRecord) -> None:
+        if self.tracker is None:
+            return
+        try:
+            action(self.tracker, record)
+        except Exception as error:
+            if not self.errors:
+                logger.warning("MLflow: %s (the search goes on; its records are in %s)", error, self.trials_file)
+            self.errors.append(str(error))
+
+    def _start_run(self, tracker: Tracker, record: TrialRecord) -> None:
+        if record.run_id is not None:
+            tracker.resume(record.run_id)
+            return
+        name = f"{record.recipe} {record.kv_ratio:g}"
+        tags = {"trial_id": record.trial_id, "headfold.kind": "trial"}
+        record.run_id = tracker.start(name, parent=self.parent_run, tags=tags)
+        facts = {"kv_ratio": record.kv_ratio, "learning_rate": record.learning_rate}
+        tracker.params(record.run_id, {"recipe": record.recipe, **facts, "choices": record.choices})
+
+    def _log_rung(self, tracker: Tracker, record: TrialRecord) -> None:
+        if record.run_id is None:
+            return
+        last = record.last
+        tracker.metrics(record.run_id, {k: last[k] for k in METRICS if k in last}, step=record.step)
+        if len(record.rungs) == 1:
+            facts = ("kv_bytes_per_token", "cache_bytes_measured", "parameters", "actual_kv_ratio")
+            tracker.metrics(record.run_id, {k: getattr(record, k) for k in facts})
+            tracker.tags(record.run_id, {"plan_digest": record.plan_digest})
+            folder = Path(self.trials_file).parent / "trials" / record.trial_id
+            for file in ("plan.json", "recipe.json"):
+                if (folder / file).exists():
+                    tracker.file(record.run_id, folder / file)
+
+    def _end_run(self, tracker: Tracker, record: TrialRecord) -> None:
+        if record.run_id is None:
+            return
+        tracker.tags(record.run_id, {"headfold.status": record.status})
+        if record.error:
+            tracker.tags(record.run_id, {"error": record.error})
+        tracker.end(record.run_id, record.status)
+
+    # ---- records and progress ---------------------------------------------------------------------------------
+
+    def _end(self, record: TrialRecord, status: str) -> None:
+        record.status = status
+        self._track(self._end_run, record)
+        self._update(force=True)
+
+    def _update(self, force: bool = False) -> None:
+        save_trials(self.trials_file, self.records.values())
+        now = time.time()
+        if not force and now - self._shown < 1:
+            return
+        self._shown = now
+        line = progress_line(list(self.records.values()), self.expected, self.rungs, self.base_loss, now - self.started)
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\x1b[2K{line}")
+        else:
+            sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
+
+def error_of(trial: Any) -> str:
+    """The last line of a trial's error that says something."""
+    if trial.error_file and Path(trial.error_file).exists():
+        text = Path(trial.error_file).read_text(encoding="utf-8", errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return lines[-1] if lines else "unknown error"
+    return "unknown error"
+
+
+def progress_line(records: list[TrialRecord], expected: int, rungs: int, base_loss: float, elapsed: float) -> str:
+    """Trials done, running, stopped, failed; the best so far; the time left, from the share of rungs behind us."""
+    count = {s: sum(r.status == s for r in records) for s in (*results.ENDED, results.RUNNING)}
+    ended = sum(count[s] for s in results.ENDED)
+    parts = [
+        f"{ended}/{expected} trials",
+        f"{count[results.DONE]} done, {count[results.RUNNING]} running, {count[results.STOPPED]} stopped",
+    ]
+    if count[results.FAILED]:
+        parts[-1] += f", {count[results.FAILED]} failed"
+    scored = [r for r in records if r.rungs and r.status != results.FAILED]
+    if scored:
+        best = {
+            b: min((r for r in scored if r.kv_ratio == b), key=lambda r: r.loss) for b in {r.kv_ratio for r in scored}
+        }
+        told = ", ".join(
+            f"{b:.0%} KV {r.loss - base_loss:+.3f} ({r.recipe})" for b, r in sorted(best.items(), reverse=True)
+        )
+        parts.append(f"best rise {told}")
+    behind = sum(1.0 if r.status in results.ENDED else len(r.rungs) / rungs for r in records)
+    if 0 < behind < expected:
+        parts.append(f"{clock(elapsed * (expected - behind) / behind)} left")
+    return f"[{clock(elapsed)}] " + " | ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    """1:05:09, or 5:09 below an hour."""
+    whole = max(0, round(seconds))
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,77 @@
+"""What a searcher is handed, and the one loop that searchers without a model of the results share."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ray.tune.search import Searcher
+
+from attention.axes import Axis
+from orchestrator.candidates import Candidate, CandidateSpace
+
+SEARCHERS = Axis("searcher", "orchestrator.searchers")
+
+OBJECTIVES = ("loss", "kv_bytes_per_token")
+TRIES = 50
+"""Draws in search of a candidate that has not been tried, before a repeated one is accepted."""
+
+
+@dataclass(frozen=True)
+class SearchProblem:
+    """`named` are the configured candidates, tried first; then `samples` more are drawn from `space`."""
+
+    space: CandidateSpace
+    named: tuple[Candidate, ...]
+    samples: int
+    seed: int
+
+    @property
+    def total(self) -> int:
+        return len(self.named) + self.samples
+
+
+class ListedSearcher(Searcher):
+    """The configured candidates, then new ones that `draw` makes without looking at results."""
+
+    def __init__(self, problem: SearchProblem, draw: Callable[[np.random.Generator], Candidate] | None = None) -> None:
+        super().__init__(metric="loss", mode="min")
+        self._problem, self._draw, self._made = problem, draw, 0
+        self._generator = np.random.default_rng(problem.seed)
+        self._tried = {candidate.key for candidate in problem.named}
+
+    def suggest(self, trial_id: str) -> Any:
+        number, named = self._made, self._problem.named
+        if number < len(named):
+            candidate = named[number]
+        elif self._draw is not None and number < self._problem.total:
+            candidate = self._new(self._draw)
+        else:
+            return Searcher.FINISHED
+        self._made += 1
+        return candidate.config()
+
+    def _new(self, draw: Callable[[np.random.Generator], Candidate]) -> Candidate:
+        candidate = draw(self._generator)
+        for _ in range(TRIES):
+            if candidate.key not in self._tried:
+                break
+            candidate = draw(self._generator)
+        self._tried.add(candidate.key)
+        return candidate
+
+    def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
+        """Nothing to learn from."""
+
+    def save(self, checkpoint_path: str) -> None:
+        state = {"made": self._made, "tried": self._tried, "generator": self._generator.bit_generator.state}
+        Path(checkpoint_path).write_bytes(pickle.dumps(state))
+
+    def restore(self, checkpoint_path: str) -> None:
+        state = pickle.loads(Path(checkpoint_path).read_bytes())
+        self._made, self._tried = state["made"], state["tried"]
+        self._generator.bit_generator.state = state["generator"]

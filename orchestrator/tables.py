@@ -1,0 +1,104 @@
+"""What a search prints at its end: trials, front, promotion, and where things lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from orchestrator import results
+from orchestrator.results import TrialRecord, front
+
+if TYPE_CHECKING:
+    from orchestrator.search import SearchOutcome
+
+
+def console() -> Console:
+    """Plain text at least 110 columns wide where the output is no terminal (a job's log)."""
+    plain = Console(highlight=False)
+    return plain if plain.is_terminal else Console(highlight=False, width=110)
+
+
+def trial_table(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> Table:
+    """All trials by budget and loss; those on the front carry a star. Losses in nats a token."""
+    table = Table(box=None, pad_edge=False)
+    for name, justify in (
+        ("", "left"), ("recipe", "left"), ("KV", "right"), ("bytes/token", "right"), ("rate", "right"),
+        ("steps", "right"), ("untrained", "right"), ("loss", "right"), ("rise", "right"), ("state", "left"),
+    ):  # fmt: skip
+        table.add_column(name, justify=justify)  # pyright: ignore[reportArgumentType]
+    best = {t.trial_id for t in front(trials)}
+    for t in sorted(trials, key=lambda t: (-t.kv_ratio, t.loss)):
+        scored = bool(t.rungs)
+        table.add_row(
+            "*" if t.trial_id in best else "",
+            t.recipe,
+            f"{t.kv_ratio:.1%}",
+            "-" if t.kv_bytes_per_token is None else str(t.kv_bytes_per_token),
+            f"{t.learning_rate:.1e}",
+            str(t.step),
+            f"{t.rungs[0]['loss']:.3f}" if scored else "-",
+            f"{t.loss:.3f}" if scored else "-",
+            f"{t.loss - base['loss']:+.3f}" if scored else "-",
+            t.status,
+        )
+    return table
+
+
+def print_trials(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> None:
+    out = console()
+    out.print(f"\nTrials (* on the front; the untouched model has {base['loss']:.3f} nats a token):")
+    out.print(trial_table(trials, base))
+    for trial in (t for t in trials if t.status == results.FAILED):
+        out.print(
+            f"trial {trial.trial_id} ({trial.recipe}, {trial.kv_ratio:.0%} KV) failed: {trial.error}",
+            style=None,
+            markup=False,
+        )
+
+
+def promotion_table(candidates: Sequence[Mapping[str, Any]]) -> Table:
+    """What was promoted, and why not what was not."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("recipe", "KV", "steps", "loss", "baseline", "state", "version", "where, or why not"):
+        table.add_column(name, overflow="fold")
+    for c in candidates:
+        where = "; ".join(c.get("reasons", ())) or c.get("folder", "")
+        table.add_row(
+            c["recipe"], f"{c['kv_ratio']:.1%}", str(c.get("steps", "-")), number(c.get("loss")),
+            number(c.get("baseline_loss")), c.get("status", "-"), str(c.get("version") or "-"), where,
+        )  # fmt: skip
+    return table
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def print_promotion(promotion: Mapping[str, Any]) -> None:
+    candidates = list(promotion.get("candidates", {}).values())
+    if candidates:
+        out = console()
+        out.print("\nPromotion:")
+        out.print(promotion_table(candidates))
+
+
+def print_outcome(outcome: SearchOutcome) -> None:
+    """The last lines: failures, and where things lie."""
+    print_promotion(outcome.promotion)
+    failed = sum(t.status == results.FAILED for t in outcome.trials)
+    out = console()
+    out.print()
+    if outcome.interrupted:
+        out.print("interrupted: the state is saved; run the same command with --resume to go on", markup=False)
+    if failed:
+        out.print(f"warning: {failed} of {len(outcome.trials)} trials failed; their errors are above and in MLflow")
+    if not outcome.front:
+        out.print("no trial gave a result")
+    lines = {"search": str(outcome.folder), "report": outcome.report, "MLflow": outcome.tracking}
+    exported = outcome.promotion.get("exported")
+    for name, place in (lines | {"exported": exported}).items():
+        if place:
+            print(f"{name:9}{place}")
