@@ -38,7 +38,10 @@ def fit_real(grams: Tensor, metrics: Tensor, *, sweeps: int = 0) -> RealFit:
     flat = grams.transpose(2, 3).reshape(members, members * dim, members * dim)
     basis = _leading_basis(flat.mean(0), symmetric_root(metrics))
     back, errors = _read_back(flat, metrics, basis)
+    energy = torch.einsum("hab,hhhab->", metrics, grams)
     for _ in range(sweeps):
+        if errors.sum() <= CUTOFF * energy:
+            break  # the fit is exact already, or there is nothing to fit
         basis = _refit_basis(flat, metrics, back, basis)
         back, errors = _read_back(flat, metrics, basis)
     size = _size_factor(flat, basis)
@@ -117,7 +120,7 @@ def _refit_basis(flat: Tensor, metrics: Tensor, back: Tensor, start: Tensor, ite
         if power <= 0:
             break
         image = apply(direction)
-        length = power / (direction * image).sum()
+        length = power / (direction * image).sum().clamp_min(torch.finfo(power.dtype).tiny)
         n = n + length * direction
         residual = residual - length * image
         step = left @ residual @ right

@@ -1,0 +1,486 @@
+"""Fusion: what each closed form promises, against slow references and against what the model itself does."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from head_references import Seen, activations, as_mha, lifted, logits, watch, with_heads
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from attention.calibration import Calibration, LayerStatistics, calibrate, silent
+from attention.conversion import convert
+from attention.fusion import (
+    FUSION,
+    KeyCost,
+    ValueCost,
+    key_errors,
+    least_squares_fuse,
+    mean_fuse,
+    norm_restored_fuse,
+    value_errors,
+)
+from attention.geometry import HeadGeometry, RotaryLayout
+from attention.heads import LayerHeads
+from attention.plan import AttentionPlan, LayerPlan
+from trainers.evaluation import evaluate
+
+Tiny = Callable[..., PreTrainedModel]
+MODELS = {
+    "llama": {"attention_bias": True},
+    "mistral": {},
+    "qwen2": {},
+    "qwen2, GQA": {"num_key_value_heads": 2},
+    "qwen3": {},
+    "gpt_neox": {},
+    "opt": {},
+}
+PLAN = LayerPlan((0, 1, 0, 0), (0, 0, 1, 0))
+
+
+def ready(
+    tiny_model: Tiny, case: str, tokens: Tensor, **overrides: object
+) -> tuple[PreTrainedModel, HeadGeometry, Calibration]:
+    model = tiny_model(case.split(",")[0], **(MODELS[case] | overrides))
+    return model, HeadGeometry.from_config(model.config), calibrate(model, tokens, progress=silent)
+
+
+def tensors(heads: LayerHeads) -> dict[str, Tensor]:
+    return {f.name: t for f in fields(heads) if (t := getattr(heads, f.name)) is not None}
+
+
+# ---- what every fusion owes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("name", FUSION.names())
+def test_an_identity_plan_changes_no_bit(name: str, case: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    model, geometry, calibration = ready(tiny_model, case, tiny_tokens)
+    part = FUSION.get(name)
+    for heads, statistics in zip(lifted(model), calibration.layers, strict=True):
+        fused = part(heads, LayerPlan.identity(4), statistics, geometry, **part.settings())
+        assert tensors(fused).keys() == tensors(heads).keys()
+        assert all(torch.equal(value, getattr(heads, field)) for field, value in tensors(fused).items())
+
+
+@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("name", FUSION.names())
+def test_shapes_order_and_untouched_heads(name: str, case: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    model, geometry, calibration = ready(tiny_model, case, tiny_tokens)
+    part, heads = FUSION.get(name), lifted(model)[1]
+    before = {field: value.clone() for field, value in tensors(heads).items()}
+    fused = part(heads, PLAN, calibration.layers[1], geometry, **part.settings())
+    assert all(torch.equal(value, before[field]) for field, value in tensors(heads).items())
+    assert fused.k.shape == (2, 8, heads.hidden_size) and fused.v.shape == (2, 8, heads.hidden_size)
+    assert (fused.k_bias is None, fused.v_bias is None) == (heads.k_bias is None, heads.v_bias is None)
+    assert {t.dtype for t in tensors(fused).values()} == {torch.float32}
+    assert torch.equal(fused.k[1], heads.k[1]) and torch.equal(fused.q[1], heads.q[1])
+    assert torch.equal(fused.v[1], heads.v[2]) and torch.equal(fused.o[2], heads.o[2])
+
+
+@pytest.mark.parametrize("name", FUSION.names())
+def test_equal_heads_merge_without_loss(name: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    """A lifted GQA checkpoint folded back into its own groups is itself."""
+    for case in ("qwen2, GQA", "qwen3"):
+        model, geometry, calibration = ready(tiny_model, case, tiny_tokens, num_key_value_heads=2)
+        plan = AttentionPlan((LayerPlan(geometry.kv_map, geometry.kv_map),) * 2, 8)
+        merged = convert(model, plan, fusion=name, calibration=calibration)
+        torch.testing.assert_close(logits(merged, tiny_tokens), logits(model, tiny_tokens), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", FUSION.names())
+def test_heads_that_are_not_lifted_are_refused(name: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    model, geometry, calibration = ready(tiny_model, "llama", tiny_tokens)
+    heads, part = lifted(model)[0], FUSION.get(name)
+    with pytest.raises(ValueError, match=r"lifted heads.* got \(4, 2, 4\)"):
+        part(replace(heads, k=heads.k[:2]), PLAN, calibration.layers[0], geometry, **part.settings())
+    if "statistics" in part.needs:
+        with pytest.raises(ValueError, match="needs a calibration"):
+            part(heads, PLAN, None, geometry, **part.settings())
+
+
+# ---- mean, norm restored ------------------------------------------------------------------------------------------
+
+
+def test_means_by_hand() -> None:
+    def rows(*values: float) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32).view(len(values), 1, 1)
+
+    heads = LayerHeads(rows(1, 2, 3), rows(3, 5, -1), rows(2, 4, 6), rows(1, 1, 1))
+    plan = LayerPlan((0, 1, 0), (0, 0, 0))
+    fused = mean_fuse(heads, plan)
+    assert fused.k.flatten().tolist() == [1, 5] and fused.v.flatten().tolist() == [4]
+    assert torch.equal(fused.q, heads.q) and torch.equal(fused.o, heads.o)
+    moment = torch.tensor([[4.0, 0], [0, 1]], dtype=torch.float64)  # x of mean square 4, mean 0
+    statistics = LayerStatistics(10, moment, moment.float().repeat(3, 1, 1), torch.zeros(3, 1, 1), torch.zeros(0, 0, 1))
+    restored = norm_restored_fuse(heads, plan, statistics)
+    # Keys 3 and -1: mean square 5; values 2, 4, 6: 56 / 3. The scale of x drops out.
+    torch.testing.assert_close(restored.k.flatten(), torch.tensor([5**0.5, 5.0]))
+    torch.testing.assert_close(restored.v.flatten(), torch.tensor([(56 / 3) ** 0.5]))
+
+
+def test_a_mean_that_vanishes_is_not_blown_up() -> None:
+    ones = torch.ones(2, 1, 1)
+    heads = LayerHeads(ones, torch.tensor([1.0, -1.0]).view(2, 1, 1), ones, ones)
+    moment = torch.eye(2, dtype=torch.float64)
+    statistics = LayerStatistics(10, moment, moment.float().repeat(2, 1, 1), torch.zeros(2, 1, 1), torch.zeros(0, 0, 1))
+    assert norm_restored_fuse(heads, LayerPlan((0, 0), (0, 0)), statistics).k.flatten().tolist() == [0]
+
+
+@pytest.mark.parametrize("name", ["norm_restored", "least_squares"])
+@pytest.mark.parametrize("case", ["llama", "qwen2", "gpt_neox", "opt"])
+def test_shared_heads_keep_the_norm_of_their_members(
+    name: str, case: str, tiny_model: Tiny, tiny_tokens: Tensor
+) -> None:
+    model, geometry, calibration = ready(tiny_model, case, tiny_tokens)
+    heads, seen, part = lifted(model)[1], watch(model, tiny_tokens)[1], FUSION.get(name)
+    fused = part(heads, PLAN, calibration.layers[1], geometry, **part.settings())
+    key_mean, value_mean = 0.0, 0.0
+    old, new = activations(heads.k, heads.k_bias, seen.x)[[0, 2, 3]], activations(fused.k, fused.k_bias, seen.x)[0]
+    if name == "least_squares" and case in ("gpt_neox", "opt"):
+        free = list(geometry.rotary.free)  # free dims are fitted, and sized, without the mean that softmax drops
+        key_mean = torch.zeros_like(old[:, :1])
+        key_mean[..., free] = old.mean(1, keepdim=True)[..., free]
+        shared_mean = torch.zeros_like(new[:1])
+        shared_mean[..., free] = new.mean(0, keepdim=True)[..., free]
+        new = new - shared_mean
+    torch.testing.assert_close(new.square().sum(-1).mean(), (old - key_mean).square().sum(-1).mean(), rtol=1e-3, atol=0)
+    if name == "norm_restored":
+        old, new = activations(heads.v, heads.v_bias, seen.x)[[0, 1, 3]], activations(fused.v, fused.v_bias, seen.x)[0]
+    else:  # values are sized as attention mixes them
+        mixed = torch.cat([seen.mixed(h) for h in (0, 1, 3)])
+        old, new = activations(heads.v, heads.v_bias, mixed)[[0, 1, 3]], activations(fused.v, fused.v_bias, mixed)[0]
+        if heads.o_bias is not None:
+            per_head = new.view(3, -1, 8)
+            value_mean = old.view(3, 3, -1, 8).mean(2, keepdim=True).expand(3, 3, old.shape[1] // 3, 8).flatten(1, 2)
+            new = (per_head - per_head.mean(1, keepdim=True)).flatten(0, 1)
+    torch.testing.assert_close(
+        new.square().sum(-1).mean(), (old - value_mean).square().sum(-1).mean(), rtol=1e-3, atol=0
+    )
+
+
+# ---- least squares: lossless where it can be ----------------------------------------------------------------------
+
+
+def scaled_turns(layout: RotaryLayout, seed: int) -> Tensor:
+    """`[4, d, d]`: a random complex number in each rotary pair, any map of the free dims."""
+    generator = torch.Generator().manual_seed(seed)
+    maps = torch.zeros(4, layout.head_dim, layout.head_dim)
+    for a, b in zip(layout.first, layout.second, strict=True):
+        real, imaginary = torch.randn(2, 4, generator=generator)
+        maps[:, a, a], maps[:, b, b], maps[:, b, a], maps[:, a, b] = real, real, imaginary, -imaginary
+    free = torch.tensor(layout.free, dtype=torch.long)
+    maps[:, free[:, None], free] = torch.randn(4, len(free), len(free), generator=generator)
+    return maps
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2", "gpt_neox", "opt"])
+def test_heads_of_one_subspace_merge_without_loss(case: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    model = tiny_model(case, **MODELS[case])
+    geometry = HeadGeometry.from_config(model.config)
+    related = []
+    for heads in lifted(model):
+        keys, values = scaled_turns(geometry.rotary, 1), scaled_turns(RotaryLayout.none(8), 2)
+        bias = {
+            n: None if getattr(heads, n) is None else maps @ getattr(heads, n)[0]
+            for n, maps in (("k_bias", keys), ("v_bias", values))
+        }
+        related.append(replace(heads, k=keys @ heads.k[0], v=values @ heads.v[0], **bias))
+    model = with_heads(model, related)
+    calibration = calibrate(model, tiny_tokens, progress=silent)
+    plan = AttentionPlan((LayerPlan((0,) * 4, (0,) * 4),) * 2, 8)
+    wanted = logits(model, tiny_tokens)
+    assert (logits(convert(model, plan), tiny_tokens) - wanted).abs().max() > 0.5
+    merged = convert(model, plan, fusion="least_squares", calibration=calibration)
+    torch.testing.assert_close(logits(merged, tiny_tokens), wanted, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("case", ["qwen2", "opt"])
+def test_constants_of_value_biases_survive(case: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    """With values that are their bias alone, attention hands on a constant, which one shared head can carry."""
+    model = tiny_model(case)
+    model = with_heads(model, [replace(heads, v=torch.zeros_like(heads.v)) for heads in lifted(model)])
+    calibration = calibrate(model, tiny_tokens, progress=silent)
+    plan = AttentionPlan((LayerPlan((0, 1, 2, 3), (0,) * 4),) * 2, 8)
+    wanted = logits(model, tiny_tokens)
+    assert (logits(convert(model, plan), tiny_tokens) - wanted).abs().max() > 0.1
+    merged = convert(model, plan, fusion="least_squares", calibration=calibration)
+    torch.testing.assert_close(logits(merged, tiny_tokens), wanted, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2", "gpt_neox", "opt"])
+def test_least_squares_does_not_care_for_coordinates(case: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    model, _, calibration = ready(tiny_model, case, tiny_tokens)
+    plan = AttentionPlan((PLAN,) * 2, 8)
+    settings = {"fusion": "least_squares", "calibration": calibration}
+    plain, turned = (convert(model, plan, alignment=name, **settings) for name in ("none", "procrustes"))
+    torch.testing.assert_close(logits(turned, tiny_tokens), logits(plain, tiny_tokens), rtol=0, atol=5e-3)
+
+
+# ---- least squares: the predicted error is the measured one -------------------------------------------------------
+
+
+def measured_value_error(heads: LayerHeads, fused: LayerHeads, value_map: tuple[int, ...], seen: Seen, h: int) -> float:
+    """Mean squared change of what head h adds to the output; an output bias may take up the mean."""
+    mixed = seen.mixed(h)
+    own = activations(heads.v[h : h + 1], None if heads.v_bias is None else heads.v_bias[h : h + 1], mixed)[0]
+    slot = value_map[h]
+    bias = None if fused.v_bias is None else fused.v_bias[slot : slot + 1]
+    shared = activations(fused.v[slot : slot + 1], bias, mixed)[0]
+    change = own @ heads.o[h].double().T - shared @ fused.o[h].double().T
+    if heads.o_bias is not None:
+        change = change - change.mean(0)
+    return change.square().sum(-1).mean().item()
+
+
+@pytest.mark.parametrize("sweeps", [0, 2])
+@pytest.mark.parametrize("case", MODELS)
+def test_value_errors_are_those_measured_on_tokens(
+    case: str, sweeps: int, tiny_model: Tiny, tiny_tokens: Tensor
+) -> None:
+    model, geometry, calibration = ready(tiny_model, case, tiny_tokens)
+    heads, statistics, seen = lifted(model)[1], calibration.layers[1], watch(model, tiny_tokens)[1]
+    fused = least_squares_fuse(heads, PLAN, statistics, geometry, sweeps=sweeps)
+    found = value_errors(heads, PLAN.value_groups, statistics, geometry, sweeps=sweeps)
+    for group, error in zip(PLAN.value_groups, found, strict=True):
+        wanted = sum(measured_value_error(heads, fused, PLAN.value_map, seen, h) for h in group)
+        assert error == pytest.approx(wanted, rel=1e-3, abs=1e-5)
+        assert (error == 0) == (len(group) == 1)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2", "gpt_neox", "opt"])
+def test_an_output_bias_takes_up_the_mean_change(case: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    model, geometry, calibration = ready(tiny_model, case, tiny_tokens)
+    heads, seen = lifted(model)[1], watch(model, tiny_tokens)[1]
+    fused = least_squares_fuse(heads, PLAN, calibration.layers[1], geometry)
+    change = torch.zeros(heads.hidden_size, dtype=torch.float64)
+    for old, head_map, sign in ((heads, range(4), 1), (fused, PLAN.value_map, -1)):
+        for h, slot in enumerate(head_map):
+            bias = None if old.v_bias is None else old.v_bias[slot : slot + 1]
+            values = activations(old.v[slot : slot + 1], bias, seen.mixed(h))[0]
+            change += sign * (values @ old.o[h].double().T).mean(0)
+        change += 0 if old.o_bias is None else sign * old.o_bias.double()
+    if heads.o_bias is None:
+        assert change.abs().max() > 1e-2
+    else:
+        torch.testing.assert_close(change, torch.zeros_like(change), rtol=0, atol=1e-4)
+
+
+def slow_key_error(heads: LayerHeads, fused: LayerHeads, slot: int, h: int, seen: Seen, layout: RotaryLayout) -> float:
+    """Mean squared logit change, queries and keys independent: a loop over the angles that RoPE may put there."""
+    q, q_new = (activations(x.q, x.q_bias, seen.x)[h] for x in (heads, fused))
+    k, k_new = activations(heads.k, heads.k_bias, seen.x)[h], activations(fused.k, fused.k_bias, seen.x)[slot]
+    total = 0.0
+    for a, b in zip(layout.first, layout.second, strict=True):
+        complex_of = [torch.complex(x[:, a], x[:, b]) for x in (q, k, q_new, k_new)]
+        # Energies of the products separate because the one scale is folded into the query: q_new = conj(s) q.
+        scale = (complex_of[2] * complex_of[0].conj()).sum() / complex_of[0].abs().square().sum()
+        change = complex_of[1] - scale.conj() * complex_of[3]
+        for angle in torch.arange(4) * torch.pi / 2:  # four angles average the square of a cosine exactly
+            turned = change * torch.polar(torch.tensor(1.0).double(), angle.double())
+            logit = (complex_of[0].conj()[:, None] * turned[None, :]).real
+            total += logit.square().mean().item() / 4
+    free = list(layout.free)
+    if free:
+        logit = q[:, free] @ k[:, free].T - q_new[:, free] @ k_new[:, free].T
+        logit = logit - logit.mean(1, keepdim=True)  # one number a query, which softmax does not see
+        total += logit.square().mean().item()
+    return total
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral", "qwen2", "qwen2, GQA", "gpt_neox", "opt"])
+def test_key_errors_are_those_measured_on_tokens(case: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    model, geometry, calibration = ready(tiny_model, case, tiny_tokens)
+    heads, statistics, seen = lifted(model)[1], calibration.layers[1], watch(model, tiny_tokens)[1]
+    fused = least_squares_fuse(heads, PLAN, statistics, geometry)
+    found = key_errors(heads, PLAN.key_groups, statistics, geometry)
+    for slot, (group, error) in enumerate(zip(PLAN.key_groups, found, strict=True)):
+        wanted = sum(slow_key_error(heads, fused, slot, h, seen, geometry.rotary) for h in group)
+        assert error == pytest.approx(wanted, rel=1e-3, abs=1e-4)
+        assert (error == 0) == (len(group) == 1)
+
+
+def test_keys_under_a_norm_are_averaged(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    model, geometry, calibration = ready(tiny_model, "qwen3", tiny_tokens)
+    heads, statistics = lifted(model)[1], calibration.layers[1]
+    fused = least_squares_fuse(heads, PLAN, statistics, geometry)
+    assert torch.equal(fused.q, heads.q) and torch.equal(fused.k, mean_fuse(heads, PLAN).k)
+    # Parallel heads cost nothing whatever their length, since the norm takes it away; opposed ones the most.
+    parallel = replace(heads, k=heads.k[:1] * torch.tensor([1.0, 2, 3, -1]).view(4, 1, 1))
+    cost = KeyCost(parallel, statistics, geometry)
+    assert cost.cost((0, 1, 2)) == pytest.approx(0, abs=1e-4)
+    against = statistics.query_moment[3].trace().item()  # 2 k and -k: the mean k / 2 points against the second
+    assert cost.cost((1, 3)) == pytest.approx(4 * against, rel=1e-3)
+
+
+# ---- least squares: slow references of the optimum ----------------------------------------------------------------
+
+
+def test_values_are_the_svd_of_the_weighted_maps(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    """METHODS section 6 in the model's own D dims: SVD of C^(1/2) [M_h], then each B_h refitted under C_h."""
+    model, geometry, calibration = ready(tiny_model, "mistral", tiny_tokens)
+    heads, statistics, seen = lifted(model)[1], calibration.layers[1], watch(model, tiny_tokens)[1]
+    fused, group = least_squares_fuse(heads, PLAN, statistics, geometry, sweeps=0), PLAN.value_groups[0]
+    covariances = [seen.mixed(h).T @ seen.mixed(h) / len(seen.mixed(h)) for h in group]
+    maps = [heads.v[h].double().T @ heads.o[h].double().T for h in group]
+    values, vectors = torch.linalg.eigh(sum(covariances) / len(group))
+    root = vectors * values.sqrt() @ vectors.T
+    left = torch.linalg.svd(root @ torch.cat(maps, dim=1)).U[:, :8]
+    shared = torch.linalg.solve(root, left)
+    for h, covariance, wanted in zip(group, covariances, maps, strict=True):
+        refitted = shared @ torch.linalg.solve(shared.T @ covariance @ shared, shared.T @ covariance @ wanted)
+        found = fused.v[0].double().T @ fused.o[h].double().T
+        torch.testing.assert_close(found, refitted, rtol=1e-2, atol=1e-3)
+
+
+def test_keys_are_the_leading_direction_of_each_pair(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    """The SVD of the members' weighted complex keys, token by token, for each rotary pair."""
+    model, geometry, calibration = ready(tiny_model, "qwen2", tiny_tokens)
+    heads, seen, layout = lifted(model)[1], watch(model, tiny_tokens)[1], geometry.rotary
+    fused, group = least_squares_fuse(heads, PLAN, calibration.layers[1], geometry), PLAN.key_groups[0]
+    q, k = activations(heads.q, heads.q_bias, seen.x), activations(heads.k, heads.k_bias, seen.x)
+    q_new, k_new = activations(fused.q, fused.q_bias, seen.x), activations(fused.k, fused.k_bias, seen.x)[0]
+    for a, b in zip(layout.first, layout.second, strict=True):
+        weight = torch.stack([q[h][:, [a, b]].square().sum(1).mean().sqrt() for h in group])
+        keys = torch.stack([torch.complex(k[h][:, a], k[h][:, b]) for h in group])
+        left, values, right = torch.linalg.svd(weight[:, None] * keys, full_matrices=False)
+        best = left[:, :1] * values[0] @ right[:1] / weight[:, None]
+        for index, h in enumerate(group):
+            found = (
+                torch.complex(q_new[h][:, a], -q_new[h][:, b])[:, None] * torch.complex(k_new[:, a], k_new[:, b])
+            ).real
+            wanted = (torch.complex(q[h][:, a], -q[h][:, b])[:, None] * best[index]).real
+            torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-3)
+
+
+def test_two_keys_by_hand() -> None:
+    # One rotary pair, x the identity input of two dims with mean square 1: k_0 = x, k_1 = 2 i x. Rank one, so exact.
+    turn, eye = torch.tensor([[0.0, -1], [1, 0]]), torch.eye(2)
+    both = torch.stack([eye, eye])
+    heads = LayerHeads(both, torch.stack([eye, 2 * turn]), both, both)
+    moment = torch.eye(3, dtype=torch.float64)
+    statistics = LayerStatistics(9, moment, moment.float().repeat(2, 1, 1), both.double(), torch.zeros(0, 0, 2))
+    geometry = HeadGeometry("llama", 1, 2, 2, 2, 2, RotaryLayout(2, 2), False, False, False, False, False, 8, 8)
+    plan = LayerPlan((0, 0), (0, 1))
+    fused = least_squares_fuse(heads, plan, statistics, geometry)
+    assert key_errors(heads, plan.key_groups, statistics, geometry)[0] == pytest.approx(0, abs=1e-12)
+    # Mean energy of the members: (1 + 4) / 2 of the unit; the heavier member keeps its phase.
+    torch.testing.assert_close(fused.k[0], 2.5**0.5 * turn)
+    for h in range(2):
+        torch.testing.assert_close(fused.q[h].T @ fused.k[0], heads.q[h].T @ heads.k[h])
+    # Orthogonal keys of equal weight: half of the energy of both is lost. 1 pair, energies |q|^2 = 2, |k|^2 = 2.
+    mirror = replace(heads, k=torch.stack([eye, torch.diag(torch.tensor([1.0, -1.0]))]))
+    assert key_errors(mirror, plan.key_groups, statistics, geometry)[0] == pytest.approx(2.0)
+
+
+# ---- costs of groups ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_all_subsets_are_the_costs_one_by_one(case: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    model, geometry, calibration = ready(tiny_model, case, tiny_tokens)
+    heads, statistics = lifted(model)[0], calibration.layers[0]
+    for cost in (KeyCost(heads, statistics, geometry), ValueCost(heads, statistics, geometry)):
+        table = cost.all_subsets(chunk=3)
+        assert len(table) == 16 and table[0] == 0
+        for mask in range(1, 16):
+            members = [h for h in range(4) if mask >> h & 1]
+            assert table[mask].item() == pytest.approx(cost.cost(members[::-1]), rel=1e-9)
+
+
+def test_more_heads_in_a_group_never_cost_less(demo_model: PreTrainedModel, demo_calibration: Calibration) -> None:
+    geometry = HeadGeometry.from_config(demo_model.config)
+    heads, statistics = lifted(demo_model)[3], demo_calibration.layers[3]
+    table = KeyCost(heads, statistics, geometry).all_subsets()
+    values = ValueCost(heads, statistics, geometry)
+    for mask, head in itertools.product(range(256), range(8)):
+        assert table[mask | 1 << head] >= table[mask] - 1e-9
+    assert 0 < values.cost((0, 1)) < values.cost((0, 1, 2)) < values.cost(range(8))
+    assert table[255] > 100 * table[table > 0].min() / 28  # far from flat
+
+
+def test_sweeps_lower_the_value_error(demo_model: PreTrainedModel, demo_calibration: Calibration) -> None:
+    groups = ((0, 1, 2, 3), (4, 5, 6, 7))
+    for heads, statistics in zip(lifted(demo_model), demo_calibration.layers, strict=True):
+        errors = [sum(value_errors(heads, groups, statistics, sweeps=n)) for n in (0, 1, 2, 5)]
+        assert all(later <= earlier for earlier, later in itertools.pairwise(errors))
+        assert errors[2] < 0.95 * errors[0]
+
+
+def test_groups_that_are_none_are_refused(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    model, geometry, calibration = ready(tiny_model, "llama", tiny_tokens)
+    cost = KeyCost(lifted(model)[0], calibration.layers[0], geometry)
+    for members in ((), (0, 0), (3, 4), (-1,)):
+        with pytest.raises(ValueError, match=r"distinct heads of 0\.\.3"):
+            cost.cost(members)
+    cost.num_heads = 17
+    with pytest.raises(ValueError, match="the limit is 16"):
+        cost.all_subsets()
+
+
+# ---- the demo checkpoint ------------------------------------------------------------------------------------------
+
+
+def test_a_pooled_calibration_is_still_far_better_than_the_mean(
+    demo_model: PreTrainedModel, demo_tokens: Tensor
+) -> None:
+    each, pooled = (calibrate(demo_model, demo_tokens[:16], mixed=m, progress=silent) for m in ("head", "pooled"))
+    heads, geometry = lifted(demo_model)[2], HeadGeometry.from_config(demo_model.config)
+    plan = LayerPlan.from_groups([range(8)], [range(4), range(4, 8)], 8)
+    fused = [least_squares_fuse(heads, plan, c.layers[2], geometry) for c in (each, pooled)]
+    errors = []
+    for found in (*fused, mean_fuse(heads, plan)):  # all judged by what each head really sees
+        error = 0.0
+        for h, slot in enumerate(plan.value_map):
+            moment = each.layers[2].mixed_moment[h, :-1, :-1].double()
+            change = heads.o[h].double() @ heads.v[h].double() - found.o[h].double() @ found.v[slot].double()
+            error += (change @ moment * change).sum().item()
+        errors.append(error)
+    print([round(error, 2) for error in errors])
+    assert errors[0] < errors[1] < errors[2] / 4
+
+
+@pytest.mark.parametrize(("width", "aligned_gain"), [(2, 0.8), (4, 0.8)])
+def test_the_order_on_the_demo_checkpoint(
+    width: int,
+    aligned_gain: float,
+    demo_model: PreTrainedModel,
+    demo_calibration: Calibration,
+    demo_held_out: Tensor,
+) -> None:
+    """Neighbour groups without training: mean, aligned mean, least squares, in this order and by these margins."""
+    neighbours = tuple(h // width for h in range(8))
+    plan = AttentionPlan((LayerPlan(neighbours, neighbours),) * 4, 32)
+    loss = {"untouched": evaluate(demo_model, demo_held_out).loss}
+    for name, alignment, fusion in (
+        ("mean", "none", "mean"),
+        ("aligned mean", "procrustes", "mean"),
+        ("aligned, norm restored", "procrustes", "norm_restored"),
+        ("least squares", "none", "least_squares"),
+    ):
+        model = convert(demo_model, plan, alignment=alignment, fusion=fusion, calibration=demo_calibration)
+        loss[name] = evaluate(model, demo_held_out).loss
+    print({name: round(value, 3) for name, value in loss.items()})
+    assert loss["aligned mean"] < loss["mean"] - aligned_gain
+    assert loss["aligned, norm restored"] < loss["aligned mean"]
+    assert loss["least squares"] < loss["mean"] - 1.5
+    assert loss["untouched"] < loss["least squares"] < loss["aligned, norm restored"] - 0.3
+
+
+@pytest.mark.parametrize("name", FUSION.names())
+def test_conversion_and_plain_expansion_agree(name: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    """The converted model against a stock model that repeats each fused head for its readers."""
+    for case in ("qwen2, GQA", "gpt_neox"):
+        model, geometry, calibration = ready(tiny_model, case, tiny_tokens)
+        part = FUSION.get(name)
+        fused = [
+            part(heads, PLAN, statistics, geometry, **part.settings())
+            for heads, statistics in zip(lifted(model), calibration.layers, strict=True)
+        ]
+        converted = convert(model, AttentionPlan((PLAN,) * 2, 8), fusion=name, calibration=calibration)
+        expanded = with_heads(as_mha(model), fused, [PLAN] * 2)
+        torch.testing.assert_close(logits(converted, tiny_tokens), logits(expanded, tiny_tokens), rtol=0, atol=1e-4)
