@@ -1,8 +1,8 @@
 """Synthetic tasks that need the right source token and the right change of it (paper 002, sec. 4.3 and App. F).
 
 A task is an attention pattern (whom to look up) with a transformation (what to make of what is found there): heads with
-one fixed QK and one fixed OV circuit need one head for every pair, composed heads only one for each. The paper made 74
-tasks and 888 examples by hand; its sentences and words are not public, so these are our own, drawn without end.
+one fixed QK and one fixed OV circuit need one head for every pair, composed heads only one for each. The paper has 74 tasks
+with 888 examples and prints a few; these sentences, words and tasks are our own, and examples are drawn without end.
 
 Every choice comes from the given `numpy.random.Generator`. An example has one right answer, and none of the other items
 in its context leads to it, copied or transformed.
@@ -55,7 +55,7 @@ class Example:
 
 
 def _pick(words: Sequence[str], count: int, generator: np.random.Generator) -> list[str]:
-    return [words[i] for i in generator.choice(len(words), size=count, replace=False)]
+    return [words[int(i)] for i in generator.choice(len(words), size=count, replace=False)]
 
 
 def _apart(domain: Domain, table: dict[str, str], count: int, generator: np.random.Generator) -> list[str]:
@@ -195,12 +195,12 @@ def examples(
 def training_sequences(
     tasks: Sequence[Task], encode: Encode, count: int, length: int, generator: np.random.Generator, shots: int = 4
 ) -> Tensor:
-    """Token sequences `[count, length]` int64 for training from scratch: episodes of random tasks, one after another."""
+    """Token sequences `[count, length]` int64 to train from scratch on: episodes of random tasks in a row."""
     rows = []
     for _ in range(count):
         row: list[int] = []
         while len(row) < length:
-            made = episode(tasks[generator.integers(len(tasks))], shots, generator)
+            made = episode(tasks[int(generator.integers(len(tasks)))], shots, generator)
             row += encode(f"{made.prompt} {made.answer}.\n")
         rows.append(row[:length])
     return torch.tensor(rows, dtype=torch.int64)
@@ -249,7 +249,7 @@ class Vocabulary:
 @dataclass(frozen=True)
 class Score:
     """Over `count` examples: `accuracy`, the share whose answer is the model's likeliest, token by token; `perplexity`
-    of the answer word, exp of its mean nats (all its tokens together). `by_task`: accuracy of each task, by its name."""
+    of the answer word, exp of its mean nats (all its tokens together). `by_task`: accuracy of each task by name."""
 
     accuracy: float
     perplexity: float
