@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import lru_cache, partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -244,7 +244,7 @@ class _Planner:
 
     def _curve(self, layer: int, side: str) -> dict[int, float]:
         """Measured rise of the loss if only this site is grouped, for each admissible head count."""
-        base = self._base_loss()
+        base = self.base_loss
         curve = {}
         for groups in admissible_counts(self.recipe, self.context.geometry):
             if groups == len(self.units):
@@ -256,8 +256,9 @@ class _Planner:
             curve[groups] = self.context.loss_of(self.recipe, self.plan_of({(layer, side): partition})) - base
         return curve
 
-    @lru_cache(maxsize=1)  # noqa: B019  (lives as long as one call of make_plan)
-    def _base_loss(self) -> float:
+    @cached_property
+    def base_loss(self) -> float:
+        """Loss of the checkpoint as it is."""
         return self.context.loss_of(self.recipe, self.plan_of({}))
 
 

@@ -53,6 +53,7 @@ class LayerOutputScore:
     cache_bytes: int = CACHE_BYTES
     _effects: OrderedDict[tuple[int, ...], Tensor] = field(default_factory=OrderedDict)
 
+    @torch.no_grad()
     def __post_init__(self) -> None:
         self._q = self._rotated(self._project(self.heads.q, self.heads.q_bias), self.query_norm)
         # Keys are kept before norm and rotation: the mean of weights is the mean of these, not of what follows.

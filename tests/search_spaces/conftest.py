@@ -1,0 +1,39 @@
+"""A planning context of the demo checkpoint, calibrated on a little of the standard library's source."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+
+import numpy as np
+import pytest
+import torch
+
+from attention.calibration import calibrate
+from attention.conversion import lift
+from attention.geometry import HeadGeometry
+from search_spaces.planning import PlanningContext
+
+
+@pytest.fixture(scope="session")
+def demo_context(demo_model, demo_tokenizer) -> PlanningContext:
+    """8 sequences of 128 tokens for calibration, 2 others for whole-model scores."""
+    text = "\n".join(inspect.getsource(module) for module in (argparse, ast))
+    tokens = torch.tensor(demo_tokenizer(text)["input_ids"][: 10 * 128]).view(10, 128)
+    calibration = calibrate(demo_model, tokens[:8], progress=lambda done, total: None)
+    geometry = HeadGeometry.from_config(demo_model.config)
+    return PlanningContext(geometry, lift(demo_model), calibration, demo_model, tokens[8:])
+
+
+@pytest.fixture
+def make_context(tiny_model):
+    """`make_context(family, **config)`: a context of a tiny random model, calibrated on random tokens."""
+
+    def make(family: str = "llama", *, seed: int = 0, **config: int) -> PlanningContext:
+        model = tiny_model(family, seed=seed, **config)
+        tokens = torch.from_numpy(np.random.default_rng(seed).integers(0, 64, (4, 24)))
+        calibration = calibrate(model, tokens, progress=lambda done, total: None)
+        return PlanningContext(HeadGeometry.from_config(model.config), lift(model), calibration, model, tokens[:2])
+
+    return make

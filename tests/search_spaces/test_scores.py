@@ -1,0 +1,187 @@
+"""The layer-output score against the real model, its increments, its memory, and its price."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from attention.conversion import convert
+from attention.families import family_of
+from attention.geometry import RotaryLayout
+from attention.plan import AttentionPlan, LayerPlan
+from attention.rotary import apply_rotary, rotary_tables
+from search_spaces.grouping import asym_walk
+from search_spaces.partitions import Partition
+from search_spaces.planning import PlanningContext
+from search_spaces.recipes import recipe
+from search_spaces.scores import LayerOutputScore, ModelScore, language_loss
+from search_spaces.site import Site
+
+GROUPS: Partition = ((0, 2, 3), (1,))
+
+
+def site_of(context: PlanningContext, layer: int, sides: tuple[str, ...]) -> Site:
+    assert context.calibration is not None
+    return Site(
+        layer,
+        sides,
+        sides,
+        context.units,
+        context.heads[layer],
+        context.geometry,
+        context.calibration.layers[layer],
+        model=context.model,
+    )
+
+
+@torch.no_grad()
+def attention_output(model: PreTrainedModel, tokens: Tensor, layer: int) -> Tensor:
+    seen: list[Tensor] = []
+    module = family_of(model.config).attention_modules(model)[layer]
+    handle = module.register_forward_hook(lambda _, __, output: seen.append(output[0]))
+    try:
+        model(tokens, use_cache=False)
+    finally:
+        handle.remove()
+    return seen[0]
+
+
+@pytest.mark.parametrize("sides", [("key",), ("value",), ("key", "value")])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_the_score_is_the_error_of_the_converted_model(family: str, sides: tuple[str, ...], make_context) -> None:
+    """Mean-pool one site of layer 0 in a real conversion and compare the attention outputs of both models."""
+    bias = {"attention_bias": True} if family in ("llama", "qwen3") else {}
+    context = make_context(family, **bias)
+    model = context.model
+    score = LayerOutputScore.from_site(site_of(context, 0, sides)).score(GROUPS)
+
+    own = ((0,), (1,), (2,), (3,))
+    first = LayerPlan.from_groups(*(GROUPS if side in sides else own for side in ("key", "value")), 4)
+    plan = AttentionPlan((first, LayerPlan.identity(4)), context.geometry.head_dim)
+    # The tokens of the calibration, as the fixture draws them.
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 64, (4, 24)))
+    before, after = attention_output(model, tokens, 0), attention_output(convert(model, plan), tokens, 0)
+    constant = context.heads[0].o_bias
+    energy = before if constant is None else before - constant
+    expected = -float((after - before).pow(2).sum() / energy.pow(2).sum())
+    assert expected < -0.01
+    assert score == pytest.approx(expected, rel=1e-3)
+
+
+def test_identity_scores_zero_and_is_best(demo_context) -> None:
+    score = LayerOutputScore.from_site(site_of(demo_context, 1, ("key",)), tokens=256)
+    assert score.score(tuple((h,) for h in range(8))) == 0.0
+    assert score.score(((0, 1), (2,), (3,), (4,), (5,), (6,), (7,))) < 0
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_increments_agree_with_a_fresh_score_and_forget_when_told(seed: int, demo_context) -> None:
+    """A walk's scores, with a cache so small that groups are forgotten, equal those of a score that knows nothing."""
+    site = site_of(demo_context, 2, ("key",))
+    small = LayerOutputScore.from_site(site, tokens=128)
+    small.cache_bytes = 0
+    found = asym_walk(np.eye(8), small.score, 4, iterations=6, generator=np.random.default_rng(seed))
+    assert len(small._effects) <= 4
+    fresh = LayerOutputScore.from_site(site, tokens=128)
+    for step in found.trace:
+        assert step.score == pytest.approx(fresh.score(step.partition), rel=1e-6)
+
+
+def test_only_changed_groups_are_computed(demo_context, monkeypatch) -> None:
+    score = LayerOutputScore.from_site(site_of(demo_context, 0, ("value",)), tokens=128)
+    asked: list[list[int]] = []
+    inner = score._mixed
+    monkeypatch.setattr(score, "_mixed", lambda members, k, v: asked.append(members) or inner(members, k, v))
+    score.score(((0, 1), (2, 3), (4, 5), (6, 7)))
+    assert sorted(asked) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    asked.clear()
+    score.score(((0, 2), (1, 3), (4, 5), (6, 7)))
+    assert sorted(asked) == [[0, 2], [1, 3]]
+
+
+def test_tokens_and_lengths_are_bounded(demo_context) -> None:
+    score = LayerOutputScore.from_site(site_of(demo_context, 0, ("key",)), tokens=300, length=100)
+    assert score.inputs.shape[:2] == (3, 100)
+    assert LayerOutputScore.from_site(site_of(demo_context, 0, ("key",)), tokens=20).inputs.shape[:2] == (1, 20)
+
+
+def test_what_is_missing_is_named(demo_context) -> None:
+    site = site_of(demo_context, 0, ("key",))
+    bare = {**site.__dict__, "statistics": None}
+    with pytest.raises(ValueError, match="calibrat"):
+        LayerOutputScore.from_site(Site(**bare))
+    with pytest.raises(ValueError, match="needs the model"):
+        LayerOutputScore.from_site(Site(**{**site.__dict__, "model": None}))
+
+
+def test_model_score_measures_each_partition_once() -> None:
+    measured = []
+    score = ModelScore(lambda partition: partition, lambda plan: measured.append(plan) or 2.5)  # type: ignore[arg-type,return-value]
+    assert score.score(((0,), (1,))) == score.score(((0,), (1,))) == -2.5
+    assert len(measured) == 1
+
+
+def test_language_loss_is_the_models_own(demo_model, demo_context) -> None:
+    tokens = demo_context.sequences
+    with torch.no_grad():
+        expected = demo_model(tokens, labels=tokens).loss.item()
+    assert language_loss(demo_model, tokens, batch_size=1) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_walk_step_is_eight_times_cheaper_than_a_model_evaluation(demo_model, demo_context) -> None:
+    """Processor time on the same 1,024 tokens; the model has four layers only, which favours the evaluation."""
+    tokens = torch.randint(0, 2048, (8, 128), generator=torch.Generator().manual_seed(0))
+    similarity = demo_context.similarity(recipe("asymgqa"), 1, "key")
+    score = LayerOutputScore.from_site(site_of(demo_context, 1, ("key",)), tokens=1024)
+    score.score(((0, 1, 2, 3), (4, 5, 6, 7)))
+    language_loss(demo_model, tokens)  # warm up
+
+    def seconds(work) -> float:
+        started = time.process_time()
+        work()
+        return time.process_time() - started
+
+    def walk() -> None:
+        asym_walk(similarity, score.score, 4, iterations=40, generator=np.random.default_rng(0))
+
+    step = min(seconds(walk) for _ in range(3)) / 40
+    evaluation = min(seconds(lambda: language_loss(demo_model, tokens)) for _ in range(3))
+    assert evaluation > 8 * step, (evaluation, step)
+
+
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+def test_rotary_on_plain_tensors(style: str) -> None:
+    """Position 0 stays, lengths stay, and a product depends on the distance alone; free dims are not touched."""
+    layout = RotaryLayout(8, 4, style)
+    angles = torch.arange(6.0)[:, None] * torch.tensor([1.0, 0.1])
+    table = torch.cat([angles, angles], 1) if style == "half" else angles.repeat_interleave(2, 1)
+    q, k = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+    turned_q, turned_k = (apply_rotary(x.expand(6, 8), table.cos(), table.sin(), layout) for x in (q, k))
+    torch.testing.assert_close(turned_q[0], q)
+    torch.testing.assert_close(turned_q[:, 4:], q[4:].expand(6, 4))
+    torch.testing.assert_close(turned_q.norm(dim=1), q.norm().expand(6))
+    products = turned_q @ turned_k.T
+    torch.testing.assert_close(products[1:, 1:], products[:-1, :-1], atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(products[0, 0], products[3, 0])
+
+
+def test_rotary_agrees_with_transformers(demo_model) -> None:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    cos, sin = rotary_tables(demo_model, 10)
+    x = torch.randn(1, 2, 10, 32, generator=torch.Generator().manual_seed(0))
+    expected, _ = apply_rotary_pos_emb(x, x, cos[None], sin[None])
+    torch.testing.assert_close(apply_rotary(x, cos, sin, RotaryLayout(32, 32)), expected)
+
+
+def test_rotary_refuses_tables_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="tables"):
+        apply_rotary(torch.ones(3, 8), torch.ones(2, 8), torch.ones(2, 8), RotaryLayout(8, 8))

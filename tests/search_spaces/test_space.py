@@ -1,0 +1,198 @@
+"""The joint space: what is declared, that nothing impossible is proposed, and that all that is possible can be."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention.axes import Knob
+from attention.geometry import HeadGeometry
+from search_spaces.axes import GROUPING
+from search_spaces.planning import check_budget, make_plan
+from search_spaces.recipes import AXES, Recipe, RecipeError, broken_rules, recipe
+from search_spaces.space import ORDER, JointSpace
+
+
+@pytest.fixture(scope="module")
+def geometry(demo_model) -> HeadGeometry:
+    return HeadGeometry.from_config(demo_model.config)
+
+
+@pytest.fixture(scope="module")
+def space(geometry) -> JointSpace:
+    return JointSpace([0.5, 0.25], geometry)
+
+
+@pytest.fixture(scope="module")
+def grid(space) -> list[tuple[Recipe, float]]:
+    return [space.to_recipe(point) for point in space.grid()]
+
+
+def test_every_sampled_point_is_a_valid_recipe(space, geometry) -> None:
+    rng = np.random.default_rng(0)
+    seen: dict[str, set] = {}
+    for _ in range(300):
+        chosen, ratio = space.to_recipe(space.sample(rng))
+        assert not broken_rules(chosen)
+        check_budget(chosen, ratio, geometry)
+        for name in AXES:
+            seen.setdefault(name, set()).add(getattr(chosen, name))
+    # Every part can come up, but for the one that fits no budget here.
+    for name, axis in AXES.items():
+        assert set(axis.names()) - {"single"} <= seen[name], name
+
+
+def test_grid_covers_the_valid_combinations_once(grid) -> None:
+    found = grid
+    keys = {(chosen.digest, ratio) for chosen, ratio in found}
+    assert len(keys) == len(found)
+    # By brute force over alignment and fusion for one grouping: all pairs but procrustes + least squares.
+    pairs = {(r.alignment, r.fusion) for r, _ in found if r.grouping == "neighbour"}
+    assert pairs == {(a, f) for a in AXES["alignment"].names() for f in AXES["fusion"].names()} - {
+        ("procrustes", "least_squares")
+    }
+    assert {r.objective for r, _ in found if r.grouping == "exact"} == {"pairs", "least_squares"}
+    assert {r.objective for r, _ in found if r.grouping == "neighbour"} == {None}
+    assert all((r.similarity is None) == ("similarity" not in r.needs) for r, _ in found)
+
+
+def test_named_recipes_are_points_of_the_space(grid) -> None:
+    assert {"gqa", "asymgqa", "align", "headfold"} <= {chosen.name for chosen, _ in grid}
+    assert recipe("headfold") in [chosen for chosen, _ in grid]
+
+
+def test_next_and_the_declared_conditions_agree(space) -> None:
+    """Deciding domain by domain through `when` gives the points that `next` gives."""
+    rng = np.random.default_rng(1)
+    for _ in range(60):
+        point: dict = {}
+        for domain in space.domains:
+            if domain.active(point):
+                point[domain.name] = domain.sample(rng)
+        assert space.next(point) is None
+        follow: dict = {}
+        while (domain := space.next(follow)) is not None:
+            assert domain.name in point
+            follow[domain.name] = point[domain.name]
+        assert follow == point
+        space.to_recipe(point)
+
+
+def test_domain_names_have_one_set_of_choices(space) -> None:
+    assert len({domain.name for domain in space.domains}) == len(space.domains)
+    fields = [domain.field for domain in space.domains]
+    ranks = [ORDER.index(field) if field in ORDER else len(ORDER) for field in fields]
+    assert ranks == sorted(ranks)
+
+
+def test_a_searched_knob_is_read_from_its_declaration(space) -> None:
+    (domain,) = [d for d in space.domains if d.field == "grouping.preserve"]
+    knob = next(k for k in GROUPING.get("walk_asymmetric").knobs if k.name == "preserve")
+    assert (domain.kind, domain.low, domain.high, domain.default) == ("float", knob.low, knob.high, knob.default)
+    assert domain.when == ((("grouping", "walk_asymmetric"),),)
+    assert not [d for d in space.domains if d.field == "grouping.accept"]  # declared, but not searched
+
+
+def test_a_new_part_on_an_axis_is_in_the_space_by_itself(geometry, monkeypatch) -> None:
+    monkeypatch.setattr(GROUPING, "_parts", dict(GROUPING._parts))
+    knob = Knob("stride", "int", 2, "test", low=1, high=3, searched=True)
+    GROUPING.part("striped", source="a test", knobs=(knob,), needs=("equal_groups",))(lambda problem, generator: None)
+    space = JointSpace([0.5], geometry, choices={"grouping": ["striped", "neighbour"], "fusion": ["mean"]})
+    assert any("striped" in domain.choices for domain in space.domains)
+    (stride,) = [d for d in space.domains if d.field == "grouping.stride"]
+    assert (stride.low, stride.high) == (1, 3)
+    assert {stride.sample(np.random.default_rng(s)) for s in range(30)} == {1, 2, 3}
+
+
+def test_choices_and_settings_restrict(geometry) -> None:
+    space = JointSpace(
+        [0.5],
+        geometry,
+        choices={
+            "grouping": ["walk_asymmetric"],
+            "objective": ["layer"],
+            "fusion": ["mean"],
+            "allocation": ["uniform"],
+        },
+        settings={"grouping.iterations": 50, "grouping.preserve": 0.4},
+    )
+    for point in space.grid():
+        chosen, _ = space.to_recipe(point)
+        assert chosen.knobs("grouping")["iterations"] == 50
+        assert chosen.knobs("grouping")["preserve"] == 0.4
+        assert chosen.objective == "layer"
+    assert not [d for d in space.domains if d.field == "grouping.preserve"]
+
+
+def test_parts_that_lack_what_they_need_are_left_out(geometry) -> None:
+    bare = JointSpace([0.5], geometry, provided=())
+    for point in bare.grid():
+        assert not bare.to_recipe(point)[0].needs & {"statistics", "model"}
+
+
+def test_budgets_that_only_some_groupings_meet(geometry) -> None:
+    choices = {"allocation": ["uniform"], "fusion": ["mean"], "alignment": ["none"], "similarity": ["cka"]}
+    space = JointSpace([0.5, 0.375], geometry, choices=choices)
+    points = [space.to_recipe(point) for point in space.grid()]
+    found = {(ratio, chosen.grouping) for chosen, ratio in points}
+    assert (0.375, "walk_asymmetric") in found and (0.5, "neighbour") in found
+    assert (0.375, "walk_symmetric") not in found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"kv_ratios": []}, "at least one"),
+        ({"kv_ratios": [1.2]}, r"\(0, 1\]"),
+        ({"kv_ratios": [0.5], "choices": {"grouping": ["tree"]}}, "tree"),
+        ({"kv_ratios": [0.5], "choices": {"colour": ["red"]}}, "colour"),
+        (
+            {"kv_ratios": [0.375], "choices": {"grouping": ["neighbour"], "allocation": ["uniform"]}},
+            "nothing can be proposed.*admissible ratios are 0.125",
+        ),
+        ({"kv_ratios": [0.5], "settings": {"grouping.accept": 3.0}}, "accept"),
+        ({"kv_ratios": [0.5], "settings": {"grouping.none": 3.0}}, "axis.knob"),
+    ],
+)
+def test_bad_spaces_are_refused(arguments: dict, words: str, geometry) -> None:
+    with pytest.raises(ValueError, match=words):
+        JointSpace(geometry=geometry, **arguments)
+
+
+def test_points_that_break_a_rule_are_refused(space) -> None:
+    with pytest.raises(RecipeError, match="pointless"):
+        space.to_recipe({"kv_ratio": 0.5, "fusion": "least_squares", "alignment": "procrustes"})
+    with pytest.raises(RecipeError, match="does not decide"):
+        space.to_recipe({"kv_ratio": 0.5})
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_sampled_point_of_any_geometry_can_be_planned(data: st.DataObject) -> None:
+    """Random tiny checkpoints, head counts that are no powers of two: every proposal meets its budget exactly."""
+    from tests_helpers import random_context
+
+    from search_spaces.planning import PlanningContext
+
+    heads = data.draw(st.integers(2, 12))
+    stored = data.draw(st.sampled_from([g for g in range(1, heads + 1) if heads % g == 0]))
+    layers = data.draw(st.integers(1, 3))
+    context: PlanningContext = random_context(heads, stored, layers)
+    total = data.draw(st.integers(2 * layers, 2 * layers * stored))
+    ratio = total / (2 * layers * heads)
+    try:
+        space = JointSpace([ratio], context.geometry, choices={"objective": ["pairs", "least_squares", "layer"]})
+    except ValueError as error:
+        assert "nothing can be proposed" in str(error)
+        return
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    chosen, ratio = space.to_recipe(space.sample(rng))
+    cheap = {
+        k: min(v, 5) for k, v in chosen.settings if k in ("grouping.iterations", "grouping.moves", "grouping.restarts")
+    }
+    chosen = chosen.with_changes(settings=cheap)
+    plan = make_plan(chosen, ratio, context, rng)
+    assert plan.kv_heads == total
+    assert isinstance(chosen, Recipe)
