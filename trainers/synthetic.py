@@ -1,8 +1,8 @@
 """Synthetic tasks that need the right source token and the right change of it (paper 002, sec. 4.3 and App. F).
 
-A task is an attention pattern (whom to look up) with a transformation (what to make of what is found there): heads with
-one fixed QK and one fixed OV circuit need one head for every pair, composed heads only one for each. The paper has 74 tasks
-with 888 examples and prints a few; these sentences, words and tasks are our own, and examples are drawn without end.
+A task is an attention pattern (whom to look up) with a transformation (what to make of what is found there): heads
+with one fixed QK and one fixed OV circuit need one head for every pair, composed heads only one for each. The paper
+has 74 tasks with 888 examples and prints a few; these sentences, words and tasks are our own, drawn without end.
 
 Every choice comes from the given `numpy.random.Generator`. An example has one right answer, and none of the other items
 in its context leads to it, copied or transformed.
@@ -93,11 +93,8 @@ def _other_person(domain: Domain, table: dict[str, str], generator: np.random.Ge
 def _ordered(place: int, word: str) -> Callable[..., Drawn]:
     def draw(domain: Domain, table: dict[str, str], generator: np.random.Generator) -> Drawn:
         items = _apart(domain, table, 3, generator)
-        return (
-            _statements(domain, zip(_pick(PEOPLE, 3, generator), items, strict=True)),
-            f"the {word} one",
-            items[place],
-        )
+        pairs = zip(_pick(PEOPLE, 3, generator), items, strict=True)
+        return _statements(domain, pairs), f"the {word} one", items[place]
 
     return draw
 
