@@ -36,12 +36,15 @@ $(STAMP): pyproject.toml
 	@echo "setup: done; the command is $(BIN)/headfold"
 
 demo: $(STAMP) ## search, promote and export on the demo checkpoint, then load the export with plain transformers
-	@echo "demo: searching configs/demo.yaml into $(DEMO)"
-	@$(BIN)/headfold search configs/demo.yaml
-	@echo "demo: loading the exported checkpoint in a process that cannot import Headfold"
-	@$(BIN)/python examples/run_plain.py $(DEMO)/exported
+	@echo "demo: searching configs/demo.yaml, results in $(DEMO)"
+	@mkdir -p $(DEMO)
+	@$(BIN)/headfold search configs/demo.yaml storage=$(DEMO) --json $(DEMO)/outcome.json
+	@echo "demo: loading the export with plain transformers, in a process that cannot import Headfold"
+	@exported=$$($(BIN)/python -c 'import json, sys; print(json.load(open(sys.argv[1]))["promotion"]["exported"])' $(DEMO)/outcome.json) && \
+	  packages=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	  (cd / && PYTHONPATH=$$packages $(BIN)/python -S -P $(CURDIR)/examples/load_exported.py $$exported) && \
+	  echo "demo: exported checkpoint  $$exported"
 	@echo "demo: trials in MLflow     make ui"
-	@echo "demo: exported checkpoint  $(DEMO)/exported"
 
 ui: $(STAMP) ## show the demo's runs in MLflow on the loopback address
 	@test -f $(DEMO)/mlflow.db || { echo "ui: $(DEMO)/mlflow.db does not exist; run 'make demo' first"; exit 1; }
