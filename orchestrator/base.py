@@ -49,7 +49,8 @@ def prepare_base(config: SearchConfig, prepared: Prepared, folder: SearchFolder)
     }
     write_json(folder.base, record)
     print(
-        f"untouched model: held-out loss {scored.loss:.3f} nats a token, {record['kv_bytes_per_token']} KV bytes a token",
+        f"untouched model: held-out loss {scored.loss:.3f} nats a token, "
+        f"{record['kv_bytes_per_token']} KV bytes a token",
         flush=True,
     )
     return record

@@ -127,7 +127,8 @@ def start() -> None:
 def capacity() -> dict[str, float]:
     """CPU and GPU of the cluster, of an autoscaling one at its full size."""
     import ray
+    import ray._private.state as cluster_state
 
     have = ray.cluster_resources()
-    most = ray._private.state.state.get_max_resources_from_cluster_config() or {}
+    most = cluster_state.state.get_max_resources_from_cluster_config() or {}
     return {kind: max(float(have.get(kind, 0)), float(most.get(kind, 0))) for kind in ("CPU", "GPU")}

@@ -6,6 +6,7 @@ The sections lie here but for `train`, which lies beside its consumer (`trainers
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 import types
 import typing
@@ -49,7 +50,7 @@ def _distinct(values: list) -> list:
 def _milestones(steps: list[int]) -> list[int]:
     if steps[0] != 0:
         raise ValueError("the first rung must be 0: the converted model before any training step")
-    if any(later <= earlier for earlier, later in zip(steps, steps[1:], strict=False)):
+    if any(later <= earlier for earlier, later in itertools.pairwise(steps)):
         raise ValueError("rungs are cumulative steps and must increase")
     return steps
 
@@ -124,15 +125,17 @@ class RungsSection(Section):
 class PromotionSection(Section):
     """Which trials go on to the full training, and what they must pass.
 
-    `steps` is added to the steps of the last rung. The gate asks for a held-out loss that is below the baseline's by
-    more than `margin` nats a token at the same budget and tokens; KV bytes as planned; and logits of the exported
-    checkpoint within `logit_tolerance` of the trained model's.
+    `select`: the `top` best trials at each budget, or every trial on the front. `steps` is added to the steps of the
+    last rung, with `evaluations` measurements on the way. The gate asks for a held-out loss that is below the
+    baseline's by more than `margin` nats a token at the same budget and tokens; KV bytes as planned; and logits of the
+    exported checkpoint within `logit_tolerance` of the trained model's.
     """
 
     enabled: bool = True
-    select: Literal["best_per_budget", "top"] = "best_per_budget"
+    select: Literal["best_per_budget", "front"] = "best_per_budget"
     top: PositiveInt = 1
     steps: int = Field(default=0, ge=0)
+    evaluations: PositiveInt = 1
     margin: float = Field(default=0.0, ge=0)
     logit_tolerance: PositiveFloat = 1e-4
     registered_name: Name | None = None

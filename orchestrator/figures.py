@@ -19,7 +19,7 @@ from orchestrator.results import TrialRecord, front
 # Colours that stay apart for colour-blind eyes (Okabe and Ito), each with a marker of its own.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-STYLE = {
+STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,

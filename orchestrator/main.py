@@ -16,7 +16,7 @@ if sys.path and Path(sys.path[0] or ".").resolve() == REPOSITORY / "orchestrator
     # Run as a script: Python puts the script's folder first, where `import evaluate` would find our evaluate.py.
     sys.path[0] = str(REPOSITORY)
 
-import typer
+import typer  # noqa: E402
 
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 

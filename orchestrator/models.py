@@ -16,7 +16,7 @@ from attention import checkpoint
 from attention.geometry import HeadGeometry
 from attention.modeling import plan_of
 from orchestrator.config import ConfigError
-from trainers.data import load_sequences
+from trainers.data import Split, load_sequences
 from trainers.evaluation import Evaluation, evaluate, measure_cache
 
 if TYPE_CHECKING:
@@ -97,16 +97,18 @@ def load_tokenizer(path: str | Path) -> Any:
         return AutoTokenizer.from_pretrained(str(path))
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"no tokenizer beside the checkpoint {str(path)!r}: {str(error).splitlines()[0]}; copy the tokenizer's files "
-            "into its folder"
+            f"no tokenizer beside the checkpoint {str(path)!r}: {str(error).splitlines()[0]}; copy the tokenizer's "
+            "files into its folder"
         ) from None
 
 
-def texts(source: str, split: str, tokenizer: Any, tokens: int, sequence_length: int, seed: int, **more: Any) -> Tensor:
+def texts(
+    source: str, split: Split, tokenizer: Any, tokens: int, sequence_length: int, seed: int, **more: Any
+) -> Tensor:
     """Token sequences `[N, T]` of one split. Raises DataError naming the source."""
     return load_sequences(
         source, tokenizer, split=split, tokens=tokens, sequence_length=sequence_length, seed=seed, **more
-    )  # pyright: ignore[reportCallIssue]
+    )
 
 
 def parameters(model: PreTrainedModel) -> int:

@@ -92,12 +92,12 @@ def _trial_table(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> str:
         cells = [
             t.recipe,
             f"{t.kv_ratio:.0%}",
-            str(t.kv_bytes_per_token or "–"),
+            str(t.kv_bytes_per_token or "-"),
             f"{t.learning_rate:.1e}",
             str(t.step),
-            f"{t.rungs[0]['loss']:.3f}" if scored else "–",
-            f"{t.loss:.3f}" if scored else "–",
-            f"{t.loss - base['loss']:+.3f}" if scored else "–",
+            f"{t.rungs[0]['loss']:.3f}" if scored else "-",
+            f"{t.loss:.3f}" if scored else "-",
+            f"{t.loss - base['loss']:+.3f}" if scored else "-",
             _number(t.last.get("kl")),
             t.status,
             clock(sum(t.seconds.values())),
@@ -130,11 +130,11 @@ def _promotion_table(promoted: Sequence[Mapping[str, Any]]) -> str:
         cells = [
             p["recipe"],
             f"{p['kv_ratio']:.0%}",
-            str(p.get("steps", "–")),
+            str(p.get("steps", "-")),
             _number(p.get("loss")),
             _number(p.get("baseline_loss")),
-            p.get("status", "–"),
-            str(p.get("version") or "–"),
+            p.get("status", "-"),
+            str(p.get("version") or "-"),
             p["trial_id"],
         ]
         rows.append(
@@ -193,7 +193,7 @@ def _table(names: Sequence[str], rows: Sequence[tuple[bool, str]], text_from: in
 
 
 def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _text(value: str) -> str:

@@ -15,6 +15,18 @@ from typing import Any
 
 WAITING, RUNNING, DONE, STOPPED, FAILED, KILLED = "waiting", "running", "done", "stopped", "failed", "killed"
 ENDED = (DONE, STOPPED, FAILED, KILLED)
+RUNG_KEYS = (
+    "step",
+    "rung",
+    "loss",
+    "rise",
+    "kl",
+    "tokens",
+    "train_loss",
+    "tokens_per_second",
+    "seconds",
+    "checkpoint_path",
+)
 
 
 @dataclass
@@ -23,7 +35,7 @@ class TrialRecord:
 
     `rungs` holds one mapping for each rung reached: step (training steps so far), loss (held-out, nats a token), rise
     (over the untouched model), kl (to it), tokens (trained on), seconds and what else the trial reported.
-    `kv_bytes_per_token` is of the plan in the dtype of the model; `cache_bytes_measured` of a prefill of `cache_tokens`.
+    `kv_bytes_per_token` is of the plan in the model's dtype; `cache_bytes_measured` of a prefill of `cache_tokens`.
     """
 
     trial_id: str
@@ -70,8 +82,7 @@ class TrialRecord:
         for name in names - {"seconds", "status", "rungs", "error", "run_id", "choices"}:
             setattr(self, name, result[name])
         self.seconds.update(result.get("phases", {}))
-        keys = ("step", "rung", "loss", "rise", "kl", "tokens", "train_loss", "tokens_per_second", "seconds")
-        rung = {key: result[key] for key in keys if key in result}
+        rung = {key: result[key] for key in RUNG_KEYS if key in result}
         self.rungs = sorted([r for r in self.rungs if r["step"] != rung["step"]] + [rung], key=lambda r: r["step"])
 
 
@@ -110,9 +121,14 @@ def front(trials: Sequence[TrialRecord]) -> list[TrialRecord]:
     return best
 
 
-def best_per_budget(trials: Sequence[TrialRecord]) -> dict[float, TrialRecord]:
-    """The usable trial of lowest held-out loss at each budget, by falling budget."""
-    best: dict[float, TrialRecord] = {}
+def ranked(trials: Sequence[TrialRecord]) -> dict[float, list[TrialRecord]]:
+    """The usable trials of each budget by rising held-out loss; budgets falling."""
+    by_budget: dict[float, list[TrialRecord]] = {}
     for trial in sorted((t for t in trials if t.usable), key=lambda t: (t.loss, t.trial_id)):
-        best.setdefault(trial.kv_ratio, trial)
-    return dict(sorted(best.items(), reverse=True))
+        by_budget.setdefault(trial.kv_ratio, []).append(trial)
+    return dict(sorted(by_budget.items(), reverse=True))
+
+
+def best_per_budget(trials: Sequence[TrialRecord]) -> dict[float, TrialRecord]:
+    """The usable trial of lowest held-out loss at each budget; budgets falling."""
+    return {budget: best[0] for budget, best in ranked(trials).items()}

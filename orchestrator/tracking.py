@@ -73,7 +73,8 @@ class Tracker:
         except Exception as error:
             raise TrackingError(
                 f"tracking.uri: cannot use the MLflow store at {redact(address)}: "
-                f"{redact(str(error)).strip().splitlines()[0][:300]}; leave it out for a sqlite store in the storage folder"
+                f"{redact(str(error)).strip().splitlines()[0][:300]}; leave it out for a "
+                "sqlite store in the storage folder"
             ) from None
         os.environ["MLFLOW_TRACKING_URI"] = address
         return cls(address, identity)

@@ -53,7 +53,7 @@ class TrialContext:
         return (self.model, self.dtype, self.device, self.calibration_file, self.calibration_cache, self.eval_file)
 
     def settings(self, learning_rate: float) -> TrainSettings:
-        return TrainSettings(**(self.train | {"learning_rate": learning_rate}))
+        return TrainSettings.model_validate(self.train | {"learning_rate": learning_rate})
 
     def at_rung(self, step: int) -> dict[str, Any]:
         """What ASHA needs to know of a report at `step`."""
@@ -79,7 +79,7 @@ class ReportRungs(TuneReportCallback):
 
 def run_trial(config: dict[str, Any], context: TrialContext) -> None:
     """Tune's function. `config` is that of a `Candidate`."""
-    _prepare_process()
+    prepare_process()
     trial_id = tune.get_context().get_trial_id()
     folder = Path(context.folder) / "trials" / str(trial_id)
     facts = _untrained(config, context, folder)
@@ -91,7 +91,7 @@ def run_trial(config: dict[str, Any], context: TrialContext) -> None:
         run_training(job, callbacks=[ReportRungs(context, {k: v for k, v in facts.items() if k != "phases"})])
 
 
-def _prepare_process() -> None:
+def prepare_process() -> None:
     from transformers.utils import logging as transformers_logging
 
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")

@@ -42,6 +42,7 @@ class FrontSearch(OptunaSearch):
             sampler=optuna.samplers.TPESampler(seed=problem.seed, n_startup_trials=max(4, len(problem.named))),
         )
         self._problem, self._made = problem, 0
+        self._ot_study: Any  # made by the call above, since a space is given
         self._outside = {index for index, point in enumerate(located) if point is None}
         self._generator = np.random.default_rng(problem.seed)
         self._tried: set[Any] = set()
