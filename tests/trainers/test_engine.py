@@ -1,0 +1,165 @@
+"""The real DeepSpeed engine in this process, a group of one: against plain torch, at every ZeRO stage."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention.conversion import convert
+from attention.plan import AttentionPlan, LayerPlan
+from trainers.data import load_sequences
+from trainers.engine import Engine
+from trainers.evaluation import evaluate
+from trainers.loop import TrainingDiverged, train
+from trainers.losses import objective
+from trainers.settings import TrainSettings
+from trainers.stream import BatchStream
+
+STEPS = 6
+KINDS = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")]
+PLAN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)
+
+
+@pytest.fixture(scope="module")
+def ids() -> Tensor:
+    return torch.randint(0, 64, (20, 16), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def engine(tiny_model: Any) -> Iterator[Callable[..., Engine]]:
+    """Engines on a converted tiny model with unequal key and value heads; closed afterwards."""
+    made = []
+
+    def make(model: Any = None, **settings: Any) -> Engine:
+        model = convert(tiny_model("llama"), PLAN) if model is None else model
+        made.append(Engine(model, TrainSettings(**{"learning_rate": 3e-3, **settings}), STEPS))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def run(
+    engine: Engine, ids: Tensor, start: int = 0, stop: int = STEPS, stream: BatchStream | None = None
+) -> list[float]:
+    losses: list[float] = []
+    stream = BatchStream(ids, 8) if stream is None else stream
+    train(engine, stream, steps=stop, start_step=start, loss_fn=objective(), on_step=lambda _, x: losses.append(x))
+    return losses
+
+
+def plain_torch(model: Any, ids: Tensor, settings: TrainSettings) -> list[float]:
+    """The same training without DeepSpeed."""
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=settings.weight_decay)
+    stream, losses, loss_fn = BatchStream(ids, 8), [], objective()
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = settings.rate(step, STEPS)
+        loss = loss_fn(model, stream.next())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.gradient_clipping)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(("stage", "dtype"), KINDS)
+def test_trains_as_plain_torch_does(engine: Any, tiny_model: Any, ids: Tensor, stage: int, dtype: str) -> None:
+    model = convert(tiny_model("llama"), PLAN)
+    built = engine(copy.deepcopy(model), zero_stage=stage, dtype=dtype)
+    expected = plain_torch(model.train(), ids, built.settings)
+    losses = run(built, ids)
+    assert losses == pytest.approx(expected, abs=1e-4 if dtype == "fp32" else 0.1)
+    assert expected[0] - expected[-1] > 0.3  # so that a step of the wrong size would show
+    weights = built.weights()
+    assert set(weights) == set(model.state_dict())
+    if dtype == "fp32":
+        for name, tensor in model.state_dict().items():
+            torch.testing.assert_close(weights[name], tensor, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_accumulated_passes_are_one_step(engine: Any, ids: Tensor, micro_batch: int) -> None:
+    assert run(engine(micro_batch=micro_batch), ids) == pytest.approx(run(engine(), ids), abs=1e-4)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "fp32"), (2, "bf16"), (3, "bf16")])
+def test_resuming_is_exact(engine: Any, ids: Tensor, tmp_path: Path, stage: int, dtype: str) -> None:
+    whole = run(engine(zero_stage=stage, dtype=dtype), ids)
+    first, stream = engine(zero_stage=stage, dtype=dtype), BatchStream(ids, 8)
+    head = run(first, ids, 0, 3, stream)
+    first.save(tmp_path, {"stream": stream.state_dict(), "note": "x"})
+    second, resumed = engine(zero_stage=stage, dtype=dtype), BatchStream(ids, 8)
+    state = second.load(tmp_path)
+    resumed.load_state_dict(state["stream"])
+    assert state["note"] == "x"
+    assert head + run(second, ids, second.steps_done, STEPS, resumed) == whole
+
+
+def test_dropout_after_a_resume_is_what_it_would_have_been(
+    engine: Any, tiny_model: Any, ids: Tensor, tmp_path: Path
+) -> None:
+    model = tiny_model("llama", attention_dropout=0.3)
+    whole = run(engine(copy.deepcopy(model)), ids)
+    first, stream = engine(copy.deepcopy(model)), BatchStream(ids, 8)
+    run(first, ids, 0, 3, stream)
+    first.save(tmp_path)
+    torch.rand(7)
+    second = engine(copy.deepcopy(model))
+    second.load(tmp_path)
+    assert run(second, ids, 3, STEPS, stream) == whole[3:]
+    assert whole != run(engine(tiny_model("llama")), ids)
+
+
+def test_another_split_over_workers_is_refused(engine: Any, ids: Tensor, tmp_path: Path) -> None:
+    engine(zero_stage=1).save(tmp_path)
+    with pytest.raises(ValueError, match=r"written with .*'zero_stage': 1.*start from the finished weights"):
+        engine(zero_stage=2).load(tmp_path)
+    with pytest.raises(ValueError, match=r"found no layout\.json"):
+        engine().load(tmp_path / "none")
+
+
+def test_divergence_is_an_error_and_leaves_the_weights(engine: Any, ids: Tensor) -> None:
+    built = engine()
+    before = {k: v.clone() for k, v in built.weights().items()}
+    with pytest.raises(TrainingDiverged, match=r"step 1 of 6 is nan; lower learning_rate"):
+        train(built, BatchStream(ids, 8), steps=STEPS, loss_fn=lambda m, b: objective()(m, b) * float("nan"))
+    assert all(torch.equal(v, before[k]) for k, v in built.weights().items())
+    assert built.steps_done == 0
+
+
+def test_a_wrong_world_or_batch_is_refused(engine: Any, ids: Tensor) -> None:
+    with pytest.raises(ValueError, match="num_workers 2, the group has 1"):
+        engine(num_workers=2)
+    with pytest.raises(ValueError, match="a step takes 2 x 4 rows, got 4"):
+        engine(micro_batch=4).step(ids[:4], objective())
+
+
+def test_fine_tuning_recovers_the_demo_model_after_fusing(engine: Any, demo_model: Any, demo_tokenizer: Any) -> None:
+    pairs = tuple(h // 2 for h in range(8))
+    plan = AttentionPlan((LayerPlan(pairs, pairs),) * 4, head_dim=32)
+    settings: dict[str, Any] = {"tokens": 4096, "sequence_length": 64}
+    text = load_sequences("stdlib", demo_tokenizer, split="train", **settings)
+    held = load_sequences("stdlib", demo_tokenizer, split="eval", **settings)[::4]
+    built = engine(convert(demo_model, plan), learning_rate=1e-3)
+    before = evaluate(built.model, held).loss
+    milestones: list[tuple[int, float]] = []
+    train(
+        built,
+        BatchStream(text, 8),
+        steps=STEPS,
+        loss_fn=objective("kl", 0.5, demo_model),
+        milestones=(3, 6),
+        on_milestone=lambda step, loss: milestones.append((step, loss)),
+    )
+    assert evaluate(built.model, held).loss < before - 0.3
+    assert [step for step, _ in milestones] == [3, 6]
+    assert milestones[1][1] < milestones[0][1]

@@ -1,0 +1,102 @@
+"""Evaluation against a slow reference, in one piece and in shares; the cache by what it holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention.conversion import convert
+from attention.plan import AttentionPlan, LayerPlan
+from trainers.evaluation import decode_speed, evaluate, measure_cache
+
+
+@pytest.fixture(scope="module")
+def ids() -> Tensor:
+    return torch.randint(0, 64, (7, 12), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def slow(model: Any, teacher: Any, ids: Tensor) -> tuple[float, float]:
+    """Token by token, in float64."""
+    losses, divergences = [], []
+    for row in ids:
+        mine = model(row[None]).logits[0].double().log_softmax(-1)
+        other = teacher(row[None]).logits[0].double().log_softmax(-1)
+        for t in range(len(row) - 1):
+            losses.append(-mine[t, row[t + 1]].item())
+            divergences.append((other[t].exp() * (other[t] - mine[t])).sum().item())
+    return sum(losses) / len(losses), sum(divergences) / len(divergences)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_agrees_with_the_slow_reference_at_any_batch_size(tiny_model: Any, ids: Tensor, batch_size: int) -> None:
+    model, teacher = tiny_model("llama"), tiny_model("llama", seed=1)
+    got = evaluate(model, ids, teacher=teacher, batch_size=batch_size)
+    loss, divergence = slow(model, teacher, ids)
+    assert got.loss == pytest.approx(loss, abs=1e-5)
+    assert got.kl == pytest.approx(divergence, abs=1e-5)
+    assert got.tokens == 7 * 11
+    assert got.seconds > 0
+
+
+def test_a_model_is_at_no_distance_from_itself(tiny_model: Any, ids: Tensor) -> None:
+    model = tiny_model("llama")
+    assert evaluate(model, ids, teacher=model).kl == pytest.approx(0, abs=1e-7)
+    assert evaluate(model, ids).kl is None
+
+
+@pytest.mark.parametrize("world", [2, 3, 9])
+def test_shares_of_workers_add_up_and_all_run_equally_many_passes(tiny_model: Any, ids: Tensor, world: int) -> None:
+    model, teacher = tiny_model("llama"), tiny_model("llama", seed=1)
+    passes, totals = [0] * world, torch.zeros(3, dtype=torch.float64)
+    for rank in range(world):
+
+        def count(*_: Any, rank: int = rank) -> None:
+            passes[rank] += 1
+
+        handle = model.register_forward_hook(count)
+
+        def collect(total: Tensor) -> None:
+            totals.add_(total)
+            total.copy_(totals)
+
+        share = evaluate(model, ids, teacher=teacher, batch_size=2, rank=rank, world_size=world, reduce=collect)
+        handle.remove()
+    whole = evaluate(model, ids, teacher=teacher)
+    assert len(set(passes)) == 1
+    assert share.tokens == whole.tokens
+    assert share.loss == pytest.approx(whole.loss, abs=1e-6)
+    assert share.kl == pytest.approx(whole.kl, abs=1e-6)
+
+
+def test_training_mode_is_given_back(tiny_model: Any, ids: Tensor) -> None:
+    model = tiny_model("llama").train()
+    evaluate(model, ids)
+    assert model.training
+    assert not evaluate(model.eval(), ids).loss < 0
+    assert not model.training
+
+
+@pytest.mark.parametrize(
+    ("key_map", "value_map"), [((0, 0, 1, 1), (0, 0, 1, 1)), ((0, 0, 0, 0), (0, 1, 2, 3)), ((0, 1, 0, 2), (0, 0, 1, 1))]
+)
+def test_cache_holds_what_the_plan_says(tiny_model: Any, key_map: Any, value_map: Any) -> None:
+    plan = AttentionPlan((LayerPlan(key_map, value_map), LayerPlan.identity(4)), head_dim=8)
+    model = convert(tiny_model("llama"), plan)
+    assert measure_cache(model, 13) == 13 * plan.kv_bytes_per_token("float32")
+
+
+def test_decode_speed_runs_and_refuses_a_batch(tiny_model: Any, ids: Tensor) -> None:
+    speed = decode_speed(tiny_model("llama"), ids[:1], 4)
+    assert speed.prefill > 0
+    assert speed.decode > 0
+    with pytest.raises(ValueError, match=r"prompt \[1, T\]"):
+        decode_speed(tiny_model("llama"), ids, 4)
+
+
+def test_sequences_without_a_prediction_are_refused(tiny_model: Any) -> None:
+    with pytest.raises(ValueError, match=r"N >= 1 and T >= 2, got shape \(3, 1\)"):
+        evaluate(tiny_model("llama"), torch.zeros(3, 1, dtype=torch.int64))

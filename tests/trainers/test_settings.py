@@ -1,0 +1,87 @@
+"""Settings refuse what cannot work; the schedule is a function of the position alone."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from trainers.job import TrainJob
+from trainers.settings import TrainSettings
+
+
+def job(**changes: Any) -> TrainJob:
+    given = {
+        "model_dir": "m",
+        "train_file": "t",
+        "eval_file": "e",
+        "out_dir": "/o",
+        "storage_path": "/s",
+        "run_name": "r",
+    }
+    return TrainJob(**{**given, "milestones": (5, 10), **changes})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"dtype": "bf16", "zero_stage": 0}, "bf16 needs zero_stage 1, 2 or 3, got 0.*set zero_stage=1 or dtype=fp32"),
+        ({"batch_size": 8, "micro_batch": 3}, r"multiple of num_workers x micro_batch = 1 x 3 = 3, got 8"),
+        ({"batch_size": 3, "num_workers": 2}, "got 3"),
+        ({"batch_size": 2, "num_workers": 4}, "got 2"),
+        ({"dtype": "fp16"}, "'fp32' or 'bf16'"),
+        ({"zero_stage": 4}, "0, 1, 2 or 3"),
+        ({"learning_rate": 0}, "greater than 0"),
+        ({"lr": 1e-3}, "Extra inputs are not permitted"),
+    ],
+)
+def test_impossible_settings_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        TrainSettings(**wrong)
+
+
+def test_batch_is_divided_over_workers_and_passes() -> None:
+    settings = TrainSettings(batch_size=24, micro_batch=3, num_workers=2)
+    assert (settings.rows, settings.accumulation) == (3, 4)
+    settings = TrainSettings(batch_size=24, num_workers=2)
+    assert (settings.rows, settings.accumulation) == (12, 1)
+
+
+def test_schedule_rises_then_falls_to_its_final_fraction() -> None:
+    settings = TrainSettings(learning_rate=1.0, warmup_fraction=0.2, final_lr_fraction=0.1)
+    rates = [settings.rate(step, 50) for step in range(51)]
+    assert rates[:3] == pytest.approx([0.1, 0.2, 0.3])
+    assert max(rates) == rates[9] == rates[10] == 1.0
+    assert all(a > b for a, b in pairwise(rates[10:]))
+    assert rates[30] == pytest.approx(0.55)
+    assert rates[50] == pytest.approx(0.1)
+
+
+def test_schedule_without_warmup_starts_at_the_full_rate() -> None:
+    assert TrainSettings(learning_rate=2.0, warmup_fraction=0).rate(0, 10) == 2.0
+
+
+def test_jobs_survive_json() -> None:
+    whole = job(settings=TrainSettings(dtype="bf16", num_workers=2), teacher_dir="x", total_steps=20, seed=3)
+    assert TrainJob.from_json(whole.to_json()) == whole
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"milestones": ()}, r"milestones must rise from above start_step 0, got \(\)"),
+        ({"milestones": (5, 5)}, "must rise"),
+        ({"milestones": (5,), "start_step": 5, "resume_from": "x"}, "above start_step 5"),
+        ({"start_step": 3}, "needs the checkpoint it was reached with"),
+        ({"total_steps": 9}, "must reach the last milestone 10, got 9"),
+        ({"settings": TrainSettings(distillation="kl")}, "'kl' needs a teacher_dir"),
+        ({"out_dir": "runs/x"}, "out_dir must be absolute"),
+        ({"storage_path": "runs"}, "storage_path must be absolute"),
+    ],
+)
+def test_impossible_jobs_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        job(**wrong)
+    assert job(storage_path="s3://bucket/x").schedule_steps == 10

@@ -1,0 +1,160 @@
+"""Real Ray Train workers with real DeepSpeed: results, resuming after a kill, and carrying on from an earlier job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attention import checkpoint
+from attention.conversion import convert
+from attention.plan import AttentionPlan, LayerPlan
+from trainers.data import write_sequences
+from trainers.evaluation import evaluate
+from trainers.settings import TrainSettings
+from trainers.worker import TrainingDiverged, TrainJob, TrainOutcome, run_training
+
+PLAN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)
+STEPS = 60
+
+
+def patterns(count: int, seed: int) -> torch.Tensor:
+    """Sequences of 32 tokens that count upwards by 1, 2 or 3: something that a tiny model can learn."""
+    generator = torch.Generator().manual_seed(seed)
+    start, stride = (
+        torch.randint(0, 64, (count, 1), generator=generator),
+        torch.randint(1, 4, (count, 1), generator=generator),
+    )
+    return (start + stride * torch.arange(32)) % 64
+
+
+@pytest.fixture(scope="module")
+def job(ray_cluster: None, tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> TrainJob:
+    """A converted tiny model with its untouched original as the teacher; one worker, fp32, ZeRO 1."""
+    folder = tmp_path_factory.mktemp("job")
+    original = tiny_model("llama")
+    checkpoint.save(original, folder / "teacher")
+    checkpoint.save(convert(original, PLAN), folder / "model")
+    write_sequences(patterns(200, 0), folder / "train.safetensors")
+    write_sequences(patterns(21, 1), folder / "eval.safetensors")
+    return TrainJob(
+        model_dir=str(folder / "model"),
+        teacher_dir=str(folder / "teacher"),
+        train_file=str(folder / "train.safetensors"),
+        eval_file=str(folder / "eval.safetensors"),
+        out_dir=str(folder / "whole" / "out"),
+        storage_path=str(folder / "store"),
+        run_name="whole",
+        milestones=(10, STEPS),
+        settings=TrainSettings(learning_rate=3e-3, cpus_per_worker=0.9, seed=1),
+        seed=2,
+        max_failures=0,
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(job: TrainJob) -> TrainOutcome:
+    """The job without interruption."""
+    return run_training(job)
+
+
+def other(job: TrainJob, name: str, **changes: Any) -> TrainJob:
+    """The same job under another name, so that Ray does not take it for the same run."""
+    return replace(job, run_name=name, out_dir=str(Path(job.out_dir).parent.parent / name / "out"), **changes)
+
+
+def kill_worker_after_first_checkpoint(job: TrainJob, killed: list[int]) -> None:
+    from ray.util.state import list_actors
+
+    store = Path(job.storage_path) / job.run_name
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not list(store.glob("checkpoint_*")):
+        time.sleep(0.02)
+    workers = [("class_name", "=", "RayTrainWorker"), ("state", "=", "ALIVE")]
+    for actor in list_actors(filters=workers):
+        os.kill(actor.pid, signal.SIGKILL)
+        killed.append(actor.pid)
+
+
+def test_one_worker_trains_measures_and_writes_its_weights(job: TrainJob, whole: TrainOutcome) -> None:
+    metrics = whole.metrics
+    assert metrics["step"] == STEPS
+    assert metrics["tokens"] == STEPS * 8 * 32
+    assert metrics["tokens_per_second"] > 0
+    assert metrics["seconds"] > 0
+    held_out = patterns(21, 1)
+    start = evaluate(checkpoint.load(job.model_dir), held_out).loss
+    model = checkpoint.load(job.out_dir)
+    measured = evaluate(model, held_out, teacher=checkpoint.load(str(job.teacher_dir)))
+    assert metrics["loss"] < start - 0.5
+    assert metrics["loss"] == pytest.approx(measured.loss, abs=1e-5)
+    assert metrics["kl"] == pytest.approx(measured.kl, abs=1e-5)
+    assert checkpoint.plan_of(model) == PLAN
+    assert metrics["weights_digest"] == checkpoint.weights_digest(job.out_dir)
+
+
+def test_a_killed_worker_resumes_to_the_same_numbers(job: TrainJob, whole: TrainOutcome) -> None:
+    again = other(job, "killed", max_failures=1)
+    killed: list[int] = []
+    killer = threading.Thread(target=kill_worker_after_first_checkpoint, args=(again, killed))
+    killer.start()
+    outcome = run_training(again)
+    killer.join()
+    assert killed
+    for name in ("loss", "kl", "train_loss", "step", "tokens", "weights_digest"):
+        assert outcome.metrics[name] == whole.metrics[name], name
+
+
+def test_a_finished_run_is_not_done_again(job: TrainJob, whole: TrainOutcome) -> None:
+    weights = Path(job.out_dir) / "model.safetensors"
+    written = weights.stat().st_mtime_ns
+    again = run_training(job)
+    assert weights.stat().st_mtime_ns == written
+    for name in ("loss", "kl", "step", "weights_digest"):
+        assert again.metrics[name] == whole.metrics[name], name
+
+
+@pytest.mark.slow
+def test_a_later_job_carries_on_where_an_earlier_one_stopped(job: TrainJob, whole: TrainOutcome) -> None:
+    first = run_training(other(job, "first", milestones=(10,), total_steps=STEPS))
+    rest = other(job, "rest", milestones=(STEPS,), start_step=10, resume_from=first.checkpoint_dir)
+    second = run_training(rest)
+    assert first.metrics["loss"] != second.metrics["loss"]
+    for name in ("loss", "kl", "train_loss", "step", "tokens", "weights_digest"):
+        assert second.metrics[name] == whole.metrics[name], name
+
+
+def test_two_workers_bf16_zero_2_see_the_same_data(job: TrainJob, whole: TrainOutcome) -> None:
+    settings = job.settings.model_copy(update={"num_workers": 2, "zero_stage": 2, "dtype": "bf16"})
+    outcome = run_training(other(job, "two", settings=settings))
+    assert outcome.metrics["loss"] == pytest.approx(whole.metrics["loss"], abs=0.1)
+    assert outcome.metrics["tokens"] == whole.metrics["tokens"]
+    assert checkpoint.load(outcome.metrics["out_dir"]).dtype == torch.bfloat16
+
+
+def test_divergence_reaches_the_caller_at_once(job: TrainJob) -> None:
+    broken = checkpoint.load(job.model_dir)
+    with torch.no_grad():
+        broken.get_output_embeddings().weight[5] = torch.inf
+    folder = checkpoint.save(broken, Path(job.model_dir).parent / "broken")
+    diverging = other(job, "diverged", model_dir=str(folder), max_failures=3)
+    with pytest.raises(TrainingDiverged, match=r"training loss at step 1 of 60 is (nan|inf)"):
+        run_training(diverging)
+    assert not Path(diverging.out_dir).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (3, "bf16")])
+def test_two_workers_at_every_zero_stage(job: TrainJob, whole: TrainOutcome, stage: int, dtype: str) -> None:
+    settings = job.settings.model_copy(update={"num_workers": 2, "zero_stage": stage, "dtype": dtype, "micro_batch": 2})
+    outcome = run_training(other(job, f"stage{stage}{dtype}", settings=settings))
+    assert outcome.metrics["loss"] == pytest.approx(whole.metrics["loss"], abs=0.01 if dtype == "fp32" else 0.1)
+    measured = evaluate(checkpoint.load(outcome.metrics["out_dir"]), patterns(21, 1))
+    assert outcome.metrics["loss"] == pytest.approx(measured.loss, abs=1e-4 if dtype == "fp32" else 0.02)
