@@ -15,6 +15,7 @@ from attention.alignment import ALIGNMENT
 from attention.axes import Axis, Part
 from attention.fusion import FUSION
 from search_spaces.axes import ALLOCATION, GROUPING, OBJECTIVE, SIMILARITY
+from search_spaces.rules import RULE_FIELDS, broken_rules, used
 from search_spaces.site import SIDES
 
 AXES: dict[str, Axis] = {axis.name: axis for axis in (GROUPING, OBJECTIVE, SIMILARITY, ALLOCATION, ALIGNMENT, FUSION)}
@@ -67,7 +68,7 @@ class Recipe:
                 f"there are {sorted(full) or 'none'}"
             )
         object.__setattr__(self, "settings", tuple(sorted(full.items())))
-        for reason in broken_rules(self):
+        for reason in broken_rules({name: getattr(self, name) for name in RULE_FIELDS}):
             raise RecipeError(f"recipe {self.name}: {reason}")
 
     def parts(self) -> dict[str, Part]:
@@ -140,95 +141,10 @@ class Recipe:
         old = {k: v for k, v in self.settings if k.split(".")[0] not in replaced}
         chosen = {name: changes.get(name, getattr(self, name)) for name in ("grouping", "objective", "similarity")}
         for name in ("objective", "similarity"):
-            if name not in changes and not _used(name, chosen):
+            if name not in changes and not used(name, chosen):
                 chosen[name] = changes[name] = None
                 old = {k: v for k, v in old.items() if not k.startswith(f"{name}.")}
         return replace(self, **changes, settings=tuple(sorted({**old, **new}.items())))
-
-
-def _used(axis: str, chosen: Mapping[str, Any]) -> bool:
-    """Whether the chosen grouping (and objective) make use of an objective, or of a similarity."""
-    parts = [GROUPING.get(chosen["grouping"])]
-    if axis == "similarity" and chosen["objective"] is not None:
-        parts.append(OBJECTIVE.get(chosen["objective"]))
-    return any(axis in part.needs for part in parts)
-
-
-# ---- what cannot be combined ----------------------------------------------------------------------------------
-
-
-def broken_rules(choice: Recipe | Mapping[str, Any]) -> list[str]:
-    """Reasons why these choices do not go together; empty if they do.
-
-    `choice` is a recipe, or a partial record of its fields: a rule applies once all fields that it reads are there.
-    """
-    record = {name: getattr(choice, name) for name in RULE_FIELDS} if isinstance(choice, Recipe) else choice
-    found = []
-    for names, rule in RULES:
-        if all(name in record for name in names):
-            reason = rule(*(record[name] for name in names))
-            if reason:
-                found.append(reason)
-    return found
-
-
-def _aligned_for_nothing(fusion: str, alignment: str) -> str | None:
-    if fusion == "least_squares" and alignment != "none":
-        return (
-            f"alignment={alignment} is pointless before fusion=least_squares, which finds its own maps; "
-            "use alignment=none"
-        )
-    return None
-
-
-def _objective_unused(grouping: str, objective: str | None) -> str | None:
-    used = "objective" in GROUPING.get(grouping).needs
-    if used and objective is None:
-        return f"grouping={grouping} needs an objective, one of {OBJECTIVE.names()}"
-    if not used and objective is not None:
-        return f"grouping={grouping} scores nothing; objective must be left out, got {objective!r}"
-    return None
-
-
-def _not_additive(grouping: str, objective: str | None) -> str | None:
-    needs_cost = "group_cost" in GROUPING.get(grouping).needs
-    if needs_cost and objective is not None and "whole_partition" in OBJECTIVE.get(objective).needs:
-        return f"grouping={grouping} needs an additive group cost; objective={objective} scores whole partitions"
-    return None
-
-
-def _similarity_unused(grouping: str, objective: str | None, similarity: str | None) -> str | None:
-    used = _used("similarity", {"grouping": grouping, "objective": objective})
-    if used and similarity is None:
-        return f"grouping={grouping} with objective={objective} needs a similarity, one of {SIMILARITY.names()}"
-    if not used and similarity is not None:
-        return f"grouping={grouping} with objective={objective} uses no similarity; leave it out, got {similarity!r}"
-    return None
-
-
-def _no_cost_for_allocation(objective: str | None, allocation: str) -> str | None:
-    if "group_cost" not in ALLOCATION.get(allocation).needs:
-        return None
-    if objective is None or "whole_partition" in OBJECTIVE.get(objective).needs:
-        return f"allocation={allocation} needs an objective with a group cost, got objective={objective}"
-    return None
-
-
-def _split_counts(together: bool, allocation: str) -> str | None:
-    if together and "apart" in ALLOCATION.get(allocation).needs:
-        return f"allocation={allocation} gives keys and values counts of their own; set together to false"
-    return None
-
-
-RULES = (
-    (("fusion", "alignment"), _aligned_for_nothing),
-    (("grouping", "objective"), _objective_unused),
-    (("grouping", "objective"), _not_additive),
-    (("grouping", "objective", "similarity"), _similarity_unused),
-    (("objective", "allocation"), _no_cost_for_allocation),
-    (("together", "allocation"), _split_counts),
-)
-RULE_FIELDS = ("grouping", "objective", "similarity", "allocation", "alignment", "fusion", "together")
 
 
 # ---- named recipes --------------------------------------------------------------------------------------------

@@ -17,53 +17,13 @@ import numpy as np
 
 from attention.axes import Knob
 from attention.geometry import HeadGeometry
+from search_spaces.domains import ORDER, Domain, Point, by_field, with_condition
 from search_spaces.planning import check_budget
-from search_spaces.recipes import AXES, BY, RECIPES, Recipe, RecipeError, broken_rules
+from search_spaces.recipes import AXES, BY, RECIPES, Recipe, RecipeError
+from search_spaces.rules import broken_rules
 
-# Fusion before alignment and grouping before what it uses, so that the later choice is the one that gets narrowed.
-ORDER = ("kv_ratio", "fusion", "alignment", "grouping", "objective", "similarity", "allocation", "together", "by")
 OPTIONAL = ("objective", "similarity")
 PROVIDED = ("statistics", "model")
-Condition = tuple[tuple[str, Any], ...]
-Point = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Domain:
-    """One decision, plain enough for any sampler.
-
-    `name` is unique; `field` is what it decides ("grouping", "kv_ratio", "grouping.preserve", ...): one field has
-    several domains where earlier choices narrow it. `kind`: "choice", "bool", "int", "float" or "log_float"; `low` and
-    `high` are inclusive. `when`: the domain is decided if one of these conditions holds, a condition being
-    field-value pairs that all hold (None: the field is not decided); `((),)` is always.
-    """
-
-    name: str
-    field: str
-    kind: str
-    low: float | None = None
-    high: float | None = None
-    choices: tuple[Any, ...] = ()
-    default: Any = None
-    when: tuple[Condition, ...] = ((),)
-
-    def active(self, point: Mapping[str, Any]) -> bool:
-        """Whether the domain is to be decided, given the decisions before it (by name or by field)."""
-        known = _by_field(point)
-        return any(all(known.get(name) == value for name, value in condition) for condition in self.when)
-
-    def sample(self, generator: np.random.Generator) -> Any:
-        """A uniform draw (uniform in the logarithm for "log_float")."""
-        if self.kind in ("choice", "bool"):
-            options = self.choices or (False, True)
-            return options[int(generator.integers(len(options)))]
-        if self.low is None or self.high is None:
-            raise ValueError(f"domain {self.name} is searched and needs low and high")
-        if self.kind == "int":
-            return int(generator.integers(int(self.low), int(self.high) + 1))
-        if self.kind == "log_float":
-            return float(np.exp(generator.uniform(np.log(self.low), np.log(self.high))))
-        return float(generator.uniform(self.low, self.high))
 
 
 @dataclass
@@ -116,7 +76,7 @@ class JointSpace:
 
     def next(self, point: Mapping[str, Any]) -> Domain | None:
         """The next decision after those in `point` (by name or field), or None when the point is complete."""
-        full, pending = self._forced(_by_field(point))
+        full, pending = self._forced(by_field(point))
         if pending is not None:
             return self._domain(pending, self._allowed(full, pending))
         return next((d for d in self._knob_domains(full) if d.field not in full), None)
@@ -137,7 +97,7 @@ class JointSpace:
 
         Raises RecipeError if a decision is missing or not allowed after those before it.
         """
-        given = _by_field(point)
+        given = by_field(point)
         full, pending = self._forced(given)
         if pending is not None:
             raise RecipeError(f"the point {dict(point)} does not decide {pending}: {self._allowed(full, pending)}")
@@ -170,7 +130,7 @@ class JointSpace:
         ordered = sorted(
             seen.values(), key=lambda d: (ORDER.index(d.field) if d.field in ORDER else len(ORDER), d.name)
         )
-        return tuple(_with_condition(domain, stages[domain.field]) for domain in ordered)
+        return tuple(with_condition(domain, stages[domain.field]) for domain in ordered)
 
     # ---- inside -----------------------------------------------------------------------------------------------
 
@@ -295,10 +255,6 @@ def _knob_name(name: str, full: Point) -> str:
     return f"{axis}.{knob}:{full[axis]}"
 
 
-def _by_field(point: Mapping[str, Any]) -> Point:
-    return {name.partition(":")[0]: value for name, value in point.items()}
-
-
 def _twice_the_same(full: Point) -> list[str]:
     """Choices that change nothing: only one of the equal points is offered."""
     if not {"grouping", "together"} <= set(full):
@@ -323,20 +279,3 @@ def _too_dear(full: Point) -> list[str]:
     if all("measure" in part.needs for part in parts):
         return [f"objective={objective} inside allocation={allocation} measures whole models within whole models"]
     return []
-
-
-def _with_condition(domain: Domain, stage: list[tuple[Point, str | None]]) -> Domain:
-    """`domain` with the shortest condition (fields dropped one by one) that tells when it comes up."""
-    yes = [before for before, name in stage if name == domain.name]
-    no = [before for before, name in stage if name != domain.name]
-    fields = [name for name in (*ORDER,) if any(name in before for before in (*yes, *no))]
-    for name in list(fields):
-        rest = [other for other in fields if other != name]
-        if not _projected(yes, rest) & _projected(no, rest):
-            fields = rest
-    conditions = sorted(_projected(yes, fields), key=repr)
-    return Domain(**{**domain.__dict__, "when": tuple(tuple(zip(fields, c, strict=True)) for c in conditions)})
-
-
-def _projected(points: list[Point], fields: Sequence[str]) -> set[tuple[Any, ...]]:
-    return {tuple(point.get(name) for name in fields) for point in points}

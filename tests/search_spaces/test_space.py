@@ -11,7 +11,8 @@ from attention.axes import Knob
 from attention.geometry import HeadGeometry
 from search_spaces.axes import GROUPING
 from search_spaces.planning import check_budget, make_plan
-from search_spaces.recipes import AXES, Recipe, RecipeError, broken_rules, recipe
+from search_spaces.recipes import AXES, Recipe, RecipeError, recipe
+from search_spaces.rules import broken_rules
 from search_spaces.space import ORDER, JointSpace
 
 
@@ -35,7 +36,7 @@ def test_every_sampled_point_is_a_valid_recipe(space, geometry) -> None:
     seen: dict[str, set] = {}
     for _ in range(300):
         chosen, ratio = space.to_recipe(space.sample(rng))
-        assert not broken_rules(chosen)
+        assert not broken_rules(chosen.to_dict())
         check_budget(chosen, ratio, geometry)
         for name in AXES:
             seen.setdefault(name, set()).add(getattr(chosen, name))

@@ -1,0 +1,88 @@
+"""What plans are made from: the heads, their statistics, and a way to measure a whole model.
+
+Legend: L layers, H query heads, U stored KV heads a layer (units).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from attention.calibration import Calibration
+from attention.conversion import convert
+from attention.geometry import HeadGeometry
+from attention.heads import LayerHeads
+from attention.plan import AttentionPlan, groups_of
+from search_spaces.recipes import AXES, Recipe
+from search_spaces.scores import language_loss
+
+Measure = Callable[[Recipe, AttentionPlan], float]
+
+
+@dataclass(frozen=True)
+class PlanningContext:
+    """What plans are made from.
+
+    `heads`: lifted, one entry a layer (`attention.conversion.lift`). `calibration` for parts that need statistics;
+    `model` for the layer-output score (rotary tables); `model` and `sequences` `[N, T]` for whole-model scores and
+    measured curves. `measure(recipe, plan)` is the loss in nats a token of the model converted so; by default the model
+    is converted and run on `sequences`. Raises ValueError if heads or statistics do not fit the geometry.
+    """
+
+    geometry: HeadGeometry
+    heads: Sequence[LayerHeads]
+    calibration: Calibration | None = None
+    model: PreTrainedModel | None = None
+    sequences: Tensor | None = None
+    measure: Measure | None = None
+    _similarities: dict[Any, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        layers, heads = self.geometry.num_layers, self.geometry.num_heads
+        counts = {(h.num_heads, h.k.shape[0], h.v.shape[0]) for h in self.heads}
+        if len(self.heads) != layers or counts != {(heads, heads, heads)}:
+            raise ValueError(
+                f"expected {layers} layers of {heads} lifted heads, got {len(self.heads)} layers of {sorted(counts)}; "
+                "use attention.conversion.lift"
+            )
+        if self.calibration is not None and len(self.calibration.layers) != layers:
+            raise ValueError(f"the calibration has {len(self.calibration.layers)} layers, the model {layers}")
+
+    @property
+    def units(self) -> tuple[tuple[int, ...], ...]:
+        """The query heads of each stored KV head."""
+        return groups_of(self.geometry.kv_map)
+
+    def loss_of(self, recipe: Recipe, plan: AttentionPlan) -> float:
+        """Loss of the model converted with the recipe's alignment and fusion. Raises ValueError without a model."""
+        if self.measure is not None:
+            return self.measure(recipe, plan)
+        if self.model is None or self.sequences is None:
+            raise ValueError(f"recipe {recipe.name} measures whole models; the context needs a model and sequences")
+        converted = convert(
+            self.model,
+            plan,
+            alignment=recipe.alignment,
+            fusion=recipe.fusion,
+            calibration=self.calibration,
+            alignment_settings=recipe.knobs("alignment"),
+            fusion_settings=recipe.knobs("fusion"),
+        )
+        return language_loss(converted, self.sequences)
+
+    def similarity(self, recipe: Recipe, layer: int, side: str) -> np.ndarray:
+        """The recipe's similarity of the units of one side, `[U, U]`, kept for the next recipe that asks."""
+        knobs = recipe.knobs("similarity")
+        key = (recipe.similarity, tuple(sorted(knobs.items())), layer, side)
+        if key not in self._similarities:
+            statistics = self.calibration.layers[layer] if self.calibration else None
+            part = AXES["similarity"].get(str(recipe.similarity))
+            full = part(self.heads[layer], statistics, self.geometry, side, **knobs)
+            first = [unit[0] for unit in self.units]  # the heads of a unit are identical
+            self._similarities[key] = full.double().cpu().numpy()[np.ix_(first, first)]
+        return self._similarities[key]

@@ -1,0 +1,84 @@
+"""What cannot be combined, and why. Declared once: recipes refuse it, and the joint space never proposes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from search_spaces.axes import ALLOCATION, GROUPING, OBJECTIVE, SIMILARITY
+
+
+def broken_rules(record: Mapping[str, Any]) -> list[str]:
+    """Reasons why the choices of `record` (fields of a recipe) do not go together; empty if they do.
+
+    The record may be partial: a rule applies once all fields that it reads are there.
+    """
+    reasons = (rule(*(record[name] for name in names)) for names, rule in RULES if all(n in record for n in names))
+    return [reason for reason in reasons if reason]
+
+
+def used(axis: str, chosen: Mapping[str, Any]) -> bool:
+    """Whether the chosen grouping (and objective) make use of an objective, or of a similarity."""
+    parts = [GROUPING.get(chosen["grouping"])]
+    if axis == "similarity" and chosen["objective"] is not None:
+        parts.append(OBJECTIVE.get(chosen["objective"]))
+    return any(axis in part.needs for part in parts)
+
+
+def _aligned_for_nothing(fusion: str, alignment: str) -> str | None:
+    if fusion == "least_squares" and alignment != "none":
+        return (
+            f"alignment={alignment} is pointless before fusion=least_squares, which finds its own maps; "
+            "use alignment=none"
+        )
+    return None
+
+
+def _objective_unused(grouping: str, objective: str | None) -> str | None:
+    needed = used("objective", {"grouping": grouping})
+    if needed and objective is None:
+        return f"grouping={grouping} needs an objective, one of {OBJECTIVE.names()}"
+    if not needed and objective is not None:
+        return f"grouping={grouping} scores nothing; objective must be left out, got {objective!r}"
+    return None
+
+
+def _not_additive(grouping: str, objective: str | None) -> str | None:
+    needs_cost = "group_cost" in GROUPING.get(grouping).needs
+    if needs_cost and objective is not None and "whole_partition" in OBJECTIVE.get(objective).needs:
+        return f"grouping={grouping} needs an additive group cost; objective={objective} scores whole partitions"
+    return None
+
+
+def _similarity_unused(grouping: str, objective: str | None, similarity: str | None) -> str | None:
+    needed = used("similarity", {"grouping": grouping, "objective": objective})
+    if needed and similarity is None:
+        return f"grouping={grouping} with objective={objective} needs a similarity, one of {SIMILARITY.names()}"
+    if not needed and similarity is not None:
+        return f"grouping={grouping} with objective={objective} uses no similarity; leave it out, got {similarity!r}"
+    return None
+
+
+def _no_cost_for_allocation(objective: str | None, allocation: str) -> str | None:
+    if "group_cost" not in ALLOCATION.get(allocation).needs:
+        return None
+    if objective is None or "whole_partition" in OBJECTIVE.get(objective).needs:
+        return f"allocation={allocation} needs an objective with a group cost, got objective={objective}"
+    return None
+
+
+def _split_counts(together: bool, allocation: str) -> str | None:
+    if together and "apart" in ALLOCATION.get(allocation).needs:
+        return f"allocation={allocation} gives keys and values counts of their own; set together to false"
+    return None
+
+
+RULES = (
+    (("fusion", "alignment"), _aligned_for_nothing),
+    (("grouping", "objective"), _objective_unused),
+    (("grouping", "objective"), _not_additive),
+    (("grouping", "objective", "similarity"), _similarity_unused),
+    (("objective", "allocation"), _no_cost_for_allocation),
+    (("together", "allocation"), _split_counts),
+)
+RULE_FIELDS = ("grouping", "objective", "similarity", "allocation", "alignment", "fusion", "together")
