@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from attention.collecting import collecting, evaluating
 from attention.geometry import HeadGeometry
+from attention.modeling import plan_of
 from attention.moments import Calibration, CalibrationError, LayerStatistics
 
 __all__ = [
@@ -74,11 +75,16 @@ def calibrate(
     its own dtype and evaluation mode, without gradients, and is left as it was; sums are taken in float32 and collected
     in float64 (the mixed moments in float32). `progress(done, total)` counts sequences; by default a line on stderr.
 
-    Raises ValueError if the tokens do not fit the model, and for an unsupported model.
+    Raises ValueError if the tokens do not fit the model, for an unsupported model and for a composed one.
     """
     geometry = HeadGeometry.from_config(model.config)
     check_sequences(sequences, geometry, sample_tokens)
     _checked_mixed(mixed)
+    if plan_of(model).composition is not None:
+        raise ValueError(
+            "a composed model (dcmha) cannot be calibrated: its attention weights are mixed across heads; "
+            "calibrate the checkpoint that it was converted from"
+        )
     sampled = min(sample_tokens // sequences.shape[1], len(sequences))
     batches = sequences.split(batch_size)
     with collecting(model, geometry, mixed, sampled) as collectors, evaluating(model), _shown(progress) as show:

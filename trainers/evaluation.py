@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention.grouped import cache_bytes
 from trainers.losses import kl, language_modelling
 
 
@@ -68,11 +69,10 @@ def evaluate(
 
 
 def measure_cache(model: Any, tokens: int) -> int:
-    """Bytes of all key and value tensors that the cache really holds after a prefill of `tokens` tokens, batch 1."""
+    """Bytes that the cache really holds after a prefill of `tokens` tokens, batch 1 (see `cache_bytes`)."""
     ids = torch.zeros(1, tokens, dtype=torch.int64, device=next(model.parameters()).device)
     with _evaluating(model):
-        layers = model(ids, use_cache=True).past_key_values.layers
-    return sum(t.numel() * t.element_size() for layer in layers for t in (layer.keys, layer.values))
+        return cache_bytes(model(ids, use_cache=True).past_key_values)
 
 
 def decode_speed(model: Any, prompt: Tensor, new: int) -> Speed:

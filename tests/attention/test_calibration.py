@@ -336,3 +336,13 @@ def test_a_gqa_checkpoint_and_its_lift_calibrate_alike(tiny_model: Tiny, tiny_to
         strict=True,
     ):
         torch.testing.assert_close(got.mixed_moment, wanted.mixed_moment, rtol=1e-4, atol=1e-5)
+
+
+def test_a_composed_model_is_refused(tiny_model) -> None:
+    """Its attention weights are mixed across heads and do not sum to one; the moments would be wrong in silence."""
+    from attention.conversion import convert
+    from attention.plan import AttentionPlan, Composition, LayerPlan
+
+    plan = AttentionPlan((LayerPlan.identity(4),) * 2, 8, composition=Composition())
+    with pytest.raises(ValueError, match="composed model .* cannot be calibrated"):
+        calibrate(convert(tiny_model("llama"), plan), torch.zeros(2, 8, dtype=torch.long))
