@@ -97,7 +97,7 @@ class Page:
         )
 
     async def save(self, file: Path) -> None:
-        await asyncio.sleep(2.0)  # animations
+        await asyncio.sleep(4.0)  # charts further down, animations
         file.write_bytes(base64.b64decode((await self.call("Page.captureScreenshot", format="png"))["data"]))
 
 
@@ -114,6 +114,7 @@ def _view_state(experiment: str, columns: list[str], parent: str) -> str:
         "selectedColumns": columns,
         "columnOrder": [],
         "columnWidths": {},
+        "chartsSearchFilter": "^(loss|kl|train_loss)$",
         "runsExpanded": {parent: True},
         "runsPinned": [],
         "runsHidden": [],
@@ -137,8 +138,8 @@ def _view_state(experiment: str, columns: list[str], parent: str) -> str:
 
 async def _take(tab: str, server: str, runs: dict[str, Any], out: Path) -> None:
     shown = f"{json.dumps(runs['names'])}.every(name => document.body.innerText.includes(name))"
-    lines = f"document.querySelectorAll('.js-plotly-plot .scatterlayer .trace').length >= {len(runs['names']) - 1}"
-    pages = {"TABLE": ("mlflow-runs.png", shown), "CHART": ("mlflow-charts.png", f"{shown} && {lines}")}
+    drawn = "document.querySelectorAll('.js-plotly-plot .scatterlayer .trace').length > 0"
+    pages = {"TABLE": ("mlflow-runs.png", shown), "CHART": ("mlflow-charts.png", f"{shown} && {drawn}")}
     async with aiohttp.ClientSession() as session, session.ws_connect(tab, max_msg_size=0) as socket:
         page = Page(socket)
         await page.call("Page.enable")
