@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from attention import mlp
 from attention.alignment import ALIGNMENT
 from attention.calibration import Calibration
 from attention.composition import reset
@@ -58,9 +59,17 @@ def assemble(model: PreTrainedModel, plan: AttentionPlan, heads: Sequence[LayerH
     family = family_of(new.config)
     for module, layer in zip(family.attention_modules(new), heads, strict=True):
         family.write(module, layer.to(model.device))
+    if plan.mlp_shares or plan_of(model).mlp_shares:
+        mlp.copy(model, new)
     if model.generation_config is not None:
         new.generation_config = model.generation_config
     return new.train(model.training)
+
+
+def unshare(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model with every layer owning its weights; the given one if nothing is shared."""
+    plan = plan_of(model)
+    return assemble(model, plan.unshared, read_layers(model)) if plan.is_shared else model
 
 
 def check_composition(old: AttentionPlan, new: AttentionPlan) -> None:

@@ -19,6 +19,8 @@ from attention.families import Family, families, family_of
 from attention.geometry import HeadGeometry
 from attention.grouped import NAME, attach, make_uneven
 from attention.plan import AttentionPlan, LayerPlan, PlanError
+from attention.shared_heads import share, sharing_layers
+from attention.shared_weights import SharedProjection
 
 PREFIX = "headfold_"
 
@@ -46,14 +48,21 @@ class HeadfoldMixin:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         modules = self.family.attention_modules(self)  # type: ignore[arg-type]
         for index, (module, layer) in enumerate(zip(modules, plan.layers, strict=True)):
-            self.family.reshape(module, geometry, layer)
+            separate = self.family.separate if index in sharing_layers(plan) else None
+            (separate or self.family.reshape)(module, geometry, layer)
             attach(module, layer)
             if plan.composition is not None:
                 made = HeadComposition(plan.num_heads, geometry.hidden_size, plan.composition, index)
                 attach_composition(module, made)
+        share(self, plan)  # type: ignore[arg-type]
         self.plan = plan
         # Any other implementation would ignore the maps.
         self.config._attn_implementation = NAME  # type: ignore[attr-defined]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)  # type: ignore[misc]
+        if isinstance(module, SharedProjection):
+            module.reset_parameters()
 
     def initialize_weights(self) -> None:
         """Called by transformers once the weights are read: composition that the checkpoint lacks starts afresh."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -116,7 +116,10 @@ class LayerPlan:
 
 @dataclass(frozen=True, order=True)
 class HeadShare:
-    """Head `head` of layer `layer` uses the Q, K, V weights of head `source_head` of an earlier layer (paper 004)."""
+    """Head `head` of layer `layer` uses the Q, K, V weights of head `source_head` of an earlier layer (paper 004).
+
+    In `AttentionPlan.mlp_shares` the same of MLP blocks: their neurons, in and out, are those of the earlier block.
+    """
 
     layer: int
     head: int
@@ -198,12 +201,16 @@ class Composition:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The maps of all layers, the shared heads, and the composition. An invalid plan cannot be constructed."""
+    """The maps of all layers, the shared heads, and the composition. An invalid plan cannot be constructed.
+
+    `mlp_shares`: shared blocks of the MLPs, each MLP split into as many blocks as a layer has query heads.
+    """
 
     layers: tuple[LayerPlan, ...]
     head_dim: int
     shares: tuple[HeadShare, ...] = ()
     composition: Composition | None = None
+    mlp_shares: tuple[HeadShare, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -214,17 +221,35 @@ class AttentionPlan:
         for index, layer in enumerate(self.layers):
             if layer.num_heads != heads:
                 raise PlanError(f"layer {index}: key_map has {layer.num_heads} query heads, layer 0 has {heads}")
-        for s in self.shares:
-            if s.layer >= len(self.layers) or not (0 <= s.head < heads and 0 <= s.source_head < heads):
-                raise PlanError(f"share {s} lies outside {len(self.layers)} layers of {heads} heads")
-        if self.shares != resolve_shares(self.shares):
-            raise PlanError("shares must be sorted and resolved to their roots; use resolve_shares()")
+        for name, shares in (("shares", self.shares), ("mlp_shares", self.mlp_shares)):
+            for s in shares:
+                if s.layer >= len(self.layers) or not (0 <= s.head < heads and 0 <= s.source_head < heads):
+                    raise PlanError(f"{name}: {s} lies outside {len(self.layers)} layers of {heads} heads")
+            if shares != resolve_shares(shares):
+                raise PlanError(f"{name} must be sorted and resolved to their roots; use resolve_shares()")
+        for index in sorted({i for s in self.shares for i in (s.layer, s.source_layer)}):
+            if not self.layers[index].is_identity:
+                raise PlanError(
+                    f"layer {index}: a shared head brings its own key and value, so the layers that share must keep "
+                    f"all {heads} key and value heads, got key_map {self.layers[index].key_map} and value_map "
+                    f"{self.layers[index].value_map}; group the heads or share them, not both"
+                )
         if self.composition and heads % self.composition.groups:
             raise PlanError(f"composition: groups must divide the {heads} heads, got {self.composition.groups}")
 
     @classmethod
     def identity(cls, num_layers: int, num_heads: int, head_dim: int) -> AttentionPlan:
         return cls(tuple(LayerPlan.identity(num_heads) for _ in range(num_layers)), head_dim)
+
+    @property
+    def is_shared(self) -> bool:
+        """True if some weights serve several layers."""
+        return bool(self.shares or self.mlp_shares)
+
+    @property
+    def unshared(self) -> AttentionPlan:
+        """The plan with every layer owning its weights."""
+        return replace(self, shares=(), mlp_shares=())
 
     # ---- cost -------------------------------------------------------------------------------------------------
 
@@ -269,7 +294,7 @@ class AttentionPlan:
         return (
             all(layer.is_uniform_gqa for layer in self.layers)
             and len({layer.key_heads for layer in self.layers}) == 1
-            and not self.shares
+            and not self.is_shared
             and self.composition is None
         )
 
@@ -284,6 +309,8 @@ class AttentionPlan:
             "shares": [asdict(share) for share in self.shares],
             "composition": asdict(self.composition) if self.composition else None,
         }
+        if self.mlp_shares:  # left out when empty, so that plans from before it keep their digests
+            record["mlp_shares"] = [asdict(share) for share in self.mlp_shares]
         return json.dumps(record, sort_keys=True, separators=(",", ":"))
 
     @classmethod
@@ -296,14 +323,15 @@ class AttentionPlan:
         if not isinstance(record, dict) or record.get("format") != FORMAT:
             found = record.get("format") if isinstance(record, dict) else type(record).__name__
             raise PlanError(f"a plan must be a JSON object with format {FORMAT}, got {found!r}")
-        unknown = sorted(set(record) - {"format", "head_dim", "layers", "shares", "composition"})
+        unknown = sorted(set(record) - {"format", "head_dim", "layers", "shares", "composition", "mlp_shares"})
         if unknown:
             raise PlanError(f"a plan has no field {unknown[0]!r}")
         try:
             layers = tuple(_layer(index, item) for index, item in enumerate(record["layers"]))
             shares = tuple(HeadShare(**item) for item in record.get("shares", ()))
             composition = Composition(**record["composition"]) if record.get("composition") else None
-            return cls(layers, record["head_dim"], shares, composition)
+            mlp_shares = tuple(HeadShare(**item) for item in record.get("mlp_shares", ()))
+            return cls(layers, record["head_dim"], shares, composition, mlp_shares)
         except (KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"a plan record is incomplete or of the wrong type: {error}") from None
 

@@ -31,6 +31,8 @@ class Family:
     nothing, so that the converted model is bit-equal.
     `write(module, heads)`: copy heads into projections of matching shapes.
     `plain_config(config, kv_heads)`: the config of the same family with `kv_heads` KV heads, or None if it has none.
+    `separate(module, geometry, plan)`: for families that fuse their projections, `reshape` that makes them separate for
+    an identity plan too, as layers that share weights need them.
     `query_norm`: the attention module's attribute that normalises queries after projection, if there is such a norm.
     """
 
@@ -44,6 +46,7 @@ class Family:
     write: Callable[[nn.Module, LayerHeads], None]
     plain_config: Callable[[Any, int], PretrainedConfig | None]
     query_norm: str = "q_norm"
+    separate: Callable[[nn.Module, HeadGeometry, LayerPlan], None] | None = None
 
 
 @cache

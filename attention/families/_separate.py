@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
 from attention.plan import LayerPlan
+from attention.shared_weights import SharedRows
 
 
 def geometry(config: Any, *, family: str, qkv_bias: bool, output_bias: bool, qk_norm: bool = False) -> HeadGeometry:
@@ -89,6 +90,9 @@ def write_qkv(module: Any, heads: LayerHeads) -> None:
         (module.k_proj, heads.k, heads.k_bias),
         (module.v_proj, heads.v, heads.v_bias),
     ):
+        if isinstance(linear, SharedRows):  # the weight that it shows is put together anew: copying there is lost
+            linear.write(weight, bias)
+            continue
         linear.weight.copy_(weight.reshape(linear.weight.shape))
         if linear.bias is not None and bias is not None:
             linear.bias.copy_(bias.reshape(-1))

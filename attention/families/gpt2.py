@@ -90,9 +90,13 @@ def read(module: Any, geometry: HeadGeometry) -> LayerHeads:
     return LayerHeads(q, k, v, o, q_bias, k_bias, v_bias, o_bias)
 
 
+def separate(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
+    _uneven.separate(module, "c_attn", UnevenGPT2Attention, geometry, plan)
+
+
 def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
     if not plan.is_identity:
-        _uneven.separate(module, "c_attn", UnevenGPT2Attention, geometry, plan)
+        separate(module, geometry, plan)
 
 
 @torch.no_grad()
@@ -119,4 +123,5 @@ FAMILY = Family(
     reshape=reshape,
     write=write,
     plain_config=_uneven.plain_config,
+    separate=separate,
 )

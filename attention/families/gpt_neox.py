@@ -87,9 +87,13 @@ def read(module: Any, geometry: HeadGeometry) -> LayerHeads:
     return LayerHeads(q, k, v, o, q_bias, k_bias, v_bias, None if dense.bias is None else dense.bias.detach())
 
 
+def separate(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
+    _uneven.separate(module, "query_key_value", UnevenGPTNeoXAttention, geometry, plan)
+
+
 def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
     if not plan.is_identity:
-        _uneven.separate(module, "query_key_value", UnevenGPTNeoXAttention, geometry, plan)
+        separate(module, geometry, plan)
 
 
 @torch.no_grad()
@@ -116,4 +120,5 @@ FAMILY = Family(
     reshape=reshape,
     write=write,
     plain_config=_uneven.plain_config,
+    separate=separate,
 )

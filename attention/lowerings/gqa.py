@@ -16,12 +16,13 @@ from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from attention import checkpoint
+from attention.conversion import unshare
 from attention.export import TARGETS, Lowered
 from attention.families import family_of
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.modeling import plan_of
-from attention.plan import LayerPlan
+from attention.plan import AttentionPlan, LayerPlan
 
 Pairs = dict[tuple[int, int], list[int]]
 
@@ -84,12 +85,25 @@ def _stock_model(model: PreTrainedModel, heads: int, kv_heads: int) -> PreTraine
     return MistralForCausalLM._from_config(MistralConfig(**fields, sliding_window=None), dtype=model.dtype)
 
 
+def written_out(plan: AttentionPlan) -> tuple[str, ...]:
+    """A note about shared weights, which stock formats do not have; none if nothing is shared."""
+    if not plan.is_shared:
+        return ()
+    return (
+        f"{len(plan.shares)} shared heads and {len(plan.mlp_shares)} shared MLP blocks are written out: stock formats "
+        "hold a copy of its own for every layer, so the file and the memory are those of the unshared model",
+    )
+
+
 @TARGETS.part("gqa", source="Ainslie 2023, section 2; padding: zero heads")
 def lower(model: PreTrainedModel) -> Lowered:
     """The stock GQA form of a Headfold model. Raises ValueError for a composed plan, which has none."""
     plan = plan_of(model)
     if plan.composition is not None:
         raise ValueError("a plan with composition (dcmha) has no stock form; serve it with Headfold")
+    if plan.is_shared:
+        lowered = lower(unshare(model))
+        return replace(lowered, notes=(*lowered.notes, *written_out(plan)))
     if plan.is_uniform_gqa:
         plain = checkpoint.to_plain(model) if hasattr(model, "plan") else model
         return Lowered(plain, exact=True, notes=("heads permuted; nothing added",))

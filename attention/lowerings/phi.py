@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PhiConfig, PreTrainedModel
 
-from attention.conversion import build
+from attention.conversion import build, unshare
 from attention.export import TARGETS, Lowered
 from attention.families import families, family_of
 from attention.geometry import HeadGeometry
@@ -67,6 +67,7 @@ def _copy(target: Any, weight: Tensor, bias: Tensor | None) -> None:
 @torch.no_grad()
 def as_phi(model: PreTrainedModel) -> PreTrainedModel:
     """A Headfold Phi with the plan of a (Headfold or stock) GPT-NeoX and equal logits."""
+    model = unshare(model)  # each layer's norm is folded into its own projections
     phi = build(phi_config(model.config), plan_of(model), model.dtype)
     nn.Module.to(phi, model.device)
     source: Any = model.get_decoder()
@@ -94,4 +95,4 @@ def lower(model: PreTrainedModel) -> Lowered:
     """The stock Phi form of a GPT-NeoX. Raises ValueError for another family, a serial residual or composition."""
     lowered = gqa.lower(as_phi(model))
     note = "layer norms' scales and shifts folded into the projections that read them"
-    return replace(lowered, notes=(*lowered.notes, note), folded=True)
+    return replace(lowered, notes=(*lowered.notes, note, *gqa.written_out(plan_of(model))), folded=True)

@@ -1,0 +1,49 @@
+"""What a model weighs: parameters, bytes held in memory, bytes on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from attention.geometry import HeadGeometry
+from attention.mlp import block_size, mlp_sites
+from attention.plan import AttentionPlan
+
+
+def parameters(model: nn.Module) -> int:
+    """Parameters of a model; one that serves several places counts once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def resident_bytes(model: nn.Module) -> int:
+    """Bytes of memory that the parameters and buffers hold; memory that several tensors look at counts once."""
+    storages = (t.untyped_storage() for t in (*model.parameters(), *model.buffers()))
+    return sum({(storage.device, storage.data_ptr()): storage.nbytes() for storage in storages}.values())
+
+
+def file_bytes(folder: str | Path) -> int:
+    """Bytes of the weight files of a checkpoint folder. Raises ValueError if there are none."""
+    files = list(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"no safetensors files in {str(folder)!r}")
+    return sum(path.stat().st_size for path in files)
+
+
+def saved_parameters(model: nn.Module, plan: AttentionPlan) -> int:
+    """Parameters that the shares of `plan` save in `model`'s architecture, exactly.
+
+    A shared head saves its q, k and v rows with their biases; a shared MLP block its rows of the input projections
+    with their biases and its columns of the output projection.
+    """
+    config = model.config
+    geometry = HeadGeometry.from_config(config)
+    biases = geometry.query_bias + geometry.key_bias + geometry.value_bias
+    head = geometry.head_dim * (3 * geometry.hidden_size + biases)
+    saved = len(plan.shares) * head
+    if plan.mlp_shares:
+        site = mlp_sites(model)[0]  # type: ignore[arg-type]
+        inputs = [site.projection(name) for name in site.inputs]
+        neuron = sum(p.in_features + (p.bias is not None) for p in inputs) + site.projection(site.output).out_features
+        saved += len(plan.mlp_shares) * block_size(site.neurons, plan.num_heads) * neuron
+    return saved

@@ -1,0 +1,206 @@
+"""Shared heads and MLP blocks: the same model as one with the heads copied by hand, with every weight held once."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from attention import checkpoint, export, mlp
+from attention.conversion import assemble, convert, read_layers, unshare
+from attention.families import families, family_of
+from attention.geometry import HeadGeometry
+from attention.modeling import plan_of
+from attention.plan import AttentionPlan, HeadShare, LayerPlan, PlanError
+from attention.shared_weights import SharedColumns, SharedRows, shared_projections, sharing_modules
+from attention.sizes import file_bytes, parameters, resident_bytes, saved_parameters
+
+# Layer 1 is borrower and lender; layer 2 borrows one head twice, and another out of order; layer 3 owns none.
+SHARES = (
+    HeadShare(1, 0, 0, 3), HeadShare(1, 2, 0, 1),
+    HeadShare(2, 1, 0, 2), HeadShare(2, 2, 1, 3), HeadShare(2, 3, 0, 2),
+    HeadShare(3, 0, 0, 0), HeadShare(3, 1, 1, 1), HeadShare(3, 2, 2, 0), HeadShare(3, 3, 0, 0),
+)  # fmt: skip
+LAYERS = (LayerPlan.identity(4),) * 4
+HEADS = AttentionPlan(LAYERS, 8, SHARES)
+BLOCKS = AttentionPlan(LAYERS, 8, mlp_shares=SHARES)
+BOTH = AttentionPlan(LAYERS, 8, SHARES, mlp_shares=SHARES)
+IDS = torch.arange(48).view(2, 24) * 5 % 64
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def four(tiny_model, name: str, **settings: Any) -> Any:
+    return tiny_model(name, num_hidden_layers=4, **settings)
+
+
+@torch.no_grad()
+def copied_by_hand(model, plan: AttentionPlan):
+    """A stock model in which every shared head is a copy of its source, written head by head."""
+    model = copy.deepcopy(model)
+    family, geometry = family_of(model.config), HeadGeometry.from_config(model.config)
+    modules = family.attention_modules(model)
+    for s in plan.shares:
+        source, target = (family.read(modules[i], geometry).to(copy=True) for i in (s.source_layer, s.layer))
+        for name in ("q", "k", "v", "q_bias", "k_bias", "v_bias"):
+            if getattr(target, name) is not None:
+                getattr(target, name)[s.head] = getattr(source, name)[s.source_head]
+        family.write(modules[s.layer], target)
+    for s in plan.mlp_shares:
+        source, target = (mlp.mlp_sites(model)[i] for i in (s.source_layer, s.layer))
+        size = source.neurons // plan.num_heads
+        mine, theirs = (
+            slice(s.head * size, (s.head + 1) * size),
+            slice(s.source_head * size, (s.source_head + 1) * size),
+        )
+        for name in source.inputs:
+            old, new = source.projection(name), target.projection(name)
+            new.weight[mine] = old.weight[theirs]
+            if new.bias is not None:
+                new.bias[mine] = old.bias[theirs]
+        target.projection(target.output).weight[:, mine] = source.projection(source.output).weight[:, theirs]
+    return model
+
+
+@pytest.mark.parametrize("kind", [SharedRows, SharedColumns])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("borrowed", [{1: 2}, {0: 1, 2: 1, 3: 0}, {0: 0, 1: 1, 2: 2, 3: 3}])
+def test_forward_and_gradients_are_those_of_the_whole_weight(kind, bias: bool, borrowed: dict[int, int]) -> None:
+    """17 features in 4 blocks of 4, one over; against one linear layer with a weight put together block by block."""
+    torch.manual_seed(0)
+    shape = (6, 17) if kind is SharedRows else (17, 6)
+    lender = nn.Linear(*shape, bias=bias, dtype=torch.float64)
+    shared = kind(lender, 4, 4, {mine: (lender, theirs) for mine, theirs in borrowed.items()})
+    assert not [name for name, _ in shared.named_parameters() if "lender" in name]
+    x = torch.randn(3, 5, shape[0], dtype=torch.float64)
+    weight, place = [], 0
+    cut = (lambda w, a, b: w[a:b]) if kind is SharedRows else (lambda w, a, b: w[:, a:b])
+    for block in range(4):
+        if block in borrowed:
+            weight.append(cut(lender.weight, 4 * borrowed[block], 4 * borrowed[block] + 4))
+        else:
+            weight.append(cut(shared.own_weight, place, place + 4))
+            place += 4
+    weight = torch.cat([*weight, cut(shared.own_weight, place, place + 1)], kind.dim)
+    assert torch.equal(shared.weight, weight) and shared.weight.shape == lender.weight.shape
+    found, wanted = shared(x), F.linear(x, weight, shared.bias)
+    torch.testing.assert_close(found, wanted)
+    out = torch.randn_like(found)
+    leaves = [*lender.parameters(), *shared.parameters()]
+    theirs = torch.autograd.grad(wanted, leaves, out, allow_unused=True)
+    for a, b in zip(torch.autograd.grad(found, leaves, out, allow_unused=True), theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", sorted(families()))
+def test_logits_are_those_of_heads_copied_by_hand(name: str, tiny_model) -> None:
+    model = four(tiny_model, name)
+    plan = HEADS if name == "gpt2" else BOTH
+    shared: Any = convert(model, plan)
+    wanted: Any = copied_by_hand(model, plan)
+    assert torch.allclose(logits(shared), logits(wanted), atol=1e-4)
+    assert not torch.allclose(logits(shared), logits(model), atol=1e-2)
+    assert parameters(model) - parameters(shared) == saved_parameters(model, plan) > 0
+    ids = shared.generate(IDS[:, :5], max_new_tokens=6, do_sample=False)
+    assert torch.equal(ids, wanted.generate(IDS[:, :5], max_new_tokens=6, do_sample=False))
+
+
+def test_blocks_of_a_gpt2_are_refused(tiny_model) -> None:
+    with pytest.raises(ValueError, match="gpt2.*cannot be shared.*attention heads only"):
+        convert(four(tiny_model, "gpt2"), BLOCKS)
+
+
+def test_what_is_left_over_when_heads_do_not_divide_the_mlp(tiny_model) -> None:
+    """50 neurons in 4 blocks of 12: the last two are never shared."""
+    model = four(tiny_model, "llama", intermediate_size=50)
+    shared = convert(model, BLOCKS)
+    assert torch.allclose(logits(shared), logits(copied_by_hand(model, BLOCKS)), atol=1e-4)
+    assert parameters(model) - parameters(shared) == len(SHARES) * 12 * 3 * 32 == saved_parameters(model, BLOCKS)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "opt", "gpt_neox"])
+def test_saved_once_and_read_back(name: str, tiny_model, tmp_path: Path) -> None:
+    model = four(tiny_model, name)
+    whole = file_bytes(checkpoint.save(convert(model, BOTH.unshared), tmp_path / "whole", plain=False))
+    shared = convert(model, BOTH)
+    folder = checkpoint.save(shared, tmp_path / "shared")
+    back = checkpoint.load(folder)
+    assert plan_of(back) == BOTH and torch.equal(logits(back), logits(shared))
+    saved = 4 * saved_parameters(model, BOTH)
+    assert abs(whole - file_bytes(folder) - saved) < 4096  # names and offsets in the headers
+    assert resident_bytes(convert(model, BOTH.unshared)) - resident_bytes(back) == saved
+
+
+def test_gradients_of_all_users_add_up(tiny_model) -> None:
+    """The gradient of a lent head is the sum over the copies in a model where each layer has its own."""
+    model = four(tiny_model, "llama")
+    shared, apart = convert(model, HEADS), copied_by_hand(model, HEADS)
+    each: Any
+    for each in (shared, apart):
+        each(IDS, labels=IDS).loss.backward()
+    modules: Any = family_of(apart.config).attention_modules(apart)
+    lent: Any = family_of(shared.config).attention_modules(shared)[0]
+    grads = [m.v_proj.weight.grad.unflatten(0, (4, 8)) for m in modules]
+    for head in range(4):
+        users = [s for s in SHARES if (s.source_layer, s.source_head) == (0, head)]
+        wanted = sum((grads[s.layer][s.head] for s in users), grads[0][head])
+        found = lent.v_proj.weight.grad.unflatten(0, (4, 8))[head]
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_copies_are_models_of_their_own(tiny_model) -> None:
+    shared: Any = convert(four(tiny_model, "llama"), BOTH)
+    other = copy.deepcopy(shared)
+    inside = {id(p) for p in other.parameters()}
+    assert all(id(p) in inside for m in shared_projections(other) for p in m.lent())
+    before = logits(shared)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert torch.equal(logits(shared), before)
+    assert logits(shared.to(torch.float64)).dtype == torch.float64
+
+
+def test_sharing_can_be_undone_and_done_again(tiny_model) -> None:
+    model = four(tiny_model, "phi")
+    shared = convert(model, BOTH)
+    whole = unshare(shared)
+    assert not plan_of(whole).is_shared and parameters(whole) == parameters(model)
+    assert torch.allclose(logits(whole), logits(shared), atol=1e-4)
+    again = assemble(whole, BOTH, read_layers(whole))
+    assert torch.equal(logits(again), logits(shared))
+    assert unshare(whole) is whole
+
+
+@pytest.mark.parametrize(("name", "target"), [("llama", "gqa"), ("qwen2", "gqa"), ("gpt_neox", "phi")])
+def test_export_writes_shared_heads_out(name: str, target: str, tiny_model, tmp_path: Path) -> None:
+    model = four(tiny_model, name)
+    shared = convert(model, BOTH)
+    report = export.export(checkpoint.save(shared, tmp_path / "shared"), target, tmp_path / "stock")
+    assert report.exact and any("9 shared heads and 9 shared MLP blocks are written out" in n for n in report.notes)
+    assert report.max_logit_difference < 1e-4 * max(report.max_logit, 1)
+
+
+def test_adapters_are_told_which_projections_share(tiny_model) -> None:
+    shared = convert(four(tiny_model, "llama"), AttentionPlan(LAYERS, 8, (HeadShare(2, 1, 1, 0),)))
+    wanted = {f"model.layers.{i}.self_attn.{p}_proj" for i in (1, 2) for p in "qkv"}
+    assert sharing_modules(shared) == wanted and sharing_modules(unshare(shared)) == set()
+
+
+def test_plans_that_cannot_be() -> None:
+    with pytest.raises(PlanError, match="layer 1: a shared head brings its own key.*not both"):
+        AttentionPlan((LayerPlan.identity(2), LayerPlan((0, 0), (0, 0))), 8, (HeadShare(1, 0, 0, 0),))
+    with pytest.raises(PlanError, match="mlp_shares.*outside 2 layers"):
+        AttentionPlan((LayerPlan.identity(2),) * 2, 8, mlp_shares=(HeadShare(1, 2, 0, 0),))
+
+
+def test_digests_without_mlp_shares_are_the_old_ones() -> None:
+    assert "mlp_shares" not in HEADS.to_json()
+    assert AttentionPlan.identity(2, 4, 8).digest == "fd4bc46a89bcbcca"
+    assert AttentionPlan.from_json(BOTH.to_json()) == BOTH and BOTH.digest != HEADS.digest
