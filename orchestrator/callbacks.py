@@ -6,6 +6,7 @@ Tune pickles its callbacks for `Tuner.restore`, so they hold paths, ids and plai
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
 from pathlib import Path
@@ -161,12 +162,18 @@ class SearchLog(Callback):
 
 
 def error_of(trial: Any) -> str:
-    """The last line of a trial's error that says something."""
-    if trial.error_file and Path(trial.error_file).exists():
-        text = Path(trial.error_file).read_text(encoding="utf-8", errors="replace")
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return lines[-1] if lines else "unknown error"
-    return "unknown error"
+    """What went wrong in a trial, in one line: the last exception of its log, else the last line."""
+    if not trial.error_file or not Path(trial.error_file).exists():
+        return "unknown error"
+    return last_error(Path(trial.error_file).read_text(encoding="utf-8", errors="replace"))
+
+
+def last_error(text: str) -> str:
+    """The last line of a traceback that names an exception and says something; Ray's own wrappers come last."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"([\w.]+\.)?\w*(Error|Exception|Diverged|Interrupt)\b.*: .", line)]
+    own = [line for line in named if not line.startswith("ray.exceptions.")]
+    return (own or named or lines or ["unknown error"])[-1][:1000]
 
 
 def progress_line(records: list[TrialRecord], expected: int, rungs: int, base_loss: float, elapsed: float) -> str:

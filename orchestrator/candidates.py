@@ -117,14 +117,23 @@ def named_candidates(config: SearchConfig, geometry: HeadGeometry) -> tuple[Cand
     recipes.sort(key=lambda recipe: recipe.name != config.search.baseline)
     for budget in config.search.budgets:
         for recipe in recipes:
-            try:
-                check_budget(recipe, budget, geometry)
-            except ValueError as error:
+            if reason := _cannot_meet(recipe, budget, geometry):
+                known = [f"{k / geometry.num_heads:g}" for k in range(1, geometry.num_heads + 1)]
+                possible = [ratio for ratio in known if _cannot_meet(recipe, float(ratio), geometry) is None]
                 raise ConfigError(
-                    f"search.budgets: got {budget:g}, which recipe {recipe.name} cannot meet: {error}"
-                ) from None
+                    f"search.budgets: got {budget:g}, which recipe {recipe.name} cannot meet on this checkpoint "
+                    f"({reason}); it can meet {', '.join(possible) or 'none'}"
+                )
     rates = config.learning_rates
     return tuple(Candidate(r, b, lr) for r in recipes for b in config.search.budgets for lr in rates)
+
+
+def _cannot_meet(recipe: Recipe, budget: float, geometry: HeadGeometry) -> str | None:
+    try:
+        check_budget(recipe, budget, geometry)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def candidate_space(config: SearchConfig, geometry: HeadGeometry) -> CandidateSpace:

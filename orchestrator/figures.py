@@ -102,7 +102,7 @@ def rungs_figure(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> Figu
 
 def budgets_figure(plans: Mapping[str, AttentionPlan]) -> Figure:
     """Kept key heads and value heads in each layer, one row a plan and side."""
-    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
+    with matplotlib.rc_context(STYLE):
         rows = [
             (f"{name}  {side}", [getattr(layer, f"{side}_heads") for layer in plan.layers])
             for name, plan in plans.items()
@@ -112,6 +112,7 @@ def budgets_figure(plans: Mapping[str, AttentionPlan]) -> Figure:
         heads = max(plan.num_heads for plan in plans.values())
         figure = Figure(figsize=(7, 0.9 + 0.32 * len(rows)), layout="constrained")
         axes = figure.add_subplot()
+        axes.grid(False)
         axes.imshow(table, cmap="Blues", vmin=0, vmax=heads, aspect="auto")
         if table.shape[1] <= 16:
             for (row, column), count in np.ndenumerate(table):

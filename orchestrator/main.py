@@ -19,6 +19,7 @@ if sys.path and Path(sys.path[0] or ".").resolve() == REPOSITORY / "orchestrator
 import typer  # noqa: E402
 
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+PACKAGES = ("attention", "search_spaces", "trainers", "orchestrator")
 
 app = typer.Typer(
     name="headfold",
@@ -216,6 +217,8 @@ def _quiet() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, imported by transformers, warns on import
 
 
 def run() -> None:
@@ -223,14 +226,28 @@ def run() -> None:
     _quiet()
     try:
         app(standalone_mode=True)
-    except ValueError as error:
-        _fail(str(error), USER_ERROR)
     except KeyboardInterrupt:
         _fail("interrupted", INTERRUPTED)
     except Exception as error:
         if os.environ.get("HEADFOLD_TRACEBACK"):
             raise
+        if _mistake(error):
+            _fail(str(error), USER_ERROR)
         _fail(f"{type(error).__name__}: {error} (set HEADFOLD_TRACEBACK=1 for the traceback)", FAILURE)
+
+
+def _mistake(error: Exception) -> bool:
+    """Whether our own code raised a ValueError: that is how all four packages report what a user can mend. One that
+    comes from a library below is a failure of ours."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return isinstance(error, ValueError) and trace is not None and _ours(trace.tb_frame.f_code.co_filename)
+
+
+def _ours(file: str) -> bool:
+    path = Path(file).resolve()
+    return any((REPOSITORY / name) in path.parents for name in PACKAGES)
 
 
 if __name__ == "__main__":

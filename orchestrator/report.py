@@ -17,7 +17,8 @@ LIMIT = 3_000_000
 
 STYLE = """
 :root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 60rem; margin: 0 auto; padding: 1rem; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 60rem;
+  margin: 0 auto; padding: 1rem; }
 h1 { font-size: 1.5rem; margin: .5rem 0; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
 p.lead { margin: .25rem 0 1rem; color: #444; }
 figure { margin: 0; } svg { width: 100%; height: auto; max-width: 46rem; display: block; }

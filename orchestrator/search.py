@@ -33,13 +33,17 @@ INTERRUPTED = 130
 
 @dataclass
 class SearchOutcome:
-    """What came out of a search. `exit_code`: 0 if there is a front and every promotion step ran, 130 if interrupted,
-    else 1; single failed trials are told and do not count as a failure of the search."""
+    """What came out of a search.
+
+    `exit_code`: 130 if interrupted; 1 if no trial gave a result, the baseline failed at a budget (nothing can be
+    compared there), or a step of the promotion failed; else 0. Other failed trials are told, and the search stands.
+    """
 
     folder: Path
     tracking: str
     base: dict[str, Any]
     trials: list[TrialRecord]
+    baseline: str
     promotion: dict[str, Any] = field(default_factory=dict)
     interrupted: bool = False
     report: str | None = None
@@ -52,7 +56,9 @@ class SearchOutcome:
     def exit_code(self) -> int:
         if self.interrupted:
             return INTERRUPTED
-        return 0 if self.front and not self.promotion.get("failed") else 1
+        compared = {t.kv_ratio for t in self.trials if t.usable and t.recipe == self.baseline}
+        complete = compared == {t.kv_ratio for t in self.trials}
+        return 0 if self.front and complete and not self.promotion.get("failed") else 1
 
     @property
     def status(self) -> str:
@@ -188,7 +194,7 @@ def _run(
     base = prepare_base(config, prepared, folder)
     tracker.metrics(run, {"loss_base": base["loss"], "kv_bytes_per_token_base": base["kv_bytes_per_token"]})
     context = trial_context(config, prepared, folder, base)
-    outcome = SearchOutcome(folder.root, tracker.address, base, [])
+    outcome = SearchOutcome(folder.root, tracker.address, base, [], config.search.baseline)
     from orchestrator.tuning import run_trials
 
     run_trials(config, prepared, context, folder, tracker, run, parallel)

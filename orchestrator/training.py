@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator.callbacks import last_error
 from orchestrator.config import SearchConfig
 from orchestrator.folders import SearchFolder
 from orchestrator.results import TrialRecord
@@ -116,9 +117,7 @@ def run_all(trainings: Sequence[Training], parallel: int, config: SearchConfig, 
 
 def _reason(failure: Exception) -> str:
     """The cause that Ray has wrapped, in one line."""
-    cause = getattr(failure, "cause", None) or failure
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    return f"{type(cause).__name__}: {lines[-1] if lines else ''}"[:500]
+    return last_error(f"{type(failure).__name__}: {failure}")
 
 
 def _train(job: str, log: str) -> dict[str, Any]:

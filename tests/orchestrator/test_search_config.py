@@ -1,0 +1,142 @@
+"""The configuration: what it refuses, and what the refusal says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from orchestrator.config import ConfigError, load_config, parse_config
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+GOOD: dict[str, Any] = {
+    "name": "small",
+    "model": {"path": "examples/stdlib-llama"},
+    "search": {"recipes": ["gqa", "headfold"], "budgets": [0.5, 0.25]},
+}
+
+
+def with_value(path: str, value: Any) -> dict[str, Any]:
+    """GOOD with one dotted key set."""
+    record = yaml.safe_load(yaml.safe_dump(GOOD))
+    *parents, last = path.split(".")
+    node = record
+    for parent in parents:
+        node = node.setdefault(parent, {})
+    node[last] = value
+    return record
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("serach", {}, ["serach", "unknown key", "did you mean search?"]),
+        ("search.budgts", [0.5], ["search.budgts", "did you mean budgets?", "recipes"]),
+        ("train.lerning_rate", 1e-3, ["train.lerning_rate", "did you mean learning_rate?"]),
+        ("data.train", {"tokens": 5, "sorce": "x"}, ["data.train.sorce", "did you mean source?"]),
+        ("search.budgets", [0.5, 0], ["search.budgets.1", "got 0", "(0, 1]"]),
+        ("search.budgets", [1.5], ["search.budgets.0", "got 1.5", "(0, 1]"]),
+        ("search.budgets", [-0.25], ["search.budgets.0", "got -0.25", "(0, 1]"]),
+        ("search.budgets", [float("nan")], ["search.budgets.0", "(0, 1]"]),
+        ("search.budgets", [0.5, 0.5], ["search.budgets", "0.5 more than once"]),
+        ("search.budgets", [], ["search.budgets", "at least 1"]),
+        ("search.recipes", ["gqa", "gqa"], ["search.recipes", "'gqa' more than once"]),
+        ("search.learning_rates", [-1.0], ["search.learning_rates.0", "got -1.0", "greater than 0"]),
+        ("rungs.steps", [5, 10], ["rungs.steps", "[5, 10]", "first rung must be 0"]),
+        ("rungs.steps", [0, 10, 10], ["rungs.steps", "must increase"]),
+        ("rungs.reduction_factor", 1, ["rungs.reduction_factor", "greater than 1"]),
+        ("train.zero_stage", 7, ["train.zero_stage", "got 7", "0, 1, 2 or 3"]),
+        ("train.num_workers", 3, ["train", "batch_size", "multiple of"]),
+        ("model.dtype", "int8", ["model.dtype", "'int8'", "float32"]),
+        ("name", "../up", ["name", "'../up'", "letters"]),
+        ("promotion.select", "best", ["promotion.select", "'best'", "best_per_budget"]),
+        ("resources.max_concurrent", 0, ["resources.max_concurrent", "got 0"]),
+        ("data.sequence_length", 1, ["data.sequence_length", "got 1"]),
+    ],
+)
+def test_a_wrong_value_is_refused_with_path_value_and_what_is_allowed(path: str, value: Any, said: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(with_value(path, value))
+    for word in said:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["name", "model", "search", "model.path", "search.budgets"])
+def test_a_missing_key_is_named(path: str) -> None:
+    record = yaml.safe_load(yaml.safe_dump(GOOD))
+    *parents, last = path.split(".")
+    node = record
+    for parent in parents:
+        node = node[parent]
+    del node[last]
+    with pytest.raises(ConfigError, match=f"{path}: required"):
+        parse_config(record)
+
+
+def test_all_errors_are_told_at_once() -> None:
+    record = with_value("search.budgets", [2])
+    record["nmae"] = 1
+    with pytest.raises(ConfigError) as caught:
+        parse_config(record)
+    assert "search.budgets.0" in str(caught.value)
+    assert "nmae" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("search.samples", "key=value"),
+        ("=4", "key=value"),
+        ("name.first=x", "name is a value, not a section"),
+        ("search.budgets=[0.5", "not valid YAML"),
+    ],
+)
+def test_a_wrong_override_is_refused(tmp_path: Path, override: str, said: str) -> None:
+    file = tmp_path / "search.yaml"
+    file.write_text(yaml.safe_dump(GOOD))
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, [override])
+    assert said in str(caught.value)
+
+
+def test_overrides_reach_sections_that_the_file_leaves_out(tmp_path: Path) -> None:
+    file = tmp_path / "search.yaml"
+    file.write_text(yaml.safe_dump(GOOD))
+    config = load_config(file, ["search.budgets=[0.125]", "train.learning_rate=1e-3", "promotion.enabled=false"])
+    assert config.search.budgets == [0.125]
+    assert config.train.learning_rate == 1e-3
+    assert config.learning_rates == [1e-3]
+    assert config.promotion.enabled is False
+    assert load_config(file).search.budgets == [0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("- a\n- b\n", "must hold a mapping"),
+        ("a: [", "not valid YAML"),
+        ("!!python/object:os.system {}", "not valid YAML"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "search.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        load_config(file)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no configuration file at .*nothing.yaml"):
+        load_config(tmp_path / "nothing.yaml")
+
+
+@pytest.mark.parametrize("file", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda f: f.name)
+def test_the_shipped_configurations_are_valid(file: Path) -> None:
+    assert load_config(file).rungs.steps[0] == 0
+
+
+def test_the_baseline_always_runs() -> None:
+    assert parse_config(with_value("search.recipes", ["headfold"])).recipes == ["gqa", "headfold"]
+    assert parse_config(with_value("search.baseline", "mqa")).recipes == ["mqa", "gqa", "headfold"]

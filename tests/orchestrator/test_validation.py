@@ -1,0 +1,171 @@
+"""What is checked against the checkpoint, the texts, the storage and the cluster before anything starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.cluster import Demand, concurrency
+from orchestrator.config import ConfigError, parse_config
+from orchestrator.folders import SearchFolder, storage_path
+from orchestrator.validate import validate_search
+
+SMALL = {"sequence_length": 32, "train": {"tokens": 640}, "eval": {"tokens": 320}, "calibration": {"tokens": 320}}
+
+
+def record(demo_dir: Path, folder: Path, **sections: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "name": "small",
+        "model": {"path": str(demo_dir)},
+        "data": SMALL,
+        "search": {"recipes": ["gqa", "headfold"], "budgets": [0.5, 0.25], "searcher": "grid"},
+        "storage": str(folder),
+    }
+    return {
+        key: {**base.get(key, {}), **value} if isinstance(value, dict) else value
+        for key, value in {**base, **sections}.items()
+    }
+
+
+def refusal(config: dict[str, Any]) -> str:
+    with pytest.raises(ValueError) as caught:
+        validate_search(parse_config(config))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"search": {"budgets": [0.3]}}, ["search.budgets", "0.3", "gqa", "0.125, 0.25, 0.5, 1"]),
+        ({"search": {"recipes": ["gqa", "dha9"]}}, ["search.recipes", "dha9", "headfold"]),
+        ({"search": {"baseline": "none"}}, ["search.baseline", "none", "gqa"]),
+        ({"search": {"searcher": "grids"}}, ["search.searcher", "grids", "optuna"]),
+        ({"search": {"samples": 3}}, ["search.samples", "3", "optuna or random"]),
+        ({"search": {"choices": {"grouping": ["exactly"]}}}, ["search.choices", "exactly", "exact"]),
+        ({"search": {"choices": {"groping": ["exact"]}}}, ["search.choices", "groping"]),
+        ({"data": {"sequence_length": 4096}}, ["sequence_length", "4096", "512"]),
+        ({"data": {"source": "/no/such/file.txt"}}, ["data.train", "/no/such/file.txt"]),
+        ({"data": {"source": "nobody/no-such-data-set"}}, ["data.train", "nobody/no-such-data-set"]),
+        ({"data": {"eval": {"tokens": 10**9}}}, ["data.eval", "stdlib", "fewer tokens"]),
+        ({"model": {"path": "/no/such/model"}}, ["model.path", "/no/such/model", "config.json"]),
+        ({"model": {"path": "nobody/no-such-model"}}, ["model.path", "nobody/no-such-model"]),
+        ({"storage": "s3://bucket/runs"}, ["storage", "s3://bucket/runs", "folder"]),
+        ({"storage": "/proc/headfold"}, ["storage", "/proc/headfold", "can be written"]),
+    ],
+)
+def test_bad_input_is_refused_naming_key_value_and_remedy(
+    demo_dir: Path, tmp_path: Path, sections: dict[str, Any], said: list[str]
+) -> None:
+    message = refusal(record(demo_dir, tmp_path, **sections))
+    for word in said:
+        assert word in message
+    assert not list(tmp_path.glob("small*")), "nothing of the search may exist after a refusal"
+
+
+def test_empty_text_is_refused(demo_dir: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n")
+    message = refusal(record(demo_dir, tmp_path, data={"source": str(empty)}))
+    assert "data.train" in message
+    assert str(empty) in message
+
+
+def test_an_unsupported_family_is_refused_with_the_supported_ones(demo_dir: Path, tmp_path: Path) -> None:
+    other = tmp_path / "bert"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    message = refusal(record(demo_dir, tmp_path, model={"path": str(other)}))
+    assert "model.path" in message
+    assert "bert" in message
+    assert "llama" in message
+
+
+def test_a_checkpoint_without_safetensors_is_refused(demo_dir: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(demo_dir / "config.json", bare)
+    message = refusal(record(demo_dir, tmp_path, model={"path": str(bare)}))
+    assert "model.path" in message
+    assert "safetensors" in message
+
+
+def test_a_checkpoint_without_tokenizer_is_refused(demo_dir: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(demo_dir, bare)
+    for file in bare.glob("tokenizer*"):
+        file.unlink()
+    assert "tokenizer" in refusal(record(demo_dir, tmp_path, model={"path": str(bare)}))
+
+
+def test_a_sound_configuration_gives_candidates_and_token_files(demo_dir: Path, tmp_path: Path) -> None:
+    prepared = validate_search(parse_config(record(demo_dir, tmp_path)))
+    names = [(c.recipe.name, c.kv_ratio) for c in prepared.problem.named]
+    assert names == [("gqa", 0.5), ("gqa", 0.25), ("headfold", 0.5), ("headfold", 0.25)]
+    assert len({prepared.train_file, prepared.eval_file, prepared.calibration_file}) == 3
+    assert all(f.is_file() for f in (prepared.train_file, prepared.eval_file, prepared.calibration_file))
+
+
+# ---- cluster ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("resources", "demand", "limit", "expected"),
+    [
+        ({"CPU": 2}, Demand(0.05, 0, 1, 0.95, 0), "auto", 2),
+        ({"CPU": 2}, Demand(0.05, 0, 1, 0.95, 0), 1, 1),
+        ({"CPU": 2}, Demand(0.05, 0, 1, 1.0, 0), "auto", 1),
+        ({"CPU": 2}, Demand(0.05, 0, 2, 0.95, 0), "auto", 1),
+        ({"CPU": 64, "GPU": 8}, Demand(1, 0, 2, 4, 1), "auto", 4),
+        ({"CPU": 8, "GPU": 8}, Demand(1, 0, 1, 1, 1), "auto", 4),
+        ({"CPU": 64, "GPU": 8}, Demand(1, 1, 1, 4, 1), 9, 4),
+    ],
+)
+def test_as_many_trials_run_as_fit(resources: dict[str, float], demand: Demand, limit: Any, expected: int) -> None:
+    assert concurrency(resources, demand, limit) == expected
+
+
+@pytest.mark.parametrize(
+    ("resources", "demand", "said"),
+    [
+        ({"CPU": 2}, Demand(0.05, 0, 4, 1, 0), ["train.num_workers", "4 worker(s)", "4.05 CPU", "has 2"]),
+        ({"CPU": 64}, Demand(1, 0, 8, 1, 1), ["train.num_workers", "8 GPU", "has 0", "add nodes"]),
+    ],
+)
+def test_more_workers_than_the_cluster_has_are_refused(
+    resources: dict[str, float], demand: Demand, said: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        concurrency(resources, demand)
+    for word in said:
+        assert word in str(caught.value)
+
+
+# ---- folders ----------------------------------------------------------------------------------------------------
+
+
+def test_relative_storage_of_a_ray_job_goes_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert storage_path("runs") == tmp_path / "runs"
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    monkeypatch.setenv("HEADFOLD_HOME", str(tmp_path / "home"))
+    assert storage_path("runs") == tmp_path / "home" / "runs"
+    assert storage_path("/data/runs") == Path("/data/runs")
+    assert storage_path("file:///data/runs") == Path("/data/runs")
+
+
+def test_a_second_search_of_one_name_gets_a_folder_of_its_own(tmp_path: Path) -> None:
+    first, second = SearchFolder.fresh(tmp_path, "demo"), SearchFolder.fresh(tmp_path, "demo")
+    SearchFolder.fresh(tmp_path, "demo-x")
+    assert (first.root.name, second.root.name) == ("demo", "demo-2")
+    first.snapshot.write_text("")
+    second.snapshot.write_text("")
+    (tmp_path / "demo-x" / "search.yaml").write_text("")
+    assert SearchFolder.newest(tmp_path, "demo").root in (first.root, second.root)
+    with pytest.raises(ConfigError, match="no search named 'other'"):
+        SearchFolder.newest(tmp_path, "other")
+    with pytest.raises(ConfigError, match="not the folder of a search"):
+        SearchFolder.existing(tmp_path)
