@@ -25,7 +25,8 @@ __all__ = ["BatchStream", "DataError", "load_sequences", "read_sequences", "sequ
 
 Split = Literal["train", "eval", "calibration"]
 SPLITS = ("train", "eval", "calibration")
-EVAL_POOL = 4_000_000  # tokens of held-out text from which the evaluation sequences are spaced evenly
+POOL = 4_000_000  # tokens of text at most from which evaluation and calibration sequences are spaced evenly
+CALIBRATION_SPREAD = 64  # calibration keeps one sequence in so many: few long documents must not stand for all
 CALIBRATION_SEED = 1  # added to the seed: calibration takes other documents first than training does
 DOCUMENTS_AT_ONCE = 256
 
@@ -43,9 +44,10 @@ def load_sequences(
 ) -> Tensor:
     """Token sequences of one split of a source (see `trainers.corpora`), `[N, T]` int64 with N = tokens // T.
 
-    `train` and `calibration` come from the training side, documents shuffled by `seed` (each with its own order);
-    `eval` from the held-out side, evenly spaced over it, in fixed order whatever the seed. With `cache_dir` the result
-    is kept there under a name that holds everything it depends on. Raises DataError when there is too little text.
+    `train` and `calibration` come from the training side, documents shuffled by `seed` (each with its own order), the
+    calibration evenly spaced over many documents; `eval` from the held-out side, evenly spaced over it, in fixed order
+    whatever the seed. With `cache_dir` the result is kept there under a name that holds everything it depends on.
+    Raises DataError when there is too little text.
     """
     if cache_dir is not None:
         settings = {"split": split, "tokens": tokens, "sequence_length": sequence_length, "seed": seed}
@@ -69,7 +71,7 @@ def sequence_file(
     _check(split, tokens, sequence_length)
     corpus = resolve(source)
     key = [corpus.source, corpus.fingerprint, tokenizer_digest(tokenizer), split, tokens, sequence_length, text_field]
-    key.append(None if split == "eval" else seed)
+    key += [None if split == "eval" else seed, CALIBRATION_SPREAD if split == "calibration" else None]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
     file = Path(cache_dir) / f"{split}-{name}.safetensors"
     if not file.exists():
@@ -123,7 +125,7 @@ def _build(
     order = None if split == "eval" else seed + (CALIBRATION_SEED if split == "calibration" else 0)
     texts = corpus.documents("held_out" if split == "eval" else "train", text_field, order)
     wanted = tokens // length
-    pool = max(tokens, EVAL_POOL) if split == "eval" else tokens
+    pool = max(tokens, {"train": 0, "eval": POOL, "calibration": min(POOL, CALIBRATION_SPREAD * tokens)}[split])
     ids, documents = _tokenise(texts, tokenizer, pool)
     found = ids.numel() // length
     if found < wanted:
@@ -132,7 +134,7 @@ def _build(
             f"({ids.numel()} tokens in {documents} documents); ask for fewer tokens or give more text"
         )
     sequences = ids[: found * length].view(found, length)
-    if split == "eval":
+    if split != "train":
         sequences = sequences[torch.arange(wanted) * found // wanted]
     return sequences[:wanted].clone()
 

@@ -104,6 +104,19 @@ def test_a_small_evaluation_is_spread_over_the_whole_held_out_side(demo_tokenize
     assert max(found) > 350
 
 
+def test_a_calibration_comes_from_many_documents(demo_tokenizer: Any) -> None:
+    corpus = resolve("stdlib")
+    texts = [t for t in corpus.documents("train", "text", None) if len(t) > 100]
+
+    def sources(split: str) -> int:
+        whole = load("stdlib", demo_tokenizer, split, 16 * 256, 256, seed=2)
+        middles = [demo_tokenizer.decode(row[64:128].tolist()) for row in whole]
+        return len({next((n for n, t in enumerate(texts) if m in t), -1) for m in middles if "\0" not in m})
+
+    assert sources("calibration") >= 12
+    assert sources("train") < 8  # what a calibration drawn like this would rest on
+
+
 def test_a_split_of_another_name_is_wholly_held_out(jsonl: Path, demo_tokenizer: Any) -> None:
     assert list(resolve(f"{jsonl}:validation").documents("held_out", "text", None)) == SENTENCES
     assert sorted(resolve(f"{jsonl}:train").documents("train", "text", 0)) == sorted(
