@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor, nn
 
+from trainers.groups import ParameterGroup
 from trainers.loop import LossFunction
 from trainers.settings import TrainSettings
 
@@ -35,16 +37,19 @@ warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureW
 
 TAG = "engine"
 LAYOUT = "layout.json"
+SCALE = "rate_scale"  # in a group of the optimiser: its learning rate over the settings'
 
 
 class Engine:
     """DeepSpeed's engine behind five verbs. All workers must make every call together.
 
-    `total_steps` fixes the learning-rate schedule; `steps_done` is the position in it. Without a process group, as in
-    a notebook, a group of one is made.
+    `total_steps` fixes the learning-rate schedule; `steps_done` is the position in it. Parameters in `groups` have
+    rates of their own on the same schedule. Without a process group, as in a notebook, a group of one is made.
     """
 
-    def __init__(self, model: nn.Module, settings: TrainSettings, total_steps: int) -> None:
+    def __init__(
+        self, model: nn.Module, settings: TrainSettings, total_steps: int, groups: Sequence[ParameterGroup] = ()
+    ) -> None:
         if total_steps < 1:
             raise ValueError(f"total_steps must be at least 1, got {total_steps}")
         _group_of_one()
@@ -53,10 +58,9 @@ class Engine:
         deepspeed_logger.setLevel(logging.ERROR)
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self.settings, self.total_steps, self.steps_done = settings, total_steps, 0
-        parameters = [p for p in model.parameters() if p.requires_grad]
         self._engine: Any = deepspeed.initialize(
             model=model,
-            model_parameters=parameters,  # pyright: ignore[reportArgumentType] - annotated too narrowly
+            model_parameters=_parameter_groups(model, settings, groups),  # pyright: ignore[reportArgumentType]
             config=_config(settings),
         )[0]
 
@@ -79,7 +83,7 @@ class Engine:
         torch.manual_seed((self.settings.seed * 1_000_003 + self.steps_done) * 65_537 + rank)
         self._engine.train()
         for group in self._engine.optimizer.param_groups:
-            group["lr"] = self.settings.rate(self.steps_done, self.total_steps)
+            group["lr"] = self.settings.rate(self.steps_done, self.total_steps) * group[SCALE]
         pieces = batch.to(self.device).split(self.settings.rows)
         if len(pieces) != self.settings.accumulation:
             raise ValueError(f"a step takes {self.settings.accumulation} x {self.settings.rows} rows, got {len(batch)}")
@@ -171,6 +175,22 @@ def _config(settings: TrainSettings) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": optimizer},
         "steps_per_print": 10**9,
     }
+
+
+def _parameter_groups(
+    model: nn.Module, settings: TrainSettings, groups: Sequence[ParameterGroup]
+) -> list[dict[str, Any]]:
+    """The optimiser's groups: those given, after one of all other parameters that are trained."""
+    special = {id(p) for group in groups for p in group.parameters}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if missing := special - {id(p) for p in trained}:
+        raise ValueError(f"{len(missing)} parameters of the groups are not parameters of the model that are trained")
+    rest = [p for p in trained if id(p) not in special]
+    result = [{"params": rest, "weight_decay": settings.weight_decay, SCALE: 1.0}] if rest else []
+    for group in groups:
+        scale = group.learning_rate / settings.learning_rate
+        result.append({"params": list(group.parameters), "weight_decay": group.weight_decay, SCALE: scale})
+    return result
 
 
 def _group_of_one() -> None:

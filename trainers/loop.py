@@ -34,10 +34,12 @@ def train(
     milestones: Collection[int] = (),
     on_milestone: Callable[[int, float], None] | None = None,
     on_step: Callable[[int, float], None] | None = None,
-) -> None:
+    until: Callable[[], bool] | None = None,
+) -> int:
     """Steps `start_step + 1` to `steps`. `on_step(step, loss)` after each; `on_milestone(step, mean loss since the
     last milestone)` after those in `milestones`. Steps count from the beginning of the whole training, so a resumed
-    run passes what is done as `start_step`. Raises TrainingDiverged at the first loss that is not finite.
+    run passes what is done as `start_step`. `until`, asked after each step, may end the training early. Returns the
+    last step done. Raises TrainingDiverged at the first loss that is not finite.
     """
     losses: list[float] = []
     for step in range(start_step + 1, steps + 1):
@@ -53,3 +55,6 @@ def train(
         if step in milestones and on_milestone is not None:
             on_milestone(step, sum(losses) / len(losses))
             losses.clear()
+        if until is not None and until():
+            return step
+    return max(start_step, steps)

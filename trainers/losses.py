@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+DISTILLATIONS = ("none", "kl", "kl_bild")
+
 
 def language_modelling(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross-entropy of the next token: `logits [B, T, V]` at t are scored on `labels [B, T]` at t + 1.
@@ -68,9 +70,10 @@ def objective(distillation: str = "none", weight: float = 0.5, teacher: Any = No
     """The training loss as the loop wants it, `f(model, batch [B, T]) -> scalar`.
 
     "none": language modelling. "kl": `(1 - weight)` of it and `weight` of KL(teacher ‖ model) on the same predictions.
+    "kl_bild": KL + BiLD in the place of KL (paper 001, Eq. 30; its k is `bild`'s default, its weight 1).
     """
-    if distillation not in ("none", "kl"):
-        raise ValueError(f"distillation must be 'none' or 'kl', got {distillation!r}")
+    if distillation not in DISTILLATIONS:
+        raise ValueError(f"distillation must be one of {DISTILLATIONS}, got {distillation!r}")
     if distillation != "none" and teacher is None:
         raise ValueError(f"distillation {distillation!r} needs a teacher model, got None")
 
@@ -81,6 +84,8 @@ def objective(distillation: str = "none", weight: float = 0.5, teacher: Any = No
         logits = model(input_ids=batch, use_cache=False).logits
         with torch.no_grad():
             reference = teacher(input_ids=batch, use_cache=False).logits
-        return (1 - weight) * language_modelling(logits, batch) + weight * kl(logits[:, :-1], reference[:, :-1])
+        student, guide = logits[:, :-1], reference[:, :-1]
+        distance = kl(student, guide) + (bild(student, guide) if distillation == "kl_bild" else 0)
+        return weight * distance + ((1 - weight) * language_modelling(logits, batch) if weight < 1 else 0)
 
     return language if distillation == "none" else distilled

@@ -14,7 +14,7 @@ class TrainSettings(BaseModel):
     `batch_size`: sequences a step over all workers. `micro_batch`: sequences that one worker holds in memory at once
     (None: all of its share). `zero_stage`: what DeepSpeed splits over workers: 0 nothing, 1 optimiser state, 2 and
     gradients, 3 and weights. `distillation`: "kl" mixes KL(untouched model ‖ model) into the loss with the weight
-    `distillation_weight`; the language-modelling loss keeps the rest.
+    `distillation_weight`, "kl_bild" KL + BiLD (paper 001); the language-modelling loss keeps the rest.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -28,7 +28,7 @@ class TrainSettings(BaseModel):
     gradient_clipping: Annotated[float, Field(gt=0)] = 1.0
     zero_stage: Literal[0, 1, 2, 3] = 1
     dtype: Literal["fp32", "bf16"] = "fp32"
-    distillation: Literal["none", "kl"] = "none"
+    distillation: Literal["none", "kl", "kl_bild"] = "none"
     distillation_weight: Annotated[float, Field(gt=0, le=1)] = 0.5
     num_workers: Annotated[int, Field(ge=1)] = 1
     cpus_per_worker: Annotated[float, Field(gt=0)] = 1.0

@@ -1,0 +1,206 @@
+"""What every relaxation is made of: projections that hold the original heads, learned numbers, and the protocol.
+
+A relaxation is a model that computes what the checkpoint computes, in which stand-ins take the place of projections.
+A stand-in builds its weight anew in each forward pass from the original heads and a few learned numbers (weight-space:
+small beside the batch). Training drives the learned numbers to where fewer heads do the same; `collapse` takes them.
+
+Legend: L layers, S source heads that a projection holds, d head dim, D model dim.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attention.conversion import assemble, lift, read_layers
+from attention.families import family_of
+from attention.geometry import HeadGeometry
+from attention.grouped import attach
+from attention.heads import LayerHeads
+from attention.modeling import check_fits, plan_of
+from attention.plan import AttentionPlan, LayerPlan, PlanError, groups_of
+from trainers.groups import ParameterGroup
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+class Learned(nn.Module):
+    """One learned tensor, read by calling the module.
+
+    ZeRO 3 gathers a module's parameters around its call and nowhere else; penalties read them outside of the model's
+    forward pass, so they must call too.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value = nn.Parameter(value)
+
+    def forward(self) -> Tensor:
+        return self.value.clone()
+
+
+class HeadProjection(nn.Linear):
+    """A linear projection that knows its heads: weight `[S·d, D]`, bias `[S·d]` or None. Subclasses mix them."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        heads, self.head_dim, in_features = weight.shape
+        like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+        super().__init__(in_features, heads * self.head_dim, bias=bias is not None, **like)
+        with torch.no_grad():
+            self.weight.copy_(weight.flatten(0, 1))
+            if bias is not None:
+                self.bias.copy_(bias.flatten())
+
+    def mixed(self) -> tuple[Tensor, Tensor | None]:
+        """The weight `[S, d, D]` and bias `[S, d]` that this pass computes with."""
+        return self.source()
+
+    def source(self) -> tuple[Tensor, Tensor | None]:
+        """The heads held, `[S, d, D]` and `[S, d]`. Inside the module's own call only, as ZeRO 3 has it."""
+        bias = None if self.bias is None else self.bias.unflatten(0, (-1, self.head_dim))
+        return self.weight.unflatten(0, (-1, self.head_dim)), bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = self.mixed()
+        return F.linear(input, weight.flatten(0, 1), None if bias is None else bias.flatten())
+
+
+class Relaxation(nn.Module, ABC):
+    """The protocol. Sits in the relaxed model as its child `relaxation`, so that what it learns is saved with it.
+
+    `stop_early`: end the stage as soon as `finished` says so.
+    """
+
+    stop_early = False
+
+    def __init__(self, model: PreTrainedModel, plan: AttentionPlan) -> None:
+        super().__init__()
+        self.plan = plan
+        self._model = (model,)  # in a tuple, so that the model does not become its own grandchild
+        model.relaxation = self  # type: ignore[assignment]
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The relaxed model. At step 0 it computes what the original does."""
+        return self._model[0]
+
+    def begin(self, step: int) -> None:
+        """Called before each forward pass of step `step` (0 is the first) on every worker."""
+
+    @abstractmethod
+    def penalty(self, step: int) -> Tensor:
+        """What is added to the loss of step `step`; a scalar. All workers call it together."""
+
+    @abstractmethod
+    def finished(self) -> bool:
+        """Whether collapsing would now change as little as the method asks for; the same on all workers."""
+
+    @abstractmethod
+    def metrics(self) -> dict[str, float]:
+        """Numbers to follow while training. All workers call it together."""
+
+    @abstractmethod
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """The parameters with rates of their own; all others train at the model's."""
+
+    @abstractmethod
+    def _collapsed(self, layer: int, heads: LayerHeads) -> LayerHeads:
+        """Layer `layer` with the plan's key and value heads in place of the source heads."""
+
+    @torch.no_grad()
+    def collapse(self) -> list[LayerHeads]:
+        """The heads of every layer, float32, keys and values in the order of the plan's groups.
+
+        For whole weights: with ZeRO 3 load the gathered weights into a second relaxed model and collapse that.
+        """
+        return [self._collapsed(index, heads) for index, heads in enumerate(read_layers(self.model))]
+
+    def collapsed_model(self) -> PreTrainedModel:
+        """The plain converted model."""
+        return assemble(self.model, self.plan, self.collapse())
+
+
+# ---- making room in a model -----------------------------------------------------------------------------------
+
+
+def coarser_groups(old: Sequence[int], new: Sequence[int], where: str) -> Groups:
+    """Which kept heads of the map `old` each kept head of `new` is made of: (0,1,2,2), (0,0,1,1) -> ((0,1), (2,)).
+
+    Raises PlanError if `new` would split a head of `old`.
+    """
+    owner: dict[int, int] = {}
+    for kept, target in zip(old, new, strict=True):
+        if owner.setdefault(kept, target) != target:
+            raise PlanError(
+                f"{where}: query heads that share a head now ({kept}) must share it in the new plan too, got "
+                f"{tuple(old)} -> {tuple(new)}; lift the model to one head a query head first"
+            )
+    return groups_of([owner[kept] for kept in range(len(owner))])
+
+
+def is_coarser(old: AttentionPlan, new: AttentionPlan) -> bool:
+    """Whether every group of `new` is made of whole groups of `old`."""
+    try:
+        for a, b in zip(old.layers, new.layers, strict=True):
+            coarser_groups(a.key_map, b.key_map, "")
+            coarser_groups(a.value_map, b.value_map, "")
+    except ValueError:
+        return False
+    return True
+
+
+def lifted(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy with one key and one value head a query head: the same function, logits unchanged."""
+    plan = plan_of(model)
+    mha = replace(plan, layers=(LayerPlan.identity(plan.num_heads),) * plan.num_layers)
+    return assemble(model, mha, lift(model))
+
+
+def opened(model: PreTrainedModel, plan: AttentionPlan) -> tuple[PreTrainedModel, AttentionPlan]:
+    """A copy of the model, the same function, whose q, k and v projections are separate `HeadProjection`s in every
+    layer, and its plan. Raises PlanError if `plan` does not fit the model.
+    """
+    check_fits(plan, HeadGeometry.from_config(model.config))
+    old = plan_of(model)
+    if old.num_heads < 2:
+        raise PlanError("a model with one query head has no heads to fuse or to share")
+    # Families with a fused projection only take it apart for fewer key and value heads: pretend, then put all back.
+    single = LayerPlan((0,) * old.num_heads, (0,) * old.num_heads)
+    layers = read_layers(model)
+    first = [
+        replace(
+            h,
+            k=h.k[:1],
+            v=h.v[:1],
+            k_bias=None if h.k_bias is None else h.k_bias[:1],
+            v_bias=None if h.v_bias is None else h.v_bias[:1],
+        )
+        for h in layers
+    ]
+    new = assemble(model, replace(old, layers=(single,) * old.num_layers), first)
+    for module, heads, layer in zip(attention_modules(new), layers, old.layers, strict=True):
+        heads = heads.to(new.device, new.dtype)
+        for name in ("q", "k", "v"):
+            rows, bias = getattr(heads, name), getattr(heads, f"{name}_bias")
+            setattr(module, f"{name}_proj", HeadProjection(rows, bias).train(new.training))
+        attach(module, layer)
+    new.config.attention_plan = json.loads(old.to_json())  # in place: the layers hold the same config
+    new.plan = old  # type: ignore[assignment]
+    return new, old
+
+
+def attention_modules(model: PreTrainedModel) -> list[Any]:
+    return cast("list[Any]", list(family_of(model.config).attention_modules(model)))
+
+
+def replaced(heads: LayerHeads, side: str, rows: Tensor, bias: Tensor | None) -> LayerHeads:
+    """`heads` with other keys (`side` "k") or values ("v"), in float32."""
+    return replace(heads, **{side: rows.float(), f"{side}_bias": None if bias is None else bias.float()})

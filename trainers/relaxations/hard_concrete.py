@@ -1,0 +1,250 @@
+"""Align: each head fades from its own key and value to its group's new ones, by an L0 mask under one constraint.
+
+Paper 001 (Jin 2024), section 3.5, Eq. 25 to 29; the masks are hard concrete (Louizos 2017, Eq. 10 to 13).
+Legend: L layers with masks, H query heads, G groups, d head dim, D model dim; z mask, T target.
+
+Where the paper is **silent**:
+- the mean mask of Eq. 29 is the probability that a mask is not 0 (Louizos 2017, Eq. 12): a clamped sample at 1 has no
+  gradient, so masks that start at 1 would stay there;
+- Eq. 29 is negative for a mean mask below T, and still falls down to T - 1/2: masks run ahead of the schedule. The
+  formula is kept; T does not fall below 0;
+- the location log α starts at 4: then the mask is exactly 1 without noise, and fewer than one in ten are below 1 with it;
+- a sample of the masks holds for a step, in all passes and on all workers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attention.axes import Knob
+from attention.heads import LayerHeads
+from attention.plan import AttentionPlan, PlanError
+from trainers.groups import ParameterGroup
+from trainers.relaxations.axis import RELAXATION
+from trainers.relaxations.base import (
+    Groups,
+    HeadProjection,
+    Learned,
+    Relaxation,
+    attention_modules,
+    opened,
+    replaced,
+)
+
+SOURCE = "Jin 2024 (paper 001), sec. 3.5, Eq. 25 to 29; Louizos 2017, Eq. 10 to 13"
+BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1  # temperature and stretched interval, Louizos 2017, sec. 4.1
+KNOBS = (
+    Knob("rate", "log_float", 1e-2, "peak learning rate of the masks", 1e-4, 1.0, searched=True),
+    Knob("log_alpha_start", "float", 4.0, "log α of every mask at step 0", 2.4, 20.0),
+    Knob("target_fraction", "float", 0.3, "share of the steps over which the target T falls from 1 to 0", 0.0, 1.0),
+    Knob("freeze_fraction", "float", 0.8, "share of the steps after which every mask is 0", 0.0, 1.0),
+)
+
+
+# ---- the equations --------------------------------------------------------------------------------------------
+
+
+def stretched(s: Tensor) -> Tensor:
+    """min(1, max(0, s (ζ - γ) + γ)): Louizos 2017, Eq. 11."""
+    return (s * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
+
+
+def sampled_mask(log_alpha: Tensor, uniform: Tensor) -> Tensor:
+    """A hard concrete sample from uniform noise in (0, 1) (Louizos 2017, Eq. 10 and 11)."""
+    return stretched(torch.sigmoid((uniform.logit() + log_alpha) / BETA))
+
+
+def certain_mask(log_alpha: Tensor) -> Tensor:
+    """The mask without noise (Louizos 2017, Eq. 13)."""
+    return stretched(torch.sigmoid(log_alpha))
+
+
+def alive(log_alpha: Tensor) -> Tensor:
+    """Probability that a sample is not 0 (Louizos 2017, Eq. 12)."""
+    return torch.sigmoid(log_alpha - BETA * math.log(-GAMMA / ZETA))
+
+
+def target(step: int, fall: float) -> float:
+    """T of Eq. 29: from 1 at step 0 linearly to 0 at step `fall`, and 0 afterwards."""
+    return max(0.0, 1 - step / fall) if fall > 0 else 0.0
+
+
+def size_constraint(mean_mask: Tensor, size: float) -> Tensor:
+    """Eq. 29: (z̄ - T) + (z̄ - T)²."""
+    return (mean_mask - size) + (mean_mask - size).square()
+
+
+def faded(z: Tensor, own: Tensor, shared: Tensor, head_map: Tensor) -> Tensor:
+    """Eq. 27 and 28: z W + (1 - z) W~ of the head's group. z `[H]`, own `[H, ...]`, shared `[G, ...]`."""
+    z = z.to(own.dtype).reshape(-1, *(1,) * (own.ndim - 1))
+    return z * own + (1 - z) * shared[head_map]
+
+
+# ---- the relaxation -------------------------------------------------------------------------------------------
+
+
+class MaskedProjection(HeadProjection):
+    """The k or v projection of Align: its original heads, its groups' new heads (their means at first), the masks."""
+
+    head_map: Tensor
+
+    def __init__(self, linear: HeadProjection, groups: Groups, head_map: Sequence[int]) -> None:
+        weight, bias = linear.source()
+        weight, bias = weight.detach(), None if bias is None else bias.detach()
+        super().__init__(weight, bias)
+        means = torch.stack([weight[list(group)].double().mean(0) for group in groups]).to(weight.dtype)
+        self.shared_weight = nn.Parameter(means)
+        self.shared_bias = None
+        if bias is not None:
+            self.shared_bias = nn.Parameter(
+                torch.stack([bias[list(g)].double().mean(0) for g in groups]).to(bias.dtype)
+            )
+        self.register_buffer("head_map", torch.tensor(head_map, device=weight.device), persistent=False)
+        self._masks: tuple[HardConcrete, int] | None = None
+
+    def follow(self, masks: HardConcrete, row: int) -> None:
+        self._masks = (masks, row)
+
+    def mixed(self) -> tuple[Tensor, Tensor | None]:
+        if self._masks is None:
+            raise RuntimeError("a masked projection computes only as part of its relaxation; use install")
+        masks, row = self._masks
+        z, (weight, bias) = masks.masks()[row], self.source()
+        weight = faded(z, weight, self.shared_weight, self.head_map)
+        if bias is not None and self.shared_bias is not None:
+            bias = faded(z, bias, self.shared_bias, self.head_map)
+        return weight, bias
+
+
+class HardConcrete(Relaxation):
+    """Align's pruning training. `penalty` is Eq. 29 over all masks at once."""
+
+    seed: Tensor
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        plan: AttentionPlan,
+        layers: Sequence[dict[str, MaskedProjection]],
+        *,
+        seed: int,
+        rate: float,
+        log_alpha_start: float,
+        fall: float,
+        freeze: float,
+    ) -> None:
+        super().__init__(model, plan)
+        self._layers = tuple(layers)
+        self.rate, self.fall, self.freeze = rate, fall, freeze
+        masked = [layer for layer in layers if layer]
+        start = torch.full((len(masked), plan.num_heads), log_alpha_start, device=model.device, dtype=model.dtype)
+        self.log_alpha = Learned(start)
+        self.register_buffer("seed", torch.tensor(seed, device=model.device))
+        for row, layer in enumerate(masked):
+            for projection in layer.values():
+                projection.follow(self, row)
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        """Draw the step's noise: a function of seed and step alone, so equal on all workers and after a resume."""
+        self.step = step
+        generator = torch.Generator().manual_seed(int(self.seed) * 1_000_003 + step)
+        uniform = torch.rand(tuple(self._shape), generator=generator, dtype=torch.float64)
+        self._uniform = uniform.clamp(1e-6, 1 - 1e-6).float()
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return sum(bool(layer) for layer in self._layers), self.plan.num_heads
+
+    @property
+    def frozen(self) -> bool:
+        return self.step >= self.freeze
+
+    def masks(self) -> Tensor:
+        """z `[L, H]` float32: this step's sample in training, the mask without noise in evaluation, 0 once frozen."""
+        log_alpha = self.log_alpha().float()
+        if self.frozen:
+            return log_alpha * 0
+        return sampled_mask(log_alpha, self._uniform.to(log_alpha.device)) if self.training else certain_mask(log_alpha)
+
+    def penalty(self, step: int) -> Tensor:
+        log_alpha = self.log_alpha().float()
+        if step >= self.freeze:
+            return log_alpha.sum() * 0
+        return size_constraint(alive(log_alpha).mean(), target(step, self.fall))
+
+    def finished(self) -> bool:
+        """All masks are 0: frozen, so that collapsing changes nothing."""
+        return self.frozen
+
+    @torch.no_grad()
+    def metrics(self) -> dict[str, float]:
+        """mean_mask (without noise), target T, masks_open (share of masks above 0)."""
+        log_alpha = self.log_alpha().float()
+        z = log_alpha * 0 if self.frozen else certain_mask(log_alpha)
+        return {
+            "mean_mask": float(z.mean()),
+            "target": target(self.step, self.fall),
+            "masks_open": float((z > 0).float().mean()),
+        }
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        return [ParameterGroup((self.log_alpha.value,), self.rate)]
+
+    def _collapsed(self, layer: int, heads: LayerHeads) -> LayerHeads:
+        for side, projection in self._layers[layer].items():
+            bias = projection.shared_bias
+            heads = replaced(heads, side, projection.shared_weight.detach(), None if bias is None else bias.detach())
+        return heads
+
+
+@RELAXATION.part("hard_concrete", source=SOURCE, knobs=KNOBS)
+def install(
+    model: PreTrainedModel,
+    plan: AttentionPlan,
+    *,
+    steps: int,
+    generator: torch.Generator | None = None,
+    rate: float = 1e-2,
+    log_alpha_start: float = 4.0,
+    target_fraction: float = 0.3,
+    freeze_fraction: float = 0.8,
+) -> HardConcrete:
+    """Relax a copy of `model`, which keeps one key and one value head a query head, towards `plan`.
+
+    One mask a query head serves its key and its value (Eq. 27 and 28). `generator` seeds the masks' noise (None: 0).
+    Raises PlanError if the model shares heads already.
+    """
+    new, old = opened(model, plan)
+    if not all(layer.is_identity for layer in old.layers):
+        raise PlanError("relaxation=hard_concrete needs one key and one value head a query head; lift the model first")
+    layers: list[dict[str, MaskedProjection]] = []
+    for module, layer in zip(attention_modules(new), plan.layers, strict=True):
+        layers.append({})
+        for side, groups, head_map in (
+            ("k", layer.key_groups, layer.key_map),
+            ("v", layer.value_groups, layer.value_map),
+        ):
+            if len(groups) == plan.num_heads:
+                continue
+            masked = MaskedProjection(getattr(module, f"{side}_proj"), groups, head_map)
+            setattr(module, f"{side}_proj", masked)
+            layers[-1][side] = masked
+    if not any(layers):
+        raise PlanError("the plan fuses nothing: it has a key and a value head for every query head")
+    seed = 0 if generator is None else int(torch.randint(2**31, (1,), generator=generator))
+    return HardConcrete(
+        new,
+        plan,
+        layers,
+        seed=seed,
+        rate=rate,
+        log_alpha_start=log_alpha_start,
+        fall=target_fraction * steps,
+        freeze=freeze_fraction * steps,
+    )

@@ -1,0 +1,281 @@
+"""DHA: every head becomes a learned mix of its group's heads; a Lagrangian draws the mixes of a group together.
+
+Paper 000 (Chen 2024), sections 4.2 and 4.3, App. B.2. Legend: L layers, S heads that a projection holds, g heads of a
+group, d head dim, P = sum of g² over a layer's groups.
+
+Where the paper is **silent** or at odds with itself:
+- the fusion loss is divided by the number of pairs and of layers, as Alg. 3 does and Eq. 7 does not; layers in which
+  nothing is fused do not count;
+- the multiplier starts at `multiplier_start`; its gradient is never negative, so it never falls;
+- the margin's warm-up k is a share of the steps; the default is Alg. 3's 200 of the 1,000 of section 5;
+- per-dimension coefficients scale rotary dims apart, as the paper has it: what is mixed are weights before RoPE, so
+  each mix is a projection like any other, and nothing needs to commute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from attention.axes import Knob
+from attention.heads import LayerHeads
+from attention.plan import AttentionPlan
+from trainers.groups import ParameterGroup
+from trainers.relaxations.axis import RELAXATION
+from trainers.relaxations.base import (
+    Groups,
+    HeadProjection,
+    Learned,
+    Relaxation,
+    attention_modules,
+    coarser_groups,
+    opened,
+    replaced,
+)
+
+SOURCE = "Chen 2024 (paper 000), sec. 4.2, Eq. 5 to 8, and App. B.2"
+KNOBS = (
+    Knob("rate", "log_float", 1e-2, "peak learning rate of coefficients and multiplier", 1e-4, 1.0, searched=True),
+    Knob("per_dimension", "bool", True, "one coefficient a head dimension, and not one a head (sec. 4.3)"),
+    Knob("base", "float", 0.999, "b of the margin, Eq. 8", 0.0, 1.0),
+    Knob("margin_fraction", "float", 0.2, "share of the steps after which the margin is 0 (k of Eq. 8)", 0.0, 1.0),
+    Knob("multiplier_start", "float", 0.0, "the multiplier at step 0", 0.0, 1e6),
+    Knob("tolerance", "float", 1e-3, "fusion loss below which fusing ends (sec. 4.3)", 0.0, 1.0),
+)
+
+
+# ---- the equations --------------------------------------------------------------------------------------------
+
+
+def identity_coefficients(groups: Groups, width: int) -> Tensor:
+    """ω at the start, `[P, width]`: 1 where a head meets itself, 0 elsewhere, so that every head is itself (Eq. 5)."""
+    return torch.cat([torch.eye(len(group)).flatten() for group in groups])[:, None].expand(-1, width).contiguous()
+
+
+def blocks(omega: Tensor, groups: Groups) -> list[Tensor]:
+    """ω `[P, width]` as one `[g, g, width]` a group: `block[h, j]` is what head h takes of head j."""
+    pieces = omega.split([len(group) ** 2 for group in groups])
+    return [piece.unflatten(0, (len(group), len(group))) for piece, group in zip(pieces, groups, strict=True)]
+
+
+def mix(omega: Tensor, groups: Groups, rows: Tensor) -> Tensor:
+    """Eq. 5: head h becomes sum_j diag(ω_hj) rows_j over its group. `rows [S, d, ...]`, ω `[P, d or 1]`."""
+    trailing = (1,) * (rows.ndim - 2)
+    mixed = [
+        (block.reshape(*block.shape, *trailing) * rows[list(group)]).sum(1)
+        if rows.ndim == 2
+        else torch.einsum("hjd,jdn->hdn", block.expand(-1, -1, rows.shape[1]), rows[list(group)])
+        for block, group in zip(blocks(omega, groups), groups, strict=True)
+    ]
+    place = torch.tensor([head for group in groups for head in group], device=rows.device).argsort()
+    return torch.cat(mixed)[place]
+
+
+def head_distances(block: Tensor) -> Tensor:
+    """L_head of Eq. 7 for all pairs of a group, `[g, g, width]` -> `[g, g]`: 1/g sum_j mean_d (ω_hj - ω_h'j)²."""
+    return (block[:, None] - block[None]).square().mean(-1).sum(-1) / len(block)
+
+
+def fusion_loss(block: Tensor) -> Tensor:
+    """Eq. 7 for one group: L_head summed over its pairs h < h'. The sum over pairs is that over heads of the distance
+    to the mean coefficients, times g: no pair is formed."""
+    return (block - block.mean(0)).square().mean(-1).sum()
+
+
+def margin(step: int, warmup: int, base: float = 0.999) -> float:
+    """t of Eq. 8: max(0, b^s (1 - s / k)); 0 throughout without a warm-up."""
+    return max(0.0, base**step * (1 - step / warmup)) if warmup else 0.0
+
+
+class _Reverse(torch.autograd.Function):
+    """The identity, whose gradient has the other sign: descending on what follows ascends on what came before.
+
+    In the graph and not in the optimiser, so that it holds under every way of splitting optimiser state.
+    """
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return -gradient
+
+
+def ascending(multiplier: Tensor) -> Tensor:
+    """The multiplier, to be maximised where all else is minimised."""
+    return _Reverse.apply(multiplier)  # pyright: ignore[reportReturnType]
+
+
+# ---- the relaxation -------------------------------------------------------------------------------------------
+
+
+class FusedProjection(HeadProjection):
+    """The k or v projection of DHA: its original heads, and the coefficients that mix them."""
+
+    def __init__(self, linear: HeadProjection, groups: Groups, per_dimension: bool) -> None:
+        weight, bias = linear.source()
+        super().__init__(weight.detach(), None if bias is None else bias.detach())
+        self.groups = groups
+        omega = identity_coefficients(groups, self.head_dim if per_dimension else 1)
+        self.coefficients = Learned(omega.to(weight.device, weight.dtype))
+
+    def mixed(self) -> tuple[Tensor, Tensor | None]:
+        (weight, bias), omega = self.source(), self.coefficients()
+        return mix(omega, self.groups, weight), None if bias is None else mix(omega, self.groups, bias)
+
+    @property
+    def pairs(self) -> int:
+        return sum(len(group) * (len(group) - 1) // 2 for group in self.groups)
+
+    def fusion_loss(self) -> Tensor:
+        """Sum over groups and pairs, not normalised; float32."""
+        return torch.stack([fusion_loss(b) for b in blocks(self.coefficients().float(), self.groups)]).sum()
+
+    def collapsed(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """One head a group: its heads mixed by their mean coefficients, sum_j diag(mean_h ω_hj) rows_j (App. B.2)."""
+        rows, shift = [], []
+        for block, group in zip(blocks(self.coefficients().float(), self.groups), self.groups, strict=True):
+            mean = block.mean(0)
+            rows.append((mean[..., None] * weight[list(group)]).sum(0))
+            if bias is not None:
+                shift.append((mean * bias[list(group)]).sum(0))
+        return torch.stack(rows), torch.stack(shift) if shift else None
+
+
+class Lagrangian(Relaxation):
+    """DHA's fusion stage. `penalty` is the second term of Eq. 8."""
+
+    stop_early = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        plan: AttentionPlan,
+        layers: Sequence[dict[str, FusedProjection]],
+        *,
+        warmup: int,
+        base: float,
+        rate: float,
+        multiplier_start: float,
+        tolerance: float,
+    ) -> None:
+        super().__init__(model, plan)
+        self._layers = tuple(layers)  # a tuple of dicts: the projections belong to their attention modules
+        self.warmup, self.base, self.rate, self.tolerance = warmup, base, rate, tolerance
+        self.multiplier = Learned(torch.tensor([multiplier_start], device=model.device, dtype=model.dtype))
+        self._latest: Tensor | None = None
+
+    def layer_losses(self) -> list[Tensor]:
+        """Mean L_head over the pairs of each layer in which something is fused, keys and values together."""
+        return [
+            torch.stack([p.fusion_loss() for p in layer.values()]).sum() / sum(p.pairs for p in layer.values())
+            for layer in self._layers
+            if layer
+        ]
+
+    def fusion_loss(self) -> Tensor:
+        """L_fusion, divided by the number of pairs and of layers."""
+        return torch.stack(self.layer_losses()).mean()
+
+    def penalty(self, step: int) -> Tensor:
+        loss = self.fusion_loss()
+        self._latest = loss.detach()
+        excess = (loss - margin(step, self.warmup, self.base)).clamp(min=0)
+        return ascending(self.multiplier().float())[0] * excess
+
+    def finished(self) -> bool:
+        """L_fusion, as of the last penalty, is below the tolerance."""
+        return self._latest is not None and float(self._latest) < self.tolerance
+
+    @torch.no_grad()
+    def metrics(self) -> dict[str, float]:
+        """fusion_loss, multiplier, own_share (mean ω of a head for itself: 1 at the start, about 1/g at the end)."""
+        shares = [
+            block.float().mean(-1).diagonal()
+            for layer in self._layers
+            for projection in layer.values()
+            for block in blocks(projection.coefficients(), projection.groups)
+            if len(block) > 1
+        ]
+        return {
+            "fusion_loss": float(self.fusion_loss()),
+            "multiplier": float(self.multiplier()),
+            "own_share": float(torch.cat(shares).mean()),
+        }
+
+    @torch.no_grad()
+    def distances(self, side: str) -> list[Tensor | None]:
+        """For each layer L_head between all heads, `[S, S]`, on side "k" or "v"; between groups it is infinite."""
+        found: list[Tensor | None] = []
+        for layer in self._layers:
+            projection = layer.get(side)
+            if projection is None:
+                found.append(None)
+                continue
+            heads = projection.out_features // projection.head_dim
+            distance = torch.full((heads, heads), torch.inf)
+            omega = projection.coefficients().float().cpu()
+            for block, group in zip(blocks(omega, projection.groups), projection.groups, strict=True):
+                index = torch.tensor(group)
+                distance[index[:, None], index] = head_distances(block)
+            found.append(distance)
+        return found
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        learned = [p.coefficients.value for layer in self._layers for p in layer.values()]
+        return [ParameterGroup((*learned, self.multiplier.value), self.rate)]
+
+    def _collapsed(self, layer: int, heads: LayerHeads) -> LayerHeads:
+        for side, projection in self._layers[layer].items():
+            rows, bias = getattr(heads, side), getattr(heads, f"{side}_bias")
+            heads = replaced(heads, side, *projection.collapsed(rows, bias))
+        return heads
+
+
+@RELAXATION.part("lagrangian", source=SOURCE, knobs=KNOBS)
+def install(
+    model: PreTrainedModel,
+    plan: AttentionPlan,
+    *,
+    steps: int,
+    generator: torch.Generator | None = None,
+    rate: float = 1e-2,
+    per_dimension: bool = True,
+    base: float = 0.999,
+    margin_fraction: float = 0.2,
+    multiplier_start: float = 0.0,
+    tolerance: float = 1e-3,
+) -> Lagrangian:
+    """Relax a copy of `model` towards `plan` over `steps` steps; nothing is random, so `generator` is not used.
+
+    The model may share heads already if the plan's groups are made of whole groups of its own (stages 2x, 4x, 8x of
+    App. B.2: relax, collapse, relax the result with the next plan). Raises PlanError for any other plan.
+    """
+    new, old = opened(model, plan)
+    layers: list[dict[str, FusedProjection]] = []
+    for index, module in enumerate(attention_modules(new)):
+        layers.append({})
+        for side, name in (("k", "key_map"), ("v", "value_map")):
+            maps = getattr(old.layers[index], name), getattr(plan.layers[index], name)
+            groups = coarser_groups(*maps, f"layer {index}, {name}")
+            if all(len(group) == 1 for group in groups):
+                continue
+            fused = FusedProjection(getattr(module, f"{side}_proj"), groups, per_dimension)
+            setattr(module, f"{side}_proj", fused)
+            layers[-1][side] = fused
+    if not any(layers):
+        raise ValueError("the plan fuses nothing: it has as many key and value heads as the model")
+    return Lagrangian(
+        new,
+        plan,
+        layers,
+        warmup=round(margin_fraction * steps),
+        base=base,
+        rate=rate,
+        multiplier_start=multiplier_start,
+        tolerance=tolerance,
+    )

@@ -1,0 +1,67 @@
+"""What a relaxation stage is, as plain JSON, and the loss that it trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from attention.modeling import plan_of
+from attention.plan import AttentionPlan
+from trainers.loop import LossFunction
+from trainers.relaxations.axis import RELAXATION
+from trainers.relaxations.base import Relaxation, is_coarser, lifted
+
+
+@dataclass(frozen=True)
+class RelaxationSpec:
+    """Which relaxation, towards what, for how long.
+
+    `plans`: JSON of the plan to reach, or of several, each coarser than the one before, reached one after the other
+    (DHA's 2x, 4x, 8x: paper 000, App. B.2); every one takes up to `steps` steps. `knobs` are the part's.
+    """
+
+    name: str
+    plans: tuple[str, ...]
+    steps: int
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plans", tuple(self.plans))
+        object.__setattr__(self, "knobs", RELAXATION.get(self.name).settings(self.knobs))
+        if self.steps < 1:
+            raise ValueError(f"a relaxation needs at least one step, got {self.steps}")
+        if not self.plans:
+            raise ValueError("a relaxation needs at least one plan, got none")
+        stages = [AttentionPlan.from_json(text) for text in self.plans]
+        for a, b in pairwise(stages):
+            if not is_coarser(a, b):
+                raise ValueError("each plan of a relaxation must be made of whole groups of the one before")
+
+    @property
+    def last_plan(self) -> AttentionPlan:
+        return AttentionPlan.from_json(self.plans[-1])
+
+    def install(self, model: PreTrainedModel, stage: int, seed: int) -> Relaxation:
+        """The relaxation of one stage on a copy of `model`, lifted first where the plan splits what it shares."""
+        plan = AttentionPlan.from_json(self.plans[stage])
+        if not is_coarser(plan_of(model), plan):
+            model = lifted(model)
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + stage)
+        return RELAXATION.get(self.name)(model, plan, steps=self.steps, generator=generator, **self.knobs)
+
+
+def relaxed_objective(relaxation: Relaxation, loss_fn: LossFunction, step: Callable[[], int]) -> LossFunction:
+    """`loss_fn` plus the penalty; `step()` tells how many steps are done."""
+
+    def objective(model: Any, batch: Tensor) -> Tensor:
+        now = step()
+        relaxation.begin(now)
+        return loss_fn(model, batch) + relaxation.penalty(now)
+
+    return objective
