@@ -100,7 +100,6 @@ def start() -> None:
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
     environment = {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")])),
-        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
         "TOKENIZERS_PARALLELISM": "false",
     }
     environment |= {key: os.environ[key] for key in ("HF_HUB_OFFLINE", "HF_HOME", "HF_TOKEN") if key in os.environ}
@@ -114,6 +113,8 @@ def start() -> None:
         return
     port = free_port()
     environment["RAY_API_SERVER_ADDRESS"] = os.environ["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{port}"
+    # Nobody takes this machine away at short notice: one process less for each training.
+    environment["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
     ray.init(
         address="local",
         include_dashboard=True,

@@ -30,6 +30,11 @@ STYLE: dict[Any, Any] = {
 }
 
 
+def _family(trial: TrialRecord) -> str:
+    """Under which name a trial is drawn: candidates of the searcher's own (joint-...) share one."""
+    return trial.recipe.split("-")[0] if trial.recipe.startswith("joint-") else trial.recipe
+
+
 def _looks(recipes: Sequence[str]) -> dict[str, dict[str, Any]]:
     return {
         name: {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
@@ -48,10 +53,10 @@ def front_figure(
     """Held-out loss against KV bytes a token: every trial at its last rung, the front, the untouched model."""
     with matplotlib.rc_context(STYLE):
         figure, axes = _figure()
-        looks = _looks([t.recipe for t in trials])
+        looks = _looks([_family(t) for t in trials])
         scored = [t for t in trials if t.usable]
         for name, look in looks.items():
-            mine = [t for t in scored if t.recipe == name]
+            mine = [t for t in scored if _family(t) == name]
             axes.scatter(
                 [t.kv_bytes_per_token for t in mine], [t.loss for t in mine], label=name, s=48, zorder=3, **look
             )
@@ -82,15 +87,16 @@ def rungs_figure(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> Figu
     """Held-out loss over training steps, one line a trial; solid for the largest budget, dashed for the next."""
     with matplotlib.rc_context(STYLE):
         figure, axes = _figure()
-        looks = _looks([t.recipe for t in trials])
+        looks = _looks([_family(t) for t in trials])
         budgets = sorted({t.kv_ratio for t in trials}, reverse=True)
         lines = {b: ("-", "--", ":", "-.")[i % 4] for i, b in enumerate(budgets)}
         told = set()
         for trial in (t for t in trials if t.rungs):
-            label = None if trial.recipe in told else trial.recipe
-            told.add(trial.recipe)
+            name = _family(trial)
+            label = None if name in told else name
+            told.add(name)
             steps, losses = [r["step"] for r in trial.rungs], [r["loss"] for r in trial.rungs]
-            axes.plot(steps, losses, ls=lines[trial.kv_ratio], ms=5, lw=1.4, label=label, **looks[trial.recipe])
+            axes.plot(steps, losses, ls=lines[trial.kv_ratio], ms=5, lw=1.4, label=label, **looks[name])
         for budget, line in lines.items():
             axes.plot([], [], ls=line, color="#444444", label=f"{budget:.0%} KV")
         axes.axhline(base["loss"], color="#888888", lw=1)

@@ -95,6 +95,8 @@ def prepare_process() -> None:
     from transformers.utils import logging as transformers_logging
 
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")
+    # A node that is being added takes minutes; the default of one minute would fail the trial that waits for it.
+    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "1800")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 

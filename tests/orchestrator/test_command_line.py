@@ -1,0 +1,146 @@
+"""The command line as a user meets it: three ways to start it, exit codes, messages without tracebacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPT = [sys.executable, str(REPOSITORY / "orchestrator" / "main.py")]
+MODULE = [sys.executable, "-m", "orchestrator.main"]
+INSTALLED = [str(Path(sys.executable).parent / "headfold")]
+
+
+def run(
+    command: list[str], *arguments: str | Path, cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "HEADFOLD_TRACEBACK")}
+    return subprocess.run(
+        [*command, *map(str, arguments)],
+        cwd=cwd or REPOSITORY,
+        env=clean | {"HF_HUB_OFFLINE": "1", "COLUMNS": "200", "OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("command", [SCRIPT, MODULE, INSTALLED], ids=["script", "module", "installed"])
+def test_each_way_of_starting_lists_the_verbs(command: list[str]) -> None:
+    done = run(command, "--help")
+    assert done.returncode == 0, done.stderr
+    for verb in ("search", "convert", "evaluate", "promote", "export", "report"):
+        assert verb in done.stdout
+
+
+def test_the_script_runs_from_anywhere_and_hides_no_library(tmp_path: Path) -> None:
+    """As a script Python puts orchestrator/ first on the path, where `import evaluate` would find our evaluate.py."""
+    code = (
+        "import runpy, sys; script = sys.argv[1]; sys.argv = [script, '--help']; "
+        "sys.path.insert(0, script.rpartition('/')[0])\n"
+        "try: runpy.run_path(script, run_name='__main__')\n"
+        "except SystemExit: pass\n"
+        "assert not any(p.endswith('orchestrator') for p in sys.path), sys.path"
+    )
+    done = run([sys.executable, "-c", code], SCRIPT[1], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = run(SCRIPT, "report", tmp_path, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "not the folder of a search" in done.stderr
+
+
+def test_help_needs_no_heavy_import() -> None:
+    code = (
+        "import sys; sys.argv = ['headfold', '--help']\n"
+        "from orchestrator.main import app\n"
+        "try: app()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'ray', 'mlflow', 'transformers', 'optuna', 'deepspeed'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = run([sys.executable, "-c", code])
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["search", "nothing.yaml"], ["nothing.yaml"]),
+        (["search", "configs/demo.yaml", "search.samplez=4"], ["search.samplez", "did you mean samples?"]),
+        (["search", "configs/demo.yaml", "search.budgets=[1.5]"], ["search.budgets.0", "1.5", "(0, 1]"]),
+        (["search", "configs/demo.yaml", "model.path=/none", "storage=STORE"], ["model.path", "/none"]),
+        (["search", "configs/demo.yaml", "--resume", "storage=STORE", "name=never"], ["--resume", "never"]),
+        (["promote", "configs"], ["configs", "folder of a search"]),
+        (["report", "/none"], ["/none", "folder of a search"]),
+        (["convert", "--model", "/none", "--recipe", "gqa", "--kv-ratio", "0.5"], ["model", "/none"]),
+        (["convert", "--model", "DEMO", "--recipe", "gqq", "--kv-ratio", "0.5"], ["gqq", "headfold"]),
+        (["convert", "--model", "DEMO", "--recipe", "gqa", "--kv-ratio", "0"], ["kv_ratio", "0"]),
+        (["convert", "--model", "DEMO", "--recipe", "gqa", "--kv-ratio", "0.3"], ["0.3"]),
+        (["convert", "--model", "DEMO", "--recipe", "gqa", "--kv-ratio", "0.5", "--dtype", "int4"], ["dtype", "int4"]),
+        (["convert", "--model", "DEMO", "--recipe", "gqa", "--kv-ratio", "0.5", "--device", "cuda"], ["cuda"]),
+        (["evaluate", "/none"], ["checkpoint", "/none"]),
+        (["evaluate", "DEMO", "--sequence-length", "9999"], ["sequence_length", "9999", "512"]),
+        (["export", "/none", "--target", "gqa", "--out", "STORE"], ["/none"]),
+        (["export", "DEMO", "--target", "gguff", "--out", "STORE"], ["gguff", "gqa"]),
+        (["search"], ["config"]),
+        (["serch"], ["serch"]),
+    ],
+)
+def test_a_mistake_ends_with_a_message_and_exit_code_2(
+    arguments: list[str], said: list[str], tmp_path: Path, demo_dir: Path
+) -> None:
+    known = {"STORE": str(tmp_path / "store"), "DEMO": str(demo_dir), "storage=STORE": f"storage={tmp_path / 'store'}"}
+    done = run(MODULE, *(known.get(a, a) for a in arguments))
+    if "--device" in arguments and done.returncode == 0:
+        pytest.skip("this machine has a GPU")
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    for word in said:
+        assert word.lower() in done.stderr.lower()
+
+
+def test_more_workers_than_this_machine_has_are_refused_before_any_work(tmp_path: Path) -> None:
+    sizes = ["data.train.tokens=8192", "data.eval.tokens=2048", "data.calibration.tokens=2048"]
+    workers = ["train.num_workers=512", "train.batch_size=512"]
+    done = run(MODULE, "search", "configs/demo.yaml", f"storage={tmp_path}", *sizes, *workers)
+    assert done.returncode == 2, done.stderr
+    assert "train.num_workers" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "demo").exists()
+
+
+def test_convert_evaluate_and_export_hand_on_to_each_other(tmp_path: Path, demo_dir: Path) -> None:
+    sizes = ["--eval-tokens", "2048", "--sequence-length", "128"]
+    options = ["--model", demo_dir, "--recipe", "gqa", "--kv-ratio", "0.25", "--out", tmp_path / "c", *sizes]
+    done = run(MODULE, "convert", *options, "--calibration-tokens", "2048", "--json", tmp_path / "convert.json")
+    assert done.returncode == 0, done.stderr
+    converted = json.loads((tmp_path / "convert.json").read_text())
+    for key in ("loss_base", "loss", "rise", "kl", "kv_ratio", "parameters", "recipe", "plan", "seed", "seconds"):
+        assert key in converted
+    assert converted["kv_ratio"] == 0.25
+    assert converted["cache_bytes_measured"] == converted["cache_tokens"] * converted["kv_bytes_per_token"]
+    assert converted["rise"] == pytest.approx(converted["loss"] - converted["loss_base"])
+    assert converted["rise"] > 1
+
+    done = run(MODULE, "evaluate", tmp_path / "c", "--base", demo_dir, *sizes, "--json", tmp_path / "evaluate.json")
+    assert done.returncode == 0, done.stderr
+    evaluated = json.loads((tmp_path / "evaluate.json").read_text())
+    assert evaluated["loss"] == pytest.approx(converted["loss"], abs=1e-4)
+    assert evaluated["kl"] == pytest.approx(converted["kl"], abs=1e-4)
+    assert evaluated["recipe"]["name"] == "gqa"
+    assert evaluated["decode_tokens_per_second"] > 0
+
+    options = ["--target", "gqa", "--out", tmp_path / "e", "--json", tmp_path / "export.json"]
+    done = run(MODULE, "export", tmp_path / "c", *options)
+    assert done.returncode == 0, done.stderr
+    exported = json.loads((tmp_path / "export.json").read_text())
+    assert exported["model_type"] == "llama"
+    assert exported["exact"] is True
+    assert exported["kv_bytes_per_token_after"] * 4 == exported["kv_bytes_per_token_mha"]
+    assert (tmp_path / "e" / "tokenizer.json").is_file()

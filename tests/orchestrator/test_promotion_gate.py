@@ -1,0 +1,289 @@
+"""The gate, the selection and the state of promotions, with real checkpoints and a real store; no cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attention import checkpoint, conversion
+from attention.plan import AttentionPlan, LayerPlan
+from orchestrator import gate, promotion
+from orchestrator.config import ConfigError, SearchConfig, parse_config
+from orchestrator.folders import SearchFolder
+from orchestrator.gate import check_candidate
+from orchestrator.promotion import CANDIDATE, PROMOTED, REFUSED, TRAINED, Entry, PromotionState
+from orchestrator.results import DONE, TrialRecord, read_json, save_trials, write_json
+from orchestrator.tracking import Tracker
+from orchestrator.training import milestones
+from orchestrator.trial import TrialContext
+from trainers.data import write_sequences
+
+HALF = LayerPlan((0, 0, 1, 1), (0, 0, 1, 1))
+APART = LayerPlan((0, 0, 1, 1), (0, 1, 0, 1))
+
+
+def plan(layer: LayerPlan) -> AttentionPlan:
+    return AttentionPlan((layer, layer), head_dim=8)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> SearchConfig:
+    return parse_config(
+        {
+            "name": "small",
+            "model": {"path": str(tmp_path / "base")},
+            "search": {"recipes": ["gqa", "headfold"], "budgets": [0.5]},
+            "rungs": {"steps": [0, 4]},
+        }
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_model: Any) -> SearchFolder:
+    """A search with two trials of 4 steps each: their weights are converted ones of a tiny model."""
+    found = SearchFolder.fresh(tmp_path / "runs", "small")
+    base = tiny_model("llama")
+    checkpoint.save(base, tmp_path / "base")
+    for name, layer in (("head", HALF), ("base", HALF), ("apart", APART)):
+        own = found.trial(name)
+        checkpoint.save(conversion.convert(base, plan(layer)), own / "trained")
+        (own / "plan.json").write_text(plan(layer).to_json())
+    write_sequences(torch.arange(48).reshape(3, 16) % 64, tmp_path / "eval.safetensors")
+    write_json(found.base, {"loss": 2.0, "model": str(tmp_path / "base")})
+    write_json(found.state, {"parent_run": "none"})
+    found.snapshot.write_text("name: small\n")
+    return found
+
+
+@pytest.fixture
+def context(tmp_path: Path, folder: SearchFolder) -> TrialContext:
+    return TrialContext(
+        folder=str(folder.root),
+        model=str(tmp_path / "base"),
+        dtype="float32",
+        train_file="",
+        eval_file=str(tmp_path / "eval.safetensors"),
+        calibration_file="",
+        calibration_cache="",
+        rungs=(0, 4),
+        reduction_factor=2.0,
+        train={},
+        base_loss=2.0,
+        seed=0,
+    )
+
+
+def entry(folder: SearchFolder, name: str = "head", **more: Any) -> Entry:
+    settings = {"loss": 2.1, "baseline_loss": 2.5, "status": TRAINED, "folder": str(folder.trial(name) / "trained")}
+    return Entry(name, "headfold", 0.5, 4, **{**settings, **more})
+
+
+def test_a_sound_candidate_passes_and_is_exported_as_a_plain_model(
+    config: SearchConfig, folder: SearchFolder, context: TrialContext
+) -> None:
+    checks = check_candidate(entry(folder), config, context, folder)
+    assert checks.reasons == []
+    assert checks.plain
+    assert checks.record["cache_bytes_measured"] == checks.record["kv_bytes_per_token"] * checks.record["cache_tokens"]
+    assert checks.record["max_logit_difference"] <= 1e-4
+    assert checkpoint.load_config(checks.exported or "").model_type == "llama"
+
+
+def test_a_plan_without_a_stock_form_is_kept_in_our_own(
+    config: SearchConfig, folder: SearchFolder, context: TrialContext
+) -> None:
+    checks = check_candidate(entry(folder, "apart"), config, context, folder)
+    assert checks.reasons == []
+    assert not checks.plain
+    assert checkpoint.load_config(checks.exported or "").model_type == "headfold_llama"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"baseline_loss": 2.1}, "not below the baseline's 2.1"),
+        ({"loss": 2.6}, "not below the baseline's 2.5"),
+        ({"loss": float("nan")}, "nan"),
+        ({"baseline_loss": None}, "no baseline gqa"),
+        ({"recipe": "gqa"}, "the baseline gqa itself"),
+    ],
+)
+def test_what_is_not_better_than_the_baseline_is_refused(
+    config: SearchConfig, folder: SearchFolder, context: TrialContext, more: dict[str, Any], said: str
+) -> None:
+    one = entry(folder)
+    for key, value in more.items():
+        setattr(one, key, value)
+    (reason,) = check_candidate(one, config, context, folder).reasons
+    assert said in reason
+
+
+def test_the_margin_counts(config: SearchConfig, folder: SearchFolder, context: TrialContext) -> None:
+    wide = config.model_copy(update={"promotion": config.promotion.model_copy(update={"margin": 0.5})})
+    assert check_candidate(entry(folder, loss=1.9), wide, context, folder).reasons == []
+    assert "by more than 0.5" in check_candidate(entry(folder, loss=2.1), wide, context, folder).reasons[0]
+
+
+def test_a_cache_that_is_larger_than_planned_is_refused(
+    config: SearchConfig, folder: SearchFolder, context: TrialContext
+) -> None:
+    quarter = plan(LayerPlan((0,) * 4, (0,) * 4))
+    (folder.trial("head") / "plan.json").write_text(quarter.to_json())
+    reasons = check_candidate(entry(folder), config, context, folder).reasons
+    assert any("the cache holds" in reason for reason in reasons)
+    assert any("the exported checkpoint serves" in reason for reason in reasons)
+
+
+def test_an_export_with_other_logits_is_refused(
+    config: SearchConfig, folder: SearchFolder, context: TrialContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoilt(source: str, target: str, out: Path, tokenizer: Any = None) -> Any:
+        model = checkpoint.load(source)
+        with torch.no_grad():
+            model.get_output_embeddings().weight += 1e-2
+        checkpoint.save(model, out)
+        return type("Report", (), {"exact": True})()
+
+    monkeypatch.setattr(gate, "export", spoilt)
+    (reason,) = check_candidate(entry(folder), config, context, folder).reasons
+    assert "logits of the exported checkpoint differ" in reason
+
+
+# ---- from selection to registry ---------------------------------------------------------------------------------
+
+
+def trial(name: str, recipe: str, loss: float, budget: float = 0.5) -> TrialRecord:
+    rungs = [{"step": 0, "loss": loss + 1}, {"step": 4, "loss": loss, "kl": 0.1}]
+    return TrialRecord(name, recipe, budget, 1e-3, {}, status=DONE, rungs=rungs, kv_bytes_per_token=int(256 * budget))
+
+
+def promoted(
+    config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, parent: str
+) -> dict[str, Any]:
+    return promotion.promote(config, context, folder, tracker, parent, parallel=1)
+
+
+@pytest.fixture
+def tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tracker:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
+    return Tracker.open(None, "tests", tmp_path)
+
+
+@pytest.fixture
+def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials that have reached the full steps need no workers: a start of Ray would be a mistake."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("no training is needed here")
+
+    monkeypatch.setattr("ray.init", refuse)
+    monkeypatch.setattr("ray.wait", refuse)
+
+
+@pytest.mark.usefixtures("no_training")
+def test_the_best_is_registered_with_its_evidence_and_the_rest_told(
+    config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker
+) -> None:
+    save_trials(folder.trials_file, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
+    parent = tracker.start("search")
+    state = promoted(config, context, folder, tracker, parent)
+    (candidate,) = state["candidates"].values()
+    assert candidate["status"] == PROMOTED
+    assert candidate["baseline_loss"] == 2.9
+    version = tracker.client.get_model_version_by_alias("small", "kv50")
+    assert version.tags["recipe"] == "headfold"
+    assert version.tags["search_run"] == parent
+    assert version.tags["weights_digest"] == checkpoint.weights_digest(candidate["exported"])
+    assert (folder.root / "exported").resolve() == Path(candidate["exported"])
+    assert (folder.storage / "exported" / "config.json").is_file()
+    kinds = sorted(run.data.tags["headfold.kind"] for run in tracker.children(parent))
+    assert kinds == ["promotion baseline", "promotion candidate"]
+    assert {run.info.status for run in tracker.children(parent)} == {"FINISHED"}
+
+
+@pytest.mark.usefixtures("no_training")
+def test_a_promotion_that_runs_again_repeats_nothing(
+    config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_trials(folder.trials_file, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
+    parent = tracker.start("search")
+    first = promoted(config, context, folder, tracker, parent)
+    monkeypatch.setattr(promotion, "check_candidate", lambda *a: pytest.fail("the gate ran again"))
+    assert promoted(config, context, folder, tracker, parent) == first
+    assert len(tracker.children(parent)) == 2
+    assert len(tracker.client.search_model_versions("name = 'small'")) == 1
+
+
+@pytest.mark.usefixtures("no_training")
+def test_killed_in_the_gate_it_goes_on_from_the_trained_weights(
+    config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_trials(folder.trials_file, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
+    parent = tracker.start("search")
+
+    def killed(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(promotion, "check_candidate", killed)
+        with pytest.raises(KeyboardInterrupt):
+            promoted(config, context, folder, tracker, parent)
+    assert read_json(folder.promotion)["candidates"]["head"]["status"] == TRAINED
+    assert promoted(config, context, folder, tracker, parent)["candidates"]["head"]["status"] == PROMOTED
+    assert len(tracker.children(parent)) == 2
+
+
+@pytest.mark.usefixtures("no_training")
+def test_a_refused_candidate_is_kept_with_its_reasons_and_not_registered(
+    config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker
+) -> None:
+    save_trials(folder.trials_file, [trial("head", "headfold", 2.9), trial("base", "gqa", 2.95)])
+    strict = config.model_copy(update={"promotion": config.promotion.model_copy(update={"margin": 0.5})})
+    parent = tracker.start("search")
+    state = promoted(strict, context, folder, tracker, parent)
+    (candidate,) = state["candidates"].values()
+    assert candidate["status"] == REFUSED
+    assert "by more than 0.5" in candidate["reasons"][0]
+    assert state["exported"] is None
+    assert not tracker.client.search_registered_models()
+    tags = [r.data.tags for r in tracker.children(parent) if r.data.tags["headfold.kind"].endswith(CANDIDATE)]
+    assert tags[0]["gate"] == REFUSED
+    assert "by more than 0.5" in tags[0]["reasons"]
+    assert Path(candidate["folder"]).is_dir()
+
+
+def test_trials_are_selected_by_budget_or_by_front() -> None:
+    trials = [
+        trial("a", "headfold", 2.2),
+        trial("b", "align", 2.3),
+        trial("c", "gqa", 2.9),
+        trial("d", "headfold", 2.4, 0.25),
+        trial("e", "align", 2.1, 0.25),
+    ]
+    assert [t.trial_id for t in promotion.select(trials, "best_per_budget", 1)] == ["a", "e"]
+    assert [t.trial_id for t in promotion.select(trials, "best_per_budget", 2)] == ["a", "b", "e", "d"]
+    assert [t.trial_id for t in promotion.select(trials, "front", 1)] == ["e"]
+
+
+def test_an_unknown_trial_is_refused(folder: SearchFolder, config: SearchConfig) -> None:
+    with pytest.raises(ConfigError, match="--trial: 'zz' is no finished trial"):
+        promotion._chosen([trial("a", "gqa", 2.0)], ["zz"], None, config)
+    with pytest.raises(ConfigError, match="not the folder of a search"):
+        promotion.promote_search(folder.storage)
+
+
+def test_the_state_comes_back_from_disk(tmp_path: Path, folder: SearchFolder) -> None:
+    state = PromotionState({"a": entry(folder)}, {"0.5": entry(folder, "base")}, exported="/x")
+    state.save(tmp_path / "promotion.json")
+    assert PromotionState.load(tmp_path / "promotion.json") == state
+
+
+@pytest.mark.parametrize(
+    ("start", "total", "evaluations", "expected"),
+    [(24, 64, 1, (64,)), (0, 10, 3, (3, 7, 10)), (4, 6, 5, (5, 6)), (0, 1, 1, (1,))],
+)
+def test_measurements_are_spread_evenly(start: int, total: int, evaluations: int, expected: tuple[int, ...]) -> None:
+    assert milestones(start, total, evaluations) == expected

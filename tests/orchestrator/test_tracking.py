@@ -1,0 +1,218 @@
+"""MLflow records, against a real sqlite store."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from orchestrator import results
+from orchestrator.callbacks import SearchLog, last_error, progress_line
+from orchestrator.results import load_trials
+from orchestrator.tracking import Tracker, TrackingError, default_uri, redact
+
+
+@pytest.fixture
+def tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tracker]:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")  # `open` sets it; restored afterwards
+    yield Tracker.open(None, "tests", tmp_path)
+
+
+def run_of(tracker: Tracker, run_id: str) -> Any:
+    return tracker.client.get_run(run_id)
+
+
+def trial(number: int, recipe: str = "headfold", budget: float = 0.25, error_file: str | None = None) -> Any:
+    config = {"recipe": recipe, "kv_ratio": budget, "learning_rate": 1e-3, "choices": {"grouping": "exact"}}
+    return SimpleNamespace(trial_id=f"t{number}", config=config, error_file=error_file)
+
+
+def report(step: int, loss: float, **more: Any) -> dict[str, Any]:
+    return {"step": step, "loss": loss, "rise": loss - 2.0, "kl": 0.5, "tokens": 64 * step, "seconds": 1.0, **more}
+
+
+def log_of(tracker: Tracker | None, tmp_path: Path, parent: str | None, expected: int = 3) -> SearchLog:
+    log = SearchLog(tmp_path / "search" / "trials.json", tracker, parent, expected, rungs=2, base_loss=2.0)
+    log.setup()
+    return log
+
+
+def test_a_search_is_one_parent_with_a_child_for_each_trial(tracker: Tracker, tmp_path: Path) -> None:
+    parent = tracker.start("search")
+    log = log_of(tracker, tmp_path, parent)
+    done, stopped, failed = trial(1), trial(2, "gqa"), trial(3, "align", error_file=str(tmp_path / "error.txt"))
+    (tmp_path / "error.txt").write_text("Traceback\n  File x\nValueError: no such thing\n")
+    for one in (done, stopped, failed):
+        log.on_trial_start(0, [], one)
+    facts = {"kv_bytes_per_token": 2048, "cache_bytes_measured": 131072, "parameters": 10, "actual_kv_ratio": 0.25}
+    log.on_trial_result(0, [], done, report(0, 2.8, **facts))
+    log.on_trial_result(0, [], done, report(5, 2.4))
+    log.on_trial_complete(0, [], done)
+    log.on_trial_result(0, [], stopped, report(0, 7.5, **facts))
+    log.on_trial_complete(0, [], stopped)
+    log.on_trial_error(0, [], failed)
+
+    children = {run.data.tags["trial_id"]: run for run in tracker.children(parent)}
+    assert {k: r.info.status for k, r in children.items()} == {"t1": "FINISHED", "t2": "FINISHED", "t3": "FAILED"}
+    assert {k: r.data.tags["headfold.status"] for k, r in children.items()} == {
+        "t1": results.DONE,
+        "t2": results.STOPPED,
+        "t3": results.FAILED,
+    }
+    series = tracker.client.get_metric_history(children["t1"].info.run_id, "loss")
+    assert [(point.step, point.value) for point in series] == [(0, 2.8), (5, 2.4)]
+    assert children["t1"].data.params["recipe"] == "headfold"
+    assert children["t1"].data.params["choices.grouping"] == "exact"
+    assert children["t1"].data.metrics["kv_bytes_per_token"] == 2048
+    assert children["t3"].data.tags["error"] == "ValueError: no such thing"
+
+
+def test_the_records_on_disk_say_the_same_without_mlflow(tmp_path: Path) -> None:
+    log = log_of(None, tmp_path, None)
+    one = trial(1)
+    log.on_trial_start(0, [], one)
+    log.on_trial_result(0, [], one, report(0, 2.8, kv_bytes_per_token=2048, phases={"plan": 1.5}))
+    log.on_trial_result(0, [], one, report(5, 2.4, checkpoint_path="/x"))
+    (record,) = load_trials(log.trials_file)
+    assert record.status == results.RUNNING
+    assert [rung["step"] for rung in record.rungs] == [0, 5]
+    assert record.loss == 2.4
+    assert record.kv_bytes_per_token == 2048
+    assert record.seconds == {"plan": 1.5}
+    assert record.last["checkpoint_path"] == "/x"
+
+
+def test_an_interrupted_search_is_taken_up_in_the_same_runs(tracker: Tracker, tmp_path: Path) -> None:
+    parent = tracker.start("search")
+    log = log_of(tracker, tmp_path, parent)
+    one = trial(1)
+    log.on_trial_start(0, [], one)
+    log.on_trial_result(0, [], one, report(0, 2.8))
+    log.on_experiment_end([])
+    (child,) = tracker.children(parent)
+    assert child.info.status == "KILLED"
+
+    restored: SearchLog = pickle.loads(pickle.dumps(log))
+    restored.setup()
+    restored.on_trial_start(0, [], one)
+    restored.on_trial_result(0, [], one, report(0, 2.8))
+    restored.on_trial_result(0, [], one, report(5, 2.4))
+    restored.on_trial_complete(0, [], one)
+    (child,) = tracker.children(parent)
+    assert child.info.status == "FINISHED"
+    assert [rung["step"] for rung in restored.records["t1"].rungs] == [0, 5]
+
+
+def test_a_failing_store_is_told_once_and_does_not_end_the_search(
+    tracker: Tracker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = log_of(tracker, tmp_path, "no-such-run")
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("store is away")
+
+    tracker.client.create_run = broken
+    for number in (1, 2):
+        log.on_trial_start(0, [], trial(number))
+    assert len(log.errors) == 2
+    assert caplog.text.count("store is away") == 1
+    assert len(load_trials(log.trials_file)) == 2
+
+
+def test_a_version_is_registered_once_and_read_back_by_its_alias(tracker: Tracker, tmp_path: Path) -> None:
+    folder = tmp_path / "exported"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    run = tracker.start("promotion")
+    settings: dict[str, Any] = {"alias": "kv25", "tags": {"gate": "passed", "loss": 2.4}, "description": "x"}
+    first = tracker.register("demo", folder, run, **settings)
+    again = tracker.register("demo", folder, run, **settings)
+    assert first == again == "1"
+    version = tracker.client.get_model_version_by_alias("demo", "kv25")
+    assert version.tags["gate"] == "passed"
+    import mlflow
+
+    mlflow.set_registry_uri(tracker.uri)
+    found = mlflow.artifacts.download_artifacts("models:/demo@kv25", tracking_uri=tracker.uri)
+    assert (Path(found) / "config.json").read_text() == "{}"
+    other = tracker.register("demo", folder, tracker.start("later promotion"), **settings)
+    assert other == "2"
+    assert str(tracker.client.get_model_version_by_alias("demo", "kv25").version) == "2"
+
+
+def test_the_default_store_lies_in_the_storage_folder(tracker: Tracker, tmp_path: Path) -> None:
+    assert tracker.uri == default_uri(tmp_path)
+    run = tracker.start("x")
+    tracker.text(run, "hello", "note.txt")
+    assert run_of(tracker, run).info.artifact_uri.startswith((tmp_path / "mlartifacts").as_uri())
+    assert list((tmp_path / "mlartifacts").rglob("note.txt"))
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("postgresql://me:pass@db:5432/x", "postgresql://***@db:5432/x"),
+        ("postgresql+psycopg2://me:p@ss@db/x", "postgresql+psycopg2://***@db/x"),
+        ("https://token@host/path?a=b", "https://***@host/path?a=b"),
+        ("sqlite:////tmp/mlflow.db", "sqlite:////tmp/mlflow.db"),
+        ("mail me@home, see https://host/a@b", "mail me@home, see https://host/a@b"),
+    ],
+)
+def test_credentials_are_hidden(text: str, clean: str) -> None:
+    assert redact(text) == clean
+
+
+def test_a_store_that_is_away_is_refused_without_its_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(TrackingError) as caught:
+        Tracker.open("http://me:secret@127.0.0.1:9", "x", tmp_path)
+    assert "tracking.uri" in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_no_password_is_pickled(tracker: Tracker, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = "postgresql://me:secret@db/x"
+    dumped = pickle.dumps(Tracker(whole, "0"))
+    assert b"secret" not in dumped
+    assert pickle.loads(dumped).uri == "postgresql://***@db/x"
+
+
+def test_long_values_are_cut_to_what_mlflow_takes(tracker: Tracker) -> None:
+    run = tracker.start("x")
+    tracker.params(run, {"section": {f"k{i}": "v" * 7000 for i in range(150)}, "none": None})
+    assert len(run_of(tracker, run).data.params) == 150
+
+
+def test_the_progress_line_tells_done_running_stopped_best_and_time_left(tmp_path: Path) -> None:
+    log = log_of(None, tmp_path, None, expected=4)
+    for number, budget in ((1, 0.5), (2, 0.25), (3, 0.25)):
+        log.on_trial_start(0, [], trial(number, budget=budget))
+    log.on_trial_result(0, [], trial(1), report(0, 2.3))
+    log.on_trial_result(0, [], trial(1), report(5, 2.1))
+    log.on_trial_complete(0, [], trial(1))
+    log.on_trial_result(0, [], trial(2), report(0, 3.0))
+    log.on_trial_complete(0, [], trial(2))
+    line = progress_line(list(log.records.values()), 4, 2, 2.0, 60.0)
+    assert "2/4 trials" in line
+    assert "1 done, 1 running, 1 stopped" in line
+    assert "50% KV +0.100 (headfold)" in line
+    assert "25% KV +1.000" in line
+    assert "1:00 left" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Traceback:\n  raise x\nValueError: bad plan\n", "ValueError: bad plan"),
+        ("trainers.loop.TrainingDiverged: loss is nan\nray.exceptions.RayTaskError: x\n", "loss is nan"),
+        ("NameError: name 'q'\nAn unexpected internal error occurred.\n", "NameError: name 'q'"),
+        ("killed\n", "killed"),
+        ("", "unknown error"),
+    ],
+)
+def test_an_error_is_told_by_its_cause(text: str, said: str) -> None:
+    assert said in last_error(text)

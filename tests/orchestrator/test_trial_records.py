@@ -1,0 +1,85 @@
+"""Records of trials: the front, the best at each budget, atomic files."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator import results
+from orchestrator.results import TrialRecord, best_per_budget, front, load_trials, ranked, save_trials
+
+
+def record(name: str, budget: float, loss: float, status: str = results.DONE, recipe: str = "headfold") -> TrialRecord:
+    return TrialRecord(
+        trial_id=name,
+        recipe=recipe,
+        kv_ratio=budget,
+        learning_rate=1e-3,
+        choices={},
+        status=status,
+        rungs=[{"step": 0, "loss": loss}],
+        kv_bytes_per_token=int(8192 * budget),
+    )
+
+
+def test_the_front_leaves_out_what_another_trial_beats_in_both() -> None:
+    trials = [
+        record("a", 0.5, 2.3),
+        record("b", 0.5, 2.4),
+        record("c", 0.25, 2.5),
+        record("d", 0.75, 2.35),
+        record("e", 1.0, 2.2),
+        record("f", 0.125, 2.1, status=results.FAILED),
+    ]
+    assert [t.trial_id for t in front(trials)] == ["c", "a", "e"]
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.125, 0.25, 0.5, 1.0]), st.integers(0, 6)), max_size=12))
+def test_the_front_is_what_nobody_dominates(pairs: list[tuple[float, int]]) -> None:
+    trials = [record(f"{i:02}", budget, 2 + loss / 4) for i, (budget, loss) in enumerate(pairs)]
+    chosen = {(t.kv_ratio, t.loss) for t in front(trials)}
+    for t in trials:
+        beaten = any(
+            o.kv_ratio <= t.kv_ratio and o.loss <= t.loss and (o.kv_ratio, o.loss) != (t.kv_ratio, t.loss)
+            for o in trials
+        )
+        assert ((t.kv_ratio, t.loss) in chosen) != beaten
+
+
+def test_the_best_of_each_budget_ignores_failed_and_diverged_trials() -> None:
+    trials = [
+        record("a", 0.25, 2.5),
+        record("b", 0.25, 2.4, status=results.FAILED),
+        record("c", 0.25, math.nan),
+        record("d", 0.5, 2.3, status=results.STOPPED),
+        record("e", 0.5, 2.2, status=results.RUNNING),
+    ]
+    assert {b: t.trial_id for b, t in best_per_budget(trials).items()} == {0.5: "d", 0.25: "a"}
+    assert list(ranked(trials)) == [0.5, 0.25]
+
+
+def test_a_repeated_step_replaces_the_earlier_one() -> None:
+    one = record("a", 0.25, 2.5)
+    one.add({"step": 4, "loss": 2.4})
+    one.add({"step": 4, "loss": 2.3})
+    one.add({"step": 0, "loss": 2.6})
+    assert [(r["step"], r["loss"]) for r in one.rungs] == [(0, 2.6), (4, 2.3)]
+
+
+def test_records_come_back_from_disk_as_they_were(tmp_path: Path) -> None:
+    trials = [record("a", 0.25, 2.5), record("b", 0.5, 2.4)]
+    save_trials(tmp_path / "x" / "trials.json", trials)
+    assert load_trials(tmp_path / "x" / "trials.json") == trials
+    assert load_trials(tmp_path / "none.json") == []
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    results.write_json(file, {"a": 1})
+    with pytest.raises(TypeError):
+        results.write_json(file, {"a": object()})
+    assert results.read_json(file) == {"a": 1}
