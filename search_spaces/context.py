@@ -17,6 +17,7 @@ from attention.calibration import Calibration
 from attention.conversion import convert
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
+from attention.mlp import MlpWeights, mlp_sites, read
 from attention.plan import AttentionPlan, groups_of
 from search_spaces.recipes import AXES, Recipe
 from search_spaces.scores import language_loss
@@ -74,6 +75,12 @@ class PlanningContext:
             fusion_settings=recipe.knobs("fusion"),
         )
         return language_loss(converted, self.sequences)
+
+    def mlps(self) -> list[MlpWeights]:
+        """The MLP of every layer. Raises ValueError without a model."""
+        if self.model is None:
+            raise ValueError("sharing.mlp=true compares MLPs; the context needs a model")
+        return [read(site) for site in mlp_sites(self.model)]
 
     def similarity(self, recipe: Recipe, layer: int, side: str) -> np.ndarray:
         """The recipe's similarity of the units of one side, `[U, U]`, kept for the next recipe that asks."""

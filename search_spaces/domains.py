@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 
-# Fusion before alignment and grouping before what it uses, so that the later choice is the one that gets narrowed.
-ORDER = ("kv_ratio", "fusion", "alignment", "grouping", "objective", "similarity", "allocation", "together", "by")
+# Sharing first, as it leaves nothing else to choose. Fusion before alignment and grouping before what it uses, so that
+# the later choice is the one that gets narrowed.
+ORDER = (
+    "kv_ratio", "sharing", "fusion", "alignment", "grouping", "objective", "similarity", "allocation", "together", "by",
+)  # fmt: skip
 Condition = tuple[tuple[str, Any], ...]
 Point = dict[str, Any]
 

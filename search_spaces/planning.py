@@ -8,6 +8,7 @@ its own, spawned in a fixed order, so that the draws of one site do not depend o
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property, partial
 
@@ -21,6 +22,8 @@ from search_spaces.costs import GroupCost, Objective
 from search_spaces.grouping import GroupingProblem, neighbour_partition
 from search_spaces.partitions import Partition, expand
 from search_spaces.recipes import AXES, Recipe
+from search_spaces.rules import sharing_saves_no_cache
+from search_spaces.sharing import SharingProblem, share_count
 from search_spaces.site import SIDES, Site
 
 
@@ -43,6 +46,10 @@ def admissible_counts(recipe: Recipe, geometry: HeadGeometry) -> tuple[int, ...]
 
 def check_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> None:
     """Raise ValueError if the budget cannot be met, as far as can be told without weights. Cheap: for config checks."""
+    if reason := sharing_saves_no_cache(recipe.sharing, kv_ratio):
+        raise ValueError(reason)
+    if recipe.sharing != "none":
+        share_count(recipe.knobs("sharing")["alpha"], geometry.num_layers, geometry.num_heads)
     if kv_ratio > geometry.kv_ratio + 1e-9:
         raise ValueError(
             f"kv_ratio {float(kv_ratio):g} is above the checkpoint's own {geometry.kv_ratio:g} "
@@ -95,7 +102,14 @@ class _Planner:
                 continue
             for index, (side, groups) in enumerate(zip(SIDES, (keys, values), strict=True)):
                 self.found[layer, side] = self.group(layer, (side,), groups, self.generators[2 * layer + index])
-        return self.plan_of(self.found)
+        return self.share(self.plan_of(self.found))
+
+    def share(self, plan: AttentionPlan) -> AttentionPlan:
+        """The plan with the heads and MLP blocks that the recipe shares."""
+        recipe, context = self.recipe, self.context
+        part = AXES["sharing"].get(recipe.sharing)
+        found = part(SharingProblem(context.heads, context.mlps), **recipe.knobs("sharing"))
+        return replace(plan, shares=found.shares, mlp_shares=found.mlp_shares)
 
     def counts(self) -> Counts:
         """(key heads, value heads) of each layer, from the allocation part, checked against the budget."""

@@ -14,11 +14,13 @@ from typing import Any
 from attention.alignment import ALIGNMENT
 from attention.axes import Axis, Part
 from attention.fusion import FUSION
-from search_spaces.axes import ALLOCATION, GROUPING, OBJECTIVE, SIMILARITY
+from search_spaces.axes import ALLOCATION, GROUPING, OBJECTIVE, SHARING, SIMILARITY
 from search_spaces.rules import RULE_FIELDS, broken_rules, used
 from search_spaces.site import SIDES
 
-AXES: dict[str, Axis] = {axis.name: axis for axis in (GROUPING, OBJECTIVE, SIMILARITY, ALLOCATION, ALIGNMENT, FUSION)}
+AXES: dict[str, Axis] = {
+    axis.name: axis for axis in (GROUPING, OBJECTIVE, SIMILARITY, ALLOCATION, ALIGNMENT, FUSION, SHARING)
+}
 BY = (*SIDES, "both")
 
 
@@ -42,6 +44,7 @@ class Recipe:
     allocation: str = "uniform"
     alignment: str = "none"
     fusion: str = "mean"
+    sharing: str = "none"
     together: bool = True
     by: str = "both"
     settings: tuple[tuple[str, Any], ...] = ()
@@ -171,6 +174,8 @@ def _named() -> dict[str, Recipe]:
             by="value",
             source="Jin 2024 (paper 001), sec. 3.2 to 3.4, as initialisation: value similarity by distance (Table 1)",
         ),
+        Recipe("directshare", sharing="direct", source="Cao 2024 (paper 004): heads share weights, none is grouped"),
+        Recipe("postshare", sharing="post", source="Cao 2024 (paper 004): the same after training them together"),
         Recipe(
             "headfold",
             grouping="exact",

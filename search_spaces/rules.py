@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any
 
 from search_spaces.axes import ALLOCATION, GROUPING, OBJECTIVE, SIMILARITY
@@ -73,7 +74,31 @@ def _split_counts(together: bool, allocation: str) -> str | None:
     return None
 
 
+def _shared_and(choice: str, plain: str) -> Callable[[str, str], str | None]:
+    def rule(sharing: str, chosen: str) -> str | None:
+        if sharing != "none" and chosen != plain:
+            return f"sharing={sharing} needs all heads as they are, got {choice}={chosen}; use {choice}={plain}"
+        return None
+
+    return rule
+
+
+def sharing_saves_no_cache(sharing: str, kv_ratio: float | Fraction) -> str | None:
+    """Why a shared head cannot also meet a smaller KV budget, or None."""
+    if sharing != "none" and kv_ratio != 1:
+        return (
+            f"sharing={sharing} saves weights and no KV cache, so kv_ratio must be 1, got {float(kv_ratio):g}; "
+            "shared heads together with grouped ones are not supported"
+        )
+    return None
+
+
 RULES = (
+    (("sharing", "kv_ratio"), sharing_saves_no_cache),
+    (("sharing", "fusion"), _shared_and("fusion", "mean")),
+    (("sharing", "alignment"), _shared_and("alignment", "none")),
+    (("sharing", "grouping"), _shared_and("grouping", "neighbour")),
+    (("sharing", "allocation"), _shared_and("allocation", "uniform")),
     (("fusion", "alignment"), _aligned_for_nothing),
     (("grouping", "objective"), _objective_unused),
     (("grouping", "objective"), _not_additive),
@@ -81,4 +106,4 @@ RULES = (
     (("objective", "allocation"), _no_cost_for_allocation),
     (("together", "allocation"), _split_counts),
 )
-RULE_FIELDS = ("grouping", "objective", "similarity", "allocation", "alignment", "fusion", "together")
+RULE_FIELDS = ("grouping", "objective", "similarity", "allocation", "alignment", "fusion", "together", "sharing")

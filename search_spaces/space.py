@@ -175,9 +175,9 @@ class JointSpace:
         return found
 
     def _over_budget(self, full: Point) -> str | None:
-        """Why the budget cannot be met: it looks at grouping and allocation only."""
+        """Why the budget cannot be met: it looks at sharing, grouping and allocation only."""
         assert self.geometry is not None
-        names = ("grouping", "objective", "similarity", "allocation")
+        names = ("sharing", "grouping", "objective", "similarity", "allocation")
         key = (full["kv_ratio"], *(full.get(name) for name in names))
         if key not in self._budgets:
             partial = {name: full[name] for name in names if name in full}
