@@ -6,6 +6,7 @@ Tune pickles its callbacks for `Tuner.restore`, so they hold paths, ids and plai
 from __future__ import annotations
 
 import logging
+import math
 import re
 import sys
 import time
@@ -79,6 +80,12 @@ class SearchLog(Callback):
 
     def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
         record = self.records[trial.trial_id]
+        if record.rungs and not math.isfinite(record.loss):
+            record.error = (
+                f"diverged: the held-out loss after {record.step} steps is not finite; lower the learning rate"
+            )
+            self._end(record, results.FAILED)
+            return
         reached_end = len(record.rungs) == self.rungs
         self._end(record, results.DONE if reached_end else results.STOPPED)
 

@@ -98,7 +98,8 @@ class SearchSection(Section):
 
     Every recipe runs at every budget with every learning rate; then come `samples` candidates that the searcher
     draws from the joint space, which `choices` restricts (`{grouping: [exact, merge]}`) and in which `settings`
-    fixes knobs (`{grouping.iterations: 50}`). `baseline` always runs, is never stopped early, and is what promotion must beat.
+    fixes knobs (`{grouping.iterations: 50}`). `baseline` always runs, is never stopped early, and is what a promotion
+    must beat.
     """
 
     searcher: str = "optuna"

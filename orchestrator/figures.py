@@ -95,7 +95,8 @@ def rungs_figure(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> Figu
             name = _family(trial)
             label = None if name in told else name
             told.add(name)
-            steps, losses = [r["step"] for r in trial.rungs], [r["loss"] for r in trial.rungs]
+            scored = [(r["step"], r["loss"]) for r in trial.rungs if r["loss"] is not None]
+            steps, losses = [step for step, _ in scored], [loss for _, loss in scored]
             axes.plot(steps, losses, ls=lines[trial.kv_ratio], ms=5, lw=1.4, label=label, **looks[name])
         for budget, line in lines.items():
             axes.plot([], [], ls=line, color="#444444", label=f"{budget:.0%} KV")

@@ -143,7 +143,8 @@ def evaluate(
     )
     if speed_tokens:
         print(
-            f"prefill {record['prefill_tokens_per_second']:.0f}, decode {record['decode_tokens_per_second']:.0f} tokens/s"
+            f"prefill {record['prefill_tokens_per_second']:.0f} tokens/s, "
+            f"decode {record['decode_tokens_per_second']:.0f} tokens/s"
         )
     _finish(record, json)
 

@@ -11,7 +11,7 @@ from attention.plan import AttentionPlan
 from orchestrator import figures
 from orchestrator.callbacks import clock
 from orchestrator.folders import SearchFolder
-from orchestrator.results import TrialRecord, best_per_budget, front, load_trials, read_json
+from orchestrator.results import TrialRecord, best_per_budget, front, load_trials, number, read_json
 
 LIMIT = 3_000_000
 
@@ -70,7 +70,8 @@ def build_page(folder: SearchFolder) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Headfold: {_text(folder.root.name)}</title><style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+        f"<title>Headfold: {_text(folder.root.name)}</title><style>{STYLE}</style></head>\n"
+        f"<body>\n{body}\n</body></html>\n"
     )
 
 
@@ -81,7 +82,8 @@ def _lead(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> str:
     ]
     return (
         f'<p class="lead">Untouched model: {base["loss"]:.3f} nats a token held out, '
-        f"{base['kv_bytes_per_token']} KV bytes a token. Best of {len(trials)} trials: {_text('; '.join(told)) or 'none'}.</p>"
+        f"{base['kv_bytes_per_token']} KV bytes a token. Best of {len(trials)} trials: "
+        f"{_text('; '.join(told)) or 'none'}.</p>"
     )
 
 
@@ -96,10 +98,10 @@ def _trial_table(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> str:
             str(t.kv_bytes_per_token or "-"),
             f"{t.learning_rate:.1e}",
             str(t.step),
-            f"{t.rungs[0]['loss']:.3f}" if scored else "-",
-            f"{t.loss:.3f}" if scored else "-",
-            f"{t.loss - base['loss']:+.3f}" if scored else "-",
-            _number(t.last.get("kl")),
+            number(t.rungs[0]["loss"]) if scored else "-",
+            number(t.loss),
+            number(t.loss - base["loss"], "+.3f"),
+            number(t.last.get("kl")),
             t.status,
             clock(sum(t.seconds.values())),
             t.trial_id,
@@ -132,8 +134,8 @@ def _promotion_table(promoted: Sequence[Mapping[str, Any]]) -> str:
             p["recipe"],
             f"{p['kv_ratio']:.0%}",
             str(p.get("steps", "-")),
-            _number(p.get("loss")),
-            _number(p.get("baseline_loss")),
+            number(p.get("loss")),
+            number(p.get("baseline_loss")),
             p.get("status", "-"),
             str(p.get("version") or "-"),
             p["trial_id"],
@@ -191,10 +193,6 @@ def _table(names: Sequence[str], rows: Sequence[tuple[bool, str]], text_from: in
     head = "".join(f"<th{' class=text' if i >= last else ''}>{_text(n)}</th>" for i, n in enumerate(names))
     body = "\n".join(f"<tr{' class=front' if strong else ''}>{cells}</tr>" for strong, cells in rows)
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 def _text(value: str) -> str:

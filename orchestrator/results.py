@@ -91,8 +91,23 @@ def write_json(path: str | Path, record: Any) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
-    fresh.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    text = json.dumps(_finite(record), indent=1, sort_keys=True, allow_nan=False)
+    fresh.write_text(text + "\n", encoding="utf-8")
     fresh.replace(path)
+
+
+def _finite(record: Any) -> Any:
+    """A record without nan and infinity, which JSON does not have: null in their place."""
+    if isinstance(record, dict):
+        return {key: _finite(value) for key, value in record.items()}
+    if isinstance(record, (list, tuple)):
+        return [_finite(value) for value in record]
+    return None if isinstance(record, float) and not math.isfinite(record) else record
+
+
+def number(value: float | None, form: str = ".3f") -> str:
+    """A loss for a table; "-" where there is none."""
+    return "-" if value is None or not math.isfinite(value) else format(value, form)
 
 
 def read_json(path: str | Path) -> Any:

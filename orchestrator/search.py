@@ -127,8 +127,8 @@ def _folder(config: SearchConfig, storage: Path, resume: bool) -> SearchFolder:
     changed = [name for name in SECTIONS_OF_TRIALS if before.get(name) != record[name]]
     if changed:
         raise ConfigError(
-            f"--resume: section {changed[0]!r} differs from the search in {folder.root}; resume with the same settings, "
-            "or start a new search without --resume"
+            f"--resume: section {changed[0]!r} differs from the search in {folder.root}; resume with the same "
+            "settings, or start a new search without --resume"
         )
     return folder
 

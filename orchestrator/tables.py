@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from orchestrator import results
-from orchestrator.results import TrialRecord, front
+from orchestrator.results import TrialRecord, front, number
 
 if TYPE_CHECKING:
     from orchestrator.search import SearchOutcome
@@ -39,9 +39,9 @@ def trial_table(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> Table
             "-" if t.kv_bytes_per_token is None else str(t.kv_bytes_per_token),
             f"{t.learning_rate:.1e}",
             str(t.step),
-            f"{t.rungs[0]['loss']:.3f}" if scored else "-",
-            f"{t.loss:.3f}" if scored else "-",
-            f"{t.loss - base['loss']:+.3f}" if scored else "-",
+            number(t.rungs[0]["loss"]) if scored else "-",
+            number(t.loss),
+            number(t.loss - base["loss"], "+.3f"),
             t.status,
         )
     return table
@@ -71,10 +71,6 @@ def promotion_table(candidates: Sequence[Mapping[str, Any]]) -> Table:
             number(c.get("baseline_loss")), c.get("status", "-"), str(c.get("version") or "-"), where,
         )  # fmt: skip
     return table
-
-
-def number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 def print_promotion(promotion: Mapping[str, Any]) -> None:

@@ -6,9 +6,11 @@ import logging
 import os
 from typing import Any
 
+from orchestrator import results
 from orchestrator.callbacks import SearchLog
 from orchestrator.config import SearchConfig
 from orchestrator.folders import SearchFolder
+from orchestrator.results import load_trials
 from orchestrator.schedulers import BudgetHalving
 from orchestrator.searchers import SEARCHERS
 from orchestrator.tracking import Tracker
@@ -31,6 +33,9 @@ def run_trials(
 
     Ctrl-C stops Tune in an orderly way: its state is saved and the open trials are marked as killed.
     """
+    records = load_trials(folder.trials_file)
+    if len(records) == prepared.problem.total and all(r.status in (results.DONE, results.STOPPED) for r in records):
+        return  # resumed, and only the promotion is left to do
     _quiet()
     from ray import tune
 
