@@ -1,8 +1,7 @@
 # Headfold's commands. Each says what it does; `make help` lists them. Needs only make and Python 3.11 or newer.
 
 PYTHON ?= python3
-# On a machine without a GPU the CPU build is smaller:
-#   make setup TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+# What pip is given for torch, before everything else: on a machine without a GPU the CPU build is smaller.
 TORCH ?= torch==2.13.0
 DEMO ?= runs/demo
 

@@ -3,7 +3,7 @@
 Legend: n heads (or units) to group, D[i, j] cost of having i and j in one group.
 
 Every objective scores a whole partition, higher is better. A `GroupCost` is also *additive*: the score is minus the sum
-of the costs of the groups, so that moving a head changes two terms only (METHODS: fact 2) and the exact subset
+of the costs of the groups, so that moving a head changes two terms only (docs/methods.md) and the exact subset
 programme applies.
 """
 

@@ -30,7 +30,7 @@ SWEEPS = Knob(
 
 @FUSION.part(
     "least_squares",
-    source="ours (METHODS sec. 6); low-rank KV heads by group: Yu 2024, Effectively Compress KV Heads for LLM",
+    source="ours (docs/methods.md, section 6); low-rank KV heads by group: Yu 2024",
     knobs=(SWEEPS,),
     needs=("statistics",),
 )

@@ -66,8 +66,8 @@ def _safe(values: Tensor, alive: Tensor) -> Tensor:
 def _leading_basis(gram: Tensor, roots: Tensor) -> Tensor:
     """N `[g f, f]` of the best rank-f fit under one covariance, gram `[g f, g f]`, roots `[g, f, f]`.
 
-    The leading f eigenvectors of the weighted Gram [R_i G_ij R_j^T]: METHODS' rank-d factorisation of C^(1/2) M by SVD,
-    written in the members' own coordinates, among which its solution always lies. The directions are scaled halfway
+    The leading f eigenvectors of the weighted Gram [R_i G_ij R_j^T]: the rank-d factorisation of C^(1/2) M by SVD
+    (docs/methods.md, section 6), written in the members' own coordinates, among which its solution always lies. The directions are scaled halfway
     between the members' coordinates and unit variance.
     """
     dim = roots.shape[1]

@@ -55,7 +55,7 @@ def _moments(
     bias: bool,
     batch_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`Z^T Z [F, F]`, `Z^T Y [F, D]` and `sum Y^2`, where Y = attention of the original + carry x (stream difference)."""
+    """`Z^T Z [F, F]`, `Z^T Y [F, D]` and `sum Y^2`, Y = the original's attention + carry x (stream difference)."""
     zz = zy = yy = torch.zeros((), dtype=torch.float64)
     pairs = zip(*(run_to(m, a, sequences, batch_size) for m, a in zip(models, modules, strict=True)), strict=True)
     for original, converted in pairs:
@@ -99,7 +99,10 @@ def heal_layer(
 
 
 @REFINEMENT.part(
-    "heal", source="METHODS 6 (ours): ridge refit of W_O, layer by layer", knobs=HEAL_KNOBS, needs=("sequences",)
+    "heal",
+    source="ours (docs/methods.md, section 6): ridge refit of W_O, layer by layer",
+    knobs=HEAL_KNOBS,
+    needs=("sequences",),
 )
 def heal(original: PreTrainedModel, converted: PreTrainedModel, sequences: Tensor, **knobs: Any) -> RefinementReport:
     """Refit every layer's output projection, from the first layer to the last."""

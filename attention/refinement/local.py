@@ -58,7 +58,7 @@ def _train(module: nn.Module, records: list[Record], steps: int, lr: float) -> N
 def fit_layer(
     original: PreTrainedModel, converted: PreTrainedModel, sequences: Tensor, layer: int, knobs: dict[str, Any]
 ) -> LayerFit:
-    """Train one attention layer of `converted` in place, if that helps on held-out sequences. Biased by no other layer."""
+    """Train one attention layer of `converted` in place, if that helps on held-out sequences."""
     source = family_of(original.config).attention_modules(original)[layer]
     module = family_of(converted.config).attention_modules(converted)[layer]
     fit, check = held_out(sequences)
@@ -77,7 +77,10 @@ def fit_layer(
 
 
 @REFINEMENT.part(
-    "fit_heal", source="METHODS 6 (ours): local fit, then heal", knobs=FIT_KNOBS + HEAL_KNOBS, needs=("sequences",)
+    "fit_heal",
+    source="ours (docs/methods.md, section 6): local fit, then heal",
+    knobs=FIT_KNOBS + HEAL_KNOBS,
+    needs=("sequences",),
 )
 def fit_heal(
     original: PreTrainedModel, converted: PreTrainedModel, sequences: Tensor, **knobs: Any

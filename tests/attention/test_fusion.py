@@ -321,7 +321,7 @@ def test_keys_under_a_norm_are_averaged(tiny_model: Tiny, tiny_tokens: Tensor) -
 
 
 def test_values_are_the_svd_of_the_weighted_maps(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
-    """METHODS section 6 in the model's own D dims: SVD of C^(1/2) [M_h], then each B_h refitted under C_h."""
+    """docs/methods.md, section 6, in the model's own D dims: SVD of C^(1/2) [M_h], then each B_h refitted under C_h."""
     model, geometry, calibration = ready(tiny_model, "mistral", tiny_tokens)
     heads, statistics, seen = lifted(model)[1], calibration.layers[1], watch(model, tiny_tokens)[1]
     fused, group = least_squares_fuse(heads, PLAN, statistics, geometry, sweeps=0), PLAN.value_groups[0]
