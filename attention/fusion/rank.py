@@ -67,8 +67,8 @@ def _leading_basis(gram: Tensor, roots: Tensor) -> Tensor:
     """N `[g f, f]` of the best rank-f fit under one covariance, gram `[g f, g f]`, roots `[g, f, f]`.
 
     The leading f eigenvectors of the weighted Gram [R_i G_ij R_j^T]: the rank-d factorisation of C^(1/2) M by SVD
-    (docs/methods.md, section 6), written in the members' own coordinates, among which its solution always lies. The directions are scaled halfway
-    between the members' coordinates and unit variance.
+    (docs/methods.md, section 6), written in the members' own coordinates, among which its solution always lies. The
+    directions are scaled halfway between the members' coordinates and unit variance.
     """
     dim = roots.shape[1]
     weight = torch.block_diag(*roots)
