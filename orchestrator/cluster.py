@@ -102,7 +102,8 @@ def start() -> None:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")])),
         "TOKENIZERS_PARALLELISM": "false",
     }
-    environment |= {key: os.environ[key] for key in ("HF_HUB_OFFLINE", "HF_HOME", "HF_TOKEN") if key in os.environ}
+    # No HF_TOKEN here: Ray writes a runtime environment into its logs. Nodes that read private models have their own.
+    environment |= {key: os.environ[key] for key in ("HF_HUB_OFFLINE", "HF_HOME") if key in os.environ}
     address = os.environ.get("RAY_ADDRESS")
     if address:
         from ray.dashboard.utils import get_address_for_submission_client
