@@ -16,6 +16,7 @@ from attention.calibration import Calibration, cached_calibration, calibrate
 from attention.export import export
 from attention.geometry import HeadGeometry
 from attention.plan import AttentionPlan
+from attention.refinement import RefinementReport, refine
 from orchestrator import models
 from orchestrator.config import ConfigError
 from orchestrator.models import Phases
@@ -36,7 +37,7 @@ def check_ratio(kv_ratio: float, key: str = "kv_ratio") -> float:
 def convert_with(
     recipe: Recipe, model: PreTrainedModel, plan: AttentionPlan, calibration: Calibration | None
 ) -> PreTrainedModel:
-    """Carry out a plan as the recipe's alignment and fusion say."""
+    """Carry out a plan as the recipe's alignment and fusion say; `refine_with` comes after it."""
     return conversion.convert(
         model,
         plan,
@@ -48,6 +49,13 @@ def convert_with(
     )
 
 
+def refine_with(
+    recipe: Recipe, original: PreTrainedModel, converted: PreTrainedModel, sequences: Tensor | None
+) -> RefinementReport:
+    """Refine a converted model in place as the recipe says."""
+    return refine(recipe.refinement, original, converted, sequences, recipe.knobs("refinement"))
+
+
 def plan_and_convert(
     recipe: Recipe,
     kv_ratio: float,
@@ -57,7 +65,8 @@ def plan_and_convert(
     seed: int,
     phases: Phases,
 ) -> tuple[PreTrainedModel, AttentionPlan]:
-    """The converted model and its plan. `sequences` `[N, T]` are calibration tokens for scores of the full model."""
+    """The converted and refined model and its plan. `sequences` `[N, T]` are calibration tokens, for scores of the full
+    model and for refinement."""
     with phases("plan"):
         context = PlanningContext(
             geometry=HeadGeometry.from_config(model.config),
@@ -69,6 +78,8 @@ def plan_and_convert(
         plan = make_plan(recipe, kv_ratio, context, np.random.default_rng(seed))
     with phases("convert"):
         converted = convert_with(recipe, model, plan, calibration)
+    with phases("refine"):
+        refine_with(recipe, model, converted, sequences)
     return converted, plan
 
 

@@ -12,6 +12,7 @@ import numpy as np
 # the later choice is the one that gets narrowed.
 ORDER = (
     "kv_ratio", "sharing", "fusion", "alignment", "grouping", "objective", "similarity", "allocation", "together", "by",
+    "refinement",
 )  # fmt: skip
 Condition = tuple[tuple[str, Any], ...]
 Point = dict[str, Any]

@@ -14,12 +14,13 @@ from typing import Any
 from attention.alignment import ALIGNMENT
 from attention.axes import Axis, Part
 from attention.fusion import FUSION
+from attention.refinement import REFINEMENT
 from search_spaces.axes import ALLOCATION, GROUPING, OBJECTIVE, SHARING, SIMILARITY
 from search_spaces.rules import RULE_FIELDS, broken_rules, used
 from search_spaces.site import SIDES
 
 AXES: dict[str, Axis] = {
-    axis.name: axis for axis in (GROUPING, OBJECTIVE, SIMILARITY, ALLOCATION, ALIGNMENT, FUSION, SHARING)
+    axis.name: axis for axis in (GROUPING, OBJECTIVE, SIMILARITY, ALLOCATION, ALIGNMENT, FUSION, SHARING, REFINEMENT)
 }
 BY = (*SIDES, "both")
 
@@ -45,6 +46,7 @@ class Recipe:
     alignment: str = "none"
     fusion: str = "mean"
     sharing: str = "none"
+    refinement: str = "none"
     together: bool = True
     by: str = "both"
     settings: tuple[tuple[str, Any], ...] = ()
@@ -85,7 +87,7 @@ class Recipe:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the parts must be handed: of "statistics", "model" and internal marks."""
+        """What the parts must be handed: of "statistics", "model", "sequences" and internal marks."""
         return frozenset().union(*(part.needs for part in self.parts().values()))
 
     @property

@@ -99,6 +99,7 @@ RULES = (
     (("sharing", "alignment"), _shared_and("alignment", "none")),
     (("sharing", "grouping"), _shared_and("grouping", "neighbour")),
     (("sharing", "allocation"), _shared_and("allocation", "uniform")),
+    (("sharing", "refinement"), _shared_and("refinement", "none")),
     (("fusion", "alignment"), _aligned_for_nothing),
     (("grouping", "objective"), _objective_unused),
     (("grouping", "objective"), _not_additive),
@@ -106,4 +107,6 @@ RULES = (
     (("objective", "allocation"), _no_cost_for_allocation),
     (("together", "allocation"), _split_counts),
 )
-RULE_FIELDS = ("grouping", "objective", "similarity", "allocation", "alignment", "fusion", "together", "sharing")
+RULE_FIELDS = (
+    "grouping", "objective", "similarity", "allocation", "alignment", "fusion", "together", "sharing", "refinement",
+)  # fmt: skip

@@ -24,11 +24,12 @@ from search_spaces.rules import broken_rules
 
 OPTIONAL = ("objective", "similarity")
 PROVIDED = ("statistics", "model")
+NOT_UNASKED = {"refinement": "none"}  # every trial would take as long as a brief training: only if `choices` names it
 
 
 @dataclass
 class JointSpace:
-    """All recipes and budgets that can be tried on one checkpoint.
+    """All recipes and budgets that can be tried on one checkpoint (without refinement, unless `choices` names some).
 
     `kv_ratios`: the budgets. `geometry` excludes those that a grouping cannot meet. `choices` restricts fields, e.g.
     `{"grouping": ["exact", "neighbour"]}`. `provided`: what parts may need ("statistics", "model"). `settings` fixes
@@ -65,6 +66,9 @@ class JointSpace:
             # "Not used" stays open: whether a field is used is decided by the fields before it.
             unused = (None,) if name in OPTIONAL else ()
             self._options[name] = tuple(dict.fromkeys((*unused, *allowed)))
+        for name, plain in NOT_UNASKED.items():
+            if name not in self.choices:
+                self._options[name] = (plain,)
         self._check_settings()
         if not self._can_finish({}):
             raise ValueError(

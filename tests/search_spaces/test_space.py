@@ -40,9 +40,19 @@ def test_every_sampled_point_is_a_valid_recipe(space, geometry) -> None:
         check_budget(chosen, ratio, geometry)
         for name in AXES:
             seen.setdefault(name, set()).add(getattr(chosen, name))
-    # Every part can come up, but for those that fit no budget here.
-    for name, axis in AXES.items():
-        assert set(axis.names()) - {"single", "direct", "post"} <= seen[name], name
+    # Every part can come up, but for those that fit no budget here and refinement, which must be asked for.
+    assert seen.pop("refinement") == {"none"}
+    for name in seen:
+        assert set(AXES[name].names()) - {"single", "direct", "post"} <= seen[name], name
+
+
+def test_refinement_is_searched_when_asked_for(geometry) -> None:
+    space = JointSpace([0.5], geometry, choices={"refinement": ["none", "heal"], "grouping": ["neighbour"]})
+    drawn = [space.to_recipe(point)[0] for point in space.grid()]
+    assert {chosen.refinement for chosen in drawn} == {"none", "heal"}
+    healed = next(chosen for chosen in drawn if chosen.refinement == "heal")
+    assert healed.knobs("refinement")["ridge"] > 0
+    assert "sequences" in healed.needs
 
 
 def test_grid_covers_the_valid_combinations_once(grid) -> None:
