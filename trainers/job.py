@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
 
 
@@ -20,6 +21,10 @@ class TrainJob:
     stretched over (None: the last milestone). `resume_from`: a checkpoint of an earlier job, path or URI; the job then
     continues its weights, optimiser, schedule position and, on the same `train_file`, its data position from
     `start_step`. `seed` orders the data. `storage_path` and `out_dir` must be absolute (or a URI for the former).
+
+    `relaxation`: a stage before all this: from `model_dir`, which is not converted yet, to a collapsed checkpoint in
+    `relaxed_dir`, where the training then starts. Its steps are not counted in the milestones; its tokens are in the
+    report.
 
     A `run_name` that already exists under `storage_path` continues that run: the same job run twice does nothing
     twice, and two different jobs need two names.
@@ -39,6 +44,7 @@ class TrainJob:
     resume_from: str | None = None
     seed: int = 0
     max_failures: int = 1
+    relaxation: RelaxationSpec | None = None
 
     def __post_init__(self) -> None:
         steps = (self.start_step, *self.milestones)
@@ -48,6 +54,13 @@ class TrainJob:
             raise ValueError(f"total_steps must reach the last milestone {self.milestones[-1]}, got {self.total_steps}")
         if self.settings.distillation != "none" and self.teacher_dir is None:
             raise ValueError(f"distillation {self.settings.distillation!r} needs a teacher_dir, got None")
+        if self.relaxation and self.relaxation_settings.distillation != "none" and self.teacher_dir is None:
+            raise ValueError("a relaxation with distillation needs a teacher_dir, got None")
+        if self.relaxation and self.resume_from is not None:
+            raise ValueError(
+                "a job that resumes has its relaxation behind it: set model_dir to the earlier job's relaxed_dir and "
+                "relaxation to None"
+            )
         if self.start_step and self.resume_from is None:
             raise ValueError(f"start_step {self.start_step} needs the checkpoint it was reached with; set resume_from")
         for name in ("storage_path", "out_dir"):
@@ -59,13 +72,29 @@ class TrainJob:
     def schedule_steps(self) -> int:
         return self.milestones[-1] if self.total_steps is None else self.total_steps
 
+    @property
+    def relaxation_settings(self) -> TrainSettings:
+        """How the relaxation stage is trained."""
+        own = self.relaxation.settings if self.relaxation else None
+        return self.settings if own is None else own
+
+    @property
+    def relaxed_dir(self) -> str:
+        """Where the relaxation leaves its last stage's collapsed checkpoint."""
+        last = len(self.relaxation.plans) - 1 if self.relaxation else 0
+        return str(Path(f"{self.out_dir}.relaxed") / f"stage-{last}" / "collapsed")
+
     def to_json(self) -> str:
-        return json.dumps({**asdict(self), "settings": self.settings.model_dump()}, sort_keys=True)
+        record = {f.name: getattr(self, f.name) for f in fields(self)}
+        record["relaxation"] = self.relaxation.to_dict() if self.relaxation else None
+        return json.dumps({**record, "settings": self.settings.model_dump()}, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> TrainJob:
         record = json.loads(text)
         record["settings"] = TrainSettings(**record["settings"])
+        if record.get("relaxation") is not None:
+            record["relaxation"] = RelaxationSpec.from_dict(record["relaxation"])
         return cls(**{**record, "milestones": tuple(record["milestones"])})
 
 

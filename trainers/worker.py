@@ -10,8 +10,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray.train
 import torch
@@ -24,11 +25,13 @@ from trainers.evaluation import Evaluation, evaluate
 from trainers.job import TrainJob, TrainOutcome
 from trainers.loop import TrainingDiverged, train
 from trainers.losses import objective
+from trainers.models import DTYPES, load_teacher, tokenizer_beside
 from trainers.stream import BatchStream
 
-__all__ = ["TrainJob", "TrainOutcome", "TrainingDiverged", "run_training"]
+if TYPE_CHECKING:
+    from trainers.relaxing import Relaxed
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+__all__ = ["TrainJob", "TrainOutcome", "TrainingDiverged", "run_training"]
 
 
 def run_training(job: TrainJob, *, callbacks: Sequence[Any] = ()) -> TrainOutcome:
@@ -36,6 +39,8 @@ def run_training(job: TrainJob, *, callbacks: Sequence[Any] = ()) -> TrainOutcom
 
     At each milestone rank 0 reports loss, kl (None without a teacher), step, tokens, train_loss (mean since the last
     milestone), tokens_per_second (of training alone) and seconds (of the job, start-up of processes not counted).
+    A job with a relaxation goes through it first; its tokens and seconds count, and the report has relaxation_steps,
+    collapsed_loss (before any recovery) and relaxed_dir besides.
     `callbacks` are Ray Train's. Inside a Tune trial pass `TuneReportCallback()`.
 
     Raises TrainingDiverged when the loss is no longer finite, and Ray's TrainingFailedError when workers failed more
@@ -75,13 +80,21 @@ def _work(config: dict[str, Any]) -> dict[str, Any]:
     from transformers.utils import logging as transformers_logging
 
     from trainers.engine import Engine  # here, and not above: the driver has no need to load DeepSpeed
+    from trainers.relaxing import relax
 
     transformers_logging.disable_progress_bar()
-    job = TrainJob.from_json(config["job"])
+    job, relaxed = TrainJob.from_json(config["job"]), None
     torch.set_num_threads(max(1, int(job.settings.cpus_per_worker)))
+    if job.relaxation is not None:
+        context = ray.train.get_context()
+        try:
+            relaxed = relax(job, context.get_world_rank(), context.get_world_size())
+        except TrainingDiverged as error:
+            return {"diverged": f"relaxation: {error}"}
+        job = replace(job, model_dir=relaxed.model_dir, relaxation=None)
     model = checkpoint.load(job.model_dir, DTYPES[job.settings.dtype])
     with closing(Engine(model, job.settings, job.schedule_steps)) as engine, tempfile.TemporaryDirectory() as scratch:
-        worker = _Worker(job, engine, Path(scratch))
+        worker = _Worker(job, engine, Path(scratch), relaxed)
         start = worker.restore()
         try:
             train(
@@ -103,7 +116,7 @@ def _work(config: dict[str, Any]) -> dict[str, Any]:
 class _Worker:
     """One worker's view of a job: its share of the data, where it resumes, and what it does at a milestone."""
 
-    def __init__(self, job: TrainJob, engine: Any, scratch: Path) -> None:
+    def __init__(self, job: TrainJob, engine: Any, scratch: Path, relaxed: Relaxed | None = None) -> None:
         context = ray.train.get_context()
         self.job, self.engine, self.scratch = job, engine, scratch
         self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
@@ -113,11 +126,12 @@ class _Worker:
             sequences, job.settings.batch_size, rank=self.rank, world_size=self.world_size, seed=job.seed
         )
         self.held_out = read_sequences(job.eval_file)
-        self.teacher = None
-        if job.teacher_dir is not None:
-            self.teacher = checkpoint.load(job.teacher_dir, DTYPES[job.settings.dtype]).to(engine.device)
-            self.teacher.requires_grad_(False)
+        self.teacher = load_teacher(job, job.settings, engine.device, always=True)
+        self.relaxed, self.earlier_tokens = relaxed, 0
         self.train_seconds, self.seconds, self.steps = 0.0, 0.0, 0
+        if relaxed is not None:
+            self.stream.load_state_dict(relaxed.position)  # go on reading where the relaxation stopped
+            self.earlier_tokens, self.seconds = relaxed.tokens, relaxed.seconds
         self._last = time.perf_counter()
 
     def restore(self) -> int:
@@ -148,10 +162,16 @@ class _Worker:
             "loss": measured.loss,
             "kl": measured.kl,
             "step": step,
-            "tokens": step * tokens_a_step,
+            "tokens": self.earlier_tokens + step * tokens_a_step,
             "tokens_per_second": self.steps * tokens_a_step / self.train_seconds,
             "train_loss": train_loss,
         }
+        if self.relaxed is not None:
+            metrics |= {
+                "relaxation_steps": self.relaxed.steps,
+                "collapsed_loss": self.relaxed.loss,
+                "relaxed_dir": self.relaxed.model_dir,
+            }
         if step == job.milestones[-1]:
             self._finish(metrics)
         self._lap()
@@ -181,7 +201,7 @@ class _Worker:
         if self.rank == 0:
             model = checkpoint.load(self.job.model_dir, DTYPES[self.job.settings.dtype])
             model.load_state_dict(weights)
-            checkpoint.save(model, self.job.out_dir, _tokenizer(self.job.model_dir))
+            checkpoint.save(model, self.job.out_dir, tokenizer_beside(self.job.model_dir))
             metrics["out_dir"] = self.job.out_dir
             metrics["weights_digest"] = checkpoint.weights_digest(self.job.out_dir)
         torch.distributed.barrier()
@@ -191,13 +211,3 @@ class _Worker:
         lap, self._last = now - self._last, now
         self.seconds += lap
         return lap
-
-
-def _tokenizer(folder: str) -> Any:
-    """The tokenizer beside a checkpoint, if it has one, to travel on with the weights."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError):
-        return None

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attention.conversion import assemble, lift, read_layers
+from attention.conversion import assemble, lift, read_layers, unshare
 from attention.families import family_of
 from attention.geometry import HeadGeometry
 from attention.grouped import attach
@@ -85,6 +85,7 @@ class Relaxation(nn.Module, ABC):
         super().__init__()
         self.plan = plan
         self._model = (model,)  # in a tuple, so that the model does not become its own grandchild
+        self.train(model.training)
         model.relaxation = self  # type: ignore[assignment]
 
     @property
@@ -169,6 +170,7 @@ def opened(model: PreTrainedModel, plan: AttentionPlan) -> tuple[PreTrainedModel
     layer, and its plan. Raises PlanError if `plan` does not fit the model.
     """
     check_fits(plan, HeadGeometry.from_config(model.config))
+    model = unshare(model)
     old = plan_of(model)
     if old.num_heads < 2:
         raise PlanError("a model with one query head has no heads to fuse or to share")

@@ -8,7 +8,7 @@ Where the paper is **silent**:
   gradient, so masks that start at 1 would stay there;
 - Eq. 29 is negative for a mean mask below T, and still falls down to T - 1/2: masks run ahead of the schedule. The
   formula is kept; T does not fall below 0;
-- the location log α starts at 4: then the mask is exactly 1 without noise, and fewer than one in ten are below 1 with it;
+- the location log α starts at 4: then the mask is exactly 1 without noise, and fewer than one in ten below 1 with it;
 - a sample of the masks holds for a step, in all passes and on all workers.
 """
 
@@ -40,7 +40,7 @@ SOURCE = "Jin 2024 (paper 001), sec. 3.5, Eq. 25 to 29; Louizos 2017, Eq. 10 to 
 BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1  # temperature and stretched interval, Louizos 2017, sec. 4.1
 KNOBS = (
     Knob("rate", "log_float", 1e-2, "peak learning rate of the masks", 1e-4, 1.0, searched=True),
-    Knob("log_alpha_start", "float", 4.0, "log α of every mask at step 0", 2.4, 20.0),
+    Knob("log_alpha_start", "float", 4.0, "location (log alpha) of every mask at step 0", 2.4, 20.0),
     Knob("target_fraction", "float", 0.3, "share of the steps over which the target T falls from 1 to 0", 0.0, 1.0),
     Knob("freeze_fraction", "float", 0.8, "share of the steps after which every mask is 0", 0.0, 1.0),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +16,7 @@ from attention.plan import AttentionPlan
 from trainers.loop import LossFunction
 from trainers.relaxations.axis import RELAXATION
 from trainers.relaxations.base import Relaxation, is_coarser, lifted
+from trainers.settings import TrainSettings
 
 
 @dataclass(frozen=True)
@@ -23,19 +24,23 @@ class RelaxationSpec:
     """Which relaxation, towards what, for how long.
 
     `plans`: JSON of the plan to reach, or of several, each coarser than the one before, reached one after the other
-    (DHA's 2x, 4x, 8x: paper 000, App. B.2); every one takes up to `steps` steps. `knobs` are the part's.
+    (DHA's 2x, 4x, 8x: paper 000, App. B.2; there each plan is searched for in between, here they are given); every one
+    takes up to `steps` steps. `knobs` are the part's. `settings`: of this training; None for those of the job.
+    `save_every`: steps between training checkpoints, which a killed run resumes from.
     """
 
     name: str
     plans: tuple[str, ...]
     steps: int
     knobs: Mapping[str, Any] = field(default_factory=dict)
+    settings: TrainSettings | None = None
+    save_every: int = 50
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plans", tuple(self.plans))
         object.__setattr__(self, "knobs", RELAXATION.get(self.name).settings(self.knobs))
-        if self.steps < 1:
-            raise ValueError(f"a relaxation needs at least one step, got {self.steps}")
+        if self.steps < 1 or self.save_every < 1:
+            raise ValueError(f"steps and save_every must be at least 1, got {self.steps} and {self.save_every}")
         if not self.plans:
             raise ValueError("a relaxation needs at least one plan, got none")
         stages = [AttentionPlan.from_json(text) for text in self.plans]
@@ -43,9 +48,16 @@ class RelaxationSpec:
             if not is_coarser(a, b):
                 raise ValueError("each plan of a relaxation must be made of whole groups of the one before")
 
-    @property
-    def last_plan(self) -> AttentionPlan:
-        return AttentionPlan.from_json(self.plans[-1])
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; `RelaxationSpec.from_dict` is the inverse."""
+        settings = None if self.settings is None else self.settings.model_dump()
+        record = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {**record, "plans": list(self.plans), "knobs": dict(self.knobs), "settings": settings}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> RelaxationSpec:
+        settings = record.get("settings")
+        return cls(**{**record, "settings": None if settings is None else TrainSettings(**settings)})
 
     def install(self, model: PreTrainedModel, stage: int, seed: int) -> Relaxation:
         """The relaxation of one stage on a copy of `model`, lifted first where the plan splits what it shares."""

@@ -1,0 +1,159 @@
+"""Relaxations in the real DeepSpeed engine: every ZeRO stage as plain torch, own rates, exact resuming."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import trainers.engine
+from attention.plan import AttentionPlan, HeadShare, LayerPlan
+from trainers.engine import Engine
+from trainers.groups import ParameterGroup
+from trainers.loop import train
+from trainers.losses import objective
+from trainers.relaxations import RELAXATION
+from trainers.relaxations.stage import relaxed_objective
+from trainers.settings import TrainSettings
+from trainers.stream import BatchStream
+
+STEPS = 20
+GROUPED = AttentionPlan((LayerPlan((0, 0, 1, 0), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)
+SHARED = AttentionPlan((LayerPlan.identity(4),) * 2, 8, (HeadShare(1, 0, 0, 2),), mlp_shares=(HeadShare(1, 1, 0, 1),))
+KNOBS = {"lagrangian": {"rate": 0.05}, "hard_concrete": {"rate": 0.3}, "pull_together": {"weight": 0.1}}
+PARTS = [part.name for part in RELAXATION]
+KINDS = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (2, "bf16"), (3, "bf16")]
+
+
+@pytest.fixture(scope="module")
+def ids() -> Tensor:
+    return torch.randint(0, 64, (20, 16), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def make(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Any, Engine]]]:
+    """`make(name, **settings) -> (relaxation, engine)`. With ZeRO 3 even the smallest parameter is split."""
+    engines, config = [], trainers.engine._config
+
+    def split_all(settings: TrainSettings) -> dict[str, Any]:
+        result = config(settings)
+        if settings.zero_stage == 3:
+            result["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return result
+
+    monkeypatch.setattr(trainers.engine, "_config", split_all)
+
+    def build(name: str, **settings: Any) -> tuple[Any, Engine]:
+        part = RELAXATION.get(name)
+        dtype = torch.bfloat16 if settings.get("dtype") == "bf16" else torch.float32
+        plan = SHARED if "shares" in part.needs else GROUPED
+        model = tiny_model("llama", attention_bias=True).to(dtype)
+        relaxation = part(model, plan, steps=STEPS, **KNOBS.get(name, {}))
+        chosen = TrainSettings(learning_rate=3e-3, micro_batch=4, **settings)
+        engines.append(Engine(relaxation.model, chosen, STEPS, relaxation.parameter_groups()))
+        return relaxation, engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.close()
+
+
+def run(relaxation: Any, engine: Engine, stream: BatchStream, start: int = 0, stop: int = STEPS) -> list[float]:
+    losses: list[float] = []
+    train(
+        engine,
+        stream,
+        steps=stop,
+        start_step=start,
+        loss_fn=relaxed_objective(relaxation, objective(), lambda: engine.steps_done),
+        on_step=lambda _, x: losses.append(x),
+    )
+    return losses
+
+
+def plain_torch(relaxation: Any, ids: Tensor, settings: TrainSettings) -> list[float]:
+    own = relaxation.parameter_groups()
+    special = {id(p) for group in own for p in group.parameters}
+    groups = [{"params": [p for p in relaxation.model.parameters() if id(p) not in special], "scale": 1.0}]
+    groups += [
+        {"params": list(g.parameters), "scale": g.learning_rate / settings.learning_rate, "weight_decay": 0.0}
+        for g in own
+    ]
+    optimizer = torch.optim.AdamW(groups, weight_decay=settings.weight_decay)
+    stream, losses, step = BatchStream(ids, 8), [], 0
+    loss_fn = relaxed_objective(relaxation, objective(), lambda: step)
+    relaxation.model.train()
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = settings.rate(step, STEPS) * group["scale"]
+        loss = loss_fn(relaxation.model, stream.next())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(relaxation.model.parameters(), settings.gradient_clipping)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+SLOW = [pytest.param(*kind, marks=[] if kind in ((1, "fp32"), (3, "fp32")) else pytest.mark.slow) for kind in KINDS]
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize(("stage", "dtype"), SLOW)
+def test_every_zero_stage_trains_as_plain_torch(
+    name: str, stage: int, dtype: str, make: Any, tiny_model: Any, ids: Tensor
+) -> None:
+    relaxation, engine = make(name, zero_stage=stage, dtype=dtype)
+    part = RELAXATION.get(name)
+    reference = part(tiny_model("llama", attention_bias=True), relaxation.plan, steps=STEPS, **KNOBS.get(name, {}))
+    expected = plain_torch(reference, ids, engine.settings)
+    losses = run(relaxation, engine, BatchStream(ids, 8))
+    assert losses == pytest.approx(expected, abs=2e-3 if dtype == "fp32" else 0.1)
+    weights = engine.weights()
+    whole = part(
+        tiny_model("llama", attention_bias=True).to(weights["lm_head.weight"].dtype), relaxation.plan, steps=STEPS
+    )
+    whole.model.load_state_dict(weights)
+    for mine, theirs in zip(whole.collapse(), reference.collapse(), strict=True):
+        atol = 2e-3 if dtype == "fp32" else 0.15
+        torch.testing.assert_close(mine.k, theirs.k, atol=atol, rtol=0)
+        torch.testing.assert_close(mine.v, theirs.v, atol=atol, rtol=0)
+    assert relaxation.metrics() == pytest.approx(reference.metrics(), abs=2e-3 if dtype == "fp32" else 0.05)
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_resuming_gives_the_same_next_10_losses(name: str, stage: int, make: Any, ids: Tensor, tmp_path: Path) -> None:
+    whole = run(*make(name, zero_stage=stage), BatchStream(ids, 8))
+    relaxation, engine = make(name, zero_stage=stage)
+    stream = BatchStream(ids, 8)
+    head = run(relaxation, engine, stream, 0, 10)
+    engine.save(tmp_path, {"stream": stream.state_dict()})
+    relaxation, engine = make(name, zero_stage=stage)
+    resumed = BatchStream(ids, 8)
+    resumed.load_state_dict(engine.load(tmp_path)["stream"])
+    assert head + run(relaxation, engine, resumed, engine.steps_done) == whole
+
+
+def test_groups_train_at_their_own_rate(make: Any, ids: Tensor) -> None:
+    relaxation, engine = make("lagrangian", weight_decay=0.5)
+    omega = relaxation.parameter_groups()[0].parameters[0]
+    before = omega.detach().clone()
+    run(relaxation, engine, BatchStream(ids, 8), 0, 1)
+    moved = (omega.detach() - before).abs().max().item()
+    rate = 0.05 * engine.settings.rate(0, STEPS) / engine.settings.learning_rate
+    assert moved == pytest.approx(rate, rel=0.05)  # Adam's first step is one rate long, and nothing decays
+
+
+def test_impossible_groups_are_refused(tiny_model: Any) -> None:
+    stranger = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(ValueError, match="1 parameters of the groups are not parameters of the model"):
+        Engine(tiny_model("llama"), TrainSettings(), 5, [ParameterGroup((stranger,), 0.1)])
+    with pytest.raises(ValueError, match="needs at least one parameter"):
+        ParameterGroup((), 0.1)
+    with pytest.raises(ValueError, match="must be above 0, got 0"):
+        ParameterGroup((stranger,), 0)

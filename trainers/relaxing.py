@@ -1,0 +1,225 @@
+"""The relaxation stage of a training job: relax, train with the one loop, collapse, save.
+
+Runs inside the workers. Everything it leaves lies beside the job's `out_dir`, each step of it written before the next
+begins, so that a worker which comes back after a kill goes on from the last training checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from attention import checkpoint
+from trainers.data import read_sequences
+from trainers.engine import Engine
+from trainers.evaluation import evaluate
+from trainers.job import TrainJob
+from trainers.loop import train
+from trainers.losses import objective
+from trainers.models import DTYPES, load_teacher, tokenizer_beside
+from trainers.relaxations.base import Relaxation
+from trainers.relaxations.stage import RelaxationSpec, relaxed_objective
+from trainers.stream import BatchStream
+
+LATEST = "latest.json"
+OUTCOME = "outcome.json"
+HISTORY_POINTS = 40  # entries of the history of a stage
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """What a relaxation stage came to: `model_dir` the collapsed checkpoint, `loss` its held-out loss before any
+    recovery, `steps` and `tokens` over all stages, `position` that of the data stream, `seconds` of work."""
+
+    model_dir: str
+    loss: float
+    steps: int
+    tokens: int
+    position: dict[str, Any]
+    seconds: float
+
+
+def relax(job: TrainJob, rank: int, world_size: int) -> Relaxed:
+    """Carry out the job's relaxation, or what is left of it. All workers call it together."""
+    spec = _spec(job)
+    root = Path(f"{job.out_dir}.relaxed")
+    if rank == 0:
+        _claim(root, job)
+    dist.barrier()
+    records: list[dict[str, Any]] = []
+    model_dir, position = job.model_dir, None
+    for index in range(len(spec.plans)):
+        folder = root / f"stage-{index}"
+        if not (folder / OUTCOME).exists():
+            dist.barrier()  # until all have looked
+            _Stage(job, index, model_dir, folder, rank, world_size, position).carry_out()
+        records.append(json.loads((folder / OUTCOME).read_text()))
+        model_dir, position = str(folder / "collapsed"), records[-1]["position"]
+    return Relaxed(
+        model_dir,
+        records[-1]["loss"],
+        sum(r["steps"] for r in records),
+        sum(r["tokens"] for r in records),
+        records[-1]["position"],
+        sum(r["seconds"] for r in records),
+    )
+
+
+class _Stage:
+    """One plan of a relaxation on one worker."""
+
+    def __init__(
+        self,
+        job: TrainJob,
+        index: int,
+        model_dir: str,
+        folder: Path,
+        rank: int,
+        world_size: int,
+        position: dict[str, Any] | None,
+    ) -> None:
+        self.job, self.spec, self.settings = job, _spec(job), job.relaxation_settings
+        self.index, self.model_dir, self.folder = index, model_dir, folder
+        self.rank, self.world_size = rank, world_size
+        self.sequences = read_sequences(job.train_file, dtype=torch.int32)
+        self.stream = BatchStream(
+            self.sequences, self.settings.batch_size, rank=rank, world_size=world_size, seed=job.seed
+        )
+        if position is not None:
+            self.stream.load_state_dict(position)
+        self.history: list[dict[str, float]] = []
+        self.seconds, self._last = 0.0, time.perf_counter()
+
+    def carry_out(self) -> None:
+        relaxation = self._install()
+        groups = relaxation.parameter_groups()
+        with closing(Engine(relaxation.model, self.settings, self.spec.steps, groups)) as engine:
+            start = self._resume(engine)
+            teacher = load_teacher(self.job, self.settings, engine.device)
+            loss_fn = objective(self.settings.distillation, self.settings.distillation_weight, teacher)
+            steps = train(
+                engine,
+                self.stream,
+                steps=self.spec.steps,
+                start_step=start,
+                loss_fn=relaxed_objective(relaxation, loss_fn, lambda: engine.steps_done),
+                on_step=lambda step, loss: self._on_step(engine, relaxation, step, loss),
+                until=relaxation.finished if relaxation.stop_early else None,
+            )
+            metrics = relaxation.metrics()
+            weights, device = engine.weights(), engine.device
+        self._collapse(weights)
+        loss = self._evaluate(device)
+        self._lap()
+        if self.rank == 0:
+            outcome = {
+                "steps": steps,
+                "tokens": steps * self.settings.batch_size * self.sequences.shape[1],
+                "finished": relaxation.finished(),
+                "loss": loss,
+                "metrics": metrics,
+                "history": self.history,
+                "position": self.stream.state_dict(),
+                "seconds": self.seconds,
+            }
+            _write(self.folder / OUTCOME, outcome)
+            for state in self.folder.glob("state-*"):
+                shutil.rmtree(state)
+        dist.barrier()
+
+    def _install(self) -> Relaxation:
+        model = checkpoint.load(self.model_dir, DTYPES[self.settings.dtype])
+        return self.spec.install(model, self.index, self.job.seed)
+
+    def _resume(self, engine: Engine) -> int:
+        latest = self.folder / LATEST
+        if not latest.exists():
+            return 0
+        state = engine.load(self.folder / json.loads(latest.read_text())["state"])
+        self.stream.load_state_dict(state["stream"])
+        self.history, self.seconds = state["history"], state["seconds"]
+        return engine.steps_done
+
+    def _on_step(self, engine: Engine, relaxation: Relaxation, step: int, loss: float) -> None:
+        if step % max(1, self.spec.steps // HISTORY_POINTS) == 0:
+            self.history.append({"step": step, "train_loss": loss, **relaxation.metrics()})
+        if step % self.spec.save_every == 0 and step < self.spec.steps:
+            self._save(engine, step)
+
+    def _save(self, engine: Engine, step: int) -> None:
+        self._lap()
+        name = f"state-{step}"
+        state = {"stream": self.stream.state_dict(), "history": self.history, "seconds": self.seconds}
+        engine.save(self.folder / name, state)
+        dist.barrier()  # every worker's share is there before the pointer says so
+        if self.rank == 0:
+            _write(self.folder / LATEST, {"state": name})
+            for old in self.folder.glob("state-*"):
+                if old.name != name:
+                    shutil.rmtree(old)
+        dist.barrier()
+
+    def _collapse(self, weights: dict[str, Any]) -> None:
+        """Rank 0, which alone has whole weights, puts them into a relaxed model of its own and collapses that."""
+        if self.rank == 0:
+            whole = self._install()
+            whole.model.load_state_dict(weights)
+            checkpoint.save(whole.collapsed_model(), self.folder / "collapsed", tokenizer_beside(self.model_dir))
+        dist.barrier()
+
+    def _evaluate(self, device: torch.device) -> float:
+        model = checkpoint.load(self.folder / "collapsed", DTYPES[self.settings.dtype]).to(device)  # type: ignore[arg-type]
+        return evaluate(
+            model,
+            read_sequences(self.job.eval_file),
+            batch_size=self.settings.rows,
+            rank=self.rank,
+            world_size=self.world_size,
+            reduce=dist.all_reduce,
+        ).loss
+
+    def _lap(self) -> None:
+        now = time.perf_counter()
+        self.seconds, self._last = self.seconds + now - self._last, now
+
+
+def _spec(job: TrainJob) -> RelaxationSpec:
+    if job.relaxation is None:
+        raise ValueError("expected a job with a relaxation, got None")
+    return job.relaxation
+
+
+def _claim(root: Path, job: TrainJob) -> None:
+    """Clear what a different job may have left in `root`, and mark it as this job's."""
+    spec = _spec(job)
+    settings = job.relaxation_settings.model_dump()
+    parts = [spec.to_dict() | {"settings": settings}, job.model_dir, job.teacher_dir, job.train_file, job.seed]
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    mark = root / "job.json"
+    if mark.exists() and json.loads(mark.read_text())["digest"] == digest:
+        return
+    if root.exists():
+        shutil.rmtree(root)
+    for index in range(len(spec.plans)):
+        (root / f"stage-{index}").mkdir(parents=True)
+    _write(mark, {"digest": digest})
+
+
+def _write(file: Path, record: dict[str, Any]) -> None:
+    """JSON, atomically."""
+    fresh = file.with_name(f".{file.name}.new")
+    with fresh.open("w", encoding="utf-8") as stream:
+        json.dump(record, stream, sort_keys=True)
+        stream.flush()
+        os.fsync(stream.fileno())
+    fresh.replace(file)
