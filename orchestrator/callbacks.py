@@ -91,7 +91,7 @@ class SearchLog(Callback):
 
     def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
         record = self.records.setdefault(trial.trial_id, record_of(trial))
-        record.error = error_of(trial)
+        record.error, record.error_log = error_of(trial), trial.error_file
         self._end(record, results.FAILED)
 
     def on_experiment_end(self, trials: list, **info: Any) -> None:

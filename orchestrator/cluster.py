@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import socket
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.config import ConfigError, SearchConfig
+from orchestrator.folders import in_ray_job
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -98,19 +100,18 @@ def start() -> None:
     import ray
 
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
-    environment = {
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")])),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    # No HF_TOKEN here: Ray writes a runtime environment into its logs. Nodes that read private models have their own.
-    environment |= {key: os.environ[key] for key in ("HF_HUB_OFFLINE", "HF_HOME") if key in os.environ}
+    passed = ("HF_HUB_OFFLINE", "HF_HOME", "HF_TOKEN", "HF_ENDPOINT")
+    environment = {"TOKENIZERS_PARALLELISM": "false"} | {key: os.environ[key] for key in passed if key in os.environ}
+    if not in_ray_job():  # a job's working folder is on the path of all its processes
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     address = os.environ.get("RAY_ADDRESS")
     if address:
         from ray.dashboard.utils import get_address_for_submission_client
 
-        api = os.environ.get("RAY_API_SERVER_ADDRESS") or get_address_for_submission_client(address)
-        environment["RAY_API_SERVER_ADDRESS"] = api
-        ray.init(address=address, runtime_env={"env_vars": environment}, **quiet)
+        environment["RAY_API_SERVER_ADDRESS"] = get_address_for_submission_client(address)
+        settled = _environment_of_job()
+        added = {key: value for key, value in environment.items() if key not in settled}
+        ray.init(address=address, runtime_env={"env_vars": added}, **quiet)
         return
     port = free_port()
     environment["RAY_API_SERVER_ADDRESS"] = os.environ["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{port}"
@@ -124,6 +125,12 @@ def start() -> None:
         runtime_env={"env_vars": environment},
         **quiet,
     )
+
+
+def _environment_of_job() -> dict[str, str]:
+    """The variables that `ray job submit --runtime-env-json` has set; Ray refuses to have them set again."""
+    record = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
+    return record.get("runtime_env", {}).get("env_vars", {})
 
 
 def capacity() -> dict[str, float]:

@@ -57,6 +57,8 @@ def front_figure(
         scored = [t for t in trials if t.usable]
         for name, look in looks.items():
             mine = [t for t in scored if _family(t) == name]
+            if not mine:
+                continue
             axes.scatter(
                 [t.kv_bytes_per_token for t in mine], [t.loss for t in mine], label=name, s=48, zorder=3, **look
             )

@@ -218,6 +218,8 @@ def _quiet() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # A training is half a dozen small processes; on two cores Ray finds that worth a warning each time.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "PYTHON worker processes have been started")
     if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, imported by transformers, warns on import
 

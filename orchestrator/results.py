@@ -54,6 +54,7 @@ class TrialRecord:
     seed: int | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     error: str | None = None
+    error_log: str | None = None
     run_id: str | None = None
 
     @property
@@ -79,7 +80,7 @@ class TrialRecord:
     def add(self, result: dict[str, Any]) -> None:
         """Take over one report of the trial. A step that was reported before is replaced (a resumed trial)."""
         names = {f.name for f in fields(self)} & set(result) - {"trial_id", "recipe", "kv_ratio", "learning_rate"}
-        for name in names - {"seconds", "status", "rungs", "error", "run_id", "choices"}:
+        for name in names - {"seconds", "status", "rungs", "error", "error_log", "run_id", "choices"}:
             setattr(self, name, result[name])
         self.seconds.update(result.get("phases", {}))
         rung = {key: result[key] for key in RUNG_KEYS if key in result}

@@ -52,11 +52,8 @@ def print_trials(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> None
     out.print(f"\nTrials (* on the front; the untouched model has {base['loss']:.3f} nats a token):")
     out.print(trial_table(trials, base))
     for trial in (t for t in trials if t.status == results.FAILED):
-        out.print(
-            f"trial {trial.trial_id} ({trial.recipe}, {trial.kv_ratio:.0%} KV) failed: {trial.error}",
-            style=None,
-            markup=False,
-        )
+        trace = f" (trace: {trial.error_log})" if trial.error_log else ""
+        print(f"trial {trial.trial_id} ({trial.recipe}, {trial.kv_ratio:.0%} KV) failed: {trial.error}{trace}")
 
 
 def promotion_table(candidates: Sequence[Mapping[str, Any]]) -> Table:

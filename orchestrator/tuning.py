@@ -87,5 +87,6 @@ def _quiet() -> None:
     os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "5")
     os.environ.setdefault("TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S", "0")
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
-    logging.getLogger("ray.tune").setLevel(logging.ERROR)
-    logging.getLogger("ray.train").setLevel(logging.ERROR)
+    # Errors of trials are told once, at the end, with the place of their trace.
+    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
+    logging.getLogger("ray.train").setLevel(logging.CRITICAL)

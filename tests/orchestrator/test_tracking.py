@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -216,3 +224,45 @@ def test_the_progress_line_tells_done_running_stopped_best_and_time_left(tmp_pat
 )
 def test_an_error_is_told_by_its_cause(text: str, said: str) -> None:
     assert said in last_error(text)
+
+
+@pytest.mark.slow
+def test_a_server_takes_runs_artifacts_and_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tracking server refuses bare local folders as a source: the checkpoint goes up as a run artifact."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    server = subprocess.Popen(
+        [*command, "--backend-store-uri", f"sqlite:///{tmp_path}/server.db", "--artifacts-destination", str(tmp_path)],
+        env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        address = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=2):
+                break
+            time.sleep(0.3)
+        tracker = Tracker.open(address, "tests", tmp_path / "storage")
+        run = tracker.start("promotion")
+        tracker.metrics(run, {"loss": 2.5}, step=3)
+        tracker.text(run, "hello", "note.txt")
+        folder = tmp_path / "exported"
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        settings: dict[str, Any] = {"alias": "kv25", "tags": {"gate": "passed"}, "description": "x"}
+        version = tracker.register("demo", folder, run, **settings)
+        assert tracker.register("demo", folder, run, **settings) == version
+        found = tracker.client.get_model_version_by_alias("demo", "kv25")
+        assert found.source.startswith("mlflow-artifacts:/")
+        assert {f.path for f in tracker.client.list_artifacts(run)} == {"model", "note.txt"}
+        assert (tmp_path / "server.db").exists()
+        assert not (tmp_path / "storage" / "mlflow.db").exists()
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(timeout=30)
