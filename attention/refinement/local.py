@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from attention.axes import Knob
 from attention.families import family_of
 from attention.geometry import HeadGeometry
+from attention.modeling import plan_of
 from attention.refinement.axis import REFINEMENT, LayerFit, RefinementReport
 from attention.refinement.capture import Record, held_out, run_to
 from attention.refinement.healing import HEAL_KNOBS, heal_layer
@@ -58,7 +59,15 @@ def _train(module: nn.Module, records: list[Record], steps: int, lr: float) -> N
 def fit_layer(
     original: PreTrainedModel, converted: PreTrainedModel, sequences: Tensor, layer: int, knobs: dict[str, Any]
 ) -> LayerFit:
-    """Train one attention layer of `converted` in place, if that helps on held-out sequences."""
+    """Train one attention layer of `converted` in place, if that helps on held-out sequences.
+
+    Raises ValueError for a model with shared heads, whose weights serve other layers as well.
+    """
+    if shares := plan_of(converted).shares:
+        raise ValueError(
+            f"a local fit trains each layer alone, and {len(shares)} heads of this model are shared among layers; "
+            "train the whole model, or use refinement=heal"
+        )
     source = family_of(original.config).attention_modules(original)[layer]
     module = family_of(converted.config).attention_modules(converted)[layer]
     fit, check = held_out(sequences)

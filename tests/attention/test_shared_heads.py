@@ -15,6 +15,7 @@ from attention.families import families, family_of
 from attention.geometry import HeadGeometry
 from attention.modeling import plan_of
 from attention.plan import AttentionPlan, HeadShare, LayerPlan, PlanError
+from attention.refinement import refine
 from attention.shared_weights import SharedColumns, SharedRows, shared_projections, sharing_modules
 from attention.sizes import file_bytes, parameters, resident_bytes, saved_parameters
 
@@ -191,6 +192,18 @@ def test_adapters_are_told_which_projections_share(tiny_model) -> None:
     shared = convert(four(tiny_model, "llama"), AttentionPlan(LAYERS, 8, (HeadShare(2, 1, 1, 0),)))
     wanted = {f"model.layers.{i}.self_attn.{p}_proj" for i in (1, 2) for p in "qkv"}
     assert sharing_modules(shared) == wanted and sharing_modules(unshare(shared)) == set()
+
+
+def test_layers_that_share_are_not_fitted_alone(tiny_model) -> None:
+    """The output projection is each layer's own, so healing stays possible."""
+    model = four(tiny_model, "llama")
+    shared = convert(model, HEADS)
+    tokens = torch.randint(0, 64, (6, 16), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match="trains each layer alone, and 9 heads"):
+        refine("fit_heal", model, shared, tokens)
+    before = [heads.q for heads in read_layers(shared)]
+    refine("heal", model, shared, tokens)
+    assert all(torch.equal(a, heads.q) for a, heads in zip(before, read_layers(shared), strict=True))
 
 
 def test_plans_that_cannot_be() -> None:
