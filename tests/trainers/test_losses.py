@@ -123,5 +123,9 @@ def test_objective_mixes_by_its_weight() -> None:
     assert mixed.item() == pytest.approx((0.75 * language + 0.25 * divergence).item())
     with pytest.raises(ValueError, match="needs a teacher"):
         objective("kl", 0.5)
-    with pytest.raises(ValueError, match="must be 'none' or 'kl', got 'mse'"):
+    both = divergence + bild(logits[:, :-1], reference[:, :-1])
+    mixed = objective("kl_bild", 0.25, teacher)(model, ids)
+    assert mixed.item() == pytest.approx((0.75 * language + 0.25 * both).item())
+    assert objective("kl_bild", 1.0, teacher)(model, ids).item() == pytest.approx(both.item())
+    with pytest.raises(ValueError, match="must be one of .*'none', 'kl', 'kl_bild'.*, got 'mse'"):
         objective("mse", 0.5, teacher)
