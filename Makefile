@@ -52,7 +52,7 @@ ui: $(STAMP) ## show the demo's runs in MLflow on the loopback address
 
 test: lint ## lint, types, import rule, and every test
 	@echo "test: all tests"
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup --durations 10
 
 test-fast: $(STAMP) ## the tests that take seconds
 	@echo "test-fast: tests without those marked slow"

@@ -71,6 +71,13 @@ TINY_SETTINGS: dict[str, Any] = {
 }
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under pytest-xdist the tests that start a Ray stay on one worker, one after another; the rest fill the others."""
+    for item in items:
+        if item.get_closest_marker("slow") or "ray_cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("cluster"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _two_cores() -> None:
     """Tests run beside each other and beside Ray workers: one thread each is faster than all fighting."""
