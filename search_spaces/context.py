@@ -6,7 +6,8 @@ Legend: L layers, H query heads, U stored KV heads a layer (units).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,9 @@ from attention.conversion import convert
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.mlp import MlpWeights, mlp_sites, read
-from attention.plan import AttentionPlan, groups_of
+from attention.plan import AttentionPlan, LayerPlan, groups_of
 from search_spaces.recipes import AXES, Recipe
+from search_spaces.rises import LayerTrials
 from search_spaces.scores import language_loss
 
 Measure = Callable[[Recipe, AttentionPlan], float]
@@ -32,7 +34,8 @@ class PlanningContext:
     `heads`: lifted, one entry a layer (`attention.conversion.lift`). `calibration` for parts that need statistics;
     `model` for the layer-output score (rotary tables); `model` and `sequences` `[N, T]` for whole-model scores and
     measured curves. `measure(recipe, plan)` is the loss in nats a token of the model converted so; by default the model
-    is converted and run on `sequences`. Raises ValueError if heads or statistics do not fit the geometry.
+    is converted and run on `sequences`. `cache_dir`: folder where measured curves are kept. Raises ValueError if heads
+    or statistics do not fit the geometry.
     """
 
     geometry: HeadGeometry
@@ -41,7 +44,9 @@ class PlanningContext:
     model: PreTrainedModel | None = None
     sequences: Tensor | None = None
     measure: Measure | None = None
+    cache_dir: str | Path | None = None
     _similarities: dict[Any, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
+    _trials: dict[int, LayerTrials] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         layers, heads = self.geometry.num_layers, self.geometry.num_heads
@@ -75,6 +80,31 @@ class PlanningContext:
             fusion_settings=recipe.knobs("fusion"),
         )
         return language_loss(converted, self.sequences)
+
+    def measured_on(self, tokens: int) -> Tensor:
+        """The first sequences, about `tokens` tokens and at least one. Raises ValueError without sequences."""
+        if self.model is None or self.sequences is None:
+            raise ValueError("measuring the rise of the loss needs a model and sequences in the context")
+        return self.sequences[: max(1, tokens // self.sequences.shape[1])]
+
+    def rise_of(self, recipe: Recipe, plan: AttentionPlan, layer: int, tokens: int) -> float:
+        """Rise of the loss in nats a token if only `layer` follows `plan`, with the recipe's alignment and fusion.
+
+        The layers below are not run again (`search_spaces.rises`). Raises ValueError without model or sequences.
+        """
+        if self.measure is not None:
+            own = LayerPlan(self.geometry.kv_map, self.geometry.kv_map)
+            untouched = AttentionPlan((own,) * self.geometry.num_layers, self.geometry.head_dim)
+            alone = tuple(plan.layers[i] if i == layer else own for i in range(len(untouched.layers)))
+            return self.measure(recipe, replace(untouched, layers=alone)) - self.measure(recipe, untouched)
+        if tokens not in self._trials:
+            self._trials[tokens] = LayerTrials(self.model, self.measured_on(tokens))  # type: ignore[arg-type]
+        heads, layer_plan = self.heads[layer], plan.layers[layer]
+        statistics = self.calibration.layers[layer] if self.calibration else None
+        for axis in ("alignment", "fusion"):
+            part = AXES[axis].get(getattr(recipe, axis))
+            heads = part(heads, layer_plan, statistics, self.geometry, **recipe.knobs(axis))
+        return self._trials[tokens].rise(layer, heads.expand(layer_plan.key_map, layer_plan.value_map))
 
     def mlps(self) -> list[MlpWeights]:
         """The MLP of every layer. Raises ValueError without a model."""

@@ -8,9 +8,11 @@ its own, spawned in a fixed order, so that the draws of one site do not depend o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from attention.plan import AttentionPlan, LayerPlan
 from search_spaces.allocation import AllocationProblem, Counts
 from search_spaces.context import PlanningContext
 from search_spaces.costs import GroupCost, Objective
+from search_spaces.curves import Curves, curve_file
 from search_spaces.grouping import GroupingProblem, neighbour_partition
 from search_spaces.partitions import Partition, expand
 from search_spaces.recipes import AXES, Recipe
@@ -70,7 +73,7 @@ def check_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeome
         kv_ratio,
         admissible_counts(recipe, geometry),
         loss=lambda layer, side: 1.0,
-        curve=lambda layer, side: dict.fromkeys(admissible_counts(recipe, geometry), 0.0),
+        curve=lambda layer, side, counts: dict.fromkeys(counts, 0.0),
     )
     if problem.total < 2 * geometry.num_layers:
         raise ValueError(
@@ -93,6 +96,7 @@ class _Planner:
         # Spawned first and in order: a site's draws do not depend on the other sites.
         self.generators = generator.spawn(2 * context.geometry.num_layers)
         self.curve_generators = generator.spawn(2 * context.geometry.num_layers)
+        self._last_objective: tuple[Any, Objective] | None = None
 
     def plan(self) -> AttentionPlan:
         for layer, (keys, values) in enumerate(self.counts()):
@@ -134,10 +138,18 @@ class _Planner:
         count = len(self.units)
         if groups in (1, count):  # nothing to choose
             return neighbour_partition(count, groups)
+        if "measure" in AXES["allocation"].get(self.recipe.allocation).needs:
+            # The counts rest on what was measured for this very partition.
+            measured = self.curves.partition(layer, sides, groups)
+            if measured is not None:
+                return measured
+        return self._grouped(layer, sides, groups, generator)
+
+    def _grouped(self, layer: int, sides: tuple[str, ...], groups: int, generator: np.random.Generator) -> Partition:
         part = AXES["grouping"].get(self.recipe.grouping)
         site = self._site(layer, sides)
         objective = self._objective(site) if "objective" in part.needs else None
-        problem = GroupingProblem(count, groups, site.similarity, objective)
+        problem = GroupingProblem(len(self.units), groups, site.similarity, objective)
         return part(problem, generator, **self.recipe.knobs("grouping")).partition
 
     def plan_of(self, found: dict[tuple[int, str], Partition]) -> AttentionPlan:
@@ -171,7 +183,14 @@ class _Planner:
         )
 
     def _objective(self, site: Site) -> Objective:
-        return AXES["objective"].get(str(self.recipe.objective))(site, **self.recipe.knobs("objective"))
+        """The recipe's objective at a site; of the last site only, since it holds the site's moments."""
+        key = (site.layer, site.sides)
+        additive = "whole_partition" not in AXES["objective"].get(str(self.recipe.objective)).needs
+        if additive and self._last_objective is not None and self._last_objective[0] == key:
+            return self._last_objective[1]
+        made = AXES["objective"].get(str(self.recipe.objective))(site, **self.recipe.knobs("objective"))
+        self._last_objective = (key, made)
+        return made
 
     def _loss_of_one_group(self, layer: int, side: str) -> float:
         """Cost of all units of a site in one group (for DHA's allocation)."""
@@ -180,24 +199,38 @@ class _Planner:
             raise ValueError(f"objective={self.recipe.objective} has no group cost to allocate by")
         return objective.cost(tuple(range(len(self.units))))
 
-    def _curve(self, layer: int, side: str) -> dict[int, float]:
-        """Measured rise of the loss if only this site is grouped, for each admissible head count."""
-        base = self.base_loss
-        curve = {}
-        for groups in admissible_counts(self.recipe, self.context.geometry):
-            if groups == len(self.units):
-                curve[groups] = 0.0
-                continue
-            # A generator of the curve's own: measuring must not change what the final grouping draws.
-            generator = self.curve_generators[2 * layer + SIDES.index(side)]
-            partition = self.group(layer, (side,), groups, generator)
-            curve[groups] = self.context.loss_of(self.recipe, self.plan_of({(layer, side): partition})) - base
-        return curve
+    def _curve(self, layer: int, side: str, counts: Sequence[int]) -> dict[int, float]:
+        """Measured rise of the loss if only this site is grouped, for each count. `side` may be "both"."""
+        if side == "both" and not self.recipe.together:
+            keys, values = (self._curve(layer, each, counts) for each in SIDES)
+            return {count: keys[count] + values[count] for count in counts}
+        sides = SIDES if side == "both" else (side,)
+        return self.curves.curve(layer, sides, counts, len(self.units))
 
     @cached_property
-    def base_loss(self) -> float:
-        """Loss of the checkpoint as it is."""
-        return self.context.loss_of(self.recipe, self.plan_of({}))
+    def curves(self) -> Curves:
+        """Measured curves of this recipe, shared by all budgets through the context's cache folder."""
+        tokens = self.recipe.knobs("allocation")["tokens"]
+
+        def group(layer: int, sides: tuple[str, ...], groups: int) -> Partition:
+            if groups == 1:
+                return neighbour_partition(len(self.units), 1)
+            # A generator of its own for each point, so that no point depends on which others are measured.
+            generator = self.curve_generators[2 * layer + SIDES.index(sides[0])]
+            fresh = np.random.default_rng([*_seeds(generator), groups])
+            return self._grouped(layer, sides, groups, fresh)
+
+        def measure(layer: int, sides: tuple[str, ...], partition: Partition) -> float:
+            plan = self.plan_of({(layer, side): partition for side in sides})
+            return self.context.rise_of(self.recipe, plan, layer, tokens)
+
+        seed = str([_seeds(g) for g in self.curve_generators[:1]])
+        return Curves(group, measure, curve_file(self.recipe, self.context, tokens, seed))
+
+
+def _seeds(generator: np.random.Generator) -> list[int]:
+    """What a generator was seeded with, as integers."""
+    return [int(word) for word in generator.bit_generator.seed_seq.generate_state(4)]  # type: ignore[attr-defined]
 
 
 def _combined(matrices: list[np.ndarray]) -> np.ndarray:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from attention.axes import Knob
 from search_spaces.allocation.problem import AllocationProblem, Counts
 from search_spaces.axes import ALLOCATION
 
@@ -48,15 +49,39 @@ def knapsack(curves: Sequence[Mapping[int, float]], budget: int, *, exact: bool 
     return tuple(reversed(chosen))
 
 
+KNOBS = (
+    Knob(
+        "counts",
+        "choice",
+        "any",
+        "head counts that are considered, among those that the grouping can make",
+        choices=("any", "powers_of_two", "divisors"),
+    ),
+    Knob("tokens", "int", 4096, "calibration tokens on which rises of the loss are measured", low=2),
+)
+
+
+def considered(problem: AllocationProblem, counts: str) -> list[int]:
+    """The admissible counts of the kind `counts`; all heads may always be kept."""
+    kinds = {
+        "any": lambda g: True,
+        "powers_of_two": lambda g: g & (g - 1) == 0,
+        "divisors": lambda g: problem.stored % g == 0,
+    }
+    return [g for g in problem.admissible if g == problem.stored or kinds[counts](g)]
+
+
 @ALLOCATION.part(
     "knapsack",
     source="ours: multiple-choice knapsack over keys and values of all layers",
+    knobs=KNOBS,
     needs=("model", "measure", "apart"),
 )
-def knapsack_part(problem: AllocationProblem) -> Counts:
+def knapsack_part(problem: AllocationProblem, *, counts: str = "any", tokens: int = 4096) -> Counts:
     """Least sum of the measured rises of the loss, over keys and values of all layers together."""
     if problem.curve is None:
         raise ValueError("allocation=knapsack needs measured error curves: a model and token sequences")
+    allowed = considered(problem, counts)
     sites = [(layer, side) for layer in range(problem.num_layers) for side in ("key", "value")]
-    chosen = knapsack([problem.curve(*site) for site in sites], problem.total, exact=True)
+    chosen = knapsack([problem.curve(*site, allowed) for site in sites], problem.total, exact=True)
     return tuple(zip(chosen[::2], chosen[1::2], strict=True))

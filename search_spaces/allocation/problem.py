@@ -5,7 +5,7 @@ Legend: L layers, H query heads a layer, U stored KV heads a layer (H for a mult
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -17,7 +17,8 @@ class AllocationProblem:
     """Spread `kv_ratio` of the `2 L H` heads of MHA over `num_layers` layers.
 
     `admissible`: head counts that the grouping can make of one site, ascending, at most U. `loss(layer, side)`: what
-    it costs to have one head only there; `curve(layer, side)`: measured rise of the loss for each admissible count.
+    it costs to have one head only there; `curve(layer, side, counts)`: measured rise of the loss for each of these
+    counts, where `side` is "key", "value" or "both".
     """
 
     num_layers: int
@@ -26,7 +27,7 @@ class AllocationProblem:
     kv_ratio: float | Fraction
     admissible: tuple[int, ...]
     loss: Callable[[int, str], float] | None = None
-    curve: Callable[[int, str], dict[int, float]] | None = None
+    curve: Callable[[int, str, Sequence[int]], dict[int, float]] | None = None
 
     @property
     def total(self) -> int:

@@ -114,7 +114,7 @@ def problem(heads: int, layers: int, ratio: float, admissible: list[int]) -> All
         ratio,
         tuple(admissible),
         loss=lambda layer, side: float(losses[layer, ("key", "value").index(side)]),
-        curve=lambda layer, side: {g: float(losses[layer, int(side == "value")]) / g for g in admissible},
+        curve=lambda layer, side, counts: {g: float(losses[layer, int(side == "value")]) / g for g in counts},
     )
 
 

@@ -1,0 +1,103 @@
+"""Error curves: the measured rise of the loss for each head count of a site, with the partition that was measured.
+
+Legend: U stored KV heads a layer (units).
+
+A curve does not depend on the budget, so all budgets share it, in memory and on disk: a list of ratios costs one
+measurement.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from attention.calibration import calibration_digest
+from search_spaces.context import PlanningContext
+from search_spaces.partitions import Partition
+from search_spaces.recipes import Recipe
+
+DECIDES = ("grouping", "objective", "similarity", "alignment", "fusion")  # axes that what is measured depends on
+
+
+class Point(NamedTuple):
+    """One measured point of a curve."""
+
+    rise: float
+    partition: Partition
+
+
+class Curves:
+    """Curves of one recipe on one context. `group(layer, sides, count)` is the recipe's partition of a site's units;
+    `measure(layer, sides, partition)` the rise of the loss with it."""
+
+    def __init__(
+        self,
+        group: Callable[[int, tuple[str, ...], int], Partition],
+        measure: Callable[[int, tuple[str, ...], Partition], float],
+        file: Path | None = None,
+    ) -> None:
+        self._group, self._measure, self.file = group, measure, file
+        self._points = _read(file)
+
+    def curve(self, layer: int, sides: tuple[str, ...], counts: Sequence[int], units: int) -> dict[int, float]:
+        """Rise in nats a token for each count; all units kept is 0."""
+        missing = [c for c in counts if c != units and _key(layer, sides, c) not in self._points]
+        for count in missing:
+            partition = self._group(layer, sides, count)
+            rise = self._measure(layer, sides, partition)
+            self._points[_key(layer, sides, count)] = Point(rise, partition)
+        if missing:
+            self._save()
+        return {c: 0.0 if c == units else self._points[_key(layer, sides, c)].rise for c in counts}
+
+    def partition(self, layer: int, sides: tuple[str, ...], count: int) -> Partition | None:
+        """The partition that was measured, or None."""
+        point = self._points.get(_key(layer, sides, count))
+        return None if point is None else point.partition
+
+    def _save(self) -> None:
+        if self.file is None:
+            return
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        # What another process has measured meanwhile stays; equal points are equal by construction.
+        self._points = _read(self.file) | self._points
+        handle, name = tempfile.mkstemp(dir=self.file.parent, suffix=".part")
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            json.dump(self._points, stream, sort_keys=True)
+        Path(name).replace(self.file)
+
+
+def curve_file(recipe: Recipe, context: PlanningContext, tokens: int, seed_of: str) -> Path | None:
+    """Where the curves are kept: a name that holds all they depend on. None without a cache folder.
+
+    `seed_of` stands for the random generator of the grouping.
+    """
+    if context.cache_dir is None or context.measure is not None or context.model is None or context.sequences is None:
+        return None
+    record = {
+        "axes": {axis: [getattr(recipe, axis), recipe.knobs(axis)] for axis in DECIDES},
+        "by": [recipe.together, recipe.by],
+        "calibration": None if context.calibration is None else context.calibration.digest,
+        "measured on": calibration_digest(context.model, context.measured_on(tokens), 0),
+        "seed": seed_of,
+    }
+    name = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:24]
+    return Path(context.cache_dir) / f"curves-{name}.json"
+
+
+def _key(layer: int, sides: tuple[str, ...], count: int) -> str:
+    return f"{layer}/{'+'.join(sides)}/{count}"
+
+
+def _read(file: Path | None) -> dict[str, Point]:
+    """The points of a file; none if it is missing or damaged, since they can be measured again."""
+    try:
+        record = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
+        return {key: Point(rise, tuple(tuple(group) for group in groups)) for key, (rise, groups) in record.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}

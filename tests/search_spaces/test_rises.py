@@ -1,0 +1,108 @@
+"""Measured rises: the same as converting and running the whole model; curves shared by budgets and kept on disk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from attention.conversion import assemble, lift
+from attention.plan import AttentionPlan, LayerPlan
+from search_spaces.planning import PlanningContext, make_plan
+from search_spaces.recipes import recipe
+from search_spaces.rises import LayerTrials
+from search_spaces.scores import language_loss
+
+FAMILIES = ["gemma", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rise_is_that_of_the_whole_model(family: str, tiny_model) -> None:
+    model = tiny_model(family, num_hidden_layers=3)
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 64, (5, 16)))
+    trials = LayerTrials(model, tokens, batch_size=2)
+    heads = lift(model)
+    for layer in (0, 2, 1, 1):  # backwards too
+        other = replace(heads[layer], q=heads[layer].q * 2, k=heads[layer].k * 0.5, v=heads[layer].v.flip(0))
+        changed = [other if i == layer else own for i, own in enumerate(heads)]
+        whole = assemble(model, AttentionPlan.identity(3, 4, heads[0].head_dim), changed)
+        assert trials.rise(layer, other) == pytest.approx(language_loss(whole, tokens) - trials.base, abs=1e-5)
+    assert abs(trials.rise(0, heads[0])) < 1e-6
+    assert trials.base == pytest.approx(language_loss(model, tokens), abs=1e-5)
+    assert trials.base == pytest.approx(language_loss(trials.model, tokens), abs=1e-6)  # nothing is left behind
+
+
+def test_heads_that_are_not_lifted_are_refused(tiny_model) -> None:
+    model = tiny_model("llama")
+    trials = LayerTrials(model, torch.zeros(1, 8, dtype=torch.long))
+    heads = lift(model)[0]
+    with pytest.raises(ValueError, match="expand"):
+        trials.rise(0, replace(heads, k=heads.k[:2]))
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_context_rises_are_those_of_the_converted_model(kv_heads: int, make_context) -> None:
+    context = make_context("llama", num_key_value_heads=kv_heads)
+    chosen = recipe("headfold", together=False, allocation="knapsack", refinement="none")
+    own = LayerPlan(context.geometry.kv_map, context.geometry.kv_map)
+    plan = AttentionPlan((own, LayerPlan(own.key_map, (0, 0, 0, 0))), 8)
+    untouched = context.loss_of(chosen, AttentionPlan((own, own), 8))
+    whole = context.loss_of(chosen, plan) - untouched
+    assert context.rise_of(chosen, plan, 1, tokens=10_000) == pytest.approx(whole, abs=1e-5)
+    assert abs(context.rise_of(chosen, plan, 0, tokens=10_000)) < 1e-5
+
+
+def test_budgets_share_curves_in_a_file(make_context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = replace(make_context("llama"), cache_dir=tmp_path)
+    chosen = recipe("headfold", together=False, allocation="knapsack", refinement="none")
+    plans = {ratio: make_plan(chosen, ratio, context, np.random.default_rng(0)) for ratio in (0.75, 0.5)}
+    (file,) = tmp_path.glob("curves-*.json")
+    assert sorted(f.name for f in tmp_path.iterdir()) == [file.name]
+
+    def again(*_: object) -> float:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(PlanningContext, "rise_of", again)
+    for ratio, plan in plans.items():
+        assert make_plan(chosen, ratio, context, np.random.default_rng(0)) == plan
+    assert make_plan(chosen, 0.375, context, np.random.default_rng(0)).kv_ratio == 0.375
+    file.write_text("{")  # damaged: measured again, not believed
+    with pytest.raises(AssertionError, match="measured again"):
+        make_plan(chosen, 0.5, context, np.random.default_rng(0))
+
+
+def test_other_tokens_or_fusions_have_curves_of_their_own(make_context, tmp_path: Path) -> None:
+    context = replace(make_context("llama"), cache_dir=tmp_path)
+    chosen = recipe("headfold", together=False, allocation="knapsack", refinement="none")
+    make_plan(chosen, 0.5, context, np.random.default_rng(0))
+    make_plan(chosen.with_changes(refinement="heal"), 0.5, context, np.random.default_rng(0))
+    assert len(list(tmp_path.iterdir())) == 1
+    make_plan(chosen.with_changes(fusion="mean"), 0.5, context, np.random.default_rng(0))
+    assert len(list(tmp_path.iterdir())) == 2
+    make_plan(chosen.with_changes(**{"allocation.tokens": 24}), 0.5, context, np.random.default_rng(0))
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_one_count_a_layer(make_context) -> None:
+    context = make_context("llama", num_hidden_layers=3)
+    for together in (True, False):
+        chosen = recipe("headfold", together=together, allocation="layerwise", refinement="none")
+        plan = make_plan(chosen, 7 / 12, context, np.random.default_rng(0))
+        assert sum(layer.key_heads for layer in plan.layers) == 7
+        assert all(layer.key_heads == layer.value_heads for layer in plan.layers)
+        assert all((layer.key_map == layer.value_map) for layer in plan.layers) == together or not together
+    with pytest.raises(ValueError, match="even"):
+        make_plan(chosen, 13 / 24, context, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize(("counts", "allowed"), [("powers_of_two", {1, 2, 4, 6}), ("divisors", {1, 2, 3, 6})])
+def test_counts_are_those_asked_for(counts: str, allowed: set[int], make_context) -> None:
+    context = make_context("llama", num_attention_heads=6, num_key_value_heads=6, hidden_size=48)
+    knobs = {"grouping.equal_sizes": False, "allocation.counts": counts}
+    chosen = recipe("headfold", together=False, allocation="knapsack", refinement="none", **knobs)
+    plan = make_plan(chosen, 0.5, context, np.random.default_rng(0))
+    assert {n for layer in plan.layers for n in (layer.key_heads, layer.value_heads)} <= allowed
+    assert plan.kv_ratio == 0.5
