@@ -6,7 +6,8 @@ group, d head dim, P = sum of g² over a layer's groups.
 Where the paper is **silent** or at odds with itself:
 - the fusion loss is divided by the number of pairs and of layers, as Alg. 3 does and Eq. 7 does not; layers in which
   nothing is fused do not count;
-- the multiplier starts at `multiplier_start`; its gradient is never negative, so it never falls;
+- the multiplier starts at `multiplier_start` (from 0 it needs many hundred steps to weigh against the loss); its
+  gradient is never negative, so it never falls;
 - the margin's warm-up k is a share of the steps; the default is Alg. 3's 200 of the 1,000 of section 5;
 - per-dimension coefficients scale rotary dims apart, as the paper has it: what is mixed are weights before RoPE, so
   each mix is a projection like any other, and nothing needs to commute.
@@ -42,7 +43,7 @@ KNOBS = (
     Knob("per_dimension", "bool", True, "one coefficient a head dimension, and not one a head (sec. 4.3)"),
     Knob("base", "float", 0.999, "b of the margin, Eq. 8", 0.0, 1.0),
     Knob("margin_fraction", "float", 0.2, "share of the steps after which the margin is 0 (k of Eq. 8)", 0.0, 1.0),
-    Knob("multiplier_start", "float", 0.0, "the multiplier at step 0", 0.0, 1e6),
+    Knob("multiplier_start", "float", 10.0, "the multiplier at step 0", 0.0, 1e6),
     Knob("tolerance", "float", 1e-3, "fusion loss below which fusing ends (sec. 4.3)", 0.0, 1.0),
 )
 
@@ -247,7 +248,7 @@ def install(
     per_dimension: bool = True,
     base: float = 0.999,
     margin_fraction: float = 0.2,
-    multiplier_start: float = 0.0,
+    multiplier_start: float = 10.0,
     tolerance: float = 1e-3,
 ) -> Lagrangian:
     """Relax a copy of `model` towards `plan` over `steps` steps; nothing is random, so `generator` is not used.
