@@ -1,12 +1,18 @@
 """Local fit: each converted attention layer is trained alone towards the original layer's output.
 
 No language-model loss and no backward pass through the model: the inputs are those of the *original* model at that
-layer, so layers do not depend on each other.
+layer, so layers do not depend on each other. Small batches and many steps: for the same time they end lower than few
+steps on all tokens.
+
+Legend: N sequences, T tokens, D model dim, B sequences a step.
 """
 
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,38 +28,155 @@ from attention.refinement.capture import Record, held_out, run_to
 from attention.refinement.healing import HEAL_KNOBS, heal_layer
 
 FIT_KNOBS = (
-    Knob("fit_steps", "int", 60, "Adam steps a layer", 1, 100_000),
-    Knob("fit_lr", "log_float", 1e-3, "largest learning rate of the fit, linear to 0", 1e-6, 1.0),
-    Knob("fit_batch", "int", 8, "sequences a step", 1, 1024),
+    Knob("fit_steps", "int", 480, "Adam steps a layer", 1, 100_000),
+    Knob("fit_rate", "log_float", 0.5, "largest step, as the relative change of an output at most", 1e-4, 1e2),
+    Knob("fit_batch", "int", 2, "sequences a step", 1, 1024),
+    Knob("fit_tokens", "int", 16_384, "calibration tokens that are held in memory and fitted on", 2),
 )
+BETAS = (0.9, 0.95)
+WARMUP = 0.05
+RETRIES, SMALLER = 2, 0.25
+CHECKS = 4  # looks at the held-out error on the way; the best state seen is what stays
 
 
-def _call(module: nn.Module, record: Record) -> Tensor:
-    kwargs = {**record.kwargs, "past_key_values": None, "use_cache": False}
-    output = module(*record.args, **kwargs)
+@dataclass(frozen=True)
+class LayerTask:
+    """What one layer is fitted to, in float32: `inputs`, `targets` `[N, T, D]` to fit on and `check` to judge by.
+
+    `example` is a record of B sequences: its other arguments serve for any B sequences of as many tokens.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    example: Record
+    check: tuple[Record, ...]
+
+    @property
+    def batch(self) -> int:
+        return self.example.output.shape[0]
+
+    @classmethod
+    def of(cls, original: PreTrainedModel, layer: int, sequences: Tensor, batch: int) -> LayerTask:
+        """Run `original` up to `layer` on `sequences` `[N, T]`, of which a part is kept for the check."""
+        module = family_of(original.config).attention_modules(original)[layer]
+        fit, check = held_out(sequences)
+        batch = min(batch, len(fit))
+        whole = fit[: len(fit) // batch * batch]
+        records = [_in_float(record) for record in run_to(original, module, whole, batch)]
+        inputs = torch.cat([_input(record) for record in records])
+        targets = torch.cat([record.output for record in records])
+        return cls(
+            inputs, targets, records[0], tuple(_in_float(record) for record in run_to(original, module, check, batch))
+        )
+
+
+def _float(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.float() if value.is_floating_point() else value
+    return tuple(_float(item) for item in value) if isinstance(value, tuple) else value
+
+
+def _in_float(record: Record) -> Record:
+    kwargs = {name: _float(value) for name, value in record.kwargs.items()}
+    return Record(_float(record.args), kwargs, record.output.float(), record.stream, None)
+
+
+def _input(record: Record) -> Tensor:
+    return record.args[0] if record.args else record.kwargs["hidden_states"]
+
+
+def _call(module: nn.Module, record: Record, inputs: Tensor | None = None) -> Tensor:
+    args, kwargs = record.args, {**record.kwargs, "past_key_values": None, "use_cache": False}
+    if inputs is not None:
+        args, kwargs = ((inputs, *args[1:]), kwargs) if args else ((), kwargs | {"hidden_states": inputs})
+    output = module(*args, **kwargs)
     return output[0] if isinstance(output, tuple) else output
 
 
 @torch.no_grad()
-def _error(module: nn.Module, records: list[Record]) -> float:
+def layer_error(module: nn.Module, records: tuple[Record, ...]) -> float:
     """`|attention - target|^2 / |target|^2` over all records."""
     wrong = sum((_call(module, r) - r.output).double().square().sum() for r in records)
     power = sum(r.output.double().square().sum() for r in records)
     return float(wrong / power)
 
 
-def _train(module: nn.Module, records: list[Record], steps: int, lr: float) -> None:
-    """Adam on the module's own weights, one record a step in turn, learning rate linear to 0."""
-    weights = [p.requires_grad_(True) for p in module.parameters()]
-    optimiser = torch.optim.Adam(weights, lr=lr)
-    power = sum(float(r.output.square().mean()) for r in records) / len(records)
-    for step in range(steps):
-        optimiser.param_groups[0]["lr"] = lr * (1 - step / steps)
-        record = records[step % len(records)]
-        loss = (_call(module, record) - record.output).square().mean() / power
+def _rates(module: nn.Module) -> dict[nn.Parameter, float]:
+    """Step of each parameter that changes an output by its own size if all weights of a row move along.
+
+    A matrix of F inputs: its root mean square over the root of F. A bias goes with its matrix; a norm's weight, which
+    has none, with the mean of the matrices.
+    """
+    matrices = {p: float(p.detach().square().mean().sqrt()) / math.sqrt(p[0].numel()) for p in _matrices(module)}
+    mean = sum(matrices.values()) / len(matrices)
+    rates: dict[nn.Parameter, float] = {}
+    for part in module.modules():
+        beside = [matrices[p] for p in part.parameters(recurse=False) if p in matrices]
+        rates |= {p: matrices.get(p, (beside or [mean])[0]) for p in part.parameters(recurse=False)}
+    return rates
+
+
+def _matrices(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.dim() > 1]
+
+
+def _batches(count: int, batch: int, steps: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Indices of the sequences of each step: all in random order, then all again."""
+    order = torch.empty(0, dtype=torch.long)
+    for _ in range(steps):
+        while len(order) < batch:
+            order = torch.cat([order, torch.randperm(count, generator=generator)])
+        yield order[:batch]
+        order = order[batch:]
+
+
+def fit_module(module: nn.Module, task: LayerTask, steps: int, rate: float, generator: torch.Generator) -> LayerFit:
+    """Train `module` (float32) in place; it ends in the best state met on the held-out records, the first included.
+
+    Adam with a short linear warm-up and a cosine to 0. Where that ends no better than it began, the steps were too
+    large for this layer: it is tried again with smaller ones, `RETRIES` times at most. The layer of the result is -1.
+    """
+    before = layer_error(module, task.check)
+    start = copy.deepcopy(module.state_dict())
+    best = before
+    for attempt in range(1 + RETRIES):
+        best = _train(module, task, steps, rate * SMALLER**attempt, generator, before)
+        if best < before:
+            break
+        module.load_state_dict(start)
+    return LayerFit("fit", -1, before, best)
+
+
+def _train(
+    module: nn.Module, task: LayerTask, steps: int, rate: float, generator: torch.Generator, before: float
+) -> float:
+    """Lowest held-out error, the module being left in that state. Stops halfway if it is not below `before` by then."""
+    best, kept = before, copy.deepcopy(module.state_dict())
+    module.requires_grad_(True)
+    rates = _rates(module)
+    optimiser = torch.optim.Adam([{"params": [p], "lr": 0.0} for p in rates], betas=BETAS)
+    power = float(task.targets.square().mean())
+    checks = {steps * (i + 1) // CHECKS for i in range(CHECKS)}
+    for step, index in enumerate(_batches(len(task.inputs), task.batch, steps, generator)):
+        now = rate * min(1.0, (step + 1) / max(1.0, WARMUP * steps)) * (1 + math.cos(math.pi * step / steps)) / 2
+        for group, own in zip(optimiser.param_groups, rates.values(), strict=True):
+            group["lr"] = now * own
+        with torch.enable_grad():
+            output = _call(module, task.example, task.inputs[index])
+            loss = (output - task.targets[index]).square().mean() / power
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         optimiser.step()
+        if step + 1 in checks:
+            error = layer_error(module, task.check)
+            if error < best:
+                best, kept = error, copy.deepcopy(module.state_dict())
+            elif step + 1 >= steps // 2 and best == before:
+                break
+    module.load_state_dict(kept)
+    for p in module.parameters():
+        p.requires_grad_(False).grad = None
+    return best
 
 
 def fit_layer(
@@ -61,28 +184,25 @@ def fit_layer(
 ) -> LayerFit:
     """Train one attention layer of `converted` in place, if that helps on held-out sequences.
 
-    Raises ValueError for a model with shared heads, whose weights serve other layers as well.
+    Works on a float32 copy of the layer whatever the dtype of the model. Raises ValueError for a model with shared
+    heads, whose weights serve other layers as well.
     """
     if shares := plan_of(converted).shares:
         raise ValueError(
             f"a local fit trains each layer alone, and {len(shares)} heads of this model are shared among layers; "
             "train the whole model, or use refinement=heal"
         )
-    source = family_of(original.config).attention_modules(original)[layer]
     module = family_of(converted.config).attention_modules(converted)[layer]
-    fit, check = held_out(sequences)
-    seen = list(run_to(original, source, fit, knobs["fit_batch"]))
-    unseen = list(run_to(original, source, check, knobs["fit_batch"]))
-    before, kept = _error(module, unseen), copy.deepcopy(module.state_dict())
-    wanted = {name: p.requires_grad for name, p in module.named_parameters()}
-    with torch.enable_grad():
-        _train(module, seen, knobs["fit_steps"], knobs["fit_lr"])
-    for name, p in module.named_parameters():
-        p.requires_grad_(wanted[name]).grad = None
-    result = LayerFit("fit", layer, before, _error(module, unseen))
-    if not result.kept:
-        module.load_state_dict(kept)
-    return result
+    used = sequences[: max(2, knobs["fit_tokens"] // sequences.shape[1])]
+    task = LayerTask.of(original, layer, used, knobs["fit_batch"])
+    copied = copy.deepcopy(module).float().eval()
+    generator = torch.Generator().manual_seed(layer)
+    result = fit_module(copied, task, knobs["fit_steps"], knobs["fit_rate"], generator)
+    if result.kept:
+        with torch.no_grad():
+            for p, fitted in zip(module.parameters(), copied.parameters(), strict=True):
+                p.copy_(fitted)
+    return LayerFit("fit", layer, result.before, result.after)
 
 
 @REFINEMENT.part(

@@ -1,124 +1,131 @@
-"""Refinement: what is captured, the ridge refit, and that no layer is made worse."""
+"""Refinement: layers come closer to the original's, never further away, for every family and dtype."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from attention.conversion import convert, lift
-from attention.families import families, family_of
+from attention.calibration import calibrate, silent
+from attention.conversion import convert
+from attention.families import family_of
 from attention.plan import AttentionPlan, LayerPlan
-from attention.refinement import REFINEMENT, RefinementReport, refine
-from attention.refinement.capture import held_out, layer_of, run_to
+from attention.refinement import REFINEMENT, refine
+from attention.refinement.capture import held_out, run_to
 from attention.refinement.healing import ridge_refit
+from attention.refinement.local import LayerTask, fit_module, layer_error
 
-HALF = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 0, 1, 1)),) * 2, 8)
-CHANGES = [name for name in REFINEMENT.names() if name != "none"]
-
-
-def tokens(rows: int = 16) -> Tensor:
-    return torch.randint(64, (rows, 24), generator=torch.Generator().manual_seed(4))
-
-
-def attention_error(original, converted, layer: int, sequences: Tensor) -> float:
-    """Relative error of one attention layer's output when both models run from their own inputs."""
-    records = zip(
-        run_to(original, family_of(original.config).attention_modules(original)[layer], sequences, 4),
-        run_to(converted, family_of(converted.config).attention_modules(converted)[layer], sequences, 4),
-        strict=True,
-    )
-    wrong = power = 0.0
-    for one, other in records:
-        wrong += float((one.output - other.output).square().sum())
-        power += float(one.output.square().sum())
-    return wrong / power
+FAMILIES = ["gemma", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"]
+PLAN = LayerPlan((0, 0, 1, 1), (0, 0, 0, 1))
+QUICK = {"fit_steps": 100, "fit_rate": 0.3}
+Tiny = Callable[..., PreTrainedModel]
 
 
-def test_ridge_refit_worked_example() -> None:
-    """One feature, one output: z = (1, 2), y = (3, 5), old weight 1, so V = (zy + p w) / (zz + p)."""
-    zz, zy, weight = (torch.tensor([[x]], dtype=torch.float64) for x in (5.0, 13.0, 1.0))
-    for ridge in (0.0, 0.5):
-        penalty = ridge * 5
-        assert ridge_refit(weight, zz, zy, ridge).item() == pytest.approx((13 + penalty) / (5 + penalty))
+@pytest.fixture(scope="module")
+def tokens() -> Tensor:
+    return torch.randint(0, 64, (200, 24), generator=torch.Generator().manual_seed(0))
 
 
-def test_ridge_refit_equals_stacked_least_squares() -> None:
-    generator = torch.Generator().manual_seed(0)
-    z, y, w = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((50, 6), (50, 3), (6, 3)))
-    penalty = 0.1 * (z.T @ z).diagonal().mean()
-    rows = torch.cat([z, penalty.sqrt() * torch.eye(6)]), torch.cat([y, penalty.sqrt() * w])
-    slow = torch.linalg.lstsq(*rows).solution
-    assert torch.allclose(ridge_refit(w, z.T @ z, z.T @ y, 0.1), slow, atol=1e-10)
+def pair(tiny_model: Tiny, tokens: Tensor, family: str, plan: LayerPlan = PLAN, **more: object) -> tuple:
+    model = tiny_model(family, **more).requires_grad_(False)
+    calibration = calibrate(model, tokens, progress=silent)
+    whole = AttentionPlan((plan, plan), 8)
+    return model, convert(model, whole, fusion="least_squares", calibration=calibration).requires_grad_(False)
 
 
-def test_held_out_sequences_are_apart() -> None:
-    fit, check = held_out(torch.arange(20)[:, None])
-    assert check.flatten().tolist() == [7, 15] and len(fit) == 18
-    assert [len(part) for part in held_out(torch.arange(2)[:, None])] == [1, 1]
+def weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("name", sorted(families()))
-@torch.no_grad()
-def test_capture_sees_what_the_model_computes(name: str, tiny_model) -> None:
-    model = convert(tiny_model(name), HALF)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_comes_closer(family: str, tiny_model: Tiny, tokens: Tensor) -> None:
+    original, converted = pair(tiny_model, tokens, family)
+    before, untouched = weights(converted), weights(original)
+    report = refine("fit_heal", original, converted, tokens, QUICK)
+    assert [(fit.step, fit.layer) for fit in report.fits] == [("fit", 0), ("fit", 1), ("heal", 0), ("heal", 1)]
+    assert all(fit.after < 0.97 * fit.before for fit in report.fits if fit.step == "fit")
+    assert not any(p.requires_grad or p.grad is not None for p in converted.parameters())
+    after = weights(converted)
+    own = set(family_of(converted.config).attention_modules(converted))
+    modules = [name for name, module in converted.named_modules() if module in own]
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert changed and all(any(name.startswith(m) for m in modules) for name in changed)
+    assert all(torch.equal(tensor, untouched[name]) for name, tensor in original.state_dict().items())
+
+
+@pytest.mark.parametrize("name", REFINEMENT.names())
+def test_the_same_seedless_call_gives_the_same_weights(name: str, tiny_model: Tiny, tokens: Tensor) -> None:
+    original, first = pair(tiny_model, tokens, "llama")
+    second = copy.deepcopy(first)
+    knobs = QUICK if name == "fit_heal" else {}
+    for model in (first, second):
+        refine(name, original, model, tokens, knobs)
+    assert all(torch.equal(tensor, second.state_dict()[key]) for key, tensor in first.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["heal", "fit_heal"])
+def test_nothing_is_kept_that_does_not_help(name: str, tiny_model: Tiny, tokens: Tensor) -> None:
+    """An identity plan is exact already; with steps far too large a fit must fall back to where it began."""
+    original, converted = pair(tiny_model, tokens, "llama", LayerPlan.identity(4))
+    before = weights(converted)
+    knobs = {"fit_steps": 8, "fit_rate": 100.0} if name == "fit_heal" else {}
+    report = refine(name, original, converted, tokens, knobs)
+    assert all(fit.after <= max(fit.before, 1e-10) for fit in report.fits)
+    with torch.no_grad():
+        assert (original(tokens).logits - converted(tokens).logits).abs().max() < 1e-3
+    if name == "fit_heal":
+        assert not any(fit.kept for fit in report.fits if fit.step == "fit")
+        assert all(torch.equal(converted.state_dict()[key], t) for key, t in before.items() if "q_proj" in key)
+
+
+def test_a_fit_falls_back_to_the_best_state_it_met(tiny_model: Tiny, tokens: Tensor) -> None:
+    original, converted = pair(tiny_model, tokens, "llama")
+    module = family_of(converted.config).attention_modules(converted)[0]
+    task = LayerTask.of(original, 0, tokens, 2)
+    result = fit_module(module, task, 12, 100.0, torch.Generator().manual_seed(0))
+    assert layer_error(module, task.check) == pytest.approx(result.after)
+    assert result.after <= result.before
+
+
+def test_steps_that_are_too_large_are_made_smaller(tiny_model: Tiny, tokens: Tensor) -> None:
+    original, converted = pair(tiny_model, tokens, "llama")
+    report = refine("fit_heal", original, converted, tokens, {**QUICK, "fit_rate": 4.0})
+    assert all(fit.kept for fit in report.fits if fit.step == "fit")
+
+
+def test_a_half_precision_model_is_fitted_in_single_precision(tiny_model: Tiny, tokens: Tensor) -> None:
+    original, converted = pair(tiny_model, tokens, "llama", dtype=torch.bfloat16)
+    report = refine("fit_heal", original, converted, tokens, QUICK)
+    assert {p.dtype for p in converted.parameters()} == {torch.bfloat16}
+    assert all(fit.after < 0.97 * fit.before for fit in report.fits if fit.step == "fit")
+
+
+def test_the_task_holds_what_the_layer_sees_and_gives(tiny_model: Tiny, tokens: Tensor) -> None:
+    model = tiny_model("llama").requires_grad_(False)
     module = family_of(model.config).attention_modules(model)[1]
-    seen = {}
-    hooks = (
-        module.register_forward_hook(lambda m, a, out: seen.update(output=out[0] if isinstance(out, tuple) else out)),
-        layer_of(model, module).register_forward_pre_hook(
-            lambda m, a, k: seen.update(stream=a[0] if a else k["hidden_states"]), with_kwargs=True
-        ),
-    )
-    model(tokens(3))
-    for hook in hooks:
-        hook.remove()
-    (record,) = run_to(model, module, tokens(3), 8)
-    assert torch.allclose(record.output, seen["output"], atol=1e-6)
-    assert torch.allclose(record.stream, seen["stream"], atol=1e-6)
-    heads = lift(model)[1]
-    rebuilt = torch.einsum("bthd,hDd->btD", record.mixed.unflatten(2, (4, 8)), heads.o)
-    rebuilt = rebuilt if heads.o_bias is None else rebuilt + heads.o_bias
-    assert torch.allclose(rebuilt, record.output, atol=1e-4)
-    assert model.config._attn_implementation == "headfold"
+    task = LayerTask.of(model, 1, tokens, 4)
+    fit, check = held_out(tokens)
+    assert task.inputs.shape == (len(fit) // 4 * 4, 24, 32)
+    whole = next(run_to(model, module, fit[:4], 4))
+    torch.testing.assert_close(task.targets[:4], whole.output)
+    assert sum(len(record.output) for record in task.check) == len(check)
+    assert layer_error(module, task.check) < 1e-12
 
 
-@pytest.mark.parametrize("part", CHANGES)
-@pytest.mark.parametrize("name", sorted(families()))
-def test_every_kept_change_lowers_the_held_out_error(name: str, part: str, tiny_model) -> None:
-    original = tiny_model(name)
-    converted = convert(original, HALF)
-    first = attention_error(original, converted, 0, tokens())
-    report = refine(part, original, converted, tokens())
-    assert report.fits and any(fit.kept for fit in report.fits)
-    assert attention_error(original, converted, 0, tokens()) < first
-    assert all(p.grad is None for p in converted.parameters())
+def test_ridge_refit_is_least_squares_pulled_to_the_present_weights() -> None:
+    generator = torch.Generator().manual_seed(0)
+    z, y, w = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((50, 6), (50, 3), (6, 3)))
+    found = ridge_refit(w, z.T @ z, z.T @ y, 1e-12)
+    torch.testing.assert_close(found, torch.linalg.lstsq(z, y).solution)
+    torch.testing.assert_close(ridge_refit(w, z.T @ z, z.T @ y, 1e12), w)
 
 
-@pytest.mark.parametrize("part", CHANGES)
-@torch.no_grad()
-def test_a_perfect_conversion_is_left_as_it_is(part: str, tiny_model) -> None:
-    original = tiny_model("llama")
-    converted = convert(original, AttentionPlan.identity(2, 4, 8))
-    refine(part, original, converted, tokens())
-    assert torch.allclose(converted(tokens(2)).logits, original(tokens(2)).logits, atol=1e-3)
-
-
-@torch.no_grad()
-def test_none_changes_nothing(tiny_model) -> None:
-    original = tiny_model("llama")
-    converted = convert(original, HALF)
-    before = converted(tokens(2)).logits
-    assert refine("none", original, converted, None) == RefinementReport()
-    assert torch.equal(converted(tokens(2)).logits, before)
-
-
-def test_bad_input_is_refused(tiny_model) -> None:
-    original = tiny_model("llama")
-    converted = convert(original, HALF)
-    with pytest.raises(ValueError, match="needs at least two calibration sequences, got 1"):
-        refine("heal", original, converted, tokens(1))
-    with pytest.raises(ValueError, match="got none"):
-        refine("fit_heal", original, converted, None)
-    with pytest.raises(ValueError, match="refinement must be one of .*'heal'.* got 'prayer'"):
-        refine("prayer", original, converted, tokens())
-    with pytest.raises(ValueError, match="has no setting 'speed'"):
-        refine("heal", original, converted, tokens(), {"speed": 2})
+def test_too_few_sequences_are_refused(tiny_model: Tiny, tokens: Tensor) -> None:
+    original, converted = pair(tiny_model, tokens, "llama")
+    for given in (None, tokens[:1]):
+        with pytest.raises(ValueError, match="at least two calibration sequences"):
+            refine("heal", original, converted, given)
