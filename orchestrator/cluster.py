@@ -100,7 +100,8 @@ def start() -> None:
     import ray
 
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
-    passed = ("HF_HUB_OFFLINE", "HF_HOME", "HF_TOKEN", "HF_ENDPOINT")
+    # No HF_TOKEN here: Ray writes a runtime environment into its logs. Nodes that read private models have their own.
+    passed = ("HF_HUB_OFFLINE", "HF_HOME", "HF_ENDPOINT")
     environment = {"TOKENIZERS_PARALLELISM": "false"} | {key: os.environ[key] for key in passed if key in os.environ}
     if not in_ray_job():  # a job's working folder is on the path of all its processes
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))

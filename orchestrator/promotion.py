@@ -49,6 +49,7 @@ class Entry:
     checks: dict[str, Any] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
     version: str | None = None
+    model_uri: str | None = None
     run_id: str | None = None
 
 
@@ -288,6 +289,7 @@ def _register(
     }
     assert entry.exported is not None and entry.run_id is not None
     name = config.promotion.registered_name or config.name
+    entry.model_uri = f"models:/{name}@{alias}"
     description = f"{entry.recipe} at {entry.kv_ratio:.0%} of the KV cache, from search {folder.root.name}"
     return tracker.register(name, entry.exported, entry.run_id, alias=alias, tags=tags, description=description)
 

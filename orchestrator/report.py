@@ -129,7 +129,7 @@ def _trial_table(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> str:
 def _promotion_table(promoted: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for p in promoted:
-        reasons = "; ".join(p.get("reasons", ())) or p.get("folder", "")
+        reasons = "; ".join(p.get("reasons", ())) or str(p.get("model_uri") or p.get("folder") or "")
         cells = [
             p["recipe"],
             f"{p['kv_ratio']:.0%}",

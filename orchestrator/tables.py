@@ -62,7 +62,7 @@ def promotion_table(candidates: Sequence[Mapping[str, Any]]) -> Table:
     for name in ("recipe", "KV", "steps", "loss", "baseline", "state", "version", "where, or why not"):
         table.add_column(name, overflow="fold")
     for c in candidates:
-        where = "; ".join(c.get("reasons", ())) or c.get("folder", "")
+        where = "; ".join(c.get("reasons", ())) or str(c.get("model_uri") or "")
         table.add_row(
             c["recipe"], f"{c['kv_ratio']:.1%}", str(c.get("steps", "-")), number(c.get("loss")),
             number(c.get("baseline_loss")), c.get("status", "-"), str(c.get("version") or "-"), where,

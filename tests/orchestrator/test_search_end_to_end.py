@@ -80,7 +80,7 @@ def test_a_search_that_is_interrupted_goes_on_and_ends_in_an_exported_checkpoint
             break
         time.sleep(0.2)
     assert first.poll() is None, first.communicate()[0]
-    first.send_signal(signal.SIGINT)
+    os.killpg(first.pid, signal.SIGINT)  # as the terminal does for Ctrl-C: to Ray's processes too
     log = first.communicate(timeout=300)[0]
     assert first.returncode == 130, log
     assert "--resume" in log
