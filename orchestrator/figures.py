@@ -59,9 +59,22 @@ def front_figure(
             mine = [t for t in scored if _family(t) == name]
             if not mine:
                 continue
+            most = max(t.step for t in scored)
+            # Hollow: stopped at an earlier rung, so trained less than its neighbours on the picture.
+            fills = [look["color"] if t.step == most else "none" for t in mine]
             axes.scatter(
-                [t.kv_bytes_per_token for t in mine], [t.loss for t in mine], label=name, s=48, zorder=3, **look
+                [t.kv_bytes_per_token for t in mine],
+                [t.loss for t in mine],
+                label=name,
+                s=48,
+                zorder=3,
+                marker=look["marker"],
+                facecolors=fills,
+                edgecolors=look["color"],
+                linewidths=1.4,
             )
+        if len({t.step for t in scored}) > 1:
+            axes.scatter([], [], s=48, facecolors="none", edgecolors="#444444", label="hollow: stopped earlier")
         best = front(trials)
         axes.plot(
             [t.kv_bytes_per_token for t in best], [t.loss for t in best], color="#444444", lw=1, zorder=2, label="front"
