@@ -9,13 +9,18 @@ VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 UI_PORT ?= 5000
+# Processes of tests beside each other; each, with what it starts, keeps a core busy.
+WORKERS ?= 2
+# How many things `make chaos` kills, and the seed of when.
+KILLS ?= 24
+SEED ?= 0
 
 # Nothing in the commands below may reach for a model hub, or guess at a proxy for the loopback address.
 export HF_HUB_OFFLINE ?= 1
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo ui test test-fast lint clean
+.PHONY: help setup demo ui test test-fast test-kernel chaos lint bench bench-gpu simulate clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -29,8 +34,8 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -m venv $(VENV)
 	@echo "setup: installing $(TORCH)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	@echo "setup: installing Headfold and what it needs (about 2 GB unpacked)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[eval,dev]'
+	@echo "setup: installing Headfold and what it needs (about 3 GB unpacked)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[eval,gpu,dev]'
 	@touch $(STAMP)
 	@echo "setup: done; the command is $(BIN)/headfold"
 
@@ -52,11 +57,18 @@ ui: $(STAMP) ## show the demo's runs in MLflow on the loopback address
 
 test: lint ## lint, types, import rule, and every test
 	@echo "test: all tests"
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup --durations 10
+	@# One thread a process: they and what they start already want more than a core each
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
 
 test-fast: $(STAMP) ## the tests that take seconds
 	@echo "test-fast: tests without those marked slow"
 	@$(BIN)/python -m pytest -m "not slow"
+
+test-kernel: $(STAMP) ## the decode kernel alone: in Triton's interpreter, and on a GPU if there is one
+	@$(BIN)/python -m pytest tests/attention/test_kernel.py
+
+chaos: $(STAMP) ## one search under KILLS kills (driver, workers, nodes, MLflow, disk) beside the same one left alone
+	@HEADFOLD_CHAOS_KILLS=$(KILLS) HEADFOLD_CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -s tests/orchestrator/test_chaos.py
 
 lint: $(STAMP) ## style, types and the import rule between the packages
 	@echo "lint: ruff"
@@ -66,6 +78,16 @@ lint: $(STAMP) ## style, types and the import rule between the packages
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 	@echo "lint: import rule"
 	@$(BIN)/lint-imports
+
+bench: $(STAMP) ## measure speed against rivals (some minutes); the table goes on top of benchmarks/LOG.md
+	@$(BIN)/python -m benchmarks --log
+
+bench-gpu: $(STAMP) ## the same on a CUDA device, and a model of the shape of Llama-2-7B at 4k and 32k tokens
+	@$(BIN)/python -m benchmarks --device cuda --log
+
+simulate: $(STAMP) ## 2,000 trials on 64 simulated workers: what the driver takes; then early stopping compared (docs/scale.md)
+	@$(BIN)/python -m benchmarks.simulation scale
+	@$(BIN)/python -m benchmarks.simulation halving
 
 clean: ## remove .venv, caches and the demo's runs
 	@echo "clean: removing .venv, caches, $(DEMO)"

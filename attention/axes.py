@@ -120,7 +120,7 @@ class Axis:
 
     def get(self, name: str) -> Part:
         self.discover()
-        if name not in self._parts:
+        if not isinstance(name, str) or name not in self._parts:
             raise ValueError(f"{self.name} must be one of {sorted(self._parts)}, got {name!r}")
         return self._parts[name]
 

@@ -16,16 +16,29 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from attention import modeling
 from attention.families import family_of
 from attention.geometry import HeadGeometry
 from attention.modeling import PREFIX, plan_of
+from attention.plan import AttentionPlan
 
-__all__ = ["PLAN_FILE", "load", "plan_of", "save", "to_plain", "weights_digest", "write_atomically"]
+__all__ = [
+    "DIGESTS",
+    "PLAN_FILE",
+    "intact",
+    "load",
+    "plan_of",
+    "save",
+    "to_plain",
+    "weights_digest",
+    "write_atomically",
+    "write_digests",
+]
 
 PLAN_FILE = "headfold.json"
+DIGESTS = "digests.json"
 
 
 class CheckpointError(ValueError):
@@ -46,24 +59,41 @@ def write_atomically(folder: str | Path, write: Callable[[Path], None]) -> Path:
     """Call `write` on an empty folder beside `folder`, then swap it in. A killed write leaves the old folder."""
     folder = Path(folder).absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    recover(folder)
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir()
     try:
         write(fresh)
-        for path in fresh.rglob("*"):
-            if path.is_file():
-                with path.open("rb") as stream:
-                    os.fsync(stream.fileno())
-        if folder.exists():
-            shutil.rmtree(_spare(folder), ignore_errors=True)
-            folder.rename(_spare(folder))
-        fresh.rename(folder)
+        put_in_place(fresh, folder)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    shutil.rmtree(_spare(folder), ignore_errors=True)
     return folder
+
+
+def put_in_place(fresh: Path, folder: Path) -> None:
+    """Rename a finished folder to `folder` on the same disk; what was there steps aside first, and then goes."""
+    recover(folder)
+    for path in fresh.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as stream:
+                os.fsync(stream.fileno())
+    if folder.exists():
+        shutil.rmtree(_spare(folder), ignore_errors=True)
+        folder.rename(_spare(folder))
+    fresh.rename(folder)
+    shutil.rmtree(_spare(folder), ignore_errors=True)
+
+
+def plain_form(config: PretrainedConfig, plan: AttentionPlan) -> PretrainedConfig | None:
+    """The config of the plain family that carries out `plan`, once query heads are permuted; None if it has none."""
+    family = family_of(config)
+    found = family.plain_config(config, plan.layers[0].key_heads) if plan.is_uniform_gqa else None
+    if found is None:
+        return None
+    fields = found.to_dict()
+    for key in ("model_type", "architectures", "attention_plan"):
+        fields.pop(key, None)
+    return family.config_class(**fields)
 
 
 def to_plain(model: PreTrainedModel) -> PreTrainedModel:
@@ -72,16 +102,13 @@ def to_plain(model: PreTrainedModel) -> PreTrainedModel:
     Raises ValueError if the plan is not uniform GQA or the family has no GQA form.
     """
     plan, family = plan_of(model), family_of(model.config)
-    config = family.plain_config(model.config, plan.layers[0].key_heads) if plan.is_uniform_gqa else None
+    config = plain_form(model.config, plan)
     if config is None:
         raise ValueError(
             f"only a plan with one map for keys and values and equal groups in all layers has a plain {family.name} "
             "form; see `headfold export` for other lowerings"
         )
-    fields = config.to_dict()
-    for key in ("model_type", "architectures", "attention_plan"):
-        fields.pop(key, None)
-    plain = family.model_class._from_config(family.config_class(**fields), dtype=model.dtype)
+    plain = family.model_class._from_config(config, dtype=model.dtype)
     nn.Module.to(plain, model.device)
     state = {k: t for k, t in model.state_dict().items() if not k.endswith((".key_map", ".value_map"))}
     plain.load_state_dict(state)
@@ -108,18 +135,51 @@ def save(
     """
     plan = plan_of(model)
     own = model.config.model_type.startswith(PREFIX)
-    has_plain = plan.is_uniform_gqa and family_of(model.config).plain_config(model.config, plan.layers[0].key_heads)
-    lowered = own and plain and has_plain
+    lowered = own and plain and plain_form(model.config, plan) is not None
     written = to_plain(model) if lowered else model
 
     def write(fresh: Path) -> None:
         written.save_pretrained(fresh, safe_serialization=True)
         if tokenizer is not None:
             tokenizer.save_pretrained(fresh)
-        note = {"plan": json.loads(plan.to_json()), "plan_digest": plan.digest, **(record or {})}
-        (fresh / PLAN_FILE).write_text(json.dumps(note, indent=1, sort_keys=True) + "\n")
+        write_note(fresh, plan, record)
+        write_digests(fresh)
 
     return write_atomically(folder, write)
+
+
+def write_digests(folder: str | Path) -> None:
+    """Put the SHA-256 of every file of a finished folder beside them, for `intact`."""
+    found = {name: _sha256(path) for name, path in _files(Path(folder)).items()}
+    (Path(folder) / DIGESTS).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def intact(folder: str | Path) -> bool:
+    """Whether a folder holds exactly the files and bytes that `write_digests` has found. False without its file."""
+    folder = Path(folder)
+    try:
+        recover(folder)
+        wanted = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
+        files = _files(folder)
+        return files.keys() == wanted.keys() and all(_sha256(path) == wanted[name] for name, path in files.items())
+    except (OSError, ValueError):
+        return False
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path for name, path in sorted(found.items()) if name != DIGESTS}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def write_note(folder: Path, plan: AttentionPlan, record: dict[str, Any] | None = None) -> None:
+    """Put the plan that was carried out beside the weights, with whatever else is to be remembered."""
+    note = {"plan": json.loads(plan.to_json()), "plan_digest": plan.digest, **(record or {})}
+    (folder / PLAN_FILE).write_text(json.dumps(note, indent=1, sort_keys=True) + "\n")
 
 
 def load(
@@ -147,14 +207,15 @@ def load(
 def load_config(source: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The config of a local folder or hub name. Raises CheckpointError if there is none."""
     modeling.register()
-    if Path(source).parent.exists():
-        recover(Path(source))
     try:
+        if Path(source).parent.exists():
+            recover(Path(source))
         return AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a config.json may hold anything, and its class may stumble over it in any way
+        said = (str(error).splitlines() or [type(error).__name__])[0][:500]
         raise CheckpointError(
             f"no checkpoint at {str(source)!r}: expected a folder with config.json and safetensors, or a hub name; "
-            f"{str(error).splitlines()[0]}"
+            f"{said}"
         ) from None
 
 

@@ -73,7 +73,7 @@ class Collector:
         self.x_BTe = None
 
     def finish(self) -> LayerStatistics:
-        mixed = self.mixed_sum / (self.tokens * self.num_heads / len(self.mixed_sum))
+        mixed = self.mixed_sum.div_(self.tokens * self.num_heads / len(self.mixed_sum))
         empty = torch.zeros(0, 0, self.heads.hidden_size)
         return LayerStatistics(
             tokens=self.tokens,

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from attention.growing_cache import GrowingLayer, own_layer
 
-class ComposedLayer(DynamicLayer):
-    """A dynamic cache layer with `key_weights [B, S, C]`. Every operation on the keys does the same to them."""
+
+class ComposedLayer(GrowingLayer):
+    """A growing cache layer with `key_weights [B, S, C]`. Every operation on the keys does the same to them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,13 +68,9 @@ def composed_layer(cache: Cache, index: int) -> ComposedLayer:
 
     Raises ValueError for any other kind (static, sliding, quantised), and for one that another model has filled.
     """
-    while cache.layer_class_to_replicate is DynamicLayer and len(cache.layers) <= index:
-        cache.layers.append(ComposedLayer())
-    layer = cache.layers[index] if index < len(cache.layers) else None
-    if type(layer) is DynamicLayer and not layer.is_initialized:
-        layer = cache.layers[index] = ComposedLayer()
+    layer = own_layer(cache, index, ComposedLayer)
     if not isinstance(layer, ComposedLayer):
-        filled = " that already holds tokens" if type(layer) is DynamicLayer else ""
+        filled = " that already holds tokens" if type(layer) in (DynamicLayer, GrowingLayer) else ""
         raise ValueError(
             f"composition (dcmha) needs a dynamic cache for its key-side weights, got {type(layer).__name__}{filled} "
             f"in layer {index}; leave cache_implementation unset, start from an empty DynamicCache(), and use "

@@ -105,15 +105,32 @@ def convert(
     check_fits(plan, geometry)
     check_composition(plan_of(model), plan)
     align, fuse = ALIGNMENT.get(alignment), FUSION.get(fusion)
-    align_knobs, fuse_knobs = align.settings(alignment_settings), fuse.settings(fusion_settings)
+    fuse_knobs = fuse.settings(fusion_settings)
     for part in (align, fuse):
         if "statistics" in part.needs and calibration is None:
             raise ValueError(f"{part.axis}={part.name} needs a calibration; pass calibration=calibrate(model, tokens)")
     if calibration is not None and len(calibration.layers) != plan.num_layers:
         raise ValueError(f"the calibration has {len(calibration.layers)} layers, the plan {plan.num_layers}")
-    fused = []
-    for index, heads in enumerate(lift(model)):
-        layer, statistics = plan.layers[index], calibration.layers[index] if calibration else None
-        heads = align(heads, layer, statistics, geometry, **align_knobs)
-        fused.append(fuse(heads, layer, statistics, geometry, **fuse_knobs))
+    aligned = align_layers(lift(model), plan, alignment, calibration, geometry, alignment_settings)
+    fused = [
+        fuse(heads, layer, calibration.layers[index] if calibration else None, geometry, **fuse_knobs)
+        for index, (heads, layer) in enumerate(zip(aligned, plan.layers, strict=True))
+    ]
     return assemble(model, plan, fused)
+
+
+def align_layers(
+    heads: Sequence[LayerHeads],
+    plan: AttentionPlan,
+    alignment: str,
+    calibration: Calibration | None,
+    geometry: HeadGeometry,
+    settings: Mapping[str, Any] | None = None,
+) -> list[LayerHeads]:
+    """Lifted heads of every layer, turned towards each other within the plan's groups; no logit changes."""
+    align = ALIGNMENT.get(alignment)
+    knobs = align.settings(settings)
+    return [
+        align(own, layer, calibration.layers[index] if calibration else None, geometry, **knobs)
+        for index, (own, layer) in enumerate(zip(heads, plan.layers, strict=True))
+    ]

@@ -8,8 +8,6 @@ ignored). The module that calls it carries `key_map` and `value_map`, integer bu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,85 +19,18 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from attention.composed_cache import ComposedLayer
 from attention.composition import HeadComposition
-from attention.plan import LayerPlan, groups_of
+from attention.decoding import HeadMaps, Slots, decode, decode_mix, decode_scores
+from attention.growing_cache import grow_cache
+from attention.plan import LayerPlan
+
+__all__ = ["NAME", "HeadMaps", "Slots", "attach", "cache_bytes", "decode", "expand", "grouped_attention", "make_uneven"]
 
 NAME = "headfold"
-
-
-@dataclass(frozen=True)
-class Slots:
-    """Where the query heads of each kept head lie when gathered by group and padded to the widest group.
-
-    `heads [G·m]`: the query head in each slot; a group narrower than m repeats its first member. `place [H]`: the slot
-    of each query head.
-    """
-
-    groups: int
-    width: int
-    heads: Tensor
-    place: Tensor
-
-    @classmethod
-    def of(cls, head_map: Sequence[int]) -> Slots:
-        groups = groups_of(head_map)
-        width = max(len(g) for g in groups)
-        heads = [member for g in groups for member in (*g, *[g[0]] * (width - len(g)))]
-        place = [head_map[h] * width + groups[head_map[h]].index(h) for h in range(len(head_map))]
-        return cls(len(groups), width, torch.tensor(heads), torch.tensor(place))
-
-    def gather(self, x: Tensor) -> Tensor:
-        """`[B, H, n]` -> `[B, G, m, n]`."""
-        return x.index_select(1, self.heads.to(x.device)).unflatten(1, (self.groups, self.width))
-
-    def scatter(self, x: Tensor) -> Tensor:
-        """`[B, G, m, n]` -> `[B, H, n]`, dropping the padding."""
-        return x.flatten(1, 2).index_select(1, self.place.to(x.device))
-
-
-@dataclass(frozen=True)
-class HeadMaps:
-    """What a layer's plan means at run time. Built once a layer, outside of the forward pass."""
-
-    plan: LayerPlan
-    key_slots: Slots
-    value_slots: Slots
-
-    @classmethod
-    def of(cls, plan: LayerPlan) -> HeadMaps:
-        return cls(plan, Slots.of(plan.key_map), Slots.of(plan.value_map))
 
 
 def expand(states: Tensor, head_map: Tensor) -> Tensor:
     """`[B, G, S, d]` -> `[B, H, S, d]`: each query head's own copy."""
     return states.index_select(1, head_map)
-
-
-def decode(
-    query: Tensor, key: Tensor, value: Tensor, maps: HeadMaps, mask: Tensor | None, scaling: float | None
-) -> Tensor:
-    """Attention of one new token, reading each kept key and value once and expanding neither.
-
-    query `[B, H, 1, d]`, key `[B, G^K, S, d]`, value `[B, G^V, S, d]`, mask broadcastable to `[B, H, 1, S]` (boolean:
-    True attends; or additive). Returns `[B, H, 1, d]`. Equal to `expand` followed by SDPA.
-    """
-    scores = decode_scores(query, key, maps, scaling).squeeze(2)
-    if mask is not None:
-        mask = mask.squeeze(2)
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-    return decode_mix(weights.unsqueeze(2), value, maps)
-
-
-def decode_scores(query: Tensor, key: Tensor, maps: HeadMaps, scaling: float | None) -> Tensor:
-    """Scaled scores of one new token, `[B, H, 1, d]` and `[B, G^K, S, d]` -> `[B, H, 1, S]`."""
-    factor = float(query.shape[-1]) ** -0.5 if scaling is None else scaling
-    grouped = maps.key_slots.gather(query.squeeze(2) * factor)
-    return maps.key_slots.scatter(grouped @ key.transpose(-1, -2)).unsqueeze(2)
-
-
-def decode_mix(weights: Tensor, value: Tensor, maps: HeadMaps) -> Tensor:
-    """Values under the weights of one new token, `[B, H, 1, S]` and `[B, G^V, S, d]` -> `[B, H, 1, d]`."""
-    return maps.value_slots.scatter(maps.value_slots.gather(weights.squeeze(2)) @ value).unsqueeze(2)
 
 
 def grouped_attention(
@@ -175,6 +106,8 @@ def attach(module: nn.Module, plan: LayerPlan) -> None:
     device = next(module.parameters()).device
     module.register_buffer("key_map", torch.tensor(plan.key_map, device=device), persistent=True)
     module.register_buffer("value_map", torch.tensor(plan.value_map, device=device), persistent=True)
+    if not hasattr(module, "head_maps"):
+        module.register_forward_pre_hook(grow_cache, with_kwargs=True)
     module.head_maps = HeadMaps.of(plan)  # type: ignore[assignment]
     # The maps do the repeating; transformers must not repeat on top of it.
     module.num_key_value_groups = 1  # type: ignore[assignment]
@@ -202,7 +135,10 @@ def make_uneven(cache: Cache) -> Cache:
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Bytes that the keys and values of a cache occupy, and the key-side weights of composition beside them."""
+    """Bytes that the keys and values of a cache occupy, and the key-side weights of composition beside them.
+
+    The room that a growing layer keeps beyond its tokens (`attention.growing_cache.ROOM`) is not counted.
+    """
     held = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin) and layer.is_initialized]
     kept = (t for layer in held for t in (layer.keys, layer.values, getattr(layer, "key_weights", None)))
     return sum(t.numel() * t.element_size() for t in kept if t is not None)

@@ -114,10 +114,15 @@ def headfold_config(config: PretrainedConfig, plan: AttentionPlan) -> Pretrained
 
 def plan_of(model: PreTrainedModel) -> AttentionPlan:
     """The plan that a model carries out; for a stock checkpoint, its own grouping (identity for MHA)."""
-    record = getattr(model.config, "attention_plan", None)
+    return plan_of_config(model.config)
+
+
+def plan_of_config(config: PretrainedConfig) -> AttentionPlan:
+    """The plan of the models that a config describes."""
+    record = getattr(config, "attention_plan", None)
     if record is not None:
         return AttentionPlan.from_json(json.dumps(record))
-    geometry = HeadGeometry.from_config(model.config)
+    geometry = HeadGeometry.from_config(config)
     layer = LayerPlan(geometry.kv_map, geometry.kv_map)
     return AttentionPlan((layer,) * geometry.num_layers, geometry.head_dim)
 

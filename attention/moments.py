@@ -12,7 +12,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -85,16 +85,28 @@ class LayerStatistics:
         rows = augmented(heads.k, heads.k_bias)
         return rows @ self.input_moment[:, -1].to(rows)
 
-    def mixed_value_gram(self, heads: LayerHeads) -> Tensor:
-        """`[H, G, G, d, d]` float64: mean of u_hi u_hj^T, where u_hi is value head i mixed by the weights of head h.
+    def mixed_value_gram(
+        self,
+        heads: LayerHeads,
+        members: Sequence[int] | None = None,
+        under: Sequence[int] | None = None,
+    ) -> Tensor:
+        """`[n, g, g, d, d]` float64: mean of u_hi u_hj^T, where u_hi is value head i mixed by the weights of head h.
 
+        i and j run over the g value heads `members` (default: all), h over the n query heads `under` (default: all).
         u_hh is what head h hands to the output projection; the others are what it would hand on with another's values.
+        All of them at once are the largest tensor of a conversion: `8 H^3 d^2` bytes.
         """
         rows = augmented(heads.v, heads.v_bias)
+        rows = rows if members is None else rows[list(members)]
+        which = range(len(self.mixed_moment)) if under is None else under
         if self.is_pooled:
             gram = _gram(rows, self.mixed_moment[0])
-            return gram.expand(self.mixed_moment.shape[0], *gram.shape)
-        return torch.stack([_gram(rows, moment) for moment in self.mixed_moment])
+            return gram.expand(len(which), *gram.shape)
+        grams = rows.new_empty(len(which), len(rows), len(rows), rows.shape[1], rows.shape[1])
+        for gram, head in zip(grams, which, strict=True):
+            gram.copy_(_gram(rows, self.mixed_moment[head]))
+        return grams
 
     def mixed_value_mean(self, heads: LayerHeads) -> Tensor:
         """`[H, G, d]` float64: mean of u_hi (see `mixed_value_gram`)."""

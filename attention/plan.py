@@ -11,9 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 FORMAT = 1
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
@@ -62,11 +62,13 @@ class LayerPlan:
         for name in ("key_map", "value_map"):
             ids = getattr(self, name)
             if not isinstance(ids, tuple) or not all(type(i) is int for i in ids):
-                raise PlanError(f"{name} must be a tuple of integers, got {ids!r}")
+                raise PlanError(f"{name} must be a tuple of integers, got {_short(ids)}")
             if not ids:
                 raise PlanError(f"{name} must name a kept head for at least one query head, got ()")
             if ids != dense(ids):
-                raise PlanError(f"{name} must be dense from 0 in order of first appearance, got {ids}; use dense()")
+                raise PlanError(
+                    f"{name} must be dense from 0 in order of first appearance, got {_short(ids)}; use dense()"
+                )
         if len(self.key_map) != len(self.value_map):
             raise PlanError(
                 f"key_map and value_map must have one entry a query head, got {len(self.key_map)} and "
@@ -216,7 +218,7 @@ class AttentionPlan:
         if not self.layers:
             raise PlanError("a plan needs at least one layer, got none")
         if type(self.head_dim) is not int or self.head_dim < 1:
-            raise PlanError(f"head_dim must be a positive integer, got {self.head_dim!r}")
+            raise PlanError(f"head_dim must be a positive integer, got {_short(self.head_dim)}")
         heads = self.layers[0].num_heads
         for index, layer in enumerate(self.layers):
             if layer.num_heads != heads:
@@ -318,22 +320,25 @@ class AttentionPlan:
         """Inverse of `to_json`. Raises PlanError naming what is wrong."""
         try:
             record = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"a plan must be JSON: {error}") from None
         if not isinstance(record, dict) or record.get("format") != FORMAT:
             found = record.get("format") if isinstance(record, dict) else type(record).__name__
-            raise PlanError(f"a plan must be a JSON object with format {FORMAT}, got {found!r}")
+            raise PlanError(f"a plan must be a JSON object with format {FORMAT}, got {_short(found)}")
         unknown = sorted(set(record) - {"format", "head_dim", "layers", "shares", "composition", "mlp_shares"})
         if unknown:
             raise PlanError(f"a plan has no field {unknown[0]!r}")
-        try:
-            layers = tuple(_layer(index, item) for index, item in enumerate(record["layers"]))
-            shares = tuple(HeadShare(**item) for item in record.get("shares", ()))
-            composition = Composition(**record["composition"]) if record.get("composition") else None
-            mlp_shares = tuple(HeadShare(**item) for item in record.get("mlp_shares", ()))
-            return cls(layers, record["head_dim"], shares, composition, mlp_shares)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise PlanError(f"a plan record is incomplete or of the wrong type: {error}") from None
+        missing = [name for name in ("layers", "head_dim") if name not in record]
+        if missing:
+            raise PlanError(f"a plan without {missing[0]} is incomplete")
+        layers = tuple(_layer(index, item) for index, item in enumerate(_listed(record, "layers")))
+        shares, mlp_shares = (
+            tuple(_built(HeadShare, item, f"{name} {index}") for index, item in enumerate(_listed(record, name)))
+            for name in ("shares", "mlp_shares")
+        )
+        composed = record.get("composition")
+        composition = None if composed is None else _built(Composition, composed, "composition")
+        return cls(layers, record["head_dim"], shares, composition, mlp_shares)
 
     @property
     def digest(self) -> str:
@@ -341,8 +346,48 @@ class AttentionPlan:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
 
-def _layer(index: int, item: dict[str, Any]) -> LayerPlan:
+Built = TypeVar("Built", HeadShare, Composition)
+
+
+def _listed(record: dict[str, Any], name: str) -> list[Any]:
+    found = record.get(name, [])
+    if not isinstance(found, list):
+        raise PlanError(f"{name} must be a list, got {_short(found)}")
+    return found
+
+
+def _built(kind: type[Built], item: Any, where: str) -> Built:
+    """A dataclass from its record: every field there, of its own type, and no other."""
+    if not isinstance(item, dict):
+        raise PlanError(f"{where} must be a JSON object, got {_short(item)}")
+    known = {field.name: field for field in fields(kind)}
+    for name, value in item.items():
+        if name not in known:
+            raise PlanError(f"{where} has no field {name!r}; it has {sorted(known)}")
+        if type(value).__name__ != known[name].type:
+            raise PlanError(f"{where}: {name} must be of type {known[name].type}, got {_short(value)}")
+    missing = [name for name, field in known.items() if name not in item and field.default is MISSING]
+    if missing:
+        raise PlanError(f"{where} needs {missing[0]}, got none")
+    return kind(**item)
+
+
+def _layer(index: int, item: Any) -> LayerPlan:
+    where = f"layers: layer {index}"
+    if not isinstance(item, dict):
+        raise PlanError(f"{where} must be a JSON object, got {_short(item)}")
+    if missing := sorted({"key_map", "value_map"} - set(item)):
+        raise PlanError(f"{where} is incomplete: it has no {missing[0]}, got {_short(item)}")
+    if unknown := sorted(set(item) - {"key_map", "value_map"}):
+        raise PlanError(f"{where} has no field {unknown[0]!r}")
+    for name in ("key_map", "value_map"):
+        if not isinstance(item[name], list):
+            raise PlanError(f"{where}: {name} must be a list of integers, got {_short(item[name])}")
     try:
         return LayerPlan(tuple(item["key_map"]), tuple(item["value_map"]))
     except PlanError as error:
-        raise PlanError(f"layer {index}: {error}") from None
+        raise PlanError(f"{where}: {error}") from None
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:200]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import ray
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers import trainers as bpe
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from attention import checkpoint
 from trainers.corpora import resolve
@@ -58,52 +59,64 @@ def make_model(seed: int) -> LlamaForCausalLM:
         eos_token_id=0,
     )
     model = LlamaForCausalLM(config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0.0, config.initializer_range, generator=generator)
+    randomise(model, seed)
     return model
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@torch.no_grad()
+def randomise(model: PreTrainedModel, seed: int) -> None:
+    """Every matrix anew, normal with the configuration's spread, the same for a seed in any process."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.normal_(0.0, model.config.initializer_range, generator=generator)
+
+
+def options(description: str | None, *, steps: int, tokens: int, learning_rate: float) -> argparse.ArgumentParser:
+    """The command line that training scripts share, with their own defaults."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the trained checkpoint and of its making")
-    parser.add_argument("--source", default="stdlib", help="text to learn from, as in a search")
-    parser.add_argument("--steps", type=int, default=2000, help="of 32 sequences of 256 tokens")
-    parser.add_argument("--tokens", type=int, default=8_000_000, help="training text; what is shorter is seen again")
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--tokens", type=int, default=tokens, help="training text; what is shorter is seen again")
     parser.add_argument("--eval-tokens", type=int, default=65_536)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--learning-rate", type=float, default=learning_rate)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    out = given.out.resolve()
-    if (out / "trained").exists():
-        sys.exit(f"{out / 'trained'} exists; name another folder with --out")
+    return parser
 
-    print(f"tokenizer: learning {VOCABULARY} tokens from {given.source}")
-    tokenizer = make_tokenizer(given.source)
-    checkpoint.save(make_model(given.seed), out / "untrained", tokenizer)
+
+def train(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    source: str,
+    given: argparse.Namespace,
+    *,
+    name: str,
+    batch_size: int,
+) -> None:
+    """Train from scratch on a source of text; the checkpoint goes to `trained` in the folder that was named."""
+    out = given.out.resolve()
+    checkpoint.save(model, out / "untrained", tokenizer)
     text = {"sequence_length": LENGTH, "cache_dir": out / "data", "seed": given.seed}
     job = TrainJob(
         model_dir=str(out / "untrained"),
-        train_file=str(sequence_file(given.source, tokenizer, split="train", tokens=given.tokens, **text)),
-        eval_file=str(sequence_file(given.source, tokenizer, split="eval", tokens=given.eval_tokens, **text)),
+        train_file=str(sequence_file(source, tokenizer, split="train", tokens=given.tokens, **text)),
+        eval_file=str(sequence_file(source, tokenizer, split="eval", tokens=given.eval_tokens, **text)),
         out_dir=str(out / "trained"),
         storage_path=str(out / "train"),
-        run_name="train-demo",
+        run_name=name,
         milestones=tuple(sorted({max(1, given.steps // 2), given.steps})),
         settings=TrainSettings(
             learning_rate=given.learning_rate,
             weight_decay=0.1,
-            batch_size=32,
+            batch_size=batch_size,
             num_workers=given.workers,
             seed=given.seed,
         ),
         seed=given.seed,
     )
-    print(f"training: {given.steps} steps")
-    ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    print(f"training: {given.steps} steps of {batch_size} sequences of {LENGTH} tokens")
+    ray.init(address=os.environ.get("RAY_ADDRESS", "local"), log_to_driver=False, logging_level=logging.ERROR)
     try:
         metrics = run_training(job).metrics
     finally:
@@ -111,6 +124,21 @@ def main() -> None:
     speed = f"{metrics['tokens_per_second']:.0f} tokens a second"
     print(f"held-out loss {metrics['loss']:.3f} nats a token after {metrics['tokens']} tokens, {speed}")
     print(f"checkpoint: {out / 'trained'}")
+
+
+def refuse_to_overwrite(out: Path) -> None:
+    if (out / "trained").exists():
+        sys.exit(f"{out / 'trained'} exists; name another folder with --out")
+
+
+def main() -> None:
+    parser = options(__doc__, steps=2000, tokens=8_000_000, learning_rate=2e-3)
+    parser.add_argument("--source", default="stdlib", help="text to learn from, as in a search")
+    given = parser.parse_args()
+    refuse_to_overwrite(given.out)
+    print(f"tokenizer: learning {VOCABULARY} tokens from {given.source}")
+    tokenizer = make_tokenizer(given.source)
+    train(make_model(given.seed), tokenizer, given.source, given, name="train-demo", batch_size=32)
 
 
 if __name__ == "__main__":

@@ -56,8 +56,8 @@ def prepare_base(config: SearchConfig, prepared: Prepared, folder: SearchFolder)
     return record
 
 
-def locate_model(path: str, folder: SearchFolder) -> str:
-    """Where trials find the model: an absolute folder, or a hub name.
+def locate_model(path: str, folder: SearchFolder, name: str = "model") -> str:
+    """Where trials find a model: an absolute folder, or a hub name.
 
     A Ray job's working folder vanishes with the job, so a model inside it is copied into the search.
     """
@@ -65,7 +65,7 @@ def locate_model(path: str, folder: SearchFolder) -> str:
     if not source.is_dir():
         return path
     if in_ray_job() and not Path(path).is_absolute():
-        copy = folder.root / "model"
+        copy = folder.root / name
         if not copy.exists():
             checkpoint.write_atomically(copy, lambda fresh: _copy(source, fresh))
         return str(copy)

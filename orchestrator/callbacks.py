@@ -10,28 +10,38 @@ import math
 import re
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ray.tune import Callback
 
 from orchestrator import results
-from orchestrator.results import TrialRecord, load_trials, save_trials
-from orchestrator.tracking import METRICS, Tracker
+from orchestrator.clock import clock
+from orchestrator.history import History
+from orchestrator.live import tokens_per_second
+from orchestrator.results import TrialRecord, compact, load_trials, save_change, save_trials
+from orchestrator.tracking import METRICS, Tracker, redact
 
 logger = logging.getLogger(__name__)
+MANY = 64
 
 
-def record_of(trial: Any) -> TrialRecord:
-    """A fresh record of a Tune trial."""
-    config = trial.config
+def record_of(trial_id: str, config: Mapping[str, Any]) -> TrialRecord:
+    """A fresh record of a trial, from what the searcher has suggested."""
     return TrialRecord(
-        trial_id=trial.trial_id,
+        trial_id=trial_id,
         recipe=config["recipe"],
         kv_ratio=config["kv_ratio"],
         learning_rate=config["learning_rate"],
         choices=config["choices"],
+        probe=bool(config.get("probe", False)),
+        seed=config.get("seed"),
     )
+
+
+def _never(trial_id: str) -> bool:
+    return False
 
 
 class SearchLog(Callback):
@@ -54,8 +64,9 @@ class SearchLog(Callback):
         self.expected, self.rungs, self.base_loss = expected, rungs, base_loss
         self.records: dict[str, TrialRecord] = {r.trial_id: r for r in load_trials(trials_file)}
         self.errors: list[str] = []
+        self.waits: Callable[[str], bool] = _never  # whether a trial is paused at its rung
         self.started = time.time()
-        self._shown = 0.0
+        self._shown, self._changes = 0.0, 0
 
     # ---- Tune's hooks -----------------------------------------------------------------------------------------
 
@@ -65,32 +76,28 @@ class SearchLog(Callback):
         self.started = time.time()
 
     def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        record = self.records.setdefault(trial.trial_id, record_of(trial))
+        record = self.records.setdefault(trial.trial_id, record_of(trial.trial_id, trial.config))
         record.status, record.error = results.RUNNING, None
         self._track(self._start_run, record)
-        self._update()
+        self._update(record)
 
     def on_trial_result(self, iteration: int, trials: list, trial: Any, result: dict, **info: Any) -> None:
         record = self.records[trial.trial_id]
-        if "loss" not in result:
-            return
+        if "loss" not in result or any(r["step"] == result["step"] for r in record.rungs):
+            return  # one that was told before: the trial has started again
+        relaxed_before = bool(record.relaxation)
         record.add(result)
+        record.status = results.WAITING if self.waits(trial.trial_id) else results.RUNNING
         self._track(self._log_rung, record)
-        self._update(force=True)
+        if record.relaxation and not relaxed_before:
+            self._track(self._log_relaxation, record)
+        self._update(record)
 
     def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        record = self.records[trial.trial_id]
-        if record.rungs and not math.isfinite(record.loss):
-            record.error = (
-                f"diverged: the held-out loss after {record.step} steps is not finite; lower the learning rate"
-            )
-            self._end(record, results.FAILED)
-            return
-        reached_end = len(record.rungs) == self.rungs
-        self._end(record, results.DONE if reached_end else results.STOPPED)
+        self._completed(self.records[trial.trial_id])
 
     def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        record = self.records.setdefault(trial.trial_id, record_of(trial))
+        record = self.records.setdefault(trial.trial_id, record_of(trial.trial_id, trial.config))
         record.error, record.error_log = error_of(trial), trial.error_file
         self._end(record, results.FAILED)
 
@@ -99,9 +106,42 @@ class SearchLog(Callback):
         for record in self.records.values():
             if record.status not in results.ENDED:
                 self._end(record, results.KILLED)
-        self._update(force=True)
+        self._update()
         if sys.stderr.isatty():
             sys.stderr.write("\n")
+
+    def reconcile(self, history: History) -> None:
+        """Bring records and MLflow to where the journal is: a driver may have been killed between the two."""
+        for trial_id, config in history.configs.items():
+            record = self.records.setdefault(trial_id, record_of(trial_id, config))
+            if record.run_id is None and trial_id in history.results:
+                self._track(self._start_run, record)
+            known = {rung["step"] for rung in record.rungs}
+            for step in sorted(set(history.results.get(trial_id, {})) - known):
+                record.add(history.results[trial_id][step])
+                self._track(self._log_rung, record)
+            end = history.ends.get(trial_id)
+            if end is None:
+                record.status = results.WAITING
+            elif end["error"] is not None:
+                record.error, record.error_log = end["error"], end["trace"]
+                if record.status != results.FAILED:
+                    self._end(record, results.FAILED)
+            elif record.status not in (results.DONE, results.STOPPED, results.FAILED):
+                self._completed(record)
+        if history.configs:
+            self._update()
+
+    def _completed(self, record: TrialRecord) -> None:
+        if record.rungs and not math.isfinite(record.loss):
+            record.error = (
+                f"diverged: the held-out loss after {record.step} steps is not finite; lower the learning rate"
+            )
+            self._end(record, results.FAILED)
+            return
+        # Not by their number: a relaxation leaves out the rungs within it
+        reached_end = record.probe or record.last.get("rung") == self.rungs - 1
+        self._end(record, results.DONE if reached_end else results.STOPPED)
 
     # ---- MLflow -----------------------------------------------------------------------------------------------
 
@@ -112,8 +152,9 @@ class SearchLog(Callback):
             action(self.tracker, record)
         except Exception as error:
             if not self.errors:
-                logger.warning("MLflow: %s (the search goes on; its records are in %s)", error, self.trials_file)
-            self.errors.append(str(error))
+                told = redact(str(error))
+                logger.warning("MLflow: %s (the search goes on; its records are in %s)", told, self.trials_file)
+            self.errors.append(redact(str(error)))
 
     def _start_run(self, tracker: Tracker, record: TrialRecord) -> None:
         if record.run_id is not None:
@@ -133,11 +174,18 @@ class SearchLog(Callback):
         if len(record.rungs) == 1:
             facts = ("kv_bytes_per_token", "cache_bytes_measured", "parameters", "actual_kv_ratio")
             tracker.metrics(record.run_id, {k: getattr(record, k) for k in facts})
+            means = (record.similarity or {}).get("means", {})
+            tracker.metrics(record.run_id, {f"similarity_{k}": value for k, value in means.items()})
             tracker.tags(record.run_id, {"plan_digest": record.plan_digest})
             folder = Path(self.trials_file).parent / "trials" / record.trial_id
             for file in ("plan.json", "recipe.json"):
                 if (folder / file).exists():
                     tracker.file(record.run_id, folder / file)
+
+    def _log_relaxation(self, tracker: Tracker, record: TrialRecord) -> None:
+        if record.run_id is not None:
+            named = [{k if k == "step" else f"relaxation_{k}": v for k, v in p.items()} for p in record.relaxation]
+            tracker.series(record.run_id, named)
 
     def _end_run(self, tracker: Tracker, record: TrialRecord) -> None:
         if record.run_id is None:
@@ -152,12 +200,22 @@ class SearchLog(Callback):
     def _end(self, record: TrialRecord, status: str) -> None:
         record.status = status
         self._track(self._end_run, record)
-        self._update(force=True)
+        self._update(record)
 
-    def _update(self, force: bool = False) -> None:
-        save_trials(self.trials_file, self.records.values())
+    def _update(self, changed: TrialRecord | None = None) -> None:
+        """Keep what has changed (None: everything) and show the progress, once a second at most.
+
+        All records are written together after as many changes as there are records, so that the cost of one change
+        does not grow with their number.
+        """
+        self._changes += 1
+        if changed is None or self._changes > max(MANY, len(self.records)):
+            save_trials(self.trials_file, self.records.values())
+            self._changes = 0
+        else:
+            save_change(self.trials_file, changed)
         now = time.time()
-        if not force and now - self._shown < 1:
+        if changed is not None and now - self._shown < 1:
             return
         self._shown = now
         line = progress_line(list(self.records.values()), self.expected, self.rungs, self.base_loss, now - self.started)
@@ -185,15 +243,17 @@ def last_error(text: str) -> str:
 
 def progress_line(records: list[TrialRecord], expected: int, rungs: int, base_loss: float, elapsed: float) -> str:
     """Trials done, running, stopped, failed; the best so far; the time left, from the share of rungs behind us."""
-    count = {s: sum(r.status == s for r in records) for s in (*results.ENDED, results.RUNNING)}
+    count = {s: sum(r.status == s for r in records) for s in (*results.ENDED, results.RUNNING, results.WAITING)}
     ended = sum(count[s] for s in results.ENDED)
     parts = [
         f"{ended}/{expected} trials",
         f"{count[results.DONE]} done, {count[results.RUNNING]} running, {count[results.STOPPED]} stopped",
     ]
+    if count[results.WAITING]:
+        parts[-1] += f", {count[results.WAITING]} waiting"
     if count[results.FAILED]:
         parts[-1] += f", {count[results.FAILED]} failed"
-    scored = [r for r in records if r.rungs and r.status != results.FAILED]
+    scored = [r for r in records if r.rungs and r.status != results.FAILED and not r.probe]
     if scored:
         best = {
             b: min((r for r in scored if r.kv_ratio == b), key=lambda r: r.loss) for b in {r.kv_ratio for r in scored}
@@ -202,14 +262,9 @@ def progress_line(records: list[TrialRecord], expected: int, rungs: int, base_lo
             f"{b:.0%} KV {r.loss - base_loss:+.3f} ({r.recipe})" for b, r in sorted(best.items(), reverse=True)
         )
         parts.append(f"best rise {told}")
+    if rate := tokens_per_second(records):
+        parts.append(f"{compact(rate)} tokens/s")
     behind = sum(1.0 if r.status in results.ENDED else len(r.rungs) / rungs for r in records)
     if 0 < behind < expected:
         parts.append(f"{clock(elapsed * (expected - behind) / behind)} left")
     return f"[{clock(elapsed)}] " + " | ".join(parts)
-
-
-def clock(seconds: float) -> str:
-    """1:05:09, or 5:09 below an hour."""
-    whole = max(0, round(seconds))
-    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

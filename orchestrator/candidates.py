@@ -9,27 +9,37 @@ from typing import Any
 import numpy as np
 
 from attention.geometry import HeadGeometry
-from orchestrator.config import ConfigError, SearchConfig
+from orchestrator.config import ArmSection, SearchConfig
+from orchestrator.reading import ConfigError, cut
 from search_spaces.planning import check_budget
-from search_spaces.recipes import RECIPES, Recipe
+from search_spaces.recipes import AXES, RECIPES, Recipe
 from search_spaces.recipes import recipe as named_recipe
 from search_spaces.space import Domain, JointSpace
 
 Point = dict[str, Any]
+OF_SEARCHER = "searcher."
+"""What the names of a searcher's own settings begin with."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One thing to try: a recipe at a budget, trained with a learning rate."""
+    """One thing to try: a recipe at a budget, trained with a learning rate. `seed`: of its plan and its training.
+
+    `plan`: the plan to carry out, as JSON, where the searcher and not the recipe makes it. A `probe` is measured
+    untrained and ends there; its plan need not meet the budget yet.
+    """
 
     recipe: Recipe
     kv_ratio: float
     learning_rate: float
+    seed: int = 0
+    plan: str | None = None
+    probe: bool = False
 
     @property
-    def key(self) -> tuple[str, float, float]:
+    def key(self) -> tuple[Any, ...]:
         """Equal for candidates that would give the same trial."""
-        return (self.recipe.digest, self.kv_ratio, self.learning_rate)
+        return (self.recipe.digest, self.kv_ratio, self.learning_rate, self.seed, self.plan, self.probe)
 
     def config(self) -> dict[str, Any]:
         """What a Tune trial is handed: plain JSON values, complete in themselves."""
@@ -37,12 +47,21 @@ class Candidate:
             "recipe": self.recipe.name,
             "kv_ratio": self.kv_ratio,
             "learning_rate": self.learning_rate,
+            "seed": self.seed,
             "choices": self.recipe.to_dict(),
+            **({} if self.plan is None else {"plan": self.plan, "probe": self.probe}),
         }
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Candidate:
-        return cls(Recipe.from_dict(config["choices"]), float(config["kv_ratio"]), float(config["learning_rate"]))
+        return cls(
+            Recipe.from_dict(config["choices"]),
+            float(config["kv_ratio"]),
+            float(config["learning_rate"]),
+            int(config["seed"]),
+            config.get("plan"),
+            bool(config.get("probe", False)),
+        )
 
 
 @dataclass
@@ -51,6 +70,7 @@ class CandidateSpace:
 
     joint: JointSpace
     learning_rates: Sequence[float]
+    seed: int = 0
 
     def next(self, point: Mapping[str, Any]) -> Domain | None:
         """The next decision, or None when the point is complete."""
@@ -67,12 +87,21 @@ class CandidateSpace:
             point[domain.name] = domain.sample(generator)
         return point
 
+    def vary(self, point: Mapping[str, Any], changes: int, generator: np.random.Generator) -> Point:
+        """A valid point beside another: `changes` of its decisions are drawn anew, and what no longer fits them."""
+        redrawn = set(generator.permutation(sorted(point))[:changes].tolist())
+        varied: Point = {}
+        while (domain := self.next(varied)) is not None:
+            kept = domain.name in point and domain.name not in redrawn and _allows(domain, point[domain.name])
+            varied[domain.name] = point[domain.name] if kept else domain.sample(generator)
+        return varied
+
     def candidate(self, point: Mapping[str, Any]) -> Candidate:
         """The candidate of a complete point. A recipe without a name is called by its digest."""
         recipe, kv_ratio = self.joint.to_recipe(_joint(point))
         if recipe.name not in RECIPES:
             recipe = replace(recipe, name=f"joint-{recipe.digest[:6]}")
-        return Candidate(recipe, kv_ratio, float(point.get("learning_rate", self.learning_rates[0])))
+        return Candidate(recipe, kv_ratio, float(point.get("learning_rate", self.learning_rates[0])), self.seed)
 
     def locate(self, candidate: Candidate) -> Point | None:
         """The point of a candidate, or None if it lies outside of the space (its choices are restricted)."""
@@ -103,20 +132,16 @@ def _allows(domain: Domain, value: Any) -> bool:
 
 
 def named_candidates(config: SearchConfig, geometry: HeadGeometry) -> tuple[Candidate, ...]:
-    """Every configured recipe at every budget with every learning rate, the baseline first.
+    """Every configured arm at its budgets with every learning rate and seed, the baseline first and at every budget.
 
     Raises ConfigError for an unknown recipe, and for a budget that a recipe cannot meet on this checkpoint.
     """
-    recipes = []
-    for name in config.recipes:
-        key = "search.recipes" if name in config.search.recipes else "search.baseline"
-        try:
-            recipes.append(named_recipe(name))
-        except ValueError as error:
-            raise ConfigError(f"{key}: {error}") from None
-    recipes.sort(key=lambda recipe: recipe.name != config.search.baseline)
-    for budget in config.search.budgets:
-        for recipe in recipes:
+    arms = [_arm(config, arm) for arm in config.arms]
+    arms.sort(key=lambda arm: arm[0].name != config.search.baseline)
+    budgets = list(dict.fromkeys([*config.search.budgets, *(b for _, own in arms for b in own)]))
+    found = []
+    for recipe, own in arms:
+        for budget in budgets if recipe.name == config.search.baseline else own:
             if reason := _cannot_meet(recipe, budget, geometry):
                 known = [f"{k / geometry.num_heads:g}" for k in range(1, geometry.num_heads + 1)]
                 possible = [ratio for ratio in known if _cannot_meet(recipe, float(ratio), geometry) is None]
@@ -124,8 +149,24 @@ def named_candidates(config: SearchConfig, geometry: HeadGeometry) -> tuple[Cand
                     f"search.budgets: got {budget:g}, which recipe {recipe.name} cannot meet on this checkpoint "
                     f"({reason}); it can meet {', '.join(possible) or 'none'}"
                 )
-    rates = config.learning_rates
-    return tuple(Candidate(r, b, lr) for r in recipes for b in config.search.budgets for lr in rates)
+            found.append((recipe, budget))
+    rates, seeds = config.learning_rates, config.seeds
+    return tuple(Candidate(r, b, lr, seed) for r, b in found for lr in rates for seed in seeds)
+
+
+def _arm(config: SearchConfig, arm: ArmSection) -> tuple[Recipe, list[float]]:
+    """The recipe of an arm, called by its label, and its budgets. Raises ConfigError."""
+    where = f"search.recipes: {arm.name}"
+    fields = (*AXES, "together", "by")
+    for name in arm.changes:
+        if name not in fields:
+            raise ConfigError(f"{where}: changes: no axis {cut(repr(name))}; there are {', '.join(fields)}")
+    try:
+        recipe = named_recipe(arm.recipe, **arm.changes, settings=arm.settings)
+    except ValueError as error:
+        key = "search.baseline" if arm.recipe not in {a.recipe for a in config.search.recipes} else where
+        raise ConfigError(f"{key}: {cut(error)}") from None
+    return replace(recipe, name=arm.name), arm.budgets or list(config.search.budgets)
 
 
 def _cannot_meet(recipe: Recipe, budget: float, geometry: HeadGeometry) -> str | None:
@@ -140,7 +181,15 @@ def candidate_space(config: SearchConfig, geometry: HeadGeometry) -> CandidateSp
     """The space that free candidates are drawn from. Raises ConfigError for a field or choice that does not exist."""
     section = config.search
     try:
-        joint = JointSpace(section.budgets, geometry, choices=section.choices, settings=section.settings)
+        settings = {name: value for name, value in section.settings.items() if not name.startswith(OF_SEARCHER)}
+        joint = JointSpace(section.budgets, geometry, choices=section.choices, settings=settings)
     except ValueError as error:
-        raise ConfigError(f"search.choices: {error}") from None
-    return CandidateSpace(joint, config.learning_rates)
+        key = "search" if str(error).startswith("settings: ") else "search.choices"
+        raise ConfigError(f"{key}{'.' if key == 'search' else ': '}{cut(error)}") from None
+    return CandidateSpace(joint, config.learning_rates, config.seeds[0])
+
+
+def searcher_settings(config: SearchConfig) -> dict[str, Any]:
+    """The settings of the searcher itself, without their prefix."""
+    given = config.search.settings
+    return {name.removeprefix(OF_SEARCHER): value for name, value in given.items() if name.startswith(OF_SEARCHER)}

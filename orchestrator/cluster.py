@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import socket
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from orchestrator.config import ConfigError, SearchConfig
 from orchestrator.folders import in_ray_job
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+LOOK_SECONDS = 5.0
+DASHBOARD = "RAY_API_SERVER_ADDRESS"  # where Ray's own parts look for the dashboard
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,45 @@ def concurrency(resources: Mapping[str, float], demand: Demand, limit: int | str
         if need[kind] > have[kind] + 1e-6:
             raise ConfigError(
                 f"train.num_workers: {demand.workers} worker(s) need {need[kind]:g} {kind} "
-                f"({_sum(demand, kind)}), but the cluster has {have[kind]:g}; lower train.num_workers or "
-                f"train.{kind.lower()}s_per_worker, or add nodes"
+                f"({_sum(demand, kind)}), but the cluster has {have[kind]:g}; lower train.num_workers, "
+                f"train.{kind.lower()}s_per_worker or resources.driver_{kind.lower()}s, or add nodes"
             )
     fit = min(int((have[kind] + 1e-6) // need[kind]) for kind in have if need[kind] > 0)
     return fit if limit == "auto" else min(fit, int(limit))
+
+
+class Room:
+    """How many trials fit the cluster as it is now; asked anew every few seconds, since nodes come and go.
+
+    `ask` gives the cluster's resources. Where not even one trial fits any more there is still room for one: it waits
+    for workers, and with it the search, until nodes come back.
+    """
+
+    def __init__(
+        self,
+        demand: Demand,
+        limit: int | str = "auto",
+        seconds: float = LOOK_SECONDS,
+        ask: Callable[[], Mapping[str, float]] | None = None,
+    ) -> None:
+        self._demand, self._limit, self._seconds, self._ask = demand, limit, seconds, ask or capacity
+        self._looked, self._trials = -math.inf, 1
+        self._told: int | None = None
+
+    def trials(self) -> int:
+        """Says so when it has changed since it was last asked."""
+        now = time.monotonic()
+        if now - self._looked >= self._seconds:
+            self._looked = now
+            try:
+                fitting = concurrency(self._ask(), self._demand, self._limit)
+            except ConfigError:
+                fitting = 0
+            if self._told is not None and fitting != self._told:
+                waits = "" if fitting else "; the search waits for nodes"
+                print(f"cluster  has changed: room for {fitting} trial(s) at a time{waits}", flush=True)
+            self._told, self._trials = fitting, max(1, fitting)
+        return self._trials
 
 
 def _sum(demand: Demand, kind: str) -> str:
@@ -65,6 +103,13 @@ def _sum(demand: Demand, kind: str) -> str:
         (demand.gpus_per_worker, demand.driver_gpus) if kind == "GPU" else (demand.cpus_per_worker, demand.driver_cpus)
     )
     return f"{demand.workers} x {of_worker:g} and {of_driver:g} for the trial's driver"
+
+
+def ray_train_intervals(look_seconds: float) -> None:
+    """For trainings that this process starts: how often Ray Train looks after workers, how long it waits for them."""
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", str(look_seconds))
+    # A node that is being added takes minutes; the default of one minute would fail the trial that waits for it.
+    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "1800")
 
 
 def free_port() -> int:
@@ -84,11 +129,15 @@ def connected() -> Iterator[dict[str, float]]:
     if ray.is_initialized():
         yield capacity()
         return
+    earlier = os.environ.get(DASHBOARD)
     start()
     try:
         yield capacity()
     finally:
         ray.shutdown()
+        os.environ.pop(DASHBOARD, None)
+        if earlier is not None:
+            os.environ[DASHBOARD] = earlier
 
 
 def start() -> None:
@@ -109,13 +158,13 @@ def start() -> None:
     if address:
         from ray.dashboard.utils import get_address_for_submission_client
 
-        environment["RAY_API_SERVER_ADDRESS"] = get_address_for_submission_client(address)
+        environment[DASHBOARD] = get_address_for_submission_client(address)
         settled = _environment_of_job()
         added = {key: value for key, value in environment.items() if key not in settled}
         ray.init(address=address, runtime_env={"env_vars": added}, **quiet)
         return
     port = free_port()
-    environment["RAY_API_SERVER_ADDRESS"] = os.environ["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{port}"
+    environment[DASHBOARD] = os.environ[DASHBOARD] = f"http://127.0.0.1:{port}"
     # Nobody takes this machine away at short notice: one process less for each training.
     environment["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
     ray.init(

@@ -5,27 +5,28 @@ The sections lie here but for `train`, which lies beside its consumer (`trainers
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import re
-import types
-import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+)
 
-from trainers.settings import TrainSettings
+from orchestrator.reading import ConfigError, apply_override, parse_section, read_yaml
+from trainers.settings import Seed, Strict, TrainSettings
 
 
-class ConfigError(ValueError):
-    """A configuration that cannot be run. The message names key, value and remedy."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class Section(Strict, BaseModel):
+    """One section of the file."""
 
 
 def _ratio(value: float) -> float:
@@ -55,14 +56,18 @@ def _milestones(steps: list[int]) -> list[int]:
     return steps
 
 
-KVRatio = Annotated[float, AfterValidator(_ratio)]
+KVRatio = Annotated[float, Field(allow_inf_nan=True), AfterValidator(_ratio)]  # its own words for nan
 Name = Annotated[str, AfterValidator(_slug)]
 
 
 class ModelSection(Section):
-    """The checkpoint to convert: a folder with safetensors or a name on the hub."""
+    """The checkpoint to convert: a folder with safetensors or a name on the hub.
+
+    `teacher`: what is distilled from, e.g. the checkpoint after fine-tuning (none: the checkpoint itself).
+    """
 
     path: str = Field(min_length=1)
+    teacher: str | None = Field(default=None, min_length=1)
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
 
@@ -93,34 +98,81 @@ class DataSection(Section):
         return text.source or self.source, text.tokens
 
 
+class ArmSection(Section):
+    """One arm of the comparison: a recipe, with other choices where wanted, under a name of its own.
+
+    `changes`: other choices on its axes (`{alignment: procrustes}`); `settings`: knobs (`{relaxation.rate: 0.1}`);
+    `budgets`: its own (none: those of the search).
+    """
+
+    recipe: str = Field(min_length=1)
+    label: Name | None = None
+    budgets: Annotated[list[KVRatio], AfterValidator(_distinct)] = []
+    changes: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+
+    @property
+    def name(self) -> str:
+        return self.label or self.recipe
+
+
+def _arm(value: Any) -> Any:
+    """A recipe's name alone is an arm too."""
+    return {"recipe": value} if isinstance(value, str) else value
+
+
+Arm = Annotated[ArmSection, BeforeValidator(_arm)]
+
+
 class SearchSection(Section):
     """Which candidates are tried.
 
-    Every recipe runs at every budget with every learning rate; then come `samples` candidates that the searcher
-    draws from the joint space, which `choices` restricts (`{grouping: [exact, merge]}`) and in which `settings`
-    fixes knobs (`{grouping.iterations: 50}`). `baseline` always runs, is never stopped early, and is what a promotion
-    must beat.
+    Every recipe (a name, or an arm with changes) runs at every budget with every learning rate and seed; then come
+    `samples` candidates that the searcher draws from the joint space, which `choices` restricts
+    (`{grouping: [exact, merge]}`) and in which `settings` fixes knobs (`{grouping.iterations: 50}`, and
+    `{searcher.chains: 4}` for a knob of the searcher). With searcher `asymgqa` the samples are the probes of its walks,
+    and the best plan of each budget is one more candidate. `baseline` always runs, at every budget of any arm, is never
+    stopped early, and is what a promotion must beat. `seed` is of the searcher and the texts; `seeds` (none: `seed`)
+    are those of plans and trainings.
     """
 
-    searcher: str = "optuna"
-    recipes: Annotated[list[str], AfterValidator(_distinct)] = Field(default=["gqa", "headfold"], min_length=1)
+    searcher: str = Field(default="optuna", min_length=1)
+    recipes: list[Arm] = Field(default=[ArmSection(recipe="gqa"), ArmSection(recipe="headfold")], min_length=1)
     budgets: Annotated[list[KVRatio], AfterValidator(_distinct)] = Field(min_length=1)
     learning_rates: Annotated[list[PositiveFloat], AfterValidator(_distinct)] = []
-    samples: int = Field(default=0, ge=0)
+    samples: int = Field(default=0, ge=0, le=1_000_000)
     choices: dict[str, list[Any]] = {}
     settings: dict[str, Any] = {}
-    baseline: str = "gqa"
-    seed: int = Field(default=0, ge=0)
+    baseline: str = Field(default="gqa", min_length=1)
+    seed: Seed = 0
+    seeds: Annotated[list[Seed], AfterValidator(_distinct)] = []
+
+    @field_validator("recipes")
+    @classmethod
+    def _names(cls, arms: list[ArmSection]) -> list[ArmSection]:
+        _distinct([arm.name for arm in arms])
+        return arms
+
+    @property
+    def arms(self) -> list[ArmSection]:
+        """What runs, the baseline among it."""
+        named = [arm.name for arm in self.recipes]
+        return self.recipes if self.baseline in named else [ArmSection(recipe=self.baseline), *self.recipes]
 
 
 class RungsSection(Section):
     """Cumulative training steps at which trials are measured and the weaker ones stopped.
 
-    At each rung a trial goes on if it is among the best 1 / `reduction_factor` of its budget so far.
+    At each rung about 1 / `reduction_factor` of the trials goes on: `scheduler` says which (`budget`: the best of each
+    budget so far, the others are stopped for good), `settings` are its own. With `stop` false every trial goes on to
+    the end, as a comparison of recipes wants it.
     """
 
     steps: Annotated[list[int], AfterValidator(_milestones)] = Field(default=[0, 50, 200], min_length=1)
     reduction_factor: float = Field(default=2.0, gt=1)
+    stop: bool = True
+    scheduler: str = "budget"
+    settings: dict[str, Any] = {}
 
 
 class PromotionSection(Section):
@@ -152,17 +204,30 @@ class TrackingSection(Section):
 class ResourcesSection(Section):
     """How trials share the cluster.
 
-    `max_concurrent` trials at a time; `auto` derives it from what the cluster has. `driver_cpus`, `driver_gpus`: of a
-    trial's own process, which plans, converts and measures the untrained model before its workers start.
+    `max_concurrent` trials at a time; `auto` derives it from what the cluster has, also while it grows and shrinks.
+    `driver_cpus`, `driver_gpus`: of a trial's own process, which plans, converts and measures the untrained model
+    before its workers start. `warm`: workers take one training after another, so that a trial waits for no process to
+    start; they end after `idle_seconds` without one. With `warm` false every training starts workers of its own.
+
+    For estimates and bills: `tokens_per_second` that one worker trains on (none: measured where it can be), and
+    `price_per_hour` of a GPU, or of a CPU where workers have no GPU, in whatever money.
     """
 
     max_concurrent: Literal["auto"] | PositiveInt = "auto"
     driver_cpus: float = Field(default=0.05, gt=0)
     driver_gpus: float = Field(default=0.0, ge=0)
+    warm: bool = True
+    idle_seconds: PositiveFloat = 300.0
+    tokens_per_second: PositiveFloat | None = None
+    price_per_hour: PositiveFloat | None = None
 
 
 class SearchConfig(Section):
-    """A whole search. `storage` is a folder that every node of the cluster sees."""
+    """A whole search.
+
+    `storage` is a folder that every node of the cluster sees, or an address (s3://bucket/path, gs://...) that is kept
+    up to date with a working folder below HEADFOLD_HOME, which every node sees.
+    """
 
     name: Name
     model: ModelSection
@@ -180,10 +245,12 @@ class SearchConfig(Section):
         return self.search.learning_rates or [self.train.learning_rate]
 
     @property
-    def recipes(self) -> list[str]:
-        """The recipes to run, the baseline among them."""
-        named = self.search.recipes
-        return named if self.search.baseline in named else [self.search.baseline, *named]
+    def seeds(self) -> list[int]:
+        return self.search.seeds or [self.search.seed]
+
+    @property
+    def arms(self) -> list[ArmSection]:
+        return self.search.arms
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> SearchConfig:
@@ -192,8 +259,8 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> SearchConfig
     if not file.is_file():
         raise ConfigError(f"no configuration file at {str(path)!r}; see configs/ for examples")
     try:
-        record = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        record = read_yaml(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(record, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, got {type(record).__name__}")
@@ -202,65 +269,6 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> SearchConfig
     return parse_config(record, where=str(path))
 
 
-def apply_override(record: dict[str, Any], override: str) -> None:
-    """Set one `section.key=value` in place. Raises ConfigError if it has no `=` or walks through a plain value."""
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"an override must read key=value, e.g. search.samples=4, got {override!r}")
-    *parents, last = key.strip().split(".")
-    node = record
-    for depth, parent in enumerate(parents):
-        if node.get(parent) is None:
-            node[parent] = {}
-        node = node[parent]
-        if not isinstance(node, dict):
-            raise ConfigError(f"override {override!r}: {'.'.join(parents[: depth + 1])} is a value, not a section")
-    try:
-        node[last] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from None
-
-
 def parse_config(record: Mapping[str, Any], where: str = "the configuration") -> SearchConfig:
     """Validate a mapping. Raises ConfigError with one line for each wrong key."""
-    try:
-        return SearchConfig.model_validate(record)
-    except ValidationError as error:
-        lines = [_explain(item) for item in error.errors(include_url=False)]
-        raise ConfigError(
-            f"{where} cannot be used:\n" + "\n".join(f"  {line}" for line in dict.fromkeys(lines))
-        ) from None
-
-
-def _explain(item: Any) -> str:
-    place = [part for part in item["loc"] if part not in ("literal['auto']", "constrained-int")]
-    path = ".".join(str(part) for part in place)
-    if item["type"] == "extra_forbidden":
-        allowed = sorted(_fields_at(place[:-1]))
-        return f"{path}: unknown key{_suggest(str(place[-1]), allowed)}; allowed here: {', '.join(allowed)}"
-    if item["type"] == "missing":
-        return f"{path}: required, but not given"
-    message = item["msg"].removeprefix("Value error, ")
-    return f"{path}: got {item['input']!r}; {message[:1].lower()}{message[1:]}"
-
-
-def _suggest(word: str, allowed: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, allowed, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
-
-
-def _fields_at(place: Sequence[Any]) -> Iterable[str]:
-    """Field names of the section at a path of keys."""
-    model: Any = SearchConfig
-    for part in place:
-        field = model.model_fields.get(part) if hasattr(model, "model_fields") else None
-        if field is None:
-            return ()
-        model = _model_in(field.annotation)
-    return getattr(model, "model_fields", {})
-
-
-def _model_in(annotation: Any) -> Any:
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return next((a for a in typing.get_args(annotation) if hasattr(a, "model_fields")), None)
-    return annotation
+    return parse_section(SearchConfig, record, where)

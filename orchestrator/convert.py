@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,23 +17,20 @@ from attention import checkpoint, conversion
 from attention.calibration import Calibration, cached_calibration, calibrate
 from attention.export import export
 from attention.geometry import HeadGeometry
+from attention.modeling import plan_of
 from attention.plan import AttentionPlan
 from attention.refinement import RefinementReport, refine
 from orchestrator import models
 from orchestrator.config import ConfigError
+from orchestrator.distances import NEED, measure
+from orchestrator.inputs import Inputs
 from orchestrator.models import Phases
-from search_spaces.planning import PlanningContext, check_budget, make_plan
-from search_spaces.recipes import Recipe
-from search_spaces.recipes import recipe as named_recipe
+from search_spaces.planning import PlanningContext, make_plan
+from search_spaces.recipe import Recipe
+from trainers.settings import TrainSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-def check_ratio(kv_ratio: float, key: str = "kv_ratio") -> float:
-    if not 0 < kv_ratio <= 1:
-        raise ConfigError(f"{key}: got {kv_ratio}; a KV ratio must lie in (0, 1], e.g. 0.25 for a quarter of the cache")
-    return kv_ratio
 
 
 def convert_with(
@@ -50,37 +49,149 @@ def convert_with(
 
 
 def refine_with(
-    recipe: Recipe, original: PreTrainedModel, converted: PreTrainedModel, sequences: Tensor | None
+    recipe: Recipe, original: PreTrainedModel, converted: PreTrainedModel, sequences: Tensor | None, first: int = 0
 ) -> RefinementReport:
-    """Refine a converted model in place as the recipe says."""
-    return refine(recipe.refinement, original, converted, sequences, recipe.knobs("refinement"))
+    """Refine a converted model in place as the recipe says. `first`: as in `attention.refinement.refine`."""
+    return refine(recipe.refinement, original, converted, sequences, recipe.knobs("refinement"), first=first)
+
+
+def relaxation_start(
+    recipe: Recipe, model: PreTrainedModel, plan: AttentionPlan, calibration: Calibration | None
+) -> PreTrainedModel:
+    """The model that a relaxation towards `plan` starts from: logits unchanged, heads turned as the recipe aligns.
+
+    Every query head has a key and a value head of its own, whatever the checkpoint shares.
+    """
+    geometry = HeadGeometry.from_config(model.config)
+    heads = conversion.align_layers(
+        conversion.lift(model), plan, recipe.alignment, calibration, geometry, recipe.knobs("alignment")
+    )
+    whole = AttentionPlan.identity(geometry.num_layers, geometry.num_heads, geometry.head_dim)
+    return conversion.assemble(model, whole, heads)
+
+
+def planning_context(
+    model: PreTrainedModel,
+    calibration: Calibration | None,
+    sequences: Tensor | None,
+    cache_dir: str | Path | None,
+    fusion_distances: Mapping[str, np.ndarray] | None = None,
+) -> PlanningContext:
+    """What plans are made from. `sequences` `[N, T]` are calibration tokens; `cache_dir` keeps measured curves."""
+    return PlanningContext(
+        geometry=HeadGeometry.from_config(model.config),
+        heads=conversion.lift(model),
+        calibration=calibration,
+        model=model,
+        sequences=sequences,
+        cache_dir=cache_dir,
+        fusion_distances=fusion_distances,
+    )
 
 
 def plan_and_convert(
     recipe: Recipe,
-    kv_ratio: float,
-    model: PreTrainedModel,
-    calibration: Calibration | None,
-    sequences: Tensor | None,
+    kv_ratio: float | Fraction,
+    context: PlanningContext,
     seed: int,
     phases: Phases,
+    given: AttentionPlan | None = None,
 ) -> tuple[PreTrainedModel, AttentionPlan]:
-    """The converted and refined model and its plan. `sequences` `[N, T]` are calibration tokens, for scores of the full
-    model and for refinement."""
+    """The converted and refined model of a context, and its plan: `given`, or what the recipe makes of the budget."""
+    model = context.model
+    if model is None:
+        raise ValueError("a conversion needs a model in its context")
     with phases("plan"):
-        context = PlanningContext(
-            geometry=HeadGeometry.from_config(model.config),
-            heads=conversion.lift(model),
-            calibration=calibration,
-            model=model,
-            sequences=sequences,
-        )
-        plan = make_plan(recipe, kv_ratio, context, np.random.default_rng(seed))
+        plan = given or make_plan(recipe, kv_ratio, context, np.random.default_rng(seed))
     with phases("convert"):
-        converted = convert_with(recipe, model, plan, calibration)
+        converted = convert_with(recipe, model, plan, context.calibration)
     with phases("refine"):
-        refine_with(recipe, model, converted, sequences)
+        refine_with(recipe, model, converted, context.sequences)
     return converted, plan
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint with its texts and statistics, ready to be converted at any budget. `loss`: of the untouched model.
+
+    `calibration` is there if the recipe needs it. `phases` are the seconds that this has taken.
+    """
+
+    model: str
+    recipe: Recipe
+    base: PreTrainedModel
+    tokenizer: Any
+    held_out: Tensor
+    context: PlanningContext
+    loss: float
+    seed: int
+    dtype: str
+    phases: Phases
+
+    @classmethod
+    def load(cls, model: str | Path, recipe: str | Recipe, kv_ratios: Sequence[float], **settings: Any) -> Source:
+        """Check all that can be checked before the model is loaded, then load and calibrate.
+
+        `settings` are those of `Inputs.check`. Raises ConfigError, DataError, RecipeError or ValueError for what a user
+        can mend.
+        """
+        inputs = Inputs.check(model, recipe, kv_ratios, **settings)
+        chosen, phases, cache_dir, seed = inputs.recipe, inputs.phases, inputs.cache_dir, inputs.seed
+        sequences, held_out = inputs.texts()
+        with phases("load"):
+            base = models.load_model(model, inputs.dtype, inputs.device)
+        calibration = None
+        if "statistics" in chosen.needs:
+            with phases("calibrate"):
+                calibration = (
+                    cached_calibration(base, sequences, cache_dir) if cache_dir else calibrate(base, sequences)
+                )
+        with phases("evaluate"):
+            loss = models.score(base, held_out).loss
+        distances = None
+        if NEED in chosen.needs:
+            print("measuring how far apart heads come to lie in training (dha's search phase)", file=sys.stderr)
+            with phases("search phase"):
+                knobs = chosen.knobs("objective")
+                training = TrainSettings(zero_stage=0, batch_size=min(8, len(sequences)))
+                distances = measure(base, sequences, training, knobs["steps"], knobs["rate"], seed)
+        context = planning_context(base, calibration, sequences, cache_dir, distances)
+        return cls(inputs.model, chosen, base, inputs.tokenizer, held_out, context, loss, seed, inputs.dtype, phases)
+
+    @property
+    def base_bytes(self) -> int:
+        """KV bytes a token of the untouched model."""
+        return plan_of(self.base).kv_bytes_per_token(self.base.dtype)
+
+    def at(self, kv_ratio: float | Fraction, out: str | Path | None = None) -> dict[str, Any]:
+        """Convert at one budget, measure, save to `out` if given; one record (see `convert_checkpoint`)."""
+        phases = Phases(self.phases)
+        converted, plan = plan_and_convert(self.recipe, kv_ratio, self.context, self.seed, phases)
+        with phases("evaluate"):
+            scored = models.score(converted, self.held_out, self.base)
+        sequences = self.context.sequences
+        record = {
+            "model": self.model,
+            "loss_base": self.loss,
+            "loss": scored.loss,
+            "rise": scored.loss - self.loss,
+            "kl": scored.kl,
+            "eval_tokens": scored.tokens,
+            "calibration_tokens": 0 if sequences is None else int(sequences.numel()),
+            **models.cache_facts(converted),
+            "kv_ratio_asked": float(kv_ratio),
+            "recipe": self.recipe.to_dict(),
+            "plan": json.loads(plan.to_json()),
+            "plan_digest": plan.digest,
+            "seed": self.seed,
+            "dtype": self.dtype,
+            "peak_memory": models.memory_peak(),
+        }
+        if out is not None:
+            with phases("save"):
+                about = {"recipe": record["recipe"], "seed": self.seed}
+                checkpoint.save(converted, out, self.tokenizer, record=about)
+        return record | {"out": None if out is None else str(out), "seconds": dict(phases)}
 
 
 def convert_checkpoint(
@@ -89,64 +200,24 @@ def convert_checkpoint(
     kv_ratio: float,
     out: str | Path | None = None,
     *,
-    calibration_data: str = "stdlib",
-    eval_data: str = "stdlib",
-    calibration_tokens: int = 16_384,
-    eval_tokens: int = 16_384,
-    sequence_length: int = 256,
-    seed: int = 0,
-    dtype: str = "float32",
-    device: str = "auto",
-    cache_dir: str | Path | None = None,
-    recipe_settings: Mapping[str, Any] | None = None,
+    stream: bool | None = False,
+    **settings: Any,
 ) -> dict[str, Any]:
-    """Convert, measure before and after, and save to `out` if given.
+    """Convert, measure before and after, and save to `out` if given. `settings` are those of `Inputs.check`.
 
-    Returns one record: losses and KL in nats a token, KV bytes planned and held, seconds by phase. Raises ConfigError,
-    DataError or PlanError for what a user can mend, all before the model is loaded where that can be known.
+    `stream`: hold one decoder layer at a time (`orchestrator.stream`); None does so where the model would not fit in
+    memory. Returns one record: losses and KL in nats a token, KV bytes planned and held, seconds by phase. Raises
+    ConfigError, DataError or PlanError for what a user can mend, before the model is loaded where that can be known.
     """
-    check_ratio(kv_ratio)
-    chosen = named_recipe(recipe, **dict(recipe_settings or {})) if isinstance(recipe, str) else recipe
-    check_budget(chosen, kv_ratio, models.geometry_of(str(model), sequence_length, key="model"))
-    models.dtype_of(dtype)
-    models.device_of(device)
-    phases = Phases()
-    tokenizer = models.load_tokenizer(model)
-    with phases("data"):
-        sequences = models.texts(
-            calibration_data, "calibration", tokenizer, calibration_tokens, sequence_length, seed, cache_dir=cache_dir
-        )
-        held_out = models.texts(eval_data, "eval", tokenizer, eval_tokens, sequence_length, seed, cache_dir=cache_dir)
-    with phases("load"):
-        base = models.load_model(model, dtype, device)
-    calibration = None
-    if "statistics" in chosen.needs:
-        with phases("calibrate"):
-            calibration = cached_calibration(base, sequences, cache_dir) if cache_dir else calibrate(base, sequences)
-    converted, plan = plan_and_convert(chosen, kv_ratio, base, calibration, sequences, seed, phases)
-    with phases("evaluate"):
-        loss_base = models.score(base, held_out).loss
-        scored = models.score(converted, held_out, base)
-    record = {
-        "model": str(model),
-        "loss_base": loss_base,
-        "loss": scored.loss,
-        "rise": scored.loss - loss_base,
-        "kl": scored.kl,
-        "eval_tokens": scored.tokens,
-        "calibration_tokens": int(sequences.numel()),
-        **models.cache_facts(converted),
-        "kv_ratio_asked": kv_ratio,
-        "recipe": chosen.to_dict(),
-        "plan": json.loads(plan.to_json()),
-        "plan_digest": plan.digest,
-        "seed": seed,
-        "dtype": dtype,
-    }
-    if out is not None:
-        with phases("save"):
-            checkpoint.save(converted, out, tokenizer, record={"recipe": record["recipe"], "seed": seed})
-    return record | {"out": None if out is None else str(out), "seconds": dict(phases)}
+    if stream is None:
+        from orchestrator.estimate import must_stream
+
+        stream = out is not None and must_stream(model, recipe, kv_ratio, **settings)
+    if stream:
+        from orchestrator.stream import stream_checkpoint
+
+        return stream_checkpoint(model, recipe, kv_ratio, out, **settings)
+    return Source.load(model, recipe, [kv_ratio], **settings).at(kv_ratio, out)
 
 
 def export_checkpoint(source: str | Path, target: str, out: str | Path) -> dict[str, Any]:

@@ -4,21 +4,27 @@
 <storage>/<name>/                     one search; a second one of the same name becomes <name>-2
     search.yaml, versions.json        snapshot of the configuration, package versions
     base.json, data/, calibration/    the untouched model's scores; token sequences and statistics that trials share
+    journal.jsonl                     what was tried, reported, decided and ended: what a resumed search goes by
     trials.json, trials/<id>/         records; recipe, plan, converted and trained checkpoint of each trial
-    tune/, train/                     state of Ray Tune and Ray Train
+    mlflow.jsonl, driver.lock         what MLflow is told; who runs the search
+    tune/, train/                     files of Ray Tune and Ray Train
     promotion.json, promoted/         the promotion's steps and checkpoints
     report.html
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlparse
 
 from orchestrator.config import ConfigError
+from orchestrator.remote import check_address, is_remote, working_folder
 
 
 def in_ray_job() -> bool:
@@ -27,24 +33,22 @@ def in_ray_job() -> bool:
 
 
 def home() -> Path:
-    """Where relative storage of a Ray job goes: the job's own working folder is Ray's and vanishes."""
-    return Path(os.environ.get("HEADFOLD_HOME", "~/headfold")).expanduser()
+    """Where relative storage of a Ray job goes (its working folder is Ray's and vanishes), and that of addresses."""
+    return Path(os.environ.get("HEADFOLD_HOME", "~/headfold")).expanduser().absolute()
 
 
 def storage_path(storage: str) -> Path:
-    """The absolute folder of a `storage` setting.
+    """The absolute folder of a `storage` setting; for an address (s3://...) the folder that the search works in.
 
     Relative paths count from the working folder, in a Ray job from HEADFOLD_HOME (default ~/headfold). Raises
-    ConfigError for an address that is not a folder: trials on all nodes read and write it as files.
+    ConfigError for an address that holds credentials or names no bucket.
     """
+    if is_remote(storage):
+        check_address(storage)
+        return working_folder(storage, home())
     address = urlparse(storage)
     if address.scheme == "file":
         return Path(address.path)
-    if len(address.scheme) > 1:
-        raise ConfigError(
-            f"storage: got {storage!r}; it must be a folder that every node sees. Mount the bucket or share on all "
-            "nodes and give the mounted path"
-        )
     path = Path(storage).expanduser()
     return path if path.is_absolute() else (home() if in_ray_job() else Path.cwd()) / path
 
@@ -79,15 +83,42 @@ class SearchFolder:
             except FileExistsError:
                 number += 1
             else:
-                return cls(root)
+                folder = cls(root)
+                folder.origin.write_text(json.dumps({"folder": str(root)}), encoding="utf-8")
+                return folder
 
     @classmethod
     def newest(cls, storage: Path, name: str) -> SearchFolder:
         """The newest search of that name. Raises ConfigError if there is none."""
-        found = [p.parent for p in storage.glob("*/search.yaml") if _belongs(p.parent.name, name)]
+        found = cls._of(storage, name)
         if not found:
             raise ConfigError(f"--resume: no search named {name!r} in {storage}; start one without --resume")
-        return cls(max(found, key=lambda root: (root / "search.yaml").stat().st_mtime))
+        return found[-1]
+
+    @classmethod
+    def unended(cls, storage: Path, name: str) -> SearchFolder | None:
+        """The newest search of that name if it was killed, or runs; None if it has ended."""
+        found = cls._of(storage, name)
+        return found[-1] if found and not found[-1].ended else None
+
+    @classmethod
+    def _of(cls, storage: Path, name: str) -> list[SearchFolder]:
+        """The searches of a name, oldest first."""
+        found = [p.parent for p in storage.glob("*/search.yaml") if _belongs(p.parent.name, name)]
+        return [cls(root) for root in sorted(found, key=lambda root: (root / "search.yaml").stat().st_mtime)]
+
+    @property
+    def ended(self) -> bool:
+        """Whether the search has run to its end, for better or worse."""
+        return self.state.exists() and "ended" in json.loads(self.state.read_text(encoding="utf-8"))
+
+    def sweep(self) -> None:
+        """Remove what killed writers have left unfinished. For the driver that holds the lock."""
+        for half in [p for p in self.root.rglob(".*.new") if not p.is_relative_to(self.tune)]:
+            if half.is_dir():
+                shutil.rmtree(half, ignore_errors=True)
+            else:
+                half.unlink(missing_ok=True)
 
     @classmethod
     def existing(cls, root: str | Path) -> SearchFolder:
@@ -118,6 +149,11 @@ class SearchFolder:
         return self.root / "state.json"
 
     @property
+    def estimate(self) -> Path:
+        """What the search was said to take before it began."""
+        return self.root / "estimate.json"
+
+    @property
     def base(self) -> Path:
         return self.root / "base.json"
 
@@ -128,6 +164,19 @@ class SearchFolder:
     @property
     def calibration(self) -> Path:
         return self.root / "calibration"
+
+    @property
+    def journal(self) -> Path:
+        return self.root / "journal.jsonl"
+
+    @property
+    def spool(self) -> Path:
+        """What MLflow is told."""
+        return self.root / "mlflow.jsonl"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / "driver.lock"
 
     @property
     def trials_file(self) -> Path:
@@ -153,7 +202,15 @@ class SearchFolder:
     def report(self) -> Path:
         return self.root / "report.html"
 
+    @property
+    def origin(self) -> Path:
+        """Where the search was made, see `orchestrator.trust`."""
+        return self.root / "origin.json"
+
     def trial(self, trial_id: str) -> Path:
+        """Raises ConfigError for an id that would lead out of the folder: records may come from elsewhere."""
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", trial_id):
+            raise ConfigError(f"{self.trials_file}: {trial_id[:100]!r} is no trial's id; the file has been changed")
         return self.root / "trials" / trial_id
 
     def tokens(self, split: str) -> Path:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,40 +23,56 @@ from trainers.data import read_sequences
 from trainers.evaluation import measure_cache
 
 if TYPE_CHECKING:
-    from orchestrator.promotion import Entry
+    from orchestrator.promotion_state import Entry
+
+
+OK = "passed"
 
 
 @dataclass
 class Checks:
-    """What the gate measured, and why to refuse (no reason: passed). `plain`: stock transformers loads the export."""
+    """What the gate measured, and why to refuse (no reason: passed).
+
+    `outcomes`: of each check by name, "passed" or its reasons. `plain`: stock transformers loads the export.
+    """
 
     record: dict[str, Any] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
+    outcomes: dict[str, str] = field(default_factory=dict)
     exported: str | None = None
     plain: bool = False
     kv_bytes_per_token: int | None = None
     digests: dict[str, str] = field(default_factory=dict)
 
+    @contextlib.contextmanager
+    def check(self, name: str) -> Iterator[None]:
+        """Whatever reason is added within is that check's."""
+        before = len(self.reasons)
+        yield
+        self.outcomes[name] = "; ".join(self.reasons[before:]) or OK
+
 
 def check_candidate(entry: Entry, config: SearchConfig, context: TrialContext, folder: SearchFolder) -> Checks:
     """Export a trained candidate and check it. Never raises for a candidate that fails: the reasons say why."""
     checks = Checks()
-    _check_loss(entry, config, checks)
+    with checks.check("loss"):
+        _check_loss(entry, config, checks)
     assert entry.folder is not None
     plan = AttentionPlan.from_json((folder.trial(entry.trial_id) / "plan.json").read_text(encoding="utf-8"))
+    checks.digests = {"plan_digest": plan.digest, "trained_digest": checkpoint.weights_digest(entry.folder)}
     model = models.load_model(entry.folder)
-    _check_cache(model, plan, checks)
+    with checks.check("cache"):
+        _check_cache(model, plan, checks)
     target = folder.promoted / f"{entry.trial_id}-{entry.steps}" / "exported"
-    try:
-        _export(entry.folder, target, plan, context, checks)
-    except ValueError as error:
-        checks.reasons.append(f"export failed: {error}")
-        return checks
-    _check_logits(model, target, config, context, checks)
-    checks.digests = {
-        "plan_digest": plan.digest,
-        "weights_digest": checkpoint.weights_digest(target),
-    }
+    with checks.check("export"):
+        try:
+            _export(entry.folder, target, plan, context, checks)
+        except ValueError as error:
+            checks.reasons.append(f"export failed: {error}")
+    if checks.exported is not None:
+        with checks.check("logits"):
+            _check_logits(model, target, config, context, checks)
+        checks.digests["weights_digest"] = checkpoint.weights_digest(target)
     return checks
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import json
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +20,7 @@ from attention.geometry import HeadGeometry
 from attention.modeling import plan_of
 from orchestrator.config import ConfigError
 from trainers.data import Split, load_sequences
-from trainers.evaluation import Evaluation, evaluate, measure_cache
+from trainers.evaluation import Evaluation, Remembering, evaluate, measure_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,6 +39,33 @@ class Phases(dict[str, float]):
             yield
         finally:
             self[name] = self.get(name, 0.0) + time.perf_counter() - started
+
+
+def kernel_field(file: str, name: str) -> int:
+    """Bytes of a field that the kernel gives in kB, e.g. of /proc/meminfo; 0 on systems that have no such file."""
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
+
+
+def memory_now() -> int:
+    """Resident memory of this process."""
+    return kernel_field("/proc/self/status", "VmRSS")
+
+
+def memory_peak() -> int:
+    """The most that this process has had resident so far."""
+    return kernel_field("/proc/self/status", "VmHWM")
+
+
+def release_memory() -> None:
+    """Free what only refers to itself, and hand freed memory back to the system where the C library can."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -57,18 +87,20 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def geometry_of(path: str, sequence_length: int | None = None, key: str = "model.path") -> HeadGeometry:
+def geometry_of(
+    path: str, sequence_length: int | None = None, key: str = "model.path", *, weights: bool = True
+) -> HeadGeometry:
     """Geometry of a checkpoint, from its config alone.
 
-    Raises ConfigError if nothing is there, the family is not supported, a local folder has no safetensors, or
-    `sequence_length` is longer than the model takes.
+    Raises ConfigError if nothing is there, the family is not supported, a local folder has no safetensors (unless
+    `weights` are not needed), or `sequence_length` is longer than the model takes.
     """
     try:
         geometry = HeadGeometry.from_config(checkpoint.load_config(path))
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from None
     folder = Path(path)
-    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+    if weights and folder.is_dir() and not any(folder.glob("*.safetensors")):
         raise ConfigError(f"{key}: {path!r} has no *.safetensors; save the weights as safetensors first")
     if sequence_length is not None and sequence_length > geometry.max_positions:
         raise ConfigError(
@@ -127,6 +159,8 @@ def cache_facts(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def score(model: PreTrainedModel, sequences: Tensor, teacher: PreTrainedModel | None = None) -> Evaluation:
+def score(
+    model: PreTrainedModel, sequences: Tensor, teacher: PreTrainedModel | Remembering | None = None
+) -> Evaluation:
     """Held-out loss, and KL to the teacher if there is one."""
     return evaluate(model, sequences, teacher=teacher)

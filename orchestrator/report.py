@@ -2,162 +2,215 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from attention.plan import AttentionPlan
 from orchestrator import figures
-from orchestrator.callbacks import clock
+from orchestrator.clock import clock
+from orchestrator.comparison import Row, compare, several_seeds
 from orchestrator.folders import SearchFolder
-from orchestrator.results import TrialRecord, best_per_budget, front, load_trials, number, read_json
+from orchestrator.page_tables import comparison_table, promotion_table, repeat_table, table, text, trial_table
+from orchestrator.results import TrialRecord, best_per_budget, front, load_trials, percent, read_json, without_probes
 
 LIMIT = 3_000_000
+MOST_POINTS = 30  # of the front, of which the page says how to make them again
+
+BYTES = (
+    "Each arm at its best learning rate: mean over seeds, bars of one standard deviation. The upright axis is "
+    "logarithmic but for its part next to 0; arms of one budget stand a little apart sideways, so that their bars can "
+    "be told from each other."
+)
+TOKENS = (
+    "Mean over seeds at the best learning rate, with a band or bar of one standard deviation; the tokens of a "
+    "relaxation count. Dashed: a relaxation went on there, so nothing was measured in between."
+)
+RELAXATIONS = "One line a trial. Nothing of this is part of the converted model: it is how its weights were reached."
+SIMILARITY = (
+    "Cosine of two heads' vectors of one token, mean over calibration tokens and over the pairs of a group: as they "
+    "are, and after the best map of one head that leaves the model as it is (keys before RoPE: a rotation in each "
+    "rotary pair; values: any rotation)."
+)
+
+PROXY = (
+    "Of the trials that were trained to the last rung, by budget; rho is Spearman's rank correlation. Trials that were "
+    "stopped early are not among them: "
+)
+TIMELINE = "A row a trial: pale until it is measured untrained, full while its workers train; a stroke is a rung."
+PHASES = (
+    "A trial's own process plans, converts and measures; 'train' is what its workers take, with measuring and saving. "
+    "Starts of processes and waiting are in none of them."
+)
 
 STYLE = """
 :root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 60rem;
+body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 66rem;
   margin: 0 auto; padding: 1rem; }
 h1 { font-size: 1.5rem; margin: .5rem 0; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
+figcaption { margin: .25rem 0 .5rem; font-size: .875rem; color: #444; max-width: 46rem; }
 p.lead { margin: .25rem 0 1rem; color: #444; }
 figure { margin: 0; } svg { width: 100%; height: auto; max-width: 46rem; display: block; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .875rem; white-space: nowrap; width: 100%; }
 th, td { text-align: right; padding: .25rem .6rem; border-bottom: 1px solid #e3e3e3; }
 th:first-child, td:first-child, td.text, th.text { text-align: left; } thead th { border-bottom: 2px solid #888; }
+details { margin: .5rem 0; } summary { cursor: pointer; }
+@media (max-width: 44rem) { svg { width: 32rem; max-width: none; } }
 tr.front td { font-weight: 600; } td.text { white-space: normal; min-width: 8rem; }
 pre { overflow-x: auto; background: #f5f5f5; padding: .75rem; font-size: .8125rem; }
+pre.command { white-space: pre-wrap; overflow-wrap: anywhere; margin: .25rem 0 1rem; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem .8rem; margin: .5rem 0; font-size: .875rem; }
+dt { color: #444; } dd { margin: 0; overflow-wrap: anywhere; }
 """
 
 
 def write_report(search: str | Path, out: str | Path | None = None) -> dict[str, Any]:
-    """Write the page of a search folder; returns its path and size. Raises ConfigError if `search` is none."""
+    """Write the page of a search folder.
+
+    Returns its path and size, and the rows of `comparison.compare`. Raises ConfigError if `search` is none.
+    """
     folder = SearchFolder.existing(search)
-    page = build_page(folder)
-    if len(page.encode()) > LIMIT:
-        raise RuntimeError(f"the report has {len(page.encode())} bytes, more than {LIMIT}; this is a bug")
+    content = build_page(folder)
+    if len(content.encode()) > LIMIT:
+        raise RuntimeError(f"the report has {len(content.encode())} bytes, more than {LIMIT}; this is a bug")
     path = Path(out) if out is not None else folder.report
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
-    return {"report": str(path.absolute()), "bytes": len(page.encode()), "search": str(folder.root)}
+    path.write_text(content, encoding="utf-8")
+    trials = load_trials(folder.trials_file)
+    rows = compare(trials, read_json(folder.base)) if trials and folder.base.exists() else []
+    return {
+        "report": str(path.absolute()),
+        "bytes": len(content.encode()),
+        "search": str(folder.root),
+        "comparison": rows,
+    }
 
 
 def build_page(folder: SearchFolder) -> str:
     """The HTML of a search as far as it has come."""
     trials = load_trials(folder.trials_file)
     base = read_json(folder.base) if folder.base.exists() else None
-    promotion = read_json(folder.promotion) if folder.promotion.exists() else {}
-    promoted = list(promotion.get("candidates", {}).values())
-    parts = [f"<h1>Headfold search: {_text(folder.root.name)}</h1>"]
+    parts = [f"<h1>Headfold search: {text(folder.root.name)}</h1>"]
     if base is None or not trials:
         parts.append("<p>No trial has reported yet.</p>")
     else:
-        parts.append(_lead(trials, base))
-        parts.append(_section("Quality against KV cache", _picture(figures.front_figure(trials, base, promoted))))
-        if promoted:
-            parts.append(_section("Promotion", _promotion_table(promoted)))
-        parts.append(_section("Trials", _trial_table(trials, base)))
-        parts.append(_section("Loss over rungs", _picture(figures.rungs_figure(trials, base))))
-        plans = _plans(folder, trials)
-        if plans:
-            parts.append(
-                _section(
-                    "Heads kept in each layer (best trial of each budget)", _picture(figures.budgets_figure(plans))
-                )
-            )
-    parts.append(_section("How this was made", _provenance(folder, base)))
-    body = "\n".join(parts)
+        parts.append(_lead(without_probes(trials), base))
+        rows = compare(trials, base)
+        sections = _compared_sections if several_seeds(rows) else _plain_sections
+        parts += sections(folder, trials, base, rows)
+        parts += _course_sections(trials)
+        parts += _repeat_sections(folder, trials)
+    parts.append(section("How this was made", _provenance(folder, base)))
+    return page(f"Headfold: {folder.root.name}", "\n".join(parts))
+
+
+def page(title: str, body: str) -> str:
+    """A whole page in the style of all of ours."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Headfold: {_text(folder.root.name)}</title><style>{STYLE}</style></head>\n"
+        f"<title>{text(title)}</title><style>{STYLE}</style></head>\n"
         f"<body>\n{body}\n</body></html>\n"
     )
 
 
+def _plain_sections(
+    folder: SearchFolder, trials: Sequence[TrialRecord], base: Mapping[str, Any], rows: Sequence[Row]
+) -> list[str]:
+    """Of a search with one seed: every trial is on the pictures."""
+    promoted, table_of_all = _promoted(folder), trial_table(trials, base)
+    trials = without_probes(trials)
+    parts = [section("Quality against KV cache", picture(figures.front_figure(trials, base, promoted)))]
+    parts += [section("Promotion", promotion_table(promoted))] if promoted else []
+    parts.append(section("Trials", table_of_all))
+    parts.append(section("Loss over rungs", picture(figures.rungs_figure(trials, base))))
+    parts += _measured_sections(trials)
+    best = {f"{t.recipe} {percent(budget)}": t.trial_id for budget, t in best_per_budget(trials).items()}
+    plans = _plans(folder, best)
+    title = "Heads kept in each layer (best trial of each budget)"
+    return parts + ([section(title, picture(figures.budgets_figure(plans)))] if plans else [])
+
+
+def _compared_sections(
+    folder: SearchFolder, trials: Sequence[TrialRecord], base: Mapping[str, Any], rows: Sequence[Row]
+) -> list[str]:
+    """Of a search with several seeds: arms are compared, single trials come last and folded away."""
+    promoted, table_of_all = _promoted(folder), trial_table(trials, base)
+    trials = without_probes(trials)
+    parts = [section("Comparison", comparison_table(rows))]
+    if any(row["loss"]["mean"] is not None for row in rows):
+        parts.append(section("Loss against KV cache", picture(figures.bytes_figure(rows, base), BYTES)))
+        parts.append(section("Loss against tokens", picture(figures.tokens_figure(rows, base), TOKENS)))
+    parts += _measured_sections(trials)
+    parts += [section("Promotion", promotion_table(promoted))] if promoted else []
+    ids = {f"{r['recipe']} {percent(r['kv_ratio'])}": r["trial_ids"][0] for r in rows if r["trial_ids"]}
+    uneven = {name: plan for name, plan in _plans(folder, ids).items() if not _even(plan)}
+    if uneven:
+        title = "Heads kept in each layer (where layers differ; first seed at the best rate)"
+        parts.append(section(title, picture(figures.budgets_figure(uneven))))
+    front_of_all = picture(figures.front_figure(trials, base, promoted))
+    parts.append(section("Every trial", _folded(f"{len(trials)} trials", front_of_all + table_of_all)))
+    return parts
+
+
+def _measured_sections(trials: Sequence[TrialRecord]) -> list[str]:
+    """What trials have measured of themselves, as far as they have."""
+    made = (
+        ("Relaxations over time", figures.relaxation_figure(trials), RELAXATIONS),
+        ("Similarity of the heads that share", figures.similarity_figure(trials), SIMILARITY),
+    )
+    return [section(title, picture(figure, caption)) for title, figure, caption in made if figure is not None]
+
+
+def _course_sections(trials: Sequence[TrialRecord]) -> list[str]:
+    """How the search went: what rung 0 foretold, when trials ran, where their time went."""
+    trials = without_probes(trials)
+    told = [
+        f"at {percent(budget)} the best untrained ends {a['regret']:.3f} nats above the best of {a['trials']:.0f}"
+        for budget, a in figures.proxy_agreement(trials).items()
+    ]
+    made = (
+        ("Rank before training against final rank", figures.proxy_figure(trials), PROXY + "; ".join(told) + "."),
+        ("When trials ran", figures.timeline_figure(trials), TIMELINE),
+        ("Where the time went", figures.phases_figure(trials), PHASES),
+    )
+    return [section(title, picture(figure, caption)) for title, figure, caption in made if figure is not None]
+
+
+def _repeat_sections(folder: SearchFolder, trials: Sequence[TrialRecord]) -> list[str]:
+    """What it takes to make each point of the front again."""
+    points = front(trials)[:MOST_POINTS]
+    return [section("Each point of the front again", repeat_table(points, str(folder.snapshot)))] if points else []
+
+
+def _promoted(folder: SearchFolder) -> list[dict[str, Any]]:
+    promotion = read_json(folder.promotion) if folder.promotion.exists() else {}
+    return list(promotion.get("candidates", {}).values())
+
+
 def _lead(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> str:
     told = [
-        f"{budget:.0%} KV: {trial.loss:.3f} ({trial.loss - base['loss']:+.3f}) by {trial.recipe}"
+        f"{percent(budget)} KV: {trial.loss:.3f} ({trial.loss - base['loss']:+.3f}) by {trial.recipe}"
         for budget, trial in best_per_budget(trials).items()
     ]
     return (
         f'<p class="lead">Untouched model: {base["loss"]:.3f} nats a token held out, '
         f"{base['kv_bytes_per_token']} KV bytes a token. Best of {len(trials)} trials: "
-        f"{_text('; '.join(told)) or 'none'}.</p>"
+        f"{text('; '.join(told)) or 'none'}.</p>"
     )
 
 
-def _trial_table(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> str:
-    best = {t.trial_id for t in front(trials)}
-    rows = []
-    for t in sorted(trials, key=lambda t: (-t.kv_ratio, t.loss)):
-        scored = bool(t.rungs)
-        cells = [
-            t.recipe,
-            f"{t.kv_ratio:.0%}",
-            str(t.kv_bytes_per_token or "-"),
-            f"{t.learning_rate:.1e}",
-            str(t.step),
-            number(t.rungs[0]["loss"]) if scored else "-",
-            number(t.loss),
-            number(t.loss - base["loss"], "+.3f"),
-            number(t.last.get("kl")),
-            t.status,
-            clock(sum(t.seconds.values())),
-            t.trial_id,
-        ]
-        note = f'<td class="text">{_text(t.error or "")}</td>'
-        rows.append((t.trial_id in best, "".join(f"<td>{_text(c)}</td>" for c in cells) + note))
-    names = (
-        "recipe",
-        "budget",
-        "KV bytes",
-        "rate",
-        "steps",
-        "untrained",
-        "loss",
-        "rise",
-        "KL",
-        "state",
-        "time",
-        "trial",
-        "error",
-    )
-    return "<p>On the front: bold.</p>" + _table(names, rows)
+def _plans(folder: SearchFolder, trial_ids: Mapping[str, str]) -> dict[str, AttentionPlan]:
+    """The plans of some trials by the name they are shown under, where they were written."""
+    files = {name: folder.trial(trial_id) / "plan.json" for name, trial_id in trial_ids.items()}
+    return {
+        name: AttentionPlan.from_json(file.read_text(encoding="utf-8")) for name, file in files.items() if file.exists()
+    }
 
 
-def _promotion_table(promoted: Sequence[Mapping[str, Any]]) -> str:
-    rows = []
-    for p in promoted:
-        reasons = "; ".join(p.get("reasons", ())) or str(p.get("model_uri") or p.get("folder") or "")
-        cells = [
-            p["recipe"],
-            f"{p['kv_ratio']:.0%}",
-            str(p.get("steps", "-")),
-            number(p.get("loss")),
-            number(p.get("baseline_loss")),
-            p.get("status", "-"),
-            str(p.get("version") or "-"),
-            p["trial_id"],
-        ]
-        rows.append(
-            (
-                p.get("status") == "promoted",
-                "".join(f"<td>{_text(c)}</td>" for c in cells) + f'<td class="text">{_text(reasons)}</td>',
-            )
-        )
-    return _table(
-        ("recipe", "budget", "steps", "loss", "baseline", "state", "version", "trial", "where, or why not"), rows
-    )
-
-
-def _plans(folder: SearchFolder, trials: Sequence[TrialRecord]) -> dict[str, AttentionPlan]:
-    plans = {}
-    for budget, trial in best_per_budget(trials).items():
-        file = folder.trial(trial.trial_id) / "plan.json"
-        if file.exists():
-            plans[f"{trial.recipe} {budget:.0%}"] = AttentionPlan.from_json(file.read_text(encoding="utf-8"))
-    return plans
+def _even(plan: AttentionPlan) -> bool:
+    """Whether every layer keeps as many key heads and as many value heads as any other."""
+    return len({(layer.key_heads, layer.value_heads) for layer in plan.layers}) == 1
 
 
 def _provenance(folder: SearchFolder, base: Mapping[str, Any] | None) -> str:
@@ -173,27 +226,20 @@ def _provenance(folder: SearchFolder, base: Mapping[str, Any] | None) -> str:
         **({f"{k} digest": v for k, v in base.get("digests", {}).items()} if base else {}),
         "versions": ", ".join(f"{k} {v}" for k, v in versions.items()),
     }
-    rows = [(False, f'<td>{_text(k)}</td><td class="text">{_text(str(v))}</td>') for k, v in facts.items() if v]
+    rows = [(False, f'<td>{text(k)}</td><td class="text">{text(str(v))}</td>') for k, v in facts.items() if v]
     return (
-        _table(("what", "value"), rows, text_from=1)
-        + f"<pre>{_text(folder.snapshot.read_text(encoding='utf-8'))}</pre>"
+        table(("what", "value"), rows, text_from=1) + f"<pre>{text(folder.snapshot.read_text(encoding='utf-8'))}</pre>"
     )
 
 
-def _section(title: str, content: str) -> str:
-    return f"<h2>{_text(title)}</h2>\n{content}"
+def section(title: str, content: str) -> str:
+    return f"<h2>{text(title)}</h2>\n{content}"
 
 
-def _picture(figure: Any) -> str:
-    return f"<figure>{figures.svg(figure)}</figure>"
+def _folded(summary: str, content: str) -> str:
+    return f"<details><summary>{text(summary)}</summary>\n{content}\n</details>"
 
 
-def _table(names: Sequence[str], rows: Sequence[tuple[bool, str]], text_from: int | None = None) -> str:
-    last = len(names) - 1 if text_from is None else text_from
-    head = "".join(f"<th{' class=text' if i >= last else ''}>{_text(n)}</th>" for i, n in enumerate(names))
-    body = "\n".join(f"<tr{' class=front' if strong else ''}>{cells}</tr>" for strong, cells in rows)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
-
-
-def _text(value: str) -> str:
-    return html.escape(str(value))
+def picture(figure: Any, caption: str = "") -> str:
+    told = f"<figcaption>{text(caption)}</figcaption>" if caption else ""
+    return f'<figure>{told}<div class="wide">{figures.svg(figure)}</div></figure>'

@@ -1,6 +1,7 @@
 """What came out of trials: plain records on disk, written by the driver alone.
 
-`trials.json` in the folder of a search is the one source for the table, the report, the promotion and a resumed search.
+`trials.json` in the folder of a search, with the changes beside it while the search runs (`trials.changes.jsonl`), is
+the one source for the table, the report, the promotion and a resumed search. Read it with `load_trials`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,15 @@ RUNG_KEYS = (
     "tokens_per_second",
     "seconds",
     "checkpoint_path",
+    "data_position",
+    "collapsed_loss",
+    "relaxed_dir",
+    "relaxation_steps",
+    "weights_digest",
+    "timestamp",
 )
+OWN = {"seconds", "status", "rungs", "error", "error_log", "run_id", "choices", "relaxation"}
+"""Fields that no report of a trial sets directly."""
 
 
 @dataclass
@@ -36,6 +45,11 @@ class TrialRecord:
     `rungs` holds one mapping for each rung reached: step (training steps so far), loss (held-out, nats a token), rise
     (over the untouched model), kl (to it), tokens (trained on), seconds and what else the trial reported.
     `kv_bytes_per_token` is of the plan in the model's dtype; `cache_bytes_measured` of a prefill of `cache_tokens`.
+    `calibration_loss`: untrained, on calibration tokens, where the searcher made the plan. A `probe` was measured for
+    the searcher alone: it ends untrained, its plan may be unfinished, and it is no candidate for anything.
+    `relaxation`: points over a relaxation stage, each with step, train_loss and what the relaxation measures of itself.
+    `notes`: what its training met and went on from (out of memory, a damaged checkpoint).
+    `similarity`: of the heads that share, before and after alignment (`search_spaces.similarity.sharing_similarity`).
     """
 
     trial_id: str
@@ -52,10 +66,15 @@ class TrialRecord:
     plan_digest: str | None = None
     actual_kv_ratio: float | None = None
     seed: int | None = None
+    calibration_loss: float | None = None
+    probe: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     error_log: str | None = None
     run_id: str | None = None
+    relaxation: list[dict[str, Any]] = field(default_factory=list)
+    similarity: dict[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
 
     @property
     def last(self) -> dict[str, Any]:
@@ -74,27 +93,39 @@ class TrialRecord:
 
     @property
     def usable(self) -> bool:
-        """Whether the trial has a score and did not fail."""
-        return math.isfinite(self.loss) and self.status in (DONE, STOPPED)
+        """Whether the trial has a score, did not fail, and is no probe."""
+        return math.isfinite(self.loss) and self.status in (DONE, STOPPED) and not self.probe
 
     def add(self, result: dict[str, Any]) -> None:
         """Take over one report of the trial. A step that was reported before is replaced (a resumed trial)."""
         names = {f.name for f in fields(self)} & set(result) - {"trial_id", "recipe", "kv_ratio", "learning_rate"}
-        for name in names - {"seconds", "status", "rungs", "error", "error_log", "run_id", "choices"}:
+        for name in names - OWN:
             setattr(self, name, result[name])
         self.seconds.update(result.get("phases", {}))
+        self.relaxation = result.get("relaxation_history") or self.relaxation
         rung = {key: result[key] for key in RUNG_KEYS if key in result}
         self.rungs = sorted([r for r in self.rungs if r["step"] != rung["step"]] + [rung], key=lambda r: r["step"])
 
 
 def write_json(path: str | Path, record: Any) -> None:
     """Write JSON so that a reader, or a kill in the middle, never sees half a file."""
+    write_text(path, json.dumps(_finite(record), indent=1, sort_keys=True, allow_nan=False) + "\n")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file so that a reader, a kill in the middle, or a full disk never leaves half of it."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
-    text = json.dumps(_finite(record), indent=1, sort_keys=True, allow_nan=False)
-    fresh.write_text(text + "\n", encoding="utf-8")
-    fresh.replace(path)
+    try:
+        with fresh.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        fresh.replace(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
 
 
 def _finite(record: Any) -> Any:
@@ -111,17 +142,64 @@ def number(value: float | None, form: str = ".3f") -> str:
     return "-" if value is None or not math.isfinite(value) else format(value, form)
 
 
+def family(recipe: str) -> str:
+    """The name that a trial is drawn under: candidates of the searcher's own (joint-...) share one."""
+    return "joint" if recipe.startswith("joint-") else recipe
+
+
+def percent(ratio: float) -> str:
+    """A budget as text: 0.125 -> 12.5%, 0.25 -> 25%."""
+    return f"{100 * ratio:.4g}%"
+
+
+def compact(count: float) -> str:
+    """A count in three digits: 409600 -> 410k, 1500000 -> 1.5M."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= size:
+            return f"{count / size:.3g}{letter}"
+    return f"{count:.3g}"
+
+
 def read_json(path: str | Path) -> Any:
     return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def save_trials(path: str | Path, trials: Iterable[TrialRecord]) -> None:
+    """Write all records, which then hold all changes."""
     write_json(path, [asdict(trial) for trial in trials])
+    _changes(path).unlink(missing_ok=True)
+
+
+def save_change(path: str | Path, trial: TrialRecord) -> None:
+    """Keep one record that has changed: a line beside the file of all, whose cost does not grow with their number."""
+    line = json.dumps(_finite(asdict(trial)), sort_keys=True, allow_nan=False)
+    changes = _changes(path)
+    changes.parent.mkdir(parents=True, exist_ok=True)
+    with changes.open("ab") as stream:
+        # A line that a kill or a full disk has cut short ends here, and is passed over in reading
+        stream.write(b"\n" + line.encode() + b"\n")
 
 
 def load_trials(path: str | Path) -> list[TrialRecord]:
-    """The records of a search; none if no trial has started."""
-    return [TrialRecord(**record) for record in read_json(path)] if Path(path).exists() else []
+    """The records of a search, later changes included; none if no trial has started."""
+    found = {record["trial_id"]: record for record in (read_json(path) if Path(path).exists() else [])}
+    changes = _changes(path)
+    for line in changes.read_bytes().splitlines() if changes.exists() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        found[record["trial_id"]] = record
+    return [TrialRecord(**record) for record in found.values()]
+
+
+def _changes(path: str | Path) -> Path:
+    return Path(path).with_suffix(".changes.jsonl")
+
+
+def without_probes(trials: Iterable[TrialRecord]) -> list[TrialRecord]:
+    """The trials that stand for a candidate: those that a table or picture compares."""
+    return [trial for trial in trials if not trial.probe]
 
 
 def front(trials: Sequence[TrialRecord]) -> list[TrialRecord]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shlex
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -17,14 +18,23 @@ from typing import Any
 import yaml
 
 from orchestrator import results, tables
-from orchestrator.base import prepare_base
-from orchestrator.cluster import Demand, concurrency, connected
+from orchestrator.base import locate_model, prepare_base
+from orchestrator.candidates import Candidate
+from orchestrator.cluster import Demand, capacity, concurrency, connected
+from orchestrator.comparison import compare
 from orchestrator.config import ConfigError, SearchConfig
+from orchestrator.distances import prepare
 from orchestrator.folders import SearchFolder, in_ray_job, storage_path
-from orchestrator.results import TrialRecord, best_per_budget, front, load_trials, read_json, write_json
+from orchestrator.lock import SearchLock
+from orchestrator.remote import is_remote, mirrored
+from orchestrator.results import TrialRecord, best_per_budget, front, load_trials, read_json, write_json, write_text
+from orchestrator.search_estimate import announce
+from orchestrator.spool import SpooledTracker
 from orchestrator.tracking import Tracker, redact
 from orchestrator.trial import TrialContext
+from orchestrator.trust import warn_of_pickles
 from orchestrator.validate import Prepared, validate_search
+from search_spaces.recipes import recipe as named_recipe
 
 PACKAGES = ("torch", "transformers", "ray", "deepspeed", "optuna", "mlflow", "datasets", "numpy", "headfold")
 SECTIONS_OF_TRIALS = ("name", "model", "data", "search", "rungs", "train")
@@ -74,6 +84,7 @@ class SearchOutcome:
             "trials": [asdict(t) for t in self.trials],
             "front": [t.trial_id for t in self.front],
             "best_per_budget": {f"{b:g}": t.trial_id for b, t in best_per_budget(self.trials).items()},
+            "comparison": compare(self.trials, self.base) if self.base else [],
             "promotion": self.promotion,
             "interrupted": self.interrupted,
             "report": self.report,
@@ -89,48 +100,93 @@ def search(config: SearchConfig, *, resume: bool = False) -> SearchOutcome:
     """
     if in_ray_job():
         config = _at_home(config)
+    with mirrored(config.storage, storage_path(config.storage)):
+        return _search(config, resume)
+
+
+def _search(config: SearchConfig, resume: bool) -> SearchOutcome:
+    """As `search`, in the folder of the storage."""
     prepared = validate_search(config)
     storage = storage_path(config.storage)
+    uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
+    folder = _earlier(config, storage, resume)
+    opened = Tracker.open(uri, config.tracking.experiment, storage) if folder is None else None
     with connected() as resources:
         parallel = concurrency(resources, Demand.of(config), config.resources.max_concurrent)
-        uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
-        tracker = Tracker.open(uri, config.tracking.experiment, storage)
-        folder = _folder(config, storage, resume)
-        run = _start(config, folder, tracker, resources, parallel)
-        with _closing_run(tracker, run, folder) as outcome_status:
-            outcome = _run(config, prepared, folder, tracker, run, parallel)
-            outcome_status.append(outcome.status)
+        if opened is not None:
+            folder = _fresh(config, storage)
+            tracker = SpooledTracker.of(opened, folder.spool)
+        else:
+            assert folder is not None
+            tracker = SpooledTracker.beside(uri, config.tracking.experiment, storage, folder.spool)
+        with SearchLock(folder.lock).acquire(f"search {folder.root.name!r}"):
+            folder.sweep()
+            run = _start(config, folder, tracker, resources, parallel)
+            announce(config, folder, parallel)
+            with _closing_run(tracker, run, folder) as outcome_status:
+                outcome = _run(config, prepared, folder, tracker, run, parallel)
+                outcome_status.append(outcome.status)
     tables.print_outcome(outcome)
     return outcome
 
 
 def _at_home(config: SearchConfig) -> SearchConfig:
     """In a Ray job the working folder is Ray's and vanishes: relative storage goes to the home folder."""
+    if is_remote(config.storage):
+        return config
     path = storage_path(config.storage)
     if str(path) != config.storage:
         print(f"storage {config.storage!r} is relative and this is a Ray job: results go to {path}", flush=True)
     return config.model_copy(update={"storage": str(path)})
 
 
-def _folder(config: SearchConfig, storage: Path, resume: bool) -> SearchFolder:
-    """The folder of a new search, or of the one to resume. Raises ConfigError if the trials' settings have changed."""
-    record = config.model_dump(mode="json")
-    if config.tracking.uri:
-        record["tracking"]["uri"] = redact(config.tracking.uri)
+def _earlier(config: SearchConfig, storage: Path, resume: bool) -> SearchFolder | None:
+    """The search to go on with; None for a new one.
+
+    A job that is submitted again goes on with what it has begun: same name, same settings of the trials, not ended.
+    Raises ConfigError if another driver runs the search of that name, or if there is none to resume, or with other
+    settings.
+    """
+    unended = SearchFolder.unended(storage, config.name)
+    if not resume and unended is not None:
+        SearchLock(unended.lock).acquire(f"search {unended.root.name!r}").release()
+        if in_ray_job() and not _changed(unended, config):
+            print(f"goes on with the search of this name that has not ended: {unended.root}", flush=True)
+            warn_of_pickles(unended)
+            return unended
+        print(f"note: {unended.root} has not ended; the same command with --resume goes on with it", flush=True)
     if not resume:
-        folder = SearchFolder.fresh(storage, config.name)
-        folder.snapshot.write_text(yaml.safe_dump(record, sort_keys=False), encoding="utf-8")
-        write_json(folder.versions, {name: _version(name) for name in PACKAGES})
-        return folder
+        return None
     folder = SearchFolder.newest(storage, config.name)
-    before = yaml.safe_load(folder.snapshot.read_text(encoding="utf-8"))
-    changed = [name for name in SECTIONS_OF_TRIALS if before.get(name) != record[name]]
+    changed = _changed(folder, config)
     if changed:
         raise ConfigError(
             f"--resume: section {changed[0]!r} differs from the search in {folder.root}; resume with the same "
             "settings, or start a new search without --resume"
         )
+    warn_of_pickles(folder)
     return folder
+
+
+def _fresh(config: SearchConfig, storage: Path) -> SearchFolder:
+    folder = SearchFolder.fresh(storage, config.name)
+    write_json(folder.versions, {name: _version(name) for name in PACKAGES})
+    write_text(folder.snapshot, yaml.safe_dump(_record(config), sort_keys=False))
+    return folder
+
+
+def _record(config: SearchConfig) -> dict[str, Any]:
+    """The configuration as it is kept: without a password."""
+    record = config.model_dump(mode="json")
+    if config.tracking.uri:
+        record["tracking"]["uri"] = redact(config.tracking.uri)
+    return record
+
+
+def _changed(folder: SearchFolder, config: SearchConfig) -> list[str]:
+    """The sections that trials depend on and in which a search in `folder` differs from the configuration."""
+    before, record = yaml.safe_load(folder.snapshot.read_text(encoding="utf-8")), _record(config)
+    return [name for name in SECTIONS_OF_TRIALS if before.get(name) != record[name]]
 
 
 def _version(package: str) -> str | None:
@@ -167,12 +223,13 @@ def _start(
 
 
 @contextlib.contextmanager
-def _closing_run(tracker: Tracker, run: str, folder: SearchFolder) -> Iterator[list[str]]:
+def _closing_run(tracker: SpooledTracker, run: str, folder: SearchFolder) -> Iterator[list[str]]:
     """End the parent run whatever happens; also on SIGTERM, which Ray turns into SystemExit."""
     status: list[str] = []
-    started = time.time()
+    started, ended = time.time(), {}
     try:
         yield status
+        ended = {"ended": status[-1]} if status[-1] != results.KILLED else {}
     except (KeyboardInterrupt, SystemExit):
         status[:] = [results.KILLED]
         print(
@@ -183,9 +240,18 @@ def _closing_run(tracker: Tracker, run: str, folder: SearchFolder) -> Iterator[l
         status[:] = [results.FAILED]
         raise
     finally:
-        state = read_json(folder.state)
-        write_json(folder.state, state | {"seconds": state.get("seconds", 0.0) + time.time() - started})
-        tracker.end(run, status[-1] if status else results.FAILED)
+        try:
+            state = read_json(folder.state)
+            write_json(folder.state, state | {"seconds": state.get("seconds", 0.0) + time.time() - started, **ended})
+            tracker.end(run, status[-1] if status else results.FAILED)
+            if not tracker.flush():
+                print(
+                    f"MLflow at {tracker.address} is away: {tracker.waiting} messages wait in {folder.spool} and are "
+                    "sent when the same command is run again with --resume",
+                    file=sys.stderr,
+                )
+        except OSError as error:  # a full disk, which is told already: let nothing hide that
+            print(f"the end of the search could not be written down: {error}", file=sys.stderr)
 
 
 def _run(
@@ -194,18 +260,24 @@ def _run(
     base = prepare_base(config, prepared, folder)
     tracker.metrics(run, {"loss_base": base["loss"], "kv_bytes_per_token_base": base["kv_bytes_per_token"]})
     context = trial_context(config, prepared, folder, base)
+    _search_phases(config, prepared, context)
+    _measured_rises(config, prepared, context)
     outcome = SearchOutcome(folder.root, tracker.address, base, [], config.search.baseline)
+    from orchestrator.groups import standing_groups
     from orchestrator.tuning import run_trials
 
-    run_trials(config, prepared, context, folder, tracker, run, parallel)
-    outcome.trials = load_trials(folder.trials_file)
-    outcome.interrupted = any(t.status == results.KILLED for t in outcome.trials) or not outcome.trials
-    _log_front(outcome, folder, tracker, run)
-    tables.print_trials(outcome.trials, base)
-    if not outcome.interrupted and outcome.front and config.promotion.enabled:
-        from orchestrator.promotion import promote
+    with standing_groups(config, folder) as groups:
+        context = replace(context, groups=groups)
+        run_trials(config, prepared, context, folder, tracker, run, parallel)
+        outcome.trials = load_trials(folder.trials_file)
+        outcome.interrupted = any(t.status == results.KILLED for t in outcome.trials) or not outcome.trials
+        _log_front(outcome, folder, tracker, run)
+        tables.print_trials(outcome.trials, base)
+        tables.print_comparison(compare(outcome.trials, base))
+        if not outcome.interrupted and outcome.front and config.promotion.enabled:
+            from orchestrator.promotion import promote
 
-        outcome.promotion = promote(config, context, folder, tracker, run, parallel)
+            outcome.promotion = promote(config, context, folder, tracker, run, parallel)
     outcome.report = _write_report(folder, tracker, run)
     return outcome
 
@@ -224,9 +296,34 @@ def trial_context(config: SearchConfig, prepared: Prepared, folder: SearchFolder
         reduction_factor=config.rungs.reduction_factor,
         train=config.train.model_dump(mode="json"),
         base_loss=base["loss"],
-        seed=config.search.seed,
         device="cuda" if config.resources.driver_gpus else "cpu",
+        teacher=config.model.teacher and locate_model(config.model.teacher, folder, "teacher"),
     )
+
+
+def _search_phases(config: SearchConfig, prepared: Prepared, context: TrialContext) -> None:
+    """DHA's search phase, for every seed of every candidate whose plan rests on one."""
+    candidates = list(prepared.problem.named)
+    if "fusion_loss" in config.search.choices.get("objective", ()):
+        fixed = {k: v for k, v in config.search.settings.items() if k in ("objective.steps", "objective.rate")}
+        candidates.append(Candidate(named_recipe("dha", settings=fixed), 0.5, 1.0, config.seeds[0]))
+    phases = [phase for phase in map(context.search_phase, candidates) if phase]
+    own = config.train
+    prepare(phases, context.calibration_cache, own.cpus_per_worker, own.gpus_per_worker)
+
+
+def _measured_rises(config: SearchConfig, prepared: Prepared, context: TrialContext) -> None:
+    """The rises of the loss that plans of named candidates rest on, where several workers can share the measuring.
+
+    With fewer, the first trial that needs them measures them no later than the tasks would have started.
+    """
+    from orchestrator.spreading import SEVERAL, curve_tasks, measure_on_workers
+
+    cpus, gpus = config.train.cpus_per_worker, config.resources.driver_gpus
+    have = capacity()
+    slots = min(have["CPU"] // cpus, have["GPU"] // gpus if gpus else math.inf)
+    if slots >= SEVERAL:
+        measure_on_workers(curve_tasks(prepared.problem.named, prepared.geometry.num_layers), context, cpus, gpus)
 
 
 def _log_front(outcome: SearchOutcome, folder: SearchFolder, tracker: Tracker, run: str) -> None:

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from orchestrator import results
+from orchestrator import comparison, results
 from orchestrator.results import TrialRecord, front, number
 
 if TYPE_CHECKING:
     from orchestrator.search import SearchOutcome
 
 
-def console() -> Console:
-    """Plain text at least 110 columns wide where the output is no terminal (a job's log)."""
+def console(width: int = 110) -> Console:
+    """Plain text at least `width` columns wide where the output is no terminal (a job's log)."""
     plain = Console(highlight=False)
-    return plain if plain.is_terminal else Console(highlight=False, width=110)
+    return plain if plain.is_terminal else Console(highlight=False, width=width)
 
 
 def trial_table(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> Table:
-    """All trials by budget and loss; those on the front carry a star. Losses in nats a token."""
+    """All trials but probes by budget and loss; those on the front carry a star. Losses in nats a token."""
     table = Table(box=None, pad_edge=False)
     for name, justify in (
         ("", "left"), ("recipe", "left"), ("KV", "right"), ("bytes/token", "right"), ("rate", "right"),
@@ -30,7 +30,7 @@ def trial_table(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> Table
     ):  # fmt: skip
         table.add_column(name, justify=justify)  # pyright: ignore[reportArgumentType]
     best = {t.trial_id for t in front(trials)}
-    for t in sorted(trials, key=lambda t: (-t.kv_ratio, t.loss)):
+    for t in sorted(results.without_probes(trials), key=lambda t: (-t.kv_ratio, t.loss)):
         scored = bool(t.rungs)
         table.add_row(
             "*" if t.trial_id in best else "",
@@ -51,9 +51,32 @@ def print_trials(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> None
     out = console()
     out.print(f"\nTrials (* on the front; the untouched model has {base['loss']:.3f} nats a token):")
     out.print(trial_table(trials, base))
+    if probes := [t for t in trials if t.probe]:
+        out.print(f"and {len(probes)} probes of the searcher, measured untrained ({probes[0].recipe})")
     for trial in (t for t in trials if t.status == results.FAILED):
         trace = f" (trace: {trial.error_log})" if trial.error_log else ""
         print(f"trial {trial.trial_id} ({trial.recipe}, {trial.kv_ratio:.0%} KV) failed: {trial.error}{trace}")
+
+
+def comparison_table(rows: Sequence[comparison.Row]) -> Table:
+    """The rows of `comparison.compare`."""
+    table = Table(box=None, pad_edge=False)
+    for name in comparison.COLUMNS:
+        last = name == "trials"
+        table.add_column(name, justify="left" if last or name == "recipe" else "right", no_wrap=not last)
+    for row in rows:
+        table.add_row(*comparison.cells(row))
+    return table
+
+
+def print_comparison(rows: Sequence[comparison.Row]) -> None:
+    """Arms with their spread over seeds, if there are several seeds."""
+    if not comparison.several_seeds(rows):
+        return
+    out = console(140)
+    out.print("\nComparison:")
+    out.print(comparison_table(rows))
+    out.print(comparison.footnote(rows), markup=False)
 
 
 def promotion_table(candidates: Sequence[Mapping[str, Any]]) -> Table:

@@ -6,11 +6,12 @@ training steps; plans, pictures and reports are artifacts; checkpoints are recor
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,15 @@ from orchestrator.results import DONE, FAILED, KILLED, RUNNING, STOPPED
 ERROR_LENGTH = 4000
 PARAM_LENGTH = 500
 STATUS = {DONE: "FINISHED", STOPPED: "FINISHED", FAILED: "FAILED", KILLED: "KILLED", RUNNING: "RUNNING"}
+REFUSED = (
+    "INVALID_PARAMETER_VALUE",
+    "RESOURCE_DOES_NOT_EXIST",
+    "RESOURCE_ALREADY_EXISTS",
+    "BAD_REQUEST",
+    "INVALID_STATE",
+)
+"""Answers of a store that another try would get again."""
+SECRETS = "token|key|secret|passw|sig|credential|auth"
 METRICS = ("loss", "rise", "kl", "train_loss", "tokens", "tokens_per_second", "seconds")
 
 
@@ -27,16 +37,19 @@ class TrackingError(ValueError):
 
 
 def redact(text: str) -> str:
-    """Hide the password, or the whole user information, of every URI in a text."""
-    return re.sub(r"(\w[\w+.-]*://)[^/\s]+@", r"\1***@", text)
+    """Hide the user information of every URI in a text, and the values of parameters that are named like a secret."""
+    hidden = re.sub(r"(?<=://)[^/\s]+@", "***@", text)
+    return re.sub(rf"([?&;][\w.-]*(?:{SECRETS})[\w.-]*=)[^&;\s'\"]+", r"\1***", hidden, flags=re.IGNORECASE)
 
 
 def default_uri(storage: str | Path) -> str:
     return f"sqlite:///{Path(storage).absolute() / 'mlflow.db'}"
 
 
-def _client(uri: str) -> Any:
+def open_client(uri: str) -> Any:
+    """MLflow's client of a store; nothing is asked of the store yet."""
     os.environ.setdefault("MLFLOW_ENABLE_ASYNC_LOGGING", "false")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # which may hold a secret
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # an address that nobody serves must fail in seconds
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
@@ -61,7 +74,7 @@ class Tracker:
         """Connect, and create the experiment if it is new. Raises TrackingError if the store cannot be reached."""
         address = uri or default_uri(storage)
         try:
-            client = _client(address)
+            client = open_client(address)
             found = client.get_experiment_by_name(experiment)
             if found is not None and found.lifecycle_stage == "deleted":
                 client.restore_experiment(found.experiment_id)
@@ -89,7 +102,7 @@ class Tracker:
         if self._opened is None:
             if "***@" in self.uri:
                 self.uri = os.environ.get("MLFLOW_TRACKING_URI", self.uri)
-            self._opened = _client(self.uri)
+            self._opened = open_client(self.uri)
         return self._opened
 
     @property
@@ -115,16 +128,21 @@ class Tracker:
 
     def metrics(self, run_id: str, values: Mapping[str, Any], step: int = 0) -> None:
         """Log the numbers among `values` as one point of their series."""
+        self.series(run_id, [{**values, "step": step}])
+
+    def series(self, run_id: str, points: Sequence[Mapping[str, Any]], at: int | None = None) -> None:
+        """Log the numbers of many points at once, each at its own `step`; `at`: when, in ms since 1970 (None: now)."""
         from mlflow.entities import Metric
 
-        now = int(time.time() * 1000)
-        points = [
-            Metric(key, float(value), now, step)
-            for key, value in values.items()
-            if isinstance(value, (int, float)) and not isinstance(value, bool)
+        now = int(time.time() * 1000) if at is None else at
+        found = [
+            Metric(key, float(value), now, int(point["step"]))
+            for point in points
+            for key, value in point.items()
+            if key != "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
         ]
-        if points:
-            self.client.log_batch(run_id, metrics=points)
+        for start in range(0, len(found), 1000):  # a store takes no more at a time
+            self.client.log_batch(run_id, metrics=found[start : start + 1000])
 
     def tags(self, run_id: str, tags: Mapping[str, Any]) -> None:
         for key, value in tags.items():
@@ -150,32 +168,54 @@ class Tracker:
         )
         return list(found)
 
+    def find(self, parent: str, tags: Mapping[str, str]) -> str | None:
+        """The child run of `parent` with these tags, if there is one: a step that was cut off takes it up again."""
+        wanted = " and ".join(f"tags.`{k}` = '{v}'" for k, v in {"mlflow.parentRunId": parent, **tags}.items())
+        found = self.client.search_runs([self.experiment_id], wanted, max_results=1)
+        return found[0].info.run_id if found else None
+
+    def logged_steps(self, run_id: str, key: str) -> set[int]:
+        """The steps at which a run has a value of the metric `key`."""
+        return {int(point.step) for point in self.client.get_metric_history(run_id, key)}
+
     # ---- registry ---------------------------------------------------------------------------------------------
 
-    def register(
-        self, name: str, folder: str | Path, run_id: str, *, alias: str, tags: Mapping[str, Any], description: str
-    ) -> str:
-        """Register a checkpoint folder as a version of the model `name`, with an alias. Returns the version.
+    def register(self, name: str, folder: str | Path, run_id: str, *, tags: Mapping[str, Any], description: str) -> str:
+        """Register a checkpoint folder as a version of the model `name`, with its tags. Returns the version.
 
-        A folder that a run has already registered is not registered twice. Raises TrackingError if the store refuses:
+        A folder that the run has already registered is not registered twice. Raises TrackingError if the store refuses:
         a server takes object-store addresses or run artifacts, never a bare local folder.
         """
+        with self._registry(name):
+            if not self.client.search_registered_models(f"name = '{name}'"):
+                self.client.create_registered_model(name)
+            return self._version(name, str(folder), run_id, tags, description)
+
+    def holder(self, name: str, alias: str) -> str | None:
+        """The version that an alias points to; None if it points nowhere. Raises TrackingError."""
+        with self._registry(name):
+            found = self.client.get_registered_model(name).aliases.get(alias)
+        return None if found is None else str(found)
+
+    def point(self, name: str, alias: str, version: str) -> None:
+        """Let an alias point to a version, in one step: there is no moment without it. Raises TrackingError."""
+        with self._registry(name):
+            self.client.set_registered_model_alias(name, alias, version)
+
+    @contextlib.contextmanager
+    def _registry(self, name: str) -> Iterator[None]:
         from mlflow.exceptions import MlflowException
 
         try:
-            if not self.client.search_registered_models(f"name = '{name}'"):
-                self.client.create_registered_model(name)
-            version = self._version(name, str(folder), run_id, tags, description)
-            self.client.set_registered_model_alias(name, alias, version)
+            yield
         except MlflowException as error:
             raise TrackingError(
                 f"the registry at {self.address} refused {name}: {redact(str(error)).strip().splitlines()[0][:300]}"
             ) from None
-        return version
 
     def _version(self, name: str, folder: str, run_id: str, tags: Mapping[str, Any], description: str) -> str:
-        for known in self.client.search_model_versions(f"name = '{name}'"):
-            if known.run_id == run_id and known.tags.get("folder") == folder:
+        for known in self.client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'"):
+            if known.tags.get("folder") == folder:
                 return str(known.version)
         labels = {key: str(value) for key, value in tags.items()} | {"folder": folder}
         source = folder
@@ -184,6 +224,19 @@ class Tracker:
             source = f"{self.client.get_run(run_id).info.artifact_uri}/model"
         made = self.client.create_model_version(name, source, run_id=run_id, tags=labels, description=description)
         return str(made.version)
+
+
+def is_away(error: Exception) -> bool:
+    """Whether a store could not be reached or could not work, as against having refused."""
+    from mlflow.exceptions import MlflowException
+
+    if isinstance(error, MlflowException):
+        return error.error_code not in REFUSED
+    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in (
+        "requests",
+        "urllib3",
+        "sqlalchemy",
+    )
 
 
 def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from orchestrator.callbacks import last_error
+from orchestrator.candidates import Candidate
 from orchestrator.config import SearchConfig
 from orchestrator.folders import SearchFolder
-from orchestrator.results import TrialRecord
-from orchestrator.trial import TrialContext, prepare_process
+from orchestrator.results import TrialRecord, read_json
+from orchestrator.resuming import LOSSES, lost
+from orchestrator.trial import TrialContext, prepare_process, relaxation_spec
 from trainers.worker import TrainJob, run_training
 
 POLL_SECONDS = 10.0
@@ -46,19 +50,24 @@ class Training:
         saved = trial.last.get("checkpoint_path")
         start = trial.step if saved and Path(saved).is_dir() else 0
         target = folder.promoted / f"{trial.trial_id}-{total}"
+        candidate = Candidate.from_config(read_json(own / "recipe.json"))
+        # The steps of a relaxation count, but lie before the run that goes on
+        before = _relaxation_steps(context, candidate, own) if start else 0
+        model = Path(str(trial.last["relaxed_dir"])) if before else own / "converted"
         job = TrainJob(
-            model_dir=str(own / "converted"),
-            teacher_dir=context.model,
+            model_dir=str(model),
+            teacher_dir=context.teacher or context.model,
             train_file=context.train_file,
             eval_file=context.eval_file,
             out_dir=str(target / "trained"),
             storage_path=str(folder.train),
             run_name=f"promote-{trial.trial_id}-{total}",
-            milestones=milestones(start, total, config.promotion.evaluations),
-            settings=context.settings(trial.learning_rate),
-            start_step=start,
+            milestones=tuple(m - before for m in milestones(start, total, config.promotion.evaluations)),
+            settings=context.settings(candidate.recipe, trial.learning_rate),
+            start_step=start - before,
+            schedule_offset=before,
             resume_from=saved if start else None,
-            seed=context.seed,
+            seed=candidate.seed,
         )
         return cls(trial.trial_id, label, total, target / "trained", start, trial.loss, kl, job)
 
@@ -69,10 +78,22 @@ class Training:
 
     def reports(self) -> list[dict[str, Any]]:
         """The milestones so far, each step once."""
-        if self.job is None or not self.log.exists():
-            return []
-        lines = [json.loads(line) for line in self.log.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-        return list({line["step"]: line for line in lines}.values())
+        return [] if self.job is None else read_milestones(self.log)
+
+
+def read_milestones(log: Path) -> list[dict[str, Any]]:
+    """The reports in a file of `milestone_log`, each step once."""
+    if not log.exists():
+        return []
+    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    return list({line["step"]: line for line in lines}.values())
+
+
+def _relaxation_steps(context: TrialContext, candidate: Candidate, folder: Path) -> int:
+    steps = context.relaxation_steps(candidate.recipe)
+    if not steps:
+        return 0
+    return relaxation_spec(candidate.recipe, (folder / "plan.json").read_text(encoding="utf-8"), steps).total_steps
 
 
 def milestones(start: int, total: int, evaluations: int) -> tuple[int, ...]:
@@ -81,10 +102,14 @@ def milestones(start: int, total: int, evaluations: int) -> tuple[int, ...]:
     return tuple(sorted({start + round(span * (i + 1) / evaluations) for i in range(evaluations)} - {start}))
 
 
-def run_all(trainings: Sequence[Training], parallel: int, config: SearchConfig, done: Done) -> None:
+def run_all(
+    trainings: Sequence[Training], parallel: int, config: SearchConfig, done: Done, groups: str | None = None
+) -> None:
     """Run the trainings, at most `parallel` at a time; `done(training, metrics or None, error)` after each.
 
-    `metrics` has loss, kl and folder (of the trained checkpoint). One that fails does not end the others.
+    On standing groups of the pool `groups`; None: each on workers of its own. `metrics` has loss, kl and folder (of the
+    trained checkpoint). One that fails does not end the others; one that loses its machines goes on from its last
+    checkpoint.
     """
     import ray
 
@@ -92,14 +117,15 @@ def run_all(trainings: Sequence[Training], parallel: int, config: SearchConfig, 
         done(training, {"loss": training.loss, "kl": training.kl, "folder": str(training.folder)}, None)
     waiting = [t for t in trainings if t.job is not None]
     own = config.resources
-    task = ray.remote(num_cpus=own.driver_cpus, max_retries=0)(_train)
+    task: Any = ray.remote(num_cpus=own.driver_cpus, max_retries=0)(_train)
     running: dict[Any, Training] = {}
+    losses: Counter[str] = Counter()
     while waiting or running:
         while waiting and len(running) < parallel:
             training = waiting.pop(0)
             assert training.job is not None
             training.log.parent.mkdir(parents=True, exist_ok=True)
-            running[task.remote(training.job.to_json(), str(training.log))] = training
+            running[task.remote(training.job.to_json(), str(training.log), groups)] = training
             print(f"promotion: {training.label} goes on from step {training.start} to {training.total}", flush=True)
         finished, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)
         for reference in finished:
@@ -111,6 +137,11 @@ def run_all(trainings: Sequence[Training], parallel: int, config: SearchConfig, 
                 )
             except Exception as failure:
                 metrics, error = None, _reason(failure)
+                losses[training.trial_id] += 1
+                if lost(failure) and losses[training.trial_id] <= LOSSES:
+                    print(f"promotion: {training.label} has lost its machines and starts again: {error}", flush=True)
+                    waiting.append(training)
+                    continue
                 print(f"promotion: {training.label} failed: {error}", flush=True)
             done(training, metrics, error)
 
@@ -120,20 +151,32 @@ def _reason(failure: Exception) -> str:
     return last_error(f"{type(failure).__name__}: {failure}")
 
 
-def _train(job: str, log: str) -> dict[str, Any]:
+def _train(job: str, log: str, groups: str | None = None) -> dict[str, Any]:
     """A Ray task: carry out a job, writing its milestones to `log`."""
+    from orchestrator.groups import PoolGone, train_in_group
+
     prepare_process()
-    parsed = TrainJob.from_json(job)
-    outcome = run_training(parsed, callbacks=[_milestone_log(log)])
-    return {"loss": outcome.metrics["loss"], "kl": outcome.metrics.get("kl"), "folder": parsed.out_dir}
+    parsed, outcome = TrainJob.from_json(job), None
+    if groups is not None:
+        with contextlib.suppress(PoolGone):
+            outcome = train_in_group(groups, parsed, lambda report: append_milestone(log, report))
+    if outcome is None:
+        outcome = run_training(parsed, callbacks=[milestone_log(log)])
+    told = {key: outcome.metrics.get(key) for key in ("loss", "kl", "data_position")}
+    return {**told, "folder": parsed.out_dir}
 
 
-def _milestone_log(path: str) -> Any:
+def append_milestone(path: str, report: dict[str, Any]) -> None:
+    with Path(path).open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(report) + "\n")
+
+
+def milestone_log(path: str) -> Any:
+    """A callback of Ray Train's that appends each report to a file, one JSON object a line."""
     from ray.train import UserCallback
 
     class MilestoneLog(UserCallback):
         def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
-            with Path(path).open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(metrics[0]) + "\n")
+            append_milestone(path, metrics[0])
 
     return MilestoneLog()

@@ -5,7 +5,8 @@ Runs in a process of Ray Tune's with little CPU of its own; the workers that it 
 
 from __future__ import annotations
 
-import os
+import logging
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +16,8 @@ from ray import tune
 from ray.tune.integration.ray_train import TuneReportCallback
 
 from orchestrator.candidates import Candidate
-from orchestrator.results import write_json
+from orchestrator.cluster import ray_train_intervals
+from orchestrator.results import read_json, write_json
 from orchestrator.schedulers.halving import rung_resource
 from trainers.settings import TrainSettings
 
@@ -24,6 +26,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from attention.calibration import Calibration
+    from attention.plan import AttentionPlan
+    from orchestrator.distances import SearchPhase
+    from search_spaces.context import PlanningContext
+    from search_spaces.recipe import Recipe
+    from trainers.evaluation import Remembering
+    from trainers.job import TrainJob
+    from trainers.relaxations.stage import RelaxationSpec
+
+logger = logging.getLogger(__name__)
 
 KEEP_BELOW = 500_000_000
 """Parameters up to which the untouched model stays in a trial's process, for the next trial there."""
@@ -44,16 +55,32 @@ class TrialContext:
     reduction_factor: float
     train: dict[str, Any]
     base_loss: float
-    seed: int
     device: str = "cpu"
+    teacher: str | None = None
+    groups: str | None = None  # the pool of standing groups; None: every training starts workers of its own
+
+    def search_phase(self, candidate: Candidate) -> SearchPhase | None:
+        """DHA's search phase that a candidate's plan rests on; None if it needs none."""
+        from orchestrator.distances import SearchPhase
+
+        settings = TrainSettings.model_validate(self.train)
+        return SearchPhase.of(candidate.recipe, self.model, self.train_file, settings, candidate.seed)
 
     @property
     def shared(self) -> tuple[str, str, str, str, str, str]:
-        """What trials in one process have in common, see `_shared`."""
+        """What trials in one process have in common, see `shared_parts`."""
         return (self.model, self.dtype, self.device, self.calibration_file, self.calibration_cache, self.eval_file)
 
-    def settings(self, learning_rate: float) -> TrainSettings:
-        return TrainSettings.model_validate(self.train | {"learning_rate": learning_rate})
+    def settings(self, recipe: Recipe, learning_rate: float) -> TrainSettings:
+        """How a recipe is trained: the search's settings with what the recipe's recovery changes."""
+        return TrainSettings.model_validate(self.train | recipe.training | {"learning_rate": learning_rate})
+
+    def relaxation_steps(self, recipe: Recipe) -> int:
+        """Training steps of a trial that its relaxation takes, of those up to the last rung; 0 without one."""
+        if recipe.relaxation == "none" or len(self.rungs) == 1:
+            return 0
+        total = self.rungs[-1]
+        return min(total - 1, max(1, round(recipe.knobs("relaxation")["fraction"] * total)))
 
     def at_rung(self, step: int) -> dict[str, Any]:
         """What ASHA needs to know of a report at `step`."""
@@ -61,20 +88,41 @@ class TrialContext:
         return {"rung": rung, "resource": rung_resource(rung, self.reduction_factor)}
 
 
-class ReportRungs(TuneReportCallback):
-    """Hands each milestone of the Ray Train run to Tune, with the trial's own facts (budget, bytes, rung) added.
+class ReportRungs:
+    """Turns a milestone's report into what Tune is told: the trial's own facts (budget, bytes, rung) are added.
 
-    Searcher and scheduler look at single reports, so each must be complete.
+    Searcher and scheduler look at single reports, so each must be complete, and each rung is told once. `before`: steps
+    of the relaxation, which the run does not count and a trial does.
     """
 
-    def __init__(self, context: TrialContext, facts: dict[str, Any]) -> None:
+    def __init__(self, context: TrialContext, facts: dict[str, Any], before: int = 0) -> None:
+        self._context, self._facts, self._before, self._told = context, facts, before, set[int]()
+
+    def complete(self, metrics: dict[str, Any]) -> dict[str, Any] | None:
+        """The report for Tune; None if it has been told."""
+        first = metrics | {"step": metrics["step"] + self._before}
+        if first["step"] in self._told:
+            return None
+        self._told.add(first["step"])
+        added = self._context.at_rung(first["step"]) | {"rise": first["loss"] - self._context.base_loss}
+        return {**self._facts, **first, **added}
+
+    def tell(self, metrics: dict[str, Any]) -> None:
+        """From the trial's own process. Ends it, by SystemExit, if Tune stops the trial here."""
+        if (report := self.complete(metrics)) is not None:
+            tune.report(report)
+
+
+class ForwardRungs(TuneReportCallback):
+    """The same from the process of a Ray Train run of this trial alone."""
+
+    def __init__(self, rungs: ReportRungs) -> None:
         super().__init__()
-        self._context, self._facts = context, facts
+        self._rungs = rungs
 
     def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
-        first = metrics[0]
-        added = self._context.at_rung(first["step"]) | {"rise": first["loss"] - self._context.base_loss}
-        super().after_report(run_context, [{**self._facts, **first, **added}], checkpoint)
+        if (report := self._rungs.complete(metrics[0])) is not None:
+            super().after_report(run_context, [report], None)
 
 
 def run_trial(config: dict[str, Any], context: TrialContext) -> None:
@@ -82,21 +130,49 @@ def run_trial(config: dict[str, Any], context: TrialContext) -> None:
     prepare_process()
     trial_id = tune.get_context().get_trial_id()
     folder = Path(context.folder) / "trials" / str(trial_id)
-    facts = _untrained(config, context, folder)
+    facts = known_facts(config, folder)
+    if facts is None:
+        facts = _untrained(config, context, folder)
+        if math.isfinite(facts["loss"]):
+            write_json(folder / "facts.json", facts)
     tune.report(facts | context.at_rung(0))
-    if len(context.rungs) > 1:
-        from trainers.worker import run_training
-
+    if len(context.rungs) > 1 and not config.get("probe"):
         job = training_job(context, folder, config, str(trial_id))
-        run_training(job, callbacks=[ReportRungs(context, {k: v for k, v in facts.items() if k != "phases"})])
+        before = job.relaxation.total_steps if job.relaxation else 0
+        told = {k: v for k, v in facts.items() if k != "phases"}
+        carry_out(job, ReportRungs(context, told, before), context.groups)
+
+
+def known_facts(config: dict[str, Any], folder: Path) -> dict[str, Any] | None:
+    """What rung 0 of this very trial came to, if it was here before: one that was paused, or whose process had died."""
+    from attention import checkpoint
+
+    file, recipe = folder / "facts.json", folder / "recipe.json"
+    if not file.is_file() or read_json(recipe) != Candidate.from_config(config).config():
+        return None
+    if not config.get("probe") and not checkpoint.intact(folder / "converted"):
+        return None  # damaged since: it is made anew
+    return read_json(file)
+
+
+def carry_out(job: TrainJob, rungs: ReportRungs, groups: str | None) -> None:
+    """On a standing group; on workers of its own if there are none, or no longer."""
+    from orchestrator.groups import PoolGone, train_in_group
+    from trainers.worker import run_training
+
+    if groups is not None:
+        try:
+            train_in_group(groups, job, rungs.tell)
+            return
+        except PoolGone as error:
+            logger.warning("%s; the trial goes on with workers of its own", error)
+    run_training(job, callbacks=[ForwardRungs(rungs)])
 
 
 def prepare_process() -> None:
     from transformers.utils import logging as transformers_logging
 
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")
-    # A node that is being added takes minutes; the default of one minute would fail the trial that waits for it.
-    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "1800")
+    ray_train_intervals(look_seconds=0.1)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 
@@ -104,69 +180,124 @@ def prepare_process() -> None:
 def _untrained(config: dict[str, Any], context: TrialContext, folder: Path) -> dict[str, Any]:
     """Plan, convert, save and measure; the report of rung 0."""
     from attention import checkpoint
-    from orchestrator import models
-    from orchestrator.convert import plan_and_convert
+    from attention.plan import AttentionPlan
+    from orchestrator import distances, models
+    from orchestrator.convert import plan_and_convert, planning_context, relaxation_start
 
     phases = models.Phases()
     candidate = Candidate.from_config(config)
     recipe, kv_ratio = candidate.recipe, candidate.kv_ratio
     with phases("load"):
-        shared = _shared(*context.shared)
-    base, calibration, calibration_tokens, held_out = shared
-    converted, plan = plan_and_convert(recipe, kv_ratio, base, calibration, calibration_tokens, context.seed, phases)
+        shared = shared_parts(*context.shared)
+    base, calibration, calibration_tokens, held_out, teacher = shared
+    phase = context.search_phase(candidate)
+    found = distances.read(phase.file(context.calibration_cache)) if phase else None
+    planning = planning_context(base, calibration, calibration_tokens, context.calibration_cache, found)
+    given = None if candidate.plan is None else AttentionPlan.from_json(candidate.plan)
+    converted, plan = plan_and_convert(recipe, kv_ratio, planning, candidate.seed, phases, given)
     write_json(folder / "recipe.json", candidate.config())
     (folder / "plan.json").write_text(plan.to_json() + "\n", encoding="utf-8")
     with phases("evaluate"):
-        scored = models.score(converted, held_out, base)
-    with phases("save"):
-        record = {"recipe": recipe.to_dict(), "seed": context.seed}
-        checkpoint.save(converted, folder / "converted", models.load_tokenizer(context.model), record=record)
+        scored = models.score(converted, held_out, teacher)
+        # What a searcher decides by is measured on other tokens than what the search is judged by.
+        own = {} if given is None else {"calibration_loss": models.score(converted, calibration_tokens).loss}
+    if not candidate.probe:
+        with phases("save"):
+            record = {"recipe": recipe.to_dict(), "seed": candidate.seed}
+            tokenizer = models.load_tokenizer(context.model)
+            checkpoint.save(converted, folder / "converted", tokenizer, record=record)
+            if context.relaxation_steps(recipe):
+                checkpoint.save(relaxation_start(recipe, base, plan, calibration), folder / "start", tokenizer)
+    with phases("similarity"):
+        similarity = _similarity(context, planning, plan)
     measured = models.cache_facts(converted)
     if models.parameters(base) > KEEP_BELOW:
-        _shared.cache_clear()
+        shared_parts.cache_clear()
     return {
         **measured,
         "actual_kv_ratio": measured["kv_ratio"],
         "plan_digest": plan.digest,
+        "similarity": similarity,
         "loss": scored.loss,
         "rise": scored.loss - context.base_loss,
         "kl": scored.kl,
+        **own,
         "step": 0,
         "tokens": 0,
-        "seed": context.seed,
+        "seed": candidate.seed,
         "phases": dict(phases),
         "seconds": sum(phases.values()),
     }
 
 
+def _similarity(context: TrialContext, planning: PlanningContext, plan: AttentionPlan) -> dict[str, Any] | None:
+    """How alike the heads are that the plan lets share. The pairs of the untouched model are kept for later trials."""
+    from search_spaces.similarity.sharing import sharing_similarity, similarity_pairs
+
+    calibration = planning.calibration
+    if calibration is None or not all(layer.inputs.numel() for layer in calibration.layers):
+        return None
+    if context.shared not in _PAIRS:
+        _PAIRS.clear()
+        _PAIRS[context.shared] = similarity_pairs(planning.heads, calibration.layers, planning.geometry)
+    return sharing_similarity(_PAIRS[context.shared], plan, planning.geometry.kv_map)
+
+
+_PAIRS: dict[tuple[str, ...], Any] = {}
+"""Pair similarities of the untouched model that this process's trials start from, by `TrialContext.shared`."""
+
+
 @lru_cache(maxsize=1)
-def _shared(
+def shared_parts(
     model: str, dtype: str, device: str, calibration_file: str, calibration_cache: str, eval_file: str
-) -> tuple[PreTrainedModel, Calibration, Tensor, Tensor]:
-    """Untouched model, its statistics, calibration tokens, held-out tokens: read once a process, trials reuse it."""
+) -> tuple[PreTrainedModel, Calibration, Tensor, Tensor, Remembering]:
+    """Untouched model, its statistics, calibration tokens, held-out tokens, and the model as a teacher that knows what
+    it said of them: read once a process, trials reuse it."""
     from attention.calibration import cached_calibration
     from orchestrator import models
     from trainers.data import read_sequences
+    from trainers.evaluation import Remembering
 
     base = models.load_model(model, dtype, device)
     tokens = read_sequences(calibration_file)
     calibration = cached_calibration(base, tokens, calibration_cache)
-    return base, calibration, tokens, read_sequences(eval_file)
+    return base, calibration, tokens, read_sequences(eval_file), Remembering(base)
 
 
-def training_job(context: TrialContext, folder: Path, config: dict[str, Any], trial_id: str) -> Any:
-    """The brief fine-tuning of a trial: from its converted checkpoint through the rungs above 0."""
+def training_job(context: TrialContext, folder: Path, config: dict[str, Any], trial_id: str) -> TrainJob:
+    """The brief fine-tuning of a trial: from its converted checkpoint through the rungs above 0.
+
+    With a relaxation it starts from the unfused heads, and the rungs that lie within the relaxation are left out: until
+    it has collapsed there is no model to measure.
+    """
     from trainers.worker import TrainJob
 
+    candidate = Candidate.from_config(config)
+    recipe, steps = candidate.recipe, context.relaxation_steps(candidate.recipe)
+    spec = relaxation_spec(recipe, (folder / "plan.json").read_text(encoding="utf-8"), steps) if steps else None
+    before = spec.total_steps if spec else 0
     return TrainJob(
-        model_dir=str(folder / "converted"),
-        teacher_dir=context.model,
+        model_dir=str(folder / ("start" if spec else "converted")),
+        teacher_dir=context.teacher or context.model,
         train_file=context.train_file,
         eval_file=context.eval_file,
         out_dir=str(folder / "trained"),
         storage_path=str(Path(context.folder) / "train"),
         run_name=trial_id,
-        milestones=context.rungs[1:],
-        settings=context.settings(float(config["learning_rate"])),
-        seed=context.seed,
+        milestones=tuple(rung - before for rung in context.rungs[1:] if rung > before),
+        settings=context.settings(recipe, candidate.learning_rate),
+        seed=candidate.seed,
+        relaxation=spec,
     )
+
+
+def relaxation_spec(recipe: Recipe, plan: str, steps: int) -> RelaxationSpec:
+    """The relaxation of a recipe towards `plan` (JSON) in at most `steps` steps, shared evenly by its stages."""
+    from attention.plan import AttentionPlan
+    from search_spaces.planning import relaxed_stages
+    from search_spaces.relaxation import OWN
+    from trainers.relaxations.stage import RelaxationSpec
+
+    plans = relaxed_stages(recipe, AttentionPlan.from_json(plan))
+    knobs = {name: value for name, value in recipe.knobs("relaxation").items() if name not in OWN}
+    return RelaxationSpec(recipe.relaxation, tuple(p.to_json() for p in plans), max(1, steps // len(plans)), knobs)

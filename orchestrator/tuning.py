@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from dataclasses import replace
 from typing import Any
 
-from orchestrator import results
-from orchestrator.callbacks import SearchLog
+from orchestrator.callbacks import SearchLog, last_error
+from orchestrator.cluster import Demand, Room
 from orchestrator.config import SearchConfig
 from orchestrator.folders import SearchFolder
-from orchestrator.results import load_trials
-from orchestrator.schedulers import BudgetHalving
-from orchestrator.searchers import SEARCHERS
+from orchestrator.history import History, Journal, JournalError, unwritable
+from orchestrator.resuming import JournaledScheduler, JournaledSearch, disk_failed, replay, settle
+from orchestrator.schedulers import RungProblem, RungScheduler, SlotSearcher, make_scheduler
+from orchestrator.searchers import make_searcher, trials_of
+from orchestrator.similarities import Similarities
 from orchestrator.tracking import Tracker
 from orchestrator.trial import TrialContext, run_trial
 from orchestrator.validate import Prepared
@@ -31,60 +35,101 @@ def run_trials(
 ) -> None:
     """Run the trials, or go on with those of an interrupted search. The results lie in the folder's `trials.json`.
 
-    Ctrl-C stops Tune in an orderly way: its state is saved and the open trials are marked as killed.
+    Ctrl-C stops Tune in an orderly way: the open trials are marked as killed. Raises JournalError when the journal can
+    no longer be written, as on a full disk; everything up to then is kept.
     """
-    records = load_trials(folder.trials_file)
-    if len(records) == prepared.problem.total and all(r.status in (results.DONE, results.STOPPED) for r in records):
+    journal = Journal(folder.journal)
+    history = History(journal.events())
+    database = str(folder.root / "optuna.journal")
+    problem = replace(prepared.problem, similarities=similarities_of(context), database=database)
+    searcher = make_searcher(config.search.searcher, problem)
+    expected, rungs = trials_of(searcher, problem), len(context.rungs)
+    log = SearchLog(folder.trials_file, tracker, parent_run, expected, rungs, context.base_loss)
+    log.waits = history.paused.__contains__
+    scheduler = scheduler_of(config, expected)
+    scheduler.slots.capacity = Room(Demand.of(config), config.resources.max_concurrent).trials
+    settle(journal, history, rungs)
+    log.reconcile(history)
+    if len(history.configs) == expected and not history.open:
         return  # resumed, and only the promotion is left to do
-    _quiet()
+    replay(history, searcher, scheduler)
+    decided = JournaledScheduler(scheduler, journal, history)
+    search = JournaledSearch(SlotSearcher(searcher, scheduler.slots), decided, journal, history)
+    _quiet(parallel)
+    tuner = _tuner(config, context, folder, search, decided, log)
+    try:
+        tuner.fit()
+    except Exception as error:
+        if journal.failed is None and not disk_failed(error):
+            raise
+        journal.failed = journal.failed or f"{folder.root}: {unwritable(last_error(str(error)))}"
+    if journal.failed is not None:
+        with contextlib.suppress(OSError):
+            log.on_experiment_end([])
+        raise JournalError(journal.failed)
+
+
+def _tuner(
+    config: SearchConfig,
+    context: TrialContext,
+    folder: SearchFolder,
+    search: JournaledSearch,
+    scheduler: JournaledScheduler,
+    log: SearchLog,
+) -> Any:
+    """Tune's `Tuner` over `run_trial`, with all decisions and records our own."""
     from ray import tune
 
     needed = {"CPU": config.resources.driver_cpus}
     if config.resources.driver_gpus:
         needed["GPU"] = config.resources.driver_gpus
-    trainable = tune.with_resources(tune.with_parameters(run_trial, context=context), needed)
-    state = folder.tune / NAME
-    if tune.Tuner.can_restore(str(state)):
-        # Trials that were running or had failed start afresh; their Ray Train runs resume from their own checkpoints.
-        tuner = tune.Tuner.restore(
-            str(state), trainable=trainable, resume_unfinished=True, restart_errored=True, resume_errored=False
-        )
-        tuner.fit()
-        return
-    log = SearchLog(
-        folder.trials_file, tracker, parent_run, prepared.problem.total, len(context.rungs), context.base_loss
-    )
-    tuner = tune.Tuner(
-        trainable,
+    return tune.Tuner(
+        tune.with_resources(tune.with_parameters(run_trial, context=context), needed),
         tune_config=tune.TuneConfig(
-            search_alg=SEARCHERS.get(config.search.searcher)(prepared.problem),
-            scheduler=BudgetHalving(len(context.rungs), context.reduction_factor, (config.search.baseline,)),
-            num_samples=prepared.problem.total,
-            max_concurrent_trials=parallel,
-            # A process that has loaded torch and the untouched model takes the next trial: seconds saved each time.
-            reuse_actors=True,
+            search_alg=search,
+            scheduler=scheduler,
+            num_samples=log.expected,
+            reuse_actors=not stops_in_training(config),
             trial_name_creator=_name,
             trial_dirname_creator=_name,
         ),
-        run_config=tune.RunConfig(
-            name=NAME,
-            storage_path=str(folder.tune),
-            callbacks=[log],
-            failure_config=tune.FailureConfig(max_failures=0),
-            verbose=0,
-        ),
+        run_config=tune.RunConfig(name=NAME, storage_path=str(folder.tune), callbacks=[log], verbose=0),
     )
-    tuner.fit()
+
+
+def stops_in_training(config: SearchConfig) -> bool:
+    """Whether a trial may be stopped while its workers train.
+
+    A process that has loaded torch and the untouched model takes the next trial: seconds saved each time. But one whose
+    trial was stopped in the middle still waits for the workers; Tune gives it two seconds to end, then drops the *next*
+    trial without a word to searcher, scheduler or log [ray 2.60]. Such a process must go with its trial.
+    """
+    return config.rungs.stop and len(config.rungs.steps) > 2
+
+
+def scheduler_of(config: SearchConfig, expected: int) -> RungScheduler:
+    """What decides at the rungs. Raises ValueError for a name or settings that there are not."""
+    own = config.rungs
+    problem = RungProblem(len(own.steps), own.reduction_factor, (config.search.baseline,), trials=expected)
+    return make_scheduler(own.scheduler if own.stop else "none", problem, own.settings if own.stop else None)
+
+
+def similarities_of(context: TrialContext) -> Similarities:
+    """Where a searcher finds the heads and statistics that the trials use."""
+    return Similarities(
+        context.model, context.dtype, context.device, context.calibration_file, context.calibration_cache
+    )
 
 
 def _name(trial: Any) -> str:
     return str(trial.trial_id)
 
 
-def _quiet() -> None:
-    """Our own log and progress line replace Tune's; its state is saved often enough to be resumed."""
+def _quiet(parallel: int) -> None:
+    """Our own log and progress line replace Tune's, our journal its snapshots."""
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
-    os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "5")
+    os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "3600")
+    os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(parallel)  # nodes that are to be added are asked for at once
     os.environ.setdefault("TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S", "0")
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
     # Errors of trials are told once, at the end, with the place of their trace.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from attention.geometry import HeadGeometry
 from orchestrator import models
-from orchestrator.candidates import candidate_space, named_candidates
+from orchestrator.candidates import candidate_space, named_candidates, searcher_settings
+from orchestrator.cluster import Demand, concurrency
 from orchestrator.config import ConfigError, SearchConfig
 from orchestrator.folders import check_writable, storage_path
-from orchestrator.searchers import SEARCHERS, SearchProblem
+from orchestrator.schedulers import SCHEDULERS
+from orchestrator.searchers import SearchProblem, make_searcher
 from trainers.data import DataError, sequence_file
 
 
@@ -34,28 +37,70 @@ def validate_search(config: SearchConfig) -> Prepared:
     """
     length = config.data.sequence_length
     geometry = models.geometry_of(config.model.path)
-    if length > geometry.max_positions:
-        raise ConfigError(
-            f"data.sequence_length: got {length}, but {config.model.path!r} takes at most {geometry.max_positions} "
-            "positions; choose a shorter one"
-        )
+    _check_length(length, config.model.path, geometry)
+    if config.model.teacher:
+        teacher = models.geometry_of(config.model.teacher, key="model.teacher")
+        _check_length(length, config.model.teacher, teacher)
+        if teacher.vocab_size != geometry.vocab_size:
+            raise ConfigError(
+                f"model.teacher: {config.model.teacher!r} has {teacher.vocab_size} tokens in its vocabulary, the model "
+                f"{geometry.vocab_size}; distillation compares their logits, so they must be the same"
+            )
     named = named_candidates(config, geometry)
     space = candidate_space(config, geometry)
-    problem = SearchProblem(space, named, config.search.samples, config.search.seed)
+    own = searcher_settings(config)
+    problem = SearchProblem(space, named, config.search.samples, config.search.seed, own, tuple(config.seeds))
     check_searcher(config, problem)
+    check_scheduler(config)
+    check_machine(config)
     storage = storage_path(config.storage)
     check_writable(storage)
     files = token_files(config, storage / "cache")
     return Prepared(geometry, problem, files["train"], files["eval"], files["calibration"], storage / "cache")
 
 
+def check_scheduler(config: SearchConfig) -> None:
+    """Raises ConfigError for a scheduler that does not exist, and for settings that it does not have."""
+    own = config.rungs
+    try:
+        SCHEDULERS.get(own.scheduler).settings(own.settings)
+    except ValueError as error:
+        key = "settings" if own.scheduler in SCHEDULERS.names() else "scheduler"
+        raise ConfigError(f"rungs.{key}: {error}") from None
+
+
+def _check_length(length: int, path: str, geometry: HeadGeometry) -> None:
+    if length > geometry.max_positions:
+        raise ConfigError(
+            f"data.sequence_length: got {length}, but {path!r} takes at most {geometry.max_positions} positions; "
+            "choose a shorter one"
+        )
+
+
+def local_resources() -> dict[str, float]:
+    """What a Ray that is started on this machine alone will have."""
+    import torch
+    from ray._private.utils import get_num_cpus
+
+    return {"CPU": float(get_num_cpus()), "GPU": float(torch.cuda.device_count())}
+
+
+def check_machine(config: SearchConfig) -> None:
+    """Where Ray will be started on this machine alone: whether a trial fits it. Raises ConfigError before it is."""
+    import ray
+
+    if not ray.is_initialized() and not os.environ.get("RAY_ADDRESS"):
+        concurrency(local_resources(), Demand.of(config), config.resources.max_concurrent)
+
+
 def check_searcher(config: SearchConfig, problem: SearchProblem) -> None:
     """Build the searcher once: it says itself what it cannot do."""
     try:
-        SEARCHERS.get(config.search.searcher)(problem)
+        make_searcher(config.search.searcher, problem)
     except ValueError as error:
         message = str(error)
-        raise ConfigError(message if message.startswith("search.") else f"search.searcher: {message}") from None
+        place = "search.settings: searcher.*" if " has no setting " in message else "search.searcher"
+        raise ConfigError(message if message.startswith("search.") else f"{place}: {message}") from None
 
 
 def token_files(config: SearchConfig, cache: Path) -> dict[str, Path]:

@@ -9,45 +9,92 @@ programme applies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import combinations
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations, groupby
+from math import comb
+from typing import Any, Protocol
 
 import numpy as np
 
 from search_spaces.partitions import Partition
 
 Members = tuple[int, ...]
+REMEMBERED = 1 << 17  # groups: some 30 MB
 
 
 class Objective(Protocol):
-    """A score of whole partitions, higher is better."""
+    """A score of whole partitions, higher is better: of the layer's output, of the whole model, or an additive cost.
+
+    `scores` gives the same numbers as `score` one by one, in less time where partitions have groups in common.
+    """
 
     def score(self, partition: Partition) -> float: ...
+
+    def scores(self, partitions: Sequence[Partition]) -> list[float]: ...
 
 
 class GroupCost:
     """An additive objective from `cost(members) -> float`, lower is better; each group is computed once.
 
-    `many(list of members of one size) -> array` computes a batch at once where that is faster.
+    `many(list of members of one size) -> array` computes a batch at once where that is faster. `remembered` groups are
+    kept at most, the latest; `priced` counts those computed so far. `programmes`: what exact grouping has worked out,
+    for the next number of groups. `effort`: multiply-adds to price one group of a size, where that is worth a thought.
     """
 
     def __init__(
         self,
         cost: Callable[[Members], float],
         many: Callable[[Sequence[Members]], np.ndarray] | None = None,
+        remembered: int = REMEMBERED,
+        effort: Callable[[int], float] | None = None,
     ) -> None:
-        self._cost, self._many = cost, many
+        self._cost, self._many, self.remembered, self._effort = cost, many, remembered, effort
         self._known: dict[Members, float] = {}
+        self._table: np.ndarray | None = None
+        self.programmes: dict[Any, Any] = {}
+        self.priced = 0
+
+    def effort(self, num_heads: int, sizes: Iterable[int]) -> float:
+        """Multiply-adds to price every group of these sizes; 0 if nobody has said what one takes."""
+        if self._effort is None:
+            return 0.0
+        return sum(comb(num_heads, size) * self._effort(size) for size in sizes)
 
     def cost(self, members: Members) -> float:
         """Cost of one group. `members` ascend."""
         if members not in self._known:
-            self._known[members] = float(self._cost(members))
+            self._remember((members,), (float(self._cost(members)),))
         return self._known[members]
+
+    def costs(self, groups: Iterable[Members]) -> list[float]:
+        """Costs of many groups, those of one size in one batch where `many` is there."""
+        groups = list(groups)
+        missing = sorted({group for group in groups if group not in self._known}, key=lambda g: (len(g), g))
+        found = dict(zip(groups, (self._known.get(group) for group in groups), strict=True))
+        for _, some in groupby(missing, len):
+            batch = list(some)
+            values = self._many(batch) if self._many else [self._cost(group) for group in batch]
+            found |= zip(batch, map(float, values), strict=True)
+            self._remember(batch, [found[group] for group in batch])  # type: ignore[misc]
+        return [found[group] for group in groups]  # type: ignore[misc]
+
+    def _remember(self, groups: Sequence[Members], costs: Sequence[float]) -> None:
+        self.priced += len(groups)
+        self._known.update(zip(groups, costs, strict=True))
+        while len(self._known) > max(self.remembered, 1):
+            del self._known[next(iter(self._known))]
+
+    def afresh(self) -> GroupCost:
+        """The same cost, with a count of its own of what is priced: how far a search gets must not depend on others."""
+        return GroupCost(self.cost, self._many, effort=self._effort)
 
     def score(self, partition: Partition) -> float:
         return -sum(self.cost(group) for group in partition)
+
+    def scores(self, partitions: Sequence[Partition]) -> list[float]:
+        costs = dict.fromkeys(group for partition in partitions for group in partition)
+        costs = dict(zip(costs, self.costs(costs), strict=True))
+        return [-sum(costs[group] for group in partition) for partition in partitions]
 
     def swap_change(self, first: Members, second: Members, a: int, b: int) -> float:
         """By how much the total cost rises if `a` of `first` and `b` of `second` change places."""
@@ -55,13 +102,21 @@ class GroupCost:
         return sum(self.cost(group) for group in new) - self.cost(first) - self.cost(second)
 
     def table(self, num_heads: int, sizes: Sequence[int] | None = None) -> np.ndarray:
-        """Costs of all subsets `[2^n]` by bit mask; subsets whose size is not in `sizes` are left at infinity."""
-        table = np.full(1 << num_heads, np.inf)
-        for size in sorted(set(sizes or range(1, num_heads + 1))):
-            groups = list(combinations(range(num_heads), size))
-            values = self._many(groups) if self._many else np.array([self.cost(group) for group in groups])
-            table[[sum(1 << h for h in group) for group in groups]] = values
-        return table
+        """Costs of all subsets `[2^n]` by bit mask; subsets whose size is not in `sizes` are left at infinity.
+
+        Kept, so that a table of more sizes costs only those that are new.
+        """
+        wanted = np.zeros(num_heads + 1, dtype=bool)
+        wanted[list(sizes if sizes is not None else range(1, num_heads + 1))] = True
+        if self._table is None or len(self._table) != 1 << num_heads:
+            self._table = np.full(1 << num_heads, np.nan)
+        for size in np.flatnonzero(wanted):
+            groups = list(combinations(range(num_heads), int(size)))
+            masks = np.array([sum(1 << h for h in group) for group in groups])
+            if np.isnan(self._table[masks[0]]):
+                self._table[masks] = self.costs(groups)
+        count = np.bitwise_count(np.arange(1 << num_heads, dtype=np.uint32))
+        return np.where(wanted[count], self._table, np.inf)
 
 
 class PairCost(GroupCost):
@@ -86,6 +141,9 @@ class PairCost(GroupCost):
         similarity = np.asarray(similarity, dtype=np.float64)
         off = similarity[~np.eye(len(similarity), dtype=bool)]
         return cls((off.max() if off.size else 0.0) - similarity)
+
+    def afresh(self) -> PairCost:
+        return PairCost(self.pairs)
 
     def _of_group(self, members: Members) -> float:
         index = list(members)

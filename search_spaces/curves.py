@@ -8,18 +8,20 @@ measurement.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from attention.calibration import calibration_digest
 from search_spaces.context import PlanningContext
 from search_spaces.partitions import Partition
-from search_spaces.recipes import Recipe
+from search_spaces.recipe import Recipe
 
 DECIDES = ("grouping", "objective", "similarity", "alignment", "fusion")  # axes that what is measured depends on
 
@@ -33,16 +35,18 @@ class Point(NamedTuple):
 
 class Curves:
     """Curves of one recipe on one context. `group(layer, sides, count)` is the recipe's partition of a site's units;
-    `measure(layer, sides, partition)` the rise of the loss with it."""
+    `measure(layer, sides, partition)` the rise of the loss with it. `known` holds the points so far and is added to."""
 
     def __init__(
         self,
         group: Callable[[int, tuple[str, ...], int], Partition],
         measure: Callable[[int, tuple[str, ...], Partition], float],
+        known: dict[str, Point],
         file: Path | None = None,
     ) -> None:
         self._group, self._measure, self.file = group, measure, file
-        self._points = _read(file)
+        self._points = known
+        known.update(_read(file))
 
     def curve(self, layer: int, sides: tuple[str, ...], counts: Sequence[int], units: int) -> dict[int, float]:
         """Rise in nats a token for each count; all units kept is 0."""
@@ -55,6 +59,14 @@ class Curves:
             self._save()
         return {c: 0.0 if c == units else self._points[_key(layer, sides, c)].rise for c in counts}
 
+    def whole(self, plan: Any, measure: Callable[[], float]) -> float:
+        """A measured loss of the whole model; `plan`: in plain values, all that it rests on besides the curves."""
+        key = f"whole/{hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:24]}"
+        if key not in self._points:
+            self._points[key] = Point(measure(), ())
+            self._save()
+        return self._points[key].rise
+
     def partition(self, layer: int, sides: tuple[str, ...], count: int) -> Partition | None:
         """The partition that was measured, or None."""
         point = self._points.get(_key(layer, sides, count))
@@ -64,34 +76,47 @@ class Curves:
         if self.file is None:
             return
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        # What another process has measured meanwhile stays; equal points are equal by construction.
-        self._points = _read(self.file) | self._points
-        handle, name = tempfile.mkstemp(dir=self.file.parent, suffix=".part")
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(self._points, stream, sort_keys=True)
-        Path(name).replace(self.file)
+        with _alone(self.file.parent):
+            # What another process has measured meanwhile stays; equal points are equal by construction.
+            self._points.update({**_read(self.file), **self._points})
+            handle, name = tempfile.mkstemp(dir=self.file.parent, suffix=".part")
+            with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                json.dump(self._points, stream, sort_keys=True)
+            Path(name).replace(self.file)
 
 
-def curve_file(recipe: Recipe, context: PlanningContext, tokens: int, seed_of: str) -> Path | None:
-    """Where the curves are kept: a name that holds all they depend on. None without a cache folder.
+def curve_name(recipe: Recipe, context: PlanningContext, knobs: dict[str, int], seed_of: str) -> str:
+    """A name that holds all that curves depend on but for a `measure` of the context's own.
 
-    `seed_of` stands for the random generator of the grouping.
+    `knobs` are those of the measurement; `seed_of` stands for the random generator of the grouping.
     """
-    if context.cache_dir is None or context.measure is not None or context.model is None or context.sequences is None:
-        return None
+    own = context.measure is None and context.model is not None and context.sequences is not None
     record = {
         "axes": {axis: [getattr(recipe, axis), recipe.knobs(axis)] for axis in DECIDES},
         "by": [recipe.together, recipe.by],
         "calibration": None if context.calibration is None else context.calibration.digest,
-        "measured on": calibration_digest(context.model, context.measured_on(tokens), 0),
+        "measured on": calibration_digest(context.model, context.sequences, 0) if own else None,  # type: ignore[arg-type]
+        "knobs": knobs,
         "seed": seed_of,
     }
-    name = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:24]
-    return Path(context.cache_dir) / f"curves-{name}.json"
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def _key(layer: int, sides: tuple[str, ...], count: int) -> str:
     return f"{layer}/{'+'.join(sides)}/{count}"
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process adds points in `folder`. Where the file system has no locks, two that write at one
+    moment may lose the points of one, which are then measured again."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _read(file: Path | None) -> dict[str, Point]:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property, partial
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,13 +23,15 @@ from attention.plan import AttentionPlan, LayerPlan
 from search_spaces.allocation import AllocationProblem, Counts
 from search_spaces.context import PlanningContext
 from search_spaces.costs import GroupCost, Objective
-from search_spaces.curves import Curves, curve_file
+from search_spaces.curves import Curves, curve_name
 from search_spaces.grouping import GroupingProblem, neighbour_partition
-from search_spaces.partitions import Partition, expand
-from search_spaces.recipes import AXES, Recipe
-from search_spaces.rules import sharing_saves_no_cache
+from search_spaces.partitions import Partition
+from search_spaces.recipe import AXES, Recipe
+from search_spaces.rules import nothing_to_fuse, sharing_saves_no_cache
 from search_spaces.sharing import SharingProblem, share_count
-from search_spaces.site import SIDES, Site
+from search_spaces.site import SIDES, Site, plan_of_sites
+
+LOOKS_AT_WEIGHTS = frozenset({"measure", "group_cost", "model"})  # needs of an allocation
 
 
 def make_plan(
@@ -38,7 +42,66 @@ def make_plan(
     Raises ValueError if the budget cannot be met exactly (naming the admissible ratios), exceeds the checkpoint's own,
     or if a part of the recipe lacks what it needs.
     """
-    return _Planner(recipe, kv_ratio, context, generator).plan()
+    check_budget(recipe, kv_ratio, context.geometry)
+    return _Planner(recipe, kv_ratio, context, *site_generators(generator, context.geometry.num_layers)).plan()
+
+
+def site_generators(generator: np.random.Generator, layers: int) -> tuple[list[np.random.Generator], ...]:
+    """Generators of the sites for grouping, and for measured curves: two a layer each.
+
+    Spawned first and in order: a site's draws do not depend on the other sites.
+    """
+    return generator.spawn(2 * layers), generator.spawn(2 * layers)
+
+
+def counts_of(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> Counts:
+    """(key heads, value heads) of each layer, for allocations that look at no weights. Raises ValueError for others."""
+    part = AXES["allocation"].get(recipe.allocation)
+    if part.needs & LOOKS_AT_WEIGHTS:
+        raise ValueError(f"allocation={recipe.allocation} looks at the weights of all layers")
+    check_budget(recipe, kv_ratio, geometry)
+    counts = admissible_counts(recipe, geometry)
+    problem = AllocationProblem(geometry.num_layers, geometry.num_heads, geometry.num_kv_heads, kv_ratio, counts)
+    return part(problem, **recipe.knobs("allocation"))
+
+
+def plan_layer(
+    recipe: Recipe, counts: tuple[int, int], context: PlanningContext, generators: list[np.random.Generator]
+) -> LayerPlan:
+    """The plan of a single layer, which is all that `context` holds, keeping `counts` (key heads, value heads).
+
+    `generators`: its two of `site_generators` for the whole checkpoint. Then the plan is the layer's in `make_plan`.
+    """
+    planner = _Planner(recipe, 1, context, generators, [])
+    planner.group_layer(0, counts)
+    return planner.plan_of(planner.found).layers[0]
+
+
+def measure_curves(
+    recipe: Recipe,
+    kv_ratio: float | Fraction,
+    context: PlanningContext,
+    generator: np.random.Generator,
+    layers: Sequence[int],
+) -> int:
+    """Measure what `make_plan` with the same generator would measure in `layers`, into the context's curves.
+
+    Returns the number of points that these layers have. Raises ValueError as `make_plan` does.
+    """
+    geometry = context.geometry
+    asked: dict[tuple[int, str], Sequence[int]] = {}
+
+    def flat(layer: int, side: str, counts: Sequence[int]) -> dict[int, float]:
+        asked[layer, side] = counts
+        return dict.fromkeys(counts, 0.0)
+
+    check_budget(recipe, kv_ratio, geometry)
+    heads = (geometry.num_layers, geometry.num_heads, geometry.num_kv_heads)
+    problem = AllocationProblem(*heads, kv_ratio, admissible_counts(recipe, geometry), lambda *_: 1.0, flat)
+    AXES["allocation"].get(recipe.allocation)(problem, **recipe.knobs("allocation"))
+    planner = _Planner(recipe, kv_ratio, context, *site_generators(generator, geometry.num_layers))
+    mine = {site: counts for site, counts in asked.items() if site[0] in layers}
+    return sum(len(planner._curve(*site, counts)) for site, counts in sorted(mine.items()))
 
 
 def admissible_counts(recipe: Recipe, geometry: HeadGeometry) -> tuple[int, ...]:
@@ -48,12 +111,46 @@ def admissible_counts(recipe: Recipe, geometry: HeadGeometry) -> tuple[int, ...]
 
 
 def check_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> None:
-    """Raise ValueError if the budget cannot be met, as far as can be told without weights. Cheap: for config checks."""
-    if reason := sharing_saves_no_cache(recipe.sharing, kv_ratio):
-        raise ValueError(reason)
+    """Raise ValueError if the budget cannot be met, as far as can be told without weights, naming the nearest that can.
+
+    Cheap: for config checks.
+    """
+    try:
+        require_budget(recipe, kv_ratio, geometry)
+    except ValueError as error:
+        raise ValueError(f"{error}; {_nearest(recipe, kv_ratio, geometry)}") from None
+
+
+def _nearest(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> str:
+    """In words: the next budgets below and above that the recipe can meet."""
+    heads = 2 * geometry.num_layers * geometry.num_heads
+    whole = min(max(int(kv_ratio * heads), 0), heads)
+    found = []
+    for totals in (range(whole, 0, -1), range(whole + 1, heads + 1)):
+        found += islice((t for t in totals if _can_meet(recipe, Fraction(t, heads), geometry)), 1)
+    if not found:
+        return f"recipe {recipe.name} can meet no kv_ratio on this checkpoint"
+    return (
+        f"the nearest kv_ratio that recipe {recipe.name} can meet is {' or '.join(f'{t / heads:.8g}' for t in found)}"
+    )
+
+
+def _can_meet(recipe: Recipe, kv_ratio: Fraction, geometry: HeadGeometry) -> bool:
+    try:
+        require_budget(recipe, kv_ratio, geometry)
+    except ValueError:
+        return False
+    return True
+
+
+def require_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> None:
+    """`check_budget` without a search for budgets to name: for many calls, as of a space that is being laid out."""
+    for reason in (sharing_saves_no_cache(recipe.sharing, kv_ratio), nothing_to_fuse(recipe.relaxation, kv_ratio)):
+        if reason:
+            raise ValueError(reason)
     if recipe.sharing != "none":
         share_count(recipe.knobs("sharing")["alpha"], geometry.num_layers, geometry.num_heads)
-    if kv_ratio > geometry.kv_ratio + 1e-9:
+    if kv_ratio > geometry.kv_ratio + 1e-6:  # a ratio may have been typed with a few digits
         raise ValueError(
             f"kv_ratio {float(kv_ratio):g} is above the checkpoint's own {geometry.kv_ratio:g} "
             f"({geometry.num_kv_heads} KV heads for {geometry.num_heads} query heads); ratios are relative to "
@@ -83,30 +180,58 @@ def check_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeome
     part(problem, **recipe.knobs("allocation"))
 
 
+def nearest_budget(recipe: Recipe, kv_ratio: float, geometry: HeadGeometry) -> Fraction:
+    """The largest share of the KV heads, at most `kv_ratio`, that the recipe can keep. Raises ValueError if none."""
+    heads = 2 * geometry.num_layers * geometry.num_heads
+    reason = None
+    for total in range(int(kv_ratio * heads + 1e-6), 2 * geometry.num_layers - 1, -1):
+        try:
+            require_budget(recipe, Fraction(total, heads), geometry)
+            return Fraction(total, heads)
+        except ValueError as error:
+            reason = reason or str(error)
+    raise ValueError(
+        f"recipe {recipe.name} has no budget of at most {kv_ratio:g}: "
+        f"{reason or f'the least is one key and one value head a layer, {1 / geometry.num_heads:g}'}"
+    )
+
+
+def relaxed_stages(recipe: Recipe, plan: AttentionPlan) -> tuple[AttentionPlan, ...]:
+    """The plans that the recipe's relaxation reaches one after the other, `plan` being the last; none without one."""
+    return AXES["relaxation"].get(recipe.relaxation)(plan, **recipe.knobs("relaxation"))
+
+
 class _Planner:
     """One call of `make_plan`: the groups found so far, and what is still to be found."""
 
     def __init__(
-        self, recipe: Recipe, kv_ratio: float | Fraction, context: PlanningContext, generator: np.random.Generator
+        self,
+        recipe: Recipe,
+        kv_ratio: float | Fraction,
+        context: PlanningContext,
+        generators: list[np.random.Generator],
+        curve_generators: list[np.random.Generator],
     ) -> None:
-        check_budget(recipe, kv_ratio, context.geometry)
         self.recipe, self.kv_ratio, self.context = recipe, kv_ratio, context
         self.units = context.units
         self.found: dict[tuple[int, str], Partition] = {}
-        # Spawned first and in order: a site's draws do not depend on the other sites.
-        self.generators = generator.spawn(2 * context.geometry.num_layers)
-        self.curve_generators = generator.spawn(2 * context.geometry.num_layers)
+        self.generators, self.curve_generators = generators, curve_generators
         self._last_objective: tuple[Any, Objective] | None = None
 
     def plan(self) -> AttentionPlan:
-        for layer, (keys, values) in enumerate(self.counts()):
-            if self.recipe.together:
-                partition = self.group(layer, SIDES, keys, self.generators[2 * layer])
-                self.found[layer, "key"] = self.found[layer, "value"] = partition
-                continue
-            for index, (side, groups) in enumerate(zip(SIDES, (keys, values), strict=True)):
-                self.found[layer, side] = self.group(layer, (side,), groups, self.generators[2 * layer + index])
-        return self.share(self.plan_of(self.found))
+        for layer, counts in enumerate(self.counts()):
+            self.group_layer(layer, counts)
+        plan = self.share(self.plan_of(self.found))
+        return AXES["composition"].get(self.recipe.composition)(plan, **self.recipe.knobs("composition"))
+
+    def group_layer(self, layer: int, counts: tuple[int, int]) -> None:
+        """Find the partitions of one layer with these (key heads, value heads)."""
+        if self.recipe.together:
+            partition = self.group(layer, SIDES, counts[0], self.generators[2 * layer])
+            self.found[layer, "key"] = self.found[layer, "value"] = partition
+            return
+        for index, (side, groups) in enumerate(zip(SIDES, counts, strict=True)):
+            self.found[layer, side] = self.group(layer, (side,), groups, self.generators[2 * layer + index])
 
     def share(self, plan: AttentionPlan) -> AttentionPlan:
         """The plan with the heads and MLP blocks that the recipe shares."""
@@ -126,6 +251,7 @@ class _Planner:
             admissible_counts(recipe, geometry),
             loss=self._loss_of_one_group,
             curve=self._curve,
+            final=self._final,
         )
         counts = AXES["allocation"].get(recipe.allocation)(problem, **recipe.knobs("allocation"))
         total = sum(keys + values for keys, values in counts)
@@ -154,13 +280,7 @@ class _Planner:
 
     def plan_of(self, found: dict[tuple[int, str], Partition]) -> AttentionPlan:
         """The plan of partitions of units; sites without one keep what the checkpoint has."""
-        geometry = self.context.geometry
-        own = neighbour_partition(len(self.units), len(self.units))
-        layers = []
-        for layer in range(geometry.num_layers):
-            keys, values = (expand(found.get((layer, side), own), self.units) for side in SIDES)
-            layers.append(LayerPlan.from_groups(keys, values, geometry.num_heads))
-        return AttentionPlan(tuple(layers), geometry.head_dim)
+        return plan_of_sites(found, self.context.geometry)
 
     def _site(self, layer: int, sides: tuple[str, ...]) -> Site:
         context, recipe = self.context, self.recipe
@@ -177,6 +297,7 @@ class _Planner:
             geometry=context.geometry,
             statistics=context.calibration.layers[layer] if context.calibration else None,
             similarity=similarity,
+            fusion_distance=context.fusion_distance(layer, by),
             model=context.model,
             plan_with=lambda partition: self.plan_of(self.found | {(layer, side): partition for side in sides}),
             measure=partial(context.loss_of, recipe),
@@ -207,10 +328,26 @@ class _Planner:
         sides = SIDES if side == "both" else (side,)
         return self.curves.curve(layer, sides, counts, len(self.units))
 
+    def _final(self, counts: Counts) -> float:
+        """Measured loss of the model that these counts lead to, refined in few steps: enough to rank the finalists."""
+        recipe = self.recipe
+        knobs = recipe.knobs("refinement")
+        if "fit_steps" in knobs:
+            knobs["fit_steps"] = min(knobs["fit_steps"], recipe.knobs("allocation")["finalist_steps"])
+
+        def measure() -> float:
+            for layer, of_layer in enumerate(counts):
+                self.group_layer(layer, of_layer)
+            return self.context.loss_of(recipe, self.plan_of(self.found), knobs)
+
+        return self.curves.whole([counts, recipe.refinement, knobs], measure)
+
     @cached_property
     def curves(self) -> Curves:
-        """Measured curves of this recipe, shared by all budgets through the context's cache folder."""
-        tokens = self.recipe.knobs("allocation")["tokens"]
+        """Measured curves of this recipe, shared by all budgets through the context and its cache folder."""
+        own = self.recipe.knobs("allocation")
+        fitted = self.recipe.knobs("refinement").get("fit_steps", 0)  # what no refinement will fit is measured as it is
+        knobs = {"tokens": own["tokens"], "fit_steps": min(own["fit_steps"], fitted)}
 
         def group(layer: int, sides: tuple[str, ...], groups: int) -> Partition:
             if groups == 1:
@@ -222,10 +359,13 @@ class _Planner:
 
         def measure(layer: int, sides: tuple[str, ...], partition: Partition) -> float:
             plan = self.plan_of({(layer, side): partition for side in sides})
-            return self.context.rise_of(self.recipe, plan, layer, tokens)
+            return self.context.rise_of(self.recipe, plan, layer, **knobs)
 
         seed = str([_seeds(g) for g in self.curve_generators[:1]])
-        return Curves(group, measure, curve_file(self.recipe, self.context, tokens, seed))
+        name = curve_name(self.recipe, self.context, knobs, seed)
+        folder = self.context.cache_dir if self.context.measure is None else None
+        file = None if folder is None else Path(folder) / f"curves-{name}.json"
+        return Curves(group, measure, self.context.curves.setdefault(name, {}), file)
 
 
 def _seeds(generator: np.random.Generator) -> list[int]:

@@ -7,6 +7,7 @@ Only what enters the layer that is being tried is kept, for all batches: `tokens
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,8 @@ from transformers import PreTrainedModel
 
 from attention.conversion import convert, lift
 from attention.families import family_of
+from attention.geometry import HeadGeometry
+from attention.grouped import attach
 from attention.heads import LayerHeads
 from attention.modeling import plan_of
 from attention.plan import LayerPlan
@@ -40,6 +43,7 @@ class LayerTrials:
         identity = LayerPlan.identity(own.num_heads)
         self.model = convert(model, replace(own, layers=(identity,) * own.num_layers)).eval().requires_grad_(False)
         self.family = family_of(self.model.config)
+        self.geometry = HeadGeometry.from_config(self.model.config)
         self.heads = lift(model)  # of the model given: those of the copy may be views of what is written to
         self.modules = list(self.family.attention_modules(self.model))
         names = {module: name for name, module in self.model.named_modules()}
@@ -66,6 +70,18 @@ class LayerTrials:
             return self._loss(layer) - self.base
         finally:
             self._write(layer, own)
+
+    def module(self, layer: int, heads: LayerHeads, plan: LayerPlan) -> nn.Module:
+        """An attention module of its own, in float32, with `heads` in the shapes of `plan`: to be fitted, say."""
+        made = copy.deepcopy(self.modules[layer]).float()
+        self.family.reshape(made, self.geometry, plan)
+        attach(made, plan)
+        self.family.write(made, heads.to(self.model.device))
+        return made.eval()
+
+    def heads_of(self, module: nn.Module, plan: LayerPlan) -> LayerHeads:
+        """The heads of such a module, one key and one value a query head."""
+        return self.family.read(module, self.geometry).expand(plan.key_map, plan.value_map)
 
     def _write(self, layer: int, heads: LayerHeads) -> None:
         self.family.write(self.modules[layer], heads.to(self.model.device))

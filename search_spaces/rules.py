@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from search_spaces.axes import ALLOCATION, GROUPING, OBJECTIVE, SIMILARITY
+from search_spaces.axes import ALLOCATION, GROUPING, OBJECTIVE, SHARING, SIMILARITY
+
+FUSING = ("lagrangian", "hard_concrete")  # relaxations at whose end heads are fused
 
 
 def broken_rules(record: Mapping[str, Any]) -> list[str]:
@@ -74,13 +76,24 @@ def _split_counts(together: bool, allocation: str) -> str | None:
     return None
 
 
-def _shared_and(choice: str, plain: str) -> Callable[[str, str], str | None]:
-    def rule(sharing: str, chosen: str) -> str | None:
-        if sharing != "none" and chosen != plain:
-            return f"sharing={sharing} needs all heads as they are, got {choice}={chosen}; use {choice}={plain}"
+def _only_with(why: str, those: tuple[str, ...], choice: str, plain: str) -> Callable[[str, str], str | None]:
+    """A rule of two fields: a part of `those` goes only with `choice` = `plain`. `why` is a sentence for the user."""
+
+    def rule(part: str, chosen: str) -> str | None:
+        if part in those and chosen != plain:
+            return f"{why.format(part)}, so {choice} must be {plain}, got {choice}={chosen}"
         return None
 
     return rule
+
+
+def _shared_and(choice: str, plain: str) -> Callable[[str, str], str | None]:
+    those = tuple(name for name in SHARING.names() if name != "none")
+    return _only_with("sharing={} needs all heads as they are", those, choice, plain)
+
+
+def _fusing_and(choice: str, plain: str) -> Callable[[str, str], str | None]:
+    return _only_with("relaxation={} fuses heads itself", FUSING, choice, plain)
 
 
 def sharing_saves_no_cache(sharing: str, kv_ratio: float | Fraction) -> str | None:
@@ -93,7 +106,37 @@ def sharing_saves_no_cache(sharing: str, kv_ratio: float | Fraction) -> str | No
     return None
 
 
+def _drawn_together(sharing: str, relaxation: str) -> str | None:
+    if (sharing == "post") != (relaxation == "pull_together"):
+        return (
+            f"sharing=post and relaxation=pull_together go together, got sharing={sharing} and relaxation={relaxation}"
+        )
+    return None
+
+
+def _composition_trains(composition: str, recovery: str) -> str | None:
+    if composition != "none" and recovery != "full":
+        return f"composition={composition} has new weights to train; use recovery=full, got recovery={recovery}"
+    return None
+
+
+def nothing_to_fuse(relaxation: str, kv_ratio: float | Fraction) -> str | None:
+    """Why a relaxation that fuses has nothing to do at the full cache, or None."""
+    if relaxation in FUSING and kv_ratio == 1:
+        return f"relaxation={relaxation} fuses heads, and at kv_ratio 1 there are none to fuse"
+    return None
+
+
 RULES = (
+    (("relaxation", "kv_ratio"), nothing_to_fuse),
+    (("sharing", "relaxation"), _drawn_together),
+    (("relaxation", "fusion"), _fusing_and("fusion", "mean")),
+    (("relaxation", "sharing"), _fusing_and("sharing", "none")),
+    (("relaxation", "refinement"), _fusing_and("refinement", "none")),
+    (("relaxation", "composition"), _fusing_and("composition", "none")),
+    (("sharing", "composition"), _shared_and("composition", "none")),
+    (("sharing", "recovery"), _shared_and("recovery", "full")),
+    (("composition", "recovery"), _composition_trains),
     (("sharing", "kv_ratio"), sharing_saves_no_cache),
     (("sharing", "fusion"), _shared_and("fusion", "mean")),
     (("sharing", "alignment"), _shared_and("alignment", "none")),
@@ -109,4 +152,5 @@ RULES = (
 )
 RULE_FIELDS = (
     "grouping", "objective", "similarity", "allocation", "alignment", "fusion", "together", "sharing", "refinement",
+    "composition", "relaxation", "recovery",
 )  # fmt: skip

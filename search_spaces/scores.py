@@ -4,13 +4,15 @@ Legend: H query heads, S sequences of T tokens, d head dim, D model dim; x the i
 
 The layer-output score is incremental by construction: a group's effect on the layer's output depends on its members
 alone, so it is computed once for each group met, from the query heads of that group only. A move changes two groups.
+The memory is bounded whatever the number of partitions: the groups met last are remembered.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -27,6 +29,8 @@ from search_spaces.partitions import Partition
 from search_spaces.site import Site
 
 CACHE_BYTES = 256 * 2**20
+TOGETHER = 64  # query heads worked on at once
+MEASURED = 1 << 16  # losses of whole models that are remembered
 Norm = Callable[[Tensor], Tensor]
 
 
@@ -84,39 +88,79 @@ class LayerOutputScore:
         query_norm, key_norm = norms or (None, None)
         return cls(site.heads, inputs, geometry, site.sides, site.units, rotary, query_norm, key_norm)
 
-    @torch.no_grad()
     def score(self, partition: Partition) -> float:
         """Minus the relative error. Only groups not met before are computed."""
+        return self.scores([partition])[0]
+
+    @torch.no_grad()
+    def scores(self, partitions: Sequence[Partition]) -> list[float]:
+        """`score` of each: the groups that are new are computed together, as many as may be remembered at a time."""
+        found = []
+        for some in self._fitting(partitions):
+            self._make_known(dict.fromkeys(group for partition in some for group in partition if len(group) > 1))
+            found += [self._sum(partition) for partition in some]
+        return found
+
+    @property
+    def limit(self) -> int:
+        """Groups that are remembered at most; a partition of more needs them all at once."""
+        return max(self.cache_bytes // (self.inputs.numel() * self.inputs.element_size()), 1)
+
+    def _fitting(self, partitions: Sequence[Partition]) -> Iterator[list[Partition]]:
+        """Runs of partitions whose groups together are within the limit."""
+        some: list[Partition] = []
+        groups: set[tuple[int, ...]] = set()
+        for partition in partitions:
+            more = {group for group in partition if len(group) > 1}
+            if some and len(groups | more) > self.limit:
+                yield some
+                some, groups = [], set()
+            some.append(partition)
+            groups |= more
+        yield some
+
+    def _sum(self, partition: Partition) -> float:
         change = torch.zeros_like(self.inputs)
         for group in partition:
             if len(group) > 1:
-                change += self._effect(group)
-        limit = max(self.cache_bytes // (change.numel() * change.element_size()), len(partition))
-        while len(self._effects) > limit:
-            self._effects.popitem(last=False)
+                change += self._effects[group]
         return -float(change.double().pow(2).sum()) / max(self._energy, torch.finfo(torch.float64).tiny)
 
-    def _effect(self, group: tuple[int, ...]) -> Tensor:
-        """What pooling `group` adds to the layer's output, `[S, T, D]`."""
-        if group in self._effects:
-            self._effects.move_to_end(group)
-            return self._effects[group]
-        members = [h for unit in group for h in self.units[unit]]
-        k_gSTd, v_gSTd = self._k[members], self._v[members]
-        if "key" in self.sides:
-            k_gSTd = k_gSTd.mean(0, keepdim=True)
-        if "value" in self.sides:
-            v_gSTd = v_gSTd.mean(0, keepdim=True)
-        mixed = self._mixed(members, self._rotated(k_gSTd, self.key_norm), v_gSTd)
-        self._effects[group] = self._output(members, mixed - self._own[members])
-        return self._effects[group]
+    def _make_known(self, groups: Iterable[tuple[int, ...]]) -> None:
+        """Have the effects of all these groups, and forget the oldest of the others as far as they take their place."""
+        missing, others = [], len(self._effects)
+        for group in groups:
+            if group in self._effects:
+                self._effects.move_to_end(group)
+                others -= 1
+            else:
+                missing.append(group)
+        for _ in range(min(others, max(len(self._effects) + len(missing) - self.limit, 0))):
+            self._effects.popitem(last=False)
+        for _, some in groupby(sorted(missing, key=len), len):
+            alike = list(some)
+            step = max(1, TOGETHER // (len(alike[0]) * len(self.units[0])))
+            for start in range(0, len(alike), step):
+                batch = alike[start : start + step]
+                self._effects.update(zip(batch, self._effects_of(batch), strict=True))
+
+    def _effects_of(self, groups: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """What pooling each of these groups of one size adds to the layer's output, `[S, T, D]` each."""
+        members = [[h for unit in group for h in self.units[unit]] for group in groups]
+        size, flat = len(members[0]), [h for mine in members for h in mine]
+
+        def pooled(x_HSTd: Tensor) -> Tensor:
+            x = x_HSTd[flat].unflatten(0, (-1, size))
+            return x.mean(1, keepdim=True).expand_as(x).flatten(0, 1)
+
+        k = pooled(self._k) if "key" in self.sides else self._k[flat]
+        v = pooled(self._v) if "value" in self.sides else self._v[flat]
+        mixed = self._mixed(flat, self._rotated(k, self.key_norm), v) - self._own[flat]
+        return [self._output(mine, own) for mine, own in zip(members, mixed.split(size), strict=True)]
 
     def _mixed(self, members: list[int], k_gSTd: Tensor, v_gSTd: Tensor) -> Tensor:
         """What the query heads `members` read from these (rotated) keys and values, `[g, S, T, d]`."""
-        shape = (len(members), -1, -1, -1)
-        return scaled_dot_product_attention(
-            self._q[members], k_gSTd.expand(*shape), v_gSTd.expand(*shape), is_causal=True
-        )
+        return scaled_dot_product_attention(self._q[members], k_gSTd, v_gSTd, is_causal=True)
 
     def _output(self, members: list[int], mixed_gSTd: Tensor) -> Tensor:
         """Their part in the layer's output, `[S, T, D]` (without the output bias, which no grouping changes)."""
@@ -155,8 +199,14 @@ class ModelScore:
 
     def score(self, partition: Partition) -> float:
         if partition not in self._known:
+            if len(self._known) >= MEASURED:
+                del self._known[next(iter(self._known))]
             self._known[partition] = -self.measure(self.plan_with(partition))
         return self._known[partition]
+
+    def scores(self, partitions: Sequence[Partition]) -> list[float]:
+        """One whole model after the other: they have nothing in common that could be computed once."""
+        return [self.score(partition) for partition in partitions]
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ multi-head checkpoint units and heads are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,8 @@ import numpy as np
 from attention.calibration import LayerStatistics
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
-from attention.plan import AttentionPlan
-from search_spaces.partitions import Partition
+from attention.plan import AttentionPlan, LayerPlan, groups_of
+from search_spaces.partitions import Partition, expand
 
 SIDES = ("key", "value")
 
@@ -29,7 +29,8 @@ class Site:
 
     `sides` are the projections that the partition applies to, `by` those that the pair similarity and the group cost
     look at. `heads` are lifted. `units[u]`: the query heads of unit u; partitions are over units. `similarity`
-    `[U, U]` if the recipe has one. `attention_module` holds q/k norms and `rotary` (cos, sin) where a model is there.
+    `[U, U]` if the recipe has one; `fusion_distance` `[U, U]` where DHA's search phase was run. `attention_module`
+    holds q/k norms and `rotary` (cos, sin) where a model is there.
     `plan_with(partition)` is the plan with this site grouped so and the sites before it as already found;
     `measure(plan)` its loss in nats a token, lower is better.
     """
@@ -42,6 +43,7 @@ class Site:
     geometry: HeadGeometry
     statistics: LayerStatistics | None = None
     similarity: np.ndarray | None = None
+    fusion_distance: np.ndarray | None = None
     model: Any = None
     plan_with: Callable[[Partition], AttentionPlan] | None = None
     measure: Callable[[AttentionPlan], float] | None = None
@@ -56,3 +58,14 @@ class Site:
         if self.similarity is None:
             raise ValueError(f"{why} needs a similarity; choose one on the similarity axis")
         return self.similarity
+
+
+def plan_of_sites(found: Mapping[tuple[int, str], Partition], geometry: HeadGeometry) -> AttentionPlan:
+    """The plan of partitions of units by (layer, side); sites without one keep what the checkpoint has."""
+    units = groups_of(geometry.kv_map)
+    own = tuple((unit,) for unit in range(len(units)))
+    layers = []
+    for layer in range(geometry.num_layers):
+        keys, values = (expand(found.get((layer, side), own), units) for side in SIDES)
+        layers.append(LayerPlan.from_groups(keys, values, geometry.num_heads))
+    return AttentionPlan(tuple(layers), geometry.head_dim)

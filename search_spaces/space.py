@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -18,23 +19,24 @@ import numpy as np
 from attention.axes import Knob
 from attention.geometry import HeadGeometry
 from search_spaces.domains import ORDER, Domain, Point, by_field, with_condition
-from search_spaces.planning import check_budget
+from search_spaces.planning import require_budget
 from search_spaces.recipes import AXES, BY, RECIPES, Recipe, RecipeError
 from search_spaces.rules import broken_rules
 
 OPTIONAL = ("objective", "similarity")
 PROVIDED = ("statistics", "model")
-NOT_UNASKED = {"refinement": "none"}  # every trial would take as long as a brief training: only if `choices` names it
+# Only if `choices` names them: every trial would take longer, or be another model
+NOT_UNASKED = {"refinement": "none", "relaxation": "none", "composition": "none", "recovery": "full"}
 
 
 @dataclass
 class JointSpace:
-    """All recipes and budgets that can be tried on one checkpoint (without refinement, unless `choices` names some).
+    """All recipes and budgets that can be tried on one checkpoint; what `NOT_UNASKED` holds back, `choices` brings in.
 
     `kv_ratios`: the budgets. `geometry` excludes those that a grouping cannot meet. `choices` restricts fields, e.g.
-    `{"grouping": ["exact", "neighbour"]}`. `provided`: what parts may need ("statistics", "model"). `settings` fixes
-    knobs ("axis.knob"), which are then not searched. Raises ValueError for an unknown field or choice, or if nothing
-    is left to propose.
+    `{"grouping": ["exact", "neighbour"]}`. `provided`: what parts may need ("statistics", "model", ...). `settings`
+    fixes knobs ("axis.knob"), which are then not searched. Raises ValueError for an unknown field or choice, or if
+    nothing is left to propose.
     """
 
     kv_ratios: Sequence[float | Fraction]
@@ -53,13 +55,22 @@ class JointSpace:
             raise ValueError(f"kv_ratio must lie in (0, 1], got {wrong[0]}")
         self._options = {"kv_ratio": tuple(self.kv_ratios), "together": (False, True), "by": BY}
         for name, axis in AXES.items():
-            usable = tuple(p.name for p in axis if not (p.needs & set(PROVIDED)) - set(self.provided))
+            asked = self.choices.get(name, ())
+            # A search phase of training steps goes before any plan of these: not unasked
+            usable = tuple(
+                p.name
+                for p in axis
+                if not (p.needs & set(PROVIDED)) - set(self.provided)
+                and ("fusion_distances" not in p.needs or p.name in asked)
+            )
             self._options[name] = ((None,) if name in OPTIONAL else ()) + usable
         for name, allowed in self.choices.items():
             if name not in self._options or name == "kv_ratio":
                 raise ValueError(
                     f"choices are for the fields {sorted(set(self._options) - {'kv_ratio'})}, got {name!r}"
                 )
+            if not allowed:
+                raise ValueError(f"{name}: expected at least one of {list(self._options[name])}, got an empty list")
             unknown = [c for c in allowed if c not in self._options[name]]
             if unknown:
                 raise ValueError(f"{name} must be among {list(self._options[name])}, got {unknown[0]!r}")
@@ -179,16 +190,16 @@ class JointSpace:
         return found
 
     def _over_budget(self, full: Point) -> str | None:
-        """Why the budget cannot be met: it looks at sharing, grouping and allocation only."""
+        """Why the budget cannot be met: it looks at sharing, relaxation, grouping and allocation only."""
         assert self.geometry is not None
-        names = ("sharing", "grouping", "objective", "similarity", "allocation")
+        names = ("sharing", "relaxation", "grouping", "objective", "similarity", "allocation")
         key = (full["kv_ratio"], *(full.get(name) for name in names))
         if key not in self._budgets:
             partial = {name: full[name] for name in names if name in full}
             apart = "apart" in AXES["allocation"].get(full["allocation"]).needs
             try:
                 recipe = Recipe("joint", **partial, together=not apart, settings=tuple(self._fixed(partial).items()))
-                check_budget(recipe, full["kv_ratio"], self.geometry)
+                require_budget(recipe, full["kv_ratio"], self.geometry)
                 self._budgets[key] = None
             except ValueError as error:
                 self._budgets[key] = str(error)
@@ -248,9 +259,13 @@ class JointSpace:
             axis, _, knob = name.partition(".")
             owners = [k for part in AXES[axis] for k in part.knobs if k.name == knob] if axis in AXES else []
             if not owners:
-                raise ValueError(f"settings are 'axis.knob' of {sorted(self._all_knobs())}, got {name!r}")
+                near = get_close_matches(str(name), self._all_knobs(), n=3) or sorted(self._all_knobs())
+                raise ValueError(f"settings: {str(name)[:100]!r} is no 'axis.knob'; there are e.g. {', '.join(near)}")
             for owner in owners:
-                owner.check(value)
+                try:
+                    owner.check(value)
+                except ValueError as error:
+                    raise ValueError(f"settings: {axis}.{error}") from None
 
 
 def _knob_name(name: str, full: Point) -> str:

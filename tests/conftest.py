@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a hub name must fail at once, not after half a minute of retries
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# For every Ray of the process, since what its first Ray was started with holds for the later ones: a driver that still
+# wants tokens takes no call of a cluster without them, and the cluster ends the driver's actors.
+os.environ["RAY_AUTH_MODE"] = "disabled"
 
 import pytest
 import torch
@@ -30,6 +34,16 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+
+from attention import checkpoint
+from attention.conversion import convert
+from attention.plan import AttentionPlan
+from trainers.data import write_sequences
+from trainers.job import TrainJob
+from trainers.settings import TrainSettings
+
+# A shell's background job ignores Ctrl-C, and so would every process that the tests start and then interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEMO = REPOSITORY / "examples" / "stdlib-llama"
@@ -72,10 +86,16 @@ TINY_SETTINGS: dict[str, Any] = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under pytest-xdist the tests that start a Ray stay on one worker, one after another; the rest fill the others."""
+    """Files with slow tests first, those that may take longest before all: else the last runs beside an idle core."""
+
+    def patience(item: pytest.Item) -> float:
+        limit = item.get_closest_marker("timeout")
+        return (limit.args[0] if limit else 900.0) if item.get_closest_marker("slow") else 0.0
+
+    longest: dict[Path, float] = {}
     for item in items:
-        if item.get_closest_marker("slow") or "ray_cluster" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("cluster"))
+        longest[item.path] = max(longest.get(item.path, 0.0), patience(item))
+    items.sort(key=lambda item: -longest[item.path])
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -146,6 +166,47 @@ def tiny_model() -> Callable[..., PreTrainedModel]:
 
 
 @pytest.fixture(scope="session")
+def tiny_job(tiny_model: Callable[..., PreTrainedModel]) -> Callable[..., TrainJob]:
+    """`tiny_job(folder, plan, train, held_out, settings, **fields)`: a job for a converted tiny Llama.
+
+    Its untouched original is the teacher; `train` and `held_out` are sequences of tokens. Everything lies in `folder`.
+    """
+
+    def make(
+        folder: Path, plan: AttentionPlan, train: Tensor, held_out: Tensor, settings: TrainSettings, **fields: Any
+    ) -> TrainJob:
+        original = tiny_model("llama")
+        checkpoint.save(original, folder / "teacher")
+        checkpoint.save(convert(original, plan), folder / "model")
+        write_sequences(train, folder / "train.safetensors")
+        write_sequences(held_out, folder / "eval.safetensors")
+        return TrainJob(
+            model_dir=str(folder / "model"),
+            teacher_dir=str(folder / "teacher"),
+            train_file=str(folder / "train.safetensors"),
+            eval_file=str(folder / "eval.safetensors"),
+            out_dir=str(folder / "whole" / "out"),
+            storage_path=str(folder / "store"),
+            run_name="whole",
+            settings=settings,
+            seed=2,
+            **fields,
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database with its tables and nothing in them, to be copied: making one takes seconds."""
+    from orchestrator.tracking import default_uri, open_client
+
+    folder = tmp_path_factory.mktemp("store")
+    open_client(default_uri(folder)).search_experiments()
+    return folder / "mlflow.db"
+
+
+@pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """A real Ray of two logical CPUs on this machine, for the session. Its address is the process's default.
 
@@ -159,13 +220,30 @@ def ray_cluster() -> Iterator[None]:
         port = probe.getsockname()[1]
     settings = {
         "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{port}",
-        "RAY_AUTH_MODE": "disabled",
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
+        "RAY_worker_niceness": "0",  # 15 by default: beside other tests its workers would starve
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
             patch.setenv(name, value)
-        ray.init(num_cpus=2, include_dashboard=True, dashboard_port=port, logging_level="WARNING", log_to_driver=False)
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=True,
+            dashboard_port=port,
+            logging_level="WARNING",
+            log_to_driver=False,
+        )
         yield
         ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def on_group(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Any], Any]]:
+    """`on_group(job)`: `run_training(job)` by standing Ray Train workers, so that only the first of many jobs waits for
+    processes. Jobs of 0.4 CPUs a worker leave room for groups of one and of two, and for a run of its own."""
+    from orchestrator.groups import pool_of_groups, train_in_group
+
+    with pool_of_groups(str(tmp_path_factory.mktemp("groups")), idle_seconds=20) as pool:
+        yield lambda job: train_in_group(pool, job, lambda report: None)

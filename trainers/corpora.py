@@ -96,7 +96,12 @@ def resolve(source: str) -> Corpus:
         files = tuple(library_files())
         return Corpus(source, "stdlib", source, _digest(platform.python_version(), *map(_stamp, files)), files=files)
     name, split = _split_off(source)
-    files = _local_files(name)
+    try:
+        files = _local_files(name)
+    except OSError as error:
+        raise DataError(
+            f"{source}: cannot be read ({error.strerror}: {error.filename}); name a folder of text"
+        ) from None
     if files:
         return Corpus(source, "files", name, _digest(*map(_stamp, files)), split, files=files)
     if Path(name).suffix in BUILDERS or name.startswith((".", "/", "~")) or glob.has_magic(name) or Path(name).exists():

@@ -15,7 +15,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -25,9 +25,12 @@ if not torch.accelerator.is_available():
 import deepspeed
 import deepspeed.ops
 import torch.distributed as dist
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor, nn
 
+from trainers.adapters import add_adapters
 from trainers.groups import ParameterGroup
 from trainers.loop import LossFunction
 from trainers.settings import TrainSettings
@@ -43,21 +46,34 @@ SCALE = "rate_scale"  # in a group of the optimiser: its learning rate over the 
 class Engine:
     """DeepSpeed's engine behind five verbs. All workers must make every call together.
 
-    `total_steps` fixes the learning-rate schedule; `steps_done` is the position in it. Parameters in `groups` have
-    rates of their own on the same schedule. Without a process group, as in a notebook, a group of one is made.
+    `total_steps` fixes the learning-rate schedule; the first step is taken at `schedule_offset` of it, for a training
+    that is one part of a longer one. Parameters in `groups` have rates of their own on the same schedule. With LoRA
+    the model is given its adapters here, and only they are trained. Without a process group, as in a notebook, a group
+    of one is made.
     """
 
     def __init__(
-        self, model: nn.Module, settings: TrainSettings, total_steps: int, groups: Sequence[ParameterGroup] = ()
+        self,
+        model: nn.Module,
+        settings: TrainSettings,
+        total_steps: int,
+        groups: Sequence[ParameterGroup] = (),
+        *,
+        schedule_offset: int = 0,
     ) -> None:
-        if total_steps < 1:
-            raise ValueError(f"total_steps must be at least 1, got {total_steps}")
+        if not 0 <= schedule_offset < total_steps:
+            raise ValueError(f"expected 0 <= schedule_offset < total_steps, got {schedule_offset} and {total_steps}")
         _group_of_one()
         if dist.get_world_size() != settings.num_workers:
             raise ValueError(f"settings say num_workers {settings.num_workers}, the group has {dist.get_world_size()}")
         deepspeed_logger.setLevel(logging.ERROR)
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        self.settings, self.total_steps, self.steps_done = settings, total_steps, 0
+        self.settings, self.total_steps, self.schedule_offset = settings, total_steps, schedule_offset
+        self.steps_done = 0  # by this engine and those that it continues, from the offset on
+        self._adapters = None
+        if settings.tuning == "lora":
+            generator = torch.Generator().manual_seed(settings.seed)
+            self._adapters = add_adapters(cast(Any, model), settings.lora_rank, settings.lora_alpha, generator)
         self._engine: Any = deepspeed.initialize(
             model=model,
             model_parameters=_parameter_groups(model, settings, groups),  # pyright: ignore[reportArgumentType]
@@ -73,6 +89,11 @@ class Engine:
     def device(self) -> torch.device:
         return self._engine.device
 
+    @property
+    def rate(self) -> float:
+        """Learning rate of the next step."""
+        return self.settings.rate(self.schedule_offset + self.steps_done, self.total_steps)
+
     def step(self, batch: Tensor, loss_fn: LossFunction) -> float:
         """One optimiser step on this worker's rows `[B / W, T]`; the loss before it, averaged over all workers.
 
@@ -83,7 +104,7 @@ class Engine:
         torch.manual_seed((self.settings.seed * 1_000_003 + self.steps_done) * 65_537 + rank)
         self._engine.train()
         for group in self._engine.optimizer.param_groups:
-            group["lr"] = self.settings.rate(self.steps_done, self.total_steps) * group[SCALE]
+            group["lr"] = self.rate * group[SCALE]
         pieces = batch.to(self.device).split(self.settings.rows)
         if len(pieces) != self.settings.accumulation:
             raise ValueError(f"a step takes {self.settings.accumulation} x {self.settings.rows} rows, got {len(batch)}")
@@ -114,7 +135,7 @@ class Engine:
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Continue exactly where `save` was called; returns its `client_state`.
 
-        Raises ValueError when the checkpoint was written under another split over workers.
+        Raises ValueError when the checkpoint was written under another split over workers, or with other adapters.
         """
         check_layout(folder, self.settings)
         with _quiet():
@@ -127,7 +148,8 @@ class Engine:
     def weights(self) -> dict[str, Tensor]:
         """All weights and persistent buffers on the CPU, whole, on rank 0; an empty dict on the others.
 
-        With bf16 these are the weights that the model computes with, not the optimiser's fp32 copies.
+        With bf16 these are the weights that the model computes with, not the optimiser's fp32 copies. Adapters are
+        merged: names and shapes are those of the model that was given.
         """
         result: dict[str, Tensor] = {}
         for name, tensor in self._engine.module.state_dict(keep_vars=True).items():
@@ -135,10 +157,11 @@ class Engine:
             with deepspeed.zero.GatheredParameters([tensor]) if split else contextlib.nullcontext():
                 if dist.get_rank() == 0:
                     result[name] = tensor.detach().to("cpu", copy=True)
-        return result
+        return result if self._adapters is None else self._adapters.merge(result)
 
     def close(self) -> None:
-        """Give the memory back: DeepSpeed's engine sits in reference cycles."""
+        """Give the memory back: DeepSpeed's engine sits in reference cycles, and with ZeRO 3 elsewhere too."""
+        _forget(self._engine.module)
         self._engine.destroy()
         self._engine = None
         gc.collect()
@@ -146,8 +169,21 @@ class Engine:
             torch.cuda.empty_cache()
 
 
+def _forget(model: nn.Module) -> None:
+    """Let go of a model that ZeRO 3 had: a list of modules, and the memory of a method, keep every one [0.19]."""
+    own = set(model.modules())
+    kept = parameter_offload.FWD_MODULE_STACK
+    kept[:] = [module for module in kept if module not in own]
+    remembers: Any = getattr(
+        PartitionedParameterCoordinator, "_PartitionedParameterCoordinator__params_to_release", None
+    )
+    for cell in getattr(remembers, "__closure__", None) or ():  # it is wrapped in a function that counts time
+        if hasattr(cell.cell_contents, "cache_clear"):
+            cell.cell_contents.cache_clear()
+
+
 def check_layout(folder: str | Path, settings: TrainSettings) -> None:
-    """Raises ValueError unless a checkpoint's split over workers is that of `settings`."""
+    """Raises ValueError unless a checkpoint's split over workers, and its adapters, are those of `settings`."""
     file = Path(folder) / LAYOUT
     if not file.is_file():
         raise ValueError(f"expected a training checkpoint in {folder}, found no {LAYOUT} there")
@@ -160,7 +196,9 @@ def check_layout(folder: str | Path, settings: TrainSettings) -> None:
 
 
 def _layout(settings: TrainSettings) -> dict[str, Any]:
-    return {"num_workers": settings.num_workers, "zero_stage": settings.zero_stage, "dtype": settings.dtype}
+    layout = {"num_workers": settings.num_workers, "zero_stage": settings.zero_stage, "dtype": settings.dtype}
+    lora = {"tuning": "lora", "lora_rank": settings.lora_rank, "lora_alpha": settings.lora_alpha}
+    return layout | (lora if settings.tuning == "lora" else {})
 
 
 def _config(settings: TrainSettings) -> dict[str, Any]:

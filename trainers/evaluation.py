@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -66,6 +67,28 @@ def evaluate(
     loss, divergence, tokens = totals.tolist()
     seconds = time.perf_counter() - started
     return Evaluation(loss / tokens, divergence / tokens if teacher is not None else None, int(tokens), seconds)
+
+
+class Remembering:
+    """A teacher that sees each batch once: its logits `[B, T, V]` are kept, up to `most` bytes, and told again.
+
+    For many models that are compared with one teacher on the same sequences; half of each evaluation is the teacher's.
+    """
+
+    def __init__(self, model: Any, most: int = 256 * 2**20) -> None:
+        self.model, self.room = model, most
+        self._known: dict[tuple[torch.Size, bytes], Tensor] = {}
+
+    def __call__(self, input_ids: Tensor, use_cache: bool = False) -> SimpleNamespace:
+        """The output's `logits`, like the model's own; without a cache."""
+        key = (input_ids.shape, input_ids.cpu().numpy().tobytes())
+        if key in self._known:
+            return SimpleNamespace(logits=self._known[key])
+        logits: Tensor = self.model(input_ids=input_ids, use_cache=False).logits
+        if logits.nbytes <= self.room:
+            self.room -= logits.nbytes
+            self._known[key] = logits
+        return SimpleNamespace(logits=logits)
 
 
 def measure_cache(model: Any, tokens: int) -> int:

@@ -64,6 +64,7 @@ def search_distances(
     **silent** in the paper, as is the search phase's learning rate. With a process group all workers call together.
     Raises ValueError for a model with one head a layer.
     """
+    settings = settings.model_copy(update={"tuning": "full"})
     plan = plan_of(model)
     single = LayerPlan((0,) * plan.num_heads, (0,) * plan.num_heads)
     goal = replace(plan.unshared, layers=(single,) * plan.num_layers)

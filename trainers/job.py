@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from trainers.relaxations.stage import RelaxationSpec
 
 
 @dataclass(frozen=True)
@@ -17,14 +19,17 @@ class TrainJob:
     """What to train, on what, for how long, and where the results go.
 
     `milestones`: steps, counted from the beginning of the training, after which the held-out loss is measured and
-    reported with a checkpoint; the last one ends the job. `total_steps`: the length that the learning-rate schedule is
-    stretched over (None: the last milestone). `resume_from`: a checkpoint of an earlier job, path or URI; the job then
+    reported with a checkpoint; the last one ends the job. `total_steps`: the step at which the learning-rate schedule
+    ends (None: the last milestone). `resume_from`: a checkpoint of an earlier job, path or URI; the job then
     continues its weights, optimiser, schedule position and, on the same `train_file`, its data position from
     `start_step`. `seed` orders the data. `storage_path` and `out_dir` must be absolute (or a URI for the former).
 
     `relaxation`: a stage before all this: from `model_dir`, which is not converted yet, to a collapsed checkpoint in
     `relaxed_dir`, where the training then starts. Its steps are not counted in the milestones; its tokens are in the
-    report.
+    report. One learning-rate schedule spans both: stage i is trained from position `i steps` on, the training after
+    them from `relaxation.total_steps` on. A stage that ends early leaves the rest of its positions unused, so that the
+    rate of a step depends on the job alone and the schedule ends where it was planned to. `schedule_offset`: the
+    schedule's steps that lie before step 0, for a job that goes on behind the relaxation of an earlier one.
 
     A `run_name` that already exists under `storage_path` continues that run: the same job run twice does nothing
     twice, and two different jobs need two names.
@@ -41,6 +46,7 @@ class TrainJob:
     teacher_dir: str | None = None
     start_step: int = 0
     total_steps: int | None = None
+    schedule_offset: int = 0
     resume_from: str | None = None
     seed: int = 0
     max_failures: int = 1
@@ -50,7 +56,7 @@ class TrainJob:
         steps = (self.start_step, *self.milestones)
         if not self.milestones or any(b <= a for a, b in pairwise(steps)):
             raise ValueError(f"milestones must rise from above start_step {self.start_step}, got {self.milestones}")
-        if self.schedule_steps < self.milestones[-1]:
+        if self.total_steps is not None and self.total_steps < self.milestones[-1]:
             raise ValueError(f"total_steps must reach the last milestone {self.milestones[-1]}, got {self.total_steps}")
         if self.settings.distillation != "none" and self.teacher_dir is None:
             raise ValueError(f"distillation {self.settings.distillation!r} needs a teacher_dir, got None")
@@ -58,8 +64,13 @@ class TrainJob:
             raise ValueError("a relaxation with distillation needs a teacher_dir, got None")
         if self.relaxation and self.resume_from is not None:
             raise ValueError(
-                "a job that resumes has its relaxation behind it: set model_dir to the earlier job's relaxed_dir and "
-                "relaxation to None"
+                "a job that resumes has its relaxation behind it: set model_dir to the earlier job's relaxed_dir, "
+                "schedule_offset to its relaxation.total_steps and relaxation to None"
+            )
+        if self.schedule_offset < 0 or (self.schedule_offset and self.relaxation):
+            raise ValueError(
+                "schedule_offset must be at least 0, and is 0 for a job with a relaxation of its own, got "
+                f"{self.schedule_offset}"
             )
         if self.start_step and self.resume_from is None:
             raise ValueError(f"start_step {self.start_step} needs the checkpoint it was reached with; set resume_from")
@@ -70,13 +81,23 @@ class TrainJob:
 
     @property
     def schedule_steps(self) -> int:
-        return self.milestones[-1] if self.total_steps is None else self.total_steps
+        """The length of the learning-rate schedule, over the relaxation and all that follows."""
+        before = self.relaxation.total_steps if self.relaxation else self.schedule_offset
+        return before + (self.milestones[-1] if self.total_steps is None else self.total_steps)
+
+    def after_relaxation(self, model_dir: str) -> TrainJob:
+        """The rest of the job, from the collapsed checkpoint on."""
+        if self.relaxation is None:
+            return self
+        total = self.milestones[-1] if self.total_steps is None else self.total_steps
+        offset = self.relaxation.total_steps
+        return replace(self, model_dir=model_dir, relaxation=None, total_steps=total, schedule_offset=offset)
 
     @property
     def relaxation_settings(self) -> TrainSettings:
-        """How the relaxation stage is trained."""
+        """How the relaxation stage is trained: always all weights, since it changes what the heads are."""
         own = self.relaxation.settings if self.relaxation else None
-        return self.settings if own is None else own
+        return self.settings.model_copy(update={"tuning": "full"}) if own is None else own
 
     @property
     def relaxed_dir(self) -> str:
@@ -94,6 +115,8 @@ class TrainJob:
         record = json.loads(text)
         record["settings"] = TrainSettings(**record["settings"])
         if record.get("relaxation") is not None:
+            from trainers.relaxations.stage import RelaxationSpec  # brings all of transformers
+
             record["relaxation"] = RelaxationSpec.from_dict(record["relaxation"])
         return cls(**{**record, "milestones": tuple(record["milestones"])})
 

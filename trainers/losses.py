@@ -39,9 +39,10 @@ def bild(student: Tensor, teacher: Tensor, k: int = 16, mask: Tensor | None = No
     choosing the places and once with the student; the sum of both. Logits `[..., V]`, mask `[...]` bool.
 
     Paper 001 only names the loss. Decided here: no temperature, and the choice of places is not differentiated.
+    Raises ValueError for a k below 3: two logits have one difference, whose softmax is 1 on both sides.
     """
-    if not 2 <= k <= student.shape[-1]:
-        raise ValueError(f"k must lie between 2 and the vocabulary of {student.shape[-1]}, got {k}")
+    if not 3 <= k <= student.shape[-1]:
+        raise ValueError(f"k must lie between 3 and the vocabulary of {student.shape[-1]}, got {k}")
     student, teacher = _wide(student), _wide(teacher)
     total = torch.zeros((), dtype=student.dtype, device=student.device)
     for leader in (teacher, student.detach()):

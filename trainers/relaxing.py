@@ -39,7 +39,9 @@ HISTORY_POINTS = 40  # entries of the history of a stage
 @dataclass(frozen=True)
 class Relaxed:
     """What a relaxation stage came to: `model_dir` the collapsed checkpoint, `loss` its held-out loss before any
-    recovery, `steps` and `tokens` over all stages, `position` that of the data stream, `seconds` of work."""
+    recovery, `steps` and `tokens` over all stages, `position` that of the data stream, `seconds` of work, `history`
+    what was followed while relaxing: the relaxation's own metrics and the loss at some steps, counted over all stages.
+    """
 
     model_dir: str
     loss: float
@@ -47,6 +49,7 @@ class Relaxed:
     tokens: int
     position: dict[str, Any]
     seconds: float
+    history: list[dict[str, float]]
 
 
 def relax(job: TrainJob, rank: int, world_size: int) -> Relaxed:
@@ -72,6 +75,7 @@ def relax(job: TrainJob, rank: int, world_size: int) -> Relaxed:
         sum(r["tokens"] for r in records),
         records[-1]["position"],
         sum(r["seconds"] for r in records),
+        [h | {"step": h["step"] + i * spec.steps} for i, r in enumerate(records) for h in r["history"]],
     )
 
 
@@ -103,7 +107,10 @@ class _Stage:
     def carry_out(self) -> None:
         relaxation = self._install()
         groups = relaxation.parameter_groups()
-        with closing(Engine(relaxation.model, self.settings, self.spec.steps, groups)) as engine:
+        # One schedule over all stages and the recovery; what an earlier stage did not use of it stays unused.
+        offset, total = self.index * self.spec.steps, self.job.schedule_steps
+        engine = Engine(relaxation.model, self.settings, total, groups, schedule_offset=offset)
+        with closing(engine):
             start = self._resume(engine)
             teacher = load_teacher(self.job, self.settings, engine.device)
             loss_fn = objective(self.settings.distillation, self.settings.distillation_weight, teacher)
@@ -202,8 +209,9 @@ def _spec(job: TrainJob) -> RelaxationSpec:
 def _claim(root: Path, job: TrainJob) -> None:
     """Clear what a different job may have left in `root`, and mark it as this job's."""
     spec = _spec(job)
-    settings = job.relaxation_settings.model_dump()
-    parts = [spec.to_dict() | {"settings": settings}, job.model_dir, job.teacher_dir, job.train_file, job.seed]
+    settings = job.relaxation_settings.model_dump(exclude={"micro_batch"})  # may be lowered on the way
+    parts: list[Any] = [spec.to_dict() | {"settings": settings}, job.schedule_steps]
+    parts += [job.model_dir, job.teacher_dir, job.train_file, job.seed]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     mark = root / "job.json"
     if mark.exists() and json.loads(mark.read_text())["digest"] == digest:

@@ -3,21 +3,50 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core.core_schema import ValidationInfo
+
+LONGEST = 4096
+"""Characters of a text in a configuration: that of the longest path."""
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what every generator below takes
 
 
-class TrainSettings(BaseModel):
+class Strict(BaseModel):
+    """A section of a configuration: unknown keys are refused, and so is what no field can be meant to hold."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _plausible(cls, value: Any, info: ValidationInfo) -> Any:
+        """No true or false where a number belongs, no bytes, no text that is no line of text."""
+        field = cls.model_fields[str(info.field_name)]
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, bool) and field.annotation is not bool:
+                raise ValueError("expected no true or false here")
+            if isinstance(one, bytes):
+                raise ValueError("expected text or a number, not bytes")
+            if isinstance(one, str) and not _is_line(one):
+                raise ValueError(f"expected one line of text, at most {LONGEST} characters, none for control")
+        return value
+
+
+def _is_line(text: str) -> bool:
+    return len(text) <= LONGEST and not any(c < " " or "\ud800" <= c <= "\udfff" for c in text)
+
+
+class TrainSettings(Strict):
     """The optimiser, its schedule, the batch, and the machinery. An impossible combination cannot be constructed.
 
     `batch_size`: sequences a step over all workers. `micro_batch`: sequences that one worker holds in memory at once
     (None: all of its share). `zero_stage`: what DeepSpeed splits over workers: 0 nothing, 1 optimiser state, 2 and
     gradients, 3 and weights. `distillation`: "kl" mixes KL(untouched model ‖ model) into the loss with the weight
-    `distillation_weight`, "kl_bild" KL + BiLD (paper 001); the language-modelling loss keeps the rest.
+    `distillation_weight`, "kl_bild" KL + BiLD (paper 001); the language-modelling loss keeps the rest. `tuning`: "full"
+    trains all weights, "lora" adapters of rank `lora_rank`, scaled by `lora_alpha / lora_rank`, beside frozen weights;
+    the trained checkpoint has them merged. A relaxation always trains all weights.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
@@ -30,10 +59,13 @@ class TrainSettings(BaseModel):
     dtype: Literal["fp32", "bf16"] = "fp32"
     distillation: Literal["none", "kl", "kl_bild"] = "none"
     distillation_weight: Annotated[float, Field(gt=0, le=1)] = 0.5
+    tuning: Literal["full", "lora"] = "full"
+    lora_rank: Annotated[int, Field(ge=1)] = 8
+    lora_alpha: Annotated[float, Field(gt=0)] = 16.0
     num_workers: Annotated[int, Field(ge=1)] = 1
     cpus_per_worker: Annotated[float, Field(gt=0)] = 1.0
     gpus_per_worker: Annotated[float, Field(ge=0)] = 0.0
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Seed = 0
 
     @model_validator(mode="after")
     def _possible(self) -> TrainSettings:

@@ -7,34 +7,53 @@ zero for a group of one, and of one unit within a layer and side, as exact group
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import combinations
 
 import torch
 from torch import Tensor
 
-from attention.fusion.rank import RealFit, complex_error, complex_gram, fit_real, pair_energy
+from attention.fusion.rank import RealFit, complex_error, complex_gram, fit_real, pair_energy, symmetric_root
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.moments import LayerStatistics
 
+# Relative size of an eigenvalue of sums in float32 below which a direction counts as absent.
+SINGLE = 1e-6
+# Multiply-adds of all eigenvalues and eigenvectors of a symmetric matrix, over the cube of its size.
+EIGEN = 9
+
 
 class _Cost:
-    """Cost of a group, remembered by its members."""
+    """Cost of a group. Nothing is remembered: that is for the caller, who knows what comes again."""
 
     def __init__(self, num_heads: int) -> None:
         self.num_heads = num_heads
-        self._known: dict[tuple[int, ...], float] = {}
 
     def cost(self, members: Sequence[int]) -> float:
         """Cost of fusing these heads into one. Raises ValueError if a head is named twice or does not exist."""
+        key = self._checked(members)
+        if len(key) == 1:
+            return 0.0
+        return self._batch(torch.tensor([key]))[0].item()
+
+    def costs(self, groups: Sequence[Sequence[int]], chunk: int = 256) -> Tensor:
+        """Costs of several groups of one size, `[n]` float64: together they take less time than one by one.
+
+        Raises ValueError as `cost` does, and for groups of several sizes.
+        """
+        if len({len(group) for group in groups}) > 1:
+            raise ValueError(f"groups must be of one size, got sizes {sorted({len(group) for group in groups})}")
+        index = torch.tensor([self._checked(group) for group in groups])
+        if not len(groups) or index.shape[1] == 1:
+            return torch.zeros(len(groups), dtype=torch.float64)
+        return torch.cat([self._batch(part).cpu() for part in index.split(chunk)])
+
+    def _checked(self, members: Sequence[int]) -> tuple[int, ...]:
         key = tuple(sorted(members))
         if not key or len(set(key)) != len(key) or not 0 <= key[0] <= key[-1] < self.num_heads:
             raise ValueError(f"members must be distinct heads of 0..{self.num_heads - 1}, got {tuple(members)}")
-        if len(key) == 1:
-            return 0.0
-        if key not in self._known:
-            self._known[key] = self._batch(torch.tensor([key]))[0].item()
-        return self._known[key]
+        return key
 
     def all_subsets(self, chunk: int = 256) -> Tensor:
         """Costs of every subset of heads, `[2^H]` float64: bit h of the index says whether head h is a member.
@@ -46,9 +65,12 @@ class _Cost:
         costs = torch.zeros(2**self.num_heads, dtype=torch.float64)
         for size in range(2, self.num_heads + 1):
             groups = torch.tensor(list(combinations(range(self.num_heads), size)))
-            for part in groups.split(chunk):
-                costs[(2**part).sum(1)] = self._batch(part).cpu()
+            costs[(2**groups).sum(1)] = self.costs(groups.tolist(), chunk)
         return costs
+
+    def effort(self, members: int) -> float:
+        """Multiply-adds of the cost of one group, nearly: those of its eigenvalue problems."""
+        raise NotImplementedError
 
     def _batch(self, groups: Tensor) -> Tensor:
         """Costs of groups of equal size, `[n, g]` -> `[n]`."""
@@ -77,6 +99,10 @@ class KeyCost(_Cost):
         self.pairs, self.energy = complex_gram(gram, self.layout), pair_energy(moment, self.layout)
         self.free_gram, self.free_moment = free_parts(heads, statistics, geometry)
 
+    def effort(self, members: int) -> float:
+        free = 0 if self.qk_norm else EIGEN * (members * len(self.layout.free)) ** 3
+        return free + EIGEN * self.layout.dims / 2 * members**3
+
     def _batch(self, groups: Tensor) -> Tensor:
         if self.qk_norm:
             return self._of_mean(groups)
@@ -84,12 +110,22 @@ class KeyCost(_Cost):
         gram = self.pairs[:, index[:, :, None], index[:, None, :]].transpose(0, 1)
         costs = complex_error(gram, self.energy[:, index].transpose(0, 1)) if self.layout.dims else 0.0
         if self.layout.free:
-            costs = costs + torch.stack([self._free(group) for group in index])
+            costs = costs + self._free(index)
         return costs  # type: ignore[return-value]
 
-    def _free(self, group: Tensor) -> Tensor:
-        gram = self.free_gram[group[:, None], group]
-        return fit_real(gram.expand(len(group), *gram.shape), self.free_moment[group]).errors.sum()
+    def _free(self, index: Tensor) -> Tensor:
+        # All members see the same keys, so the tail of the weighted Gram is exact: no vectors are needed.
+        count, members = index.shape
+        gram = self._weighted_free[index[:, :, None], index[:, None, :]].transpose(2, 3)
+        size = members * gram.shape[-1]
+        values = torch.linalg.eigvalsh(gram.reshape(count, size, size))
+        return values[:, : size - size // members].clamp_min(0).sum(1)
+
+    @cached_property
+    def _weighted_free(self) -> Tensor:
+        """The Gram of keys as the queries weigh them, free dims only: `[H, H, f, f]`."""
+        root = symmetric_root(self.free_moment)
+        return torch.einsum("iab,ijbc,jdc->ijad", root, self.free_gram, root)
 
     def _of_mean(self, groups: Tensor) -> Tensor:
         index = groups.to(self.gram.device)
@@ -113,18 +149,61 @@ class ValueCost(_Cost):
         self, heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeometry | None = None, *, sweeps: int = 0
     ) -> None:
         super().__init__(heads.num_heads)
-        self.sweeps = sweeps
-        self.gram = mixed_gram(heads, statistics)
+        self.sweeps, self.heads, self.statistics = sweeps, heads, statistics
         self.metrics = output_metrics(heads)
 
+    def effort(self, members: int) -> float:
+        return (EIGEN + 1) * float(members * self.metrics.shape[-1]) ** 3
+
     def _batch(self, groups: Tensor) -> Tensor:
-        return torch.stack([self.fit(group).errors.sum() for group in groups])
+        price = self._error_of_fit if self.sweeps else self._error
+        return torch.stack([price(group.to(self.metrics.device)) for group in groups])
+
+    def _error_of_fit(self, group: Tensor) -> Tensor:
+        return self.fit(group).errors.sum()
+
+    def _error(self, group: Tensor) -> Tensor:
+        """The errors of `fit` without sweeps, without building it: in coordinates in which every metric is 1.
+
+        In float32 but for the smallest matrices: what a basis captures is stationary in the basis, so the result is
+        good to about 1e-6 of the members' energy.
+        """
+        members, dim = len(group), self.metrics.shape[-1]
+        # All heads in one group: no copy of what may be the largest tensor of a conversion.
+        whole = members == self.num_heads and bool((group.diff() > 0).all())
+        blocks = self._weighted if whole else self._weighted[group[:, None, None], group[:, None], group]
+        own_gnn = blocks.transpose(2, 3).reshape(members, members * dim, members * dim)
+        basis_nd = torch.linalg.eigh(own_gnn.mean(0))[1][:, -dim:]
+        seen_gnd = own_gnn @ basis_nd
+        each = torch.arange(members, device=group.device)
+        cross_gdd = seen_gnd.view(members, members, dim, dim)[each, each].double()
+        shared_gdd = (basis_nd.T @ seen_gnd).double()
+        values, vectors = torch.linalg.eigh((shared_gdd + shared_gdd.transpose(1, 2)) / 2)
+        alive = values > SINGLE * values[..., -1:].clamp_min(torch.finfo(values.dtype).tiny)
+        read = (cross_gdd @ vectors).square().sum(1) * alive / torch.where(alive, values, 1.0)
+        return (self._energy[group] - read.sum(1)).clamp_min(0).sum()
+
+    @cached_property
+    def _weighted(self) -> Tensor:
+        """R_i G_hij R_j^T `[H, H, H, d, d]` float32, where R^T R is a head's metric; made head by head."""
+        root, pooled = symmetric_root(self.metrics), self.statistics.is_pooled
+        count, dim = self.metrics.shape[:2]
+        made = torch.empty(1 if pooled else count, count, count, dim, dim, device=root.device)
+        for head, weighted in enumerate(made):
+            (gram,) = mixed_gram(self.heads, self.statistics, under=(head,))
+            weighted.copy_(torch.einsum("iab,ijbc,jdc->ijad", root, gram, root))
+        return made.expand(count, *made.shape[1:])  # a pooled moment is that of every head
+
+    @cached_property
+    def _energy(self) -> Tensor:
+        """Mean squared output of each head, `[H]`: the trace of what `_weighted` holds of it."""
+        each = torch.arange(self.num_heads, device=self.metrics.device)
+        return torch.einsum("haa->h", self._weighted[each, each, each].double())
 
     def fit(self, group: Tensor) -> RealFit:
         """The fit of one group, `[g]` head indices."""
-        index = group.to(self.gram.device)
-        own = self.gram[index[:, None, None], index[None, :, None], index]
-        return fit_real(own, self.metrics[index], sweeps=self.sweeps)
+        own = mixed_gram(self.heads, self.statistics, group.tolist(), group.tolist())
+        return fit_real(own, self.metrics[group.to(self.metrics.device)], sweeps=self.sweeps)
 
 
 def free_parts(heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeometry) -> tuple[Tensor, Tensor]:
@@ -139,12 +218,20 @@ def free_parts(heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeo
     return gram[..., free[:, None], free], moment[..., free[:, None], free]
 
 
-def mixed_gram(heads: LayerHeads, statistics: LayerStatistics) -> Tensor:
-    """`[H, H, H, d, d]`: the mixed value Grams, centred if the layer has an output bias to take up the means."""
-    gram = statistics.mixed_value_gram(heads)
+def mixed_gram(
+    heads: LayerHeads,
+    statistics: LayerStatistics,
+    members: Sequence[int] | None = None,
+    under: Sequence[int] | None = None,
+) -> Tensor:
+    """`[n, g, g, d, d]`: mixed value Grams of `members` under the weights of `under` (default: all heads, both; see
+    `LayerStatistics.mixed_value_gram`), centred if the layer has an output bias to take up the means."""
+    gram = statistics.mixed_value_gram(heads, members, under)
     if heads.o_bias is None:
         return gram
     mean = statistics.mixed_value_mean(heads)
+    mean = mean if under is None else mean[list(under)]
+    mean = mean if members is None else mean[:, list(members)]
     return gram - torch.einsum("hia,hjb->hijab", mean, mean)
 
 

@@ -104,14 +104,16 @@ def key_maps(
     heads: LayerHeads, group: Sequence[int], statistics: LayerStatistics, geometry: HeadGeometry
 ) -> tuple[Tensor, Tensor]:
     """`[g, d, d]` twice: F with k' = sum_i F_i k_i, and E with q'_i = E_i q_i, so that q'_i^T k' ~ q_i^T k_i."""
-    layout, index = geometry.rotary, torch.tensor(group)
-    gram = statistics.key_gram(heads)[index[:, None], index]
-    mix, scale = fit_complex(complex_gram(gram, layout), pair_energy(statistics.query_gram(heads)[index], layout))
+    layout, own = geometry.rotary, list(group)
+    heads = replace(
+        heads, q=heads.q[own], k=heads.k[own], q_bias=_pick(heads.q_bias, group), k_bias=_pick(heads.k_bias, group)
+    )
+    gram = statistics.key_gram(heads)
+    mix, scale = fit_complex(complex_gram(gram, layout), pair_energy(statistics.query_gram(heads), layout))
     into, onto = as_real(mix.conj(), layout), as_real(scale.conj(), layout)
     if layout.free:
         free_gram, moment = free_parts(heads, statistics, geometry)
-        free_gram = free_gram[index[:, None], index]
-        fit = fit_real(free_gram.expand(len(group), *free_gram.shape), moment[index])
+        fit = fit_real(free_gram.expand(len(group), *free_gram.shape), moment)
         free = torch.tensor(layout.free)
         into[:, free[:, None], free] = fit.basis.transpose(1, 2)
         onto[:, free[:, None], free] = fit.back.transpose(1, 2)

@@ -42,8 +42,11 @@ def fit_real(grams: Tensor, metrics: Tensor, *, sweeps: int = 0) -> RealFit:
     for _ in range(sweeps):
         if errors.sum() <= CUTOFF * energy:
             break  # the fit is exact already, or there is nothing to fit
-        basis = _refit_basis(flat, metrics, back, basis)
-        back, errors = _read_back(flat, metrics, basis)
+        refitted = _refit_basis(flat, metrics, back, basis)
+        found, missed = _read_back(flat, metrics, refitted)
+        if not missed.sum() < errors.sum():
+            break  # only rounding is left to fit
+        basis, back, errors = refitted, found, missed
     size = _size_factor(flat, basis)
     return RealFit((basis * size).view(members, dim, dim), back / size, errors)
 
@@ -120,7 +123,10 @@ def _refit_basis(flat: Tensor, metrics: Tensor, back: Tensor, start: Tensor, ite
         if power <= 0:
             break
         image = apply(direction)
-        length = power / (direction * image).sum().clamp_min(torch.finfo(power.dtype).tiny)
+        curvature = (direction * image).sum()
+        if curvature <= 0:
+            break  # moments of few tokens are singular but for rounding, which may be negative: no step is safe there
+        length = power / curvature
         n = n + length * direction
         residual = residual - length * image
         step = left @ residual @ right

@@ -41,8 +41,13 @@ def refine(
     converted: PreTrainedModel,
     sequences: Tensor | None,
     settings: Mapping[str, Any] | None = None,
+    *,
+    first: int = 0,
 ) -> RefinementReport:
     """Run the refinement `name` on `converted` in place. `sequences` `[N, T]` are calibration tokens.
+
+    `first`: the number in its checkpoint of the models' first layer, where they are a window of a larger model; layers
+    are seeded and reported by their numbers there.
 
     Raises ValueError for an unknown name or setting, or if the part needs sequences and there are fewer than two.
     """
@@ -51,4 +56,4 @@ def refine(
     if "sequences" in part.needs and (sequences is None or len(sequences) < 2):
         given = "none" if sequences is None else len(sequences)
         raise ValueError(f"refinement={name} needs at least two calibration sequences, got {given}")
-    return part(original, converted, sequences, **knobs)
+    return part(original, converted, sequences, first=first, **knobs)

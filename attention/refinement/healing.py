@@ -78,9 +78,17 @@ def ridge_refit(weight: Tensor, zz: Tensor, zy: Tensor, ridge: float) -> Tensor:
 
 
 def heal_layer(
-    original: PreTrainedModel, converted: PreTrainedModel, sequences: Tensor, layer: int, knobs: dict[str, Any]
+    original: PreTrainedModel,
+    converted: PreTrainedModel,
+    sequences: Tensor,
+    layer: int,
+    knobs: dict[str, Any],
+    first: int = 0,
 ) -> LayerFit:
-    """Refit the output projection of one layer of `converted` in place, if that helps on held-out sequences."""
+    """Refit the output projection of one layer of `converted` in place, if that helps on held-out sequences.
+
+    The layer is reported as number `first + layer`.
+    """
     family, geometry = family_of(converted.config), HeadGeometry.from_config(converted.config)
     models = (original, converted)
     modules = tuple(family_of(m.config).attention_modules(m)[layer] for m in models)
@@ -92,7 +100,7 @@ def heal_layer(
     weight = _weight(heads)
     fitted = ridge_refit(weight, zz, zy, knobs["ridge"])
     checked = _moments(models, modules, check, **common)  # type: ignore[arg-type]
-    result = LayerFit("heal", layer, _error(weight, *checked), _error(fitted, *checked))
+    result = LayerFit("heal", first + layer, _error(weight, *checked), _error(fitted, *checked))
     if result.kept:
         family.write(modules[1], _with_weight(heads, fitted))
     return result
@@ -104,7 +112,9 @@ def heal_layer(
     knobs=HEAL_KNOBS,
     needs=("sequences",),
 )
-def heal(original: PreTrainedModel, converted: PreTrainedModel, sequences: Tensor, **knobs: Any) -> RefinementReport:
+def heal(
+    original: PreTrainedModel, converted: PreTrainedModel, sequences: Tensor, *, first: int = 0, **knobs: Any
+) -> RefinementReport:
     """Refit every layer's output projection, from the first layer to the last."""
     layers = HeadGeometry.from_config(converted.config).num_layers
-    return RefinementReport(tuple(heal_layer(original, converted, sequences, i, knobs) for i in range(layers)))
+    return RefinementReport(tuple(heal_layer(original, converted, sequences, i, knobs, first) for i in range(layers)))

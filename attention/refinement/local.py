@@ -21,18 +21,17 @@ from transformers import PreTrainedModel
 
 from attention.axes import Knob
 from attention.families import family_of
-from attention.geometry import HeadGeometry
 from attention.modeling import plan_of
 from attention.refinement.axis import REFINEMENT, LayerFit, RefinementReport
 from attention.refinement.capture import Record, held_out, run_to
 from attention.refinement.healing import HEAL_KNOBS, heal_layer
+from attention.refinement.parallel import ONE_AT_A_TIME, each_layer
 
-FIT_KNOBS = (
-    Knob("fit_steps", "int", 480, "Adam steps a layer", 1, 100_000),
-    Knob("fit_rate", "log_float", 0.5, "largest step, as the relative change of an output at most", 1e-4, 1e2),
-    Knob("fit_batch", "int", 2, "sequences a step", 1, 1024),
-    Knob("fit_tokens", "int", 16_384, "calibration tokens that are held in memory and fitted on", 2),
-)
+FIT_STEPS = Knob("fit_steps", "int", 480, "Adam steps a layer", 1, 100_000)
+FIT_RATE = Knob("fit_rate", "log_float", 0.5, "largest step, as the relative change of an output at most", 1e-4, 1e2)
+FIT_BATCH = Knob("fit_batch", "int", 2, "sequences a step", 1, 1024)
+FIT_TOKENS = Knob("fit_tokens", "int", 16_384, "calibration tokens that are held in memory and fitted on", 2)
+FIT_KNOBS = (FIT_STEPS, FIT_RATE, FIT_BATCH, FIT_TOKENS)
 BETAS = (0.9, 0.95)
 WARMUP = 0.05
 RETRIES, SMALLER = 2, 0.25
@@ -180,12 +179,17 @@ def _train(
 
 
 def fit_layer(
-    original: PreTrainedModel, converted: PreTrainedModel, sequences: Tensor, layer: int, knobs: dict[str, Any]
+    original: PreTrainedModel,
+    converted: PreTrainedModel,
+    sequences: Tensor,
+    layer: int,
+    knobs: dict[str, Any],
+    first: int = 0,
 ) -> LayerFit:
     """Train one attention layer of `converted` in place, if that helps on held-out sequences.
 
-    Works on a float32 copy of the layer whatever the dtype of the model. Raises ValueError for a model with shared
-    heads, whose weights serve other layers as well.
+    The layer is seeded and reported as number `first + layer`. Works on a float32 copy of the layer whatever the dtype
+    of the model. Raises ValueError for a model with shared heads, whose weights serve other layers as well.
     """
     if shares := plan_of(converted).shares:
         raise ValueError(
@@ -194,15 +198,16 @@ def fit_layer(
         )
     module = family_of(converted.config).attention_modules(converted)[layer]
     used = sequences[: max(2, knobs["fit_tokens"] // sequences.shape[1])]
-    task = LayerTask.of(original, layer, used, knobs["fit_batch"])
+    with ONE_AT_A_TIME:
+        task = LayerTask.of(original, layer, used, knobs["fit_batch"])
     copied = copy.deepcopy(module).float().eval()
-    generator = torch.Generator().manual_seed(layer)
+    generator = torch.Generator().manual_seed(first + layer)
     result = fit_module(copied, task, knobs["fit_steps"], knobs["fit_rate"], generator)
     if result.kept:
         with torch.no_grad():
             for p, fitted in zip(module.parameters(), copied.parameters(), strict=True):
                 p.copy_(fitted)
-    return LayerFit("fit", layer, result.before, result.after)
+    return LayerFit("fit", first + layer, result.before, result.after)
 
 
 @REFINEMENT.part(
@@ -212,9 +217,11 @@ def fit_layer(
     needs=("sequences",),
 )
 def fit_heal(
-    original: PreTrainedModel, converted: PreTrainedModel, sequences: Tensor, **knobs: Any
+    original: PreTrainedModel, converted: PreTrainedModel, sequences: Tensor, *, first: int = 0, **knobs: Any
 ) -> RefinementReport:
-    """Local fit of every layer, then heal from the first layer to the last."""
-    layers = range(HeadGeometry.from_config(converted.config).num_layers)
-    fits = [fit_layer(original, converted, sequences, i, knobs) for i in layers]
-    return RefinementReport((*fits, *(heal_layer(original, converted, sequences, i, knobs) for i in layers)))
+    """Local fit of every layer, small ones side by side, then heal from the first layer to the last."""
+    modules = family_of(converted.config).attention_modules(converted)
+    largest = max(sum(p.numel() for p in module.parameters()) for module in modules)
+    given = (original, converted, sequences)
+    fits = each_layer(len(modules), lambda i: fit_layer(*given, i, knobs, first), largest, converted.device)
+    return RefinementReport((*fits, *(heal_layer(*given, i, knobs, first) for i in range(len(modules)))))

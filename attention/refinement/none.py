@@ -9,6 +9,8 @@ from attention.refinement.axis import REFINEMENT, RefinementReport
 
 
 @REFINEMENT.part("none", source="-")
-def keep(original: PreTrainedModel, converted: PreTrainedModel, sequences: Tensor | None) -> RefinementReport:
+def keep(
+    original: PreTrainedModel, converted: PreTrainedModel, sequences: Tensor | None, *, first: int = 0
+) -> RefinementReport:
     """Leave the converted model alone."""
     return RefinementReport()

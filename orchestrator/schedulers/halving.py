@@ -1,96 +1,62 @@
-"""Asynchronous successive halving (ASHA, Li 2020) with one bracket for each KV budget.
+"""Asynchronous successive halving (ASHA, Li 2020) with one bracket for each KV budget, as Ray Tune has it.
 
 A trial that keeps a quarter of the cache never competes with one that keeps half: their losses are not comparable, and
-one bracket for all would stop every small budget first.
+one bracket for all would stop every small budget first. Nobody is paused: a trial is stopped for good, or goes on at
+once in the process that it has.
 """
 
 from __future__ import annotations
 
-import math
-import pickle
-from pathlib import Path
 from typing import Any
 
-from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialScheduler
+from ray.tune.schedulers import AsyncHyperBandScheduler
 
-RESOURCE = "resource"
-BUDGET = "kv_ratio"
+from orchestrator.schedulers.problem import BUDGET, SCHEDULERS, RungProblem, RungScheduler
+
+RESOURCE, SCORE = "resource", "score"
 
 
 def rung_resource(rung: int, reduction_factor: float) -> float:
-    """What rung `rung` counts as for ASHA, whose milestones are powers of the reduction factor."""
+    """What rung `rung` counts as for Ray's ASHA, whose milestones are powers of the reduction factor."""
     return float(reduction_factor**rung)
 
 
-class BudgetHalving(FIFOScheduler):
+class BudgetHalving(RungScheduler):
     """Stops a trial at a rung unless it is among the best 1 / `reduction_factor` of its own budget so far.
 
-    `rungs` counts the rungs, the untrained conversion included; results carry `resource = rung_resource(rung)`, so that
-    every rung is a milestone whatever its steps. The last rung stops nobody: its trials end by themselves and write
-    their weights. A trial whose recipe is `protected` (the baseline of every comparison) goes on whatever its loss and
-    does not count at the rungs. A trial whose loss is not finite is stopped at once.
+    The first of the problem's objectives decides. With one rung nobody is stopped.
     """
 
-    def __init__(
-        self, rungs: int, reduction_factor: float, protected: tuple[str, ...] = (), metric: str = "loss"
-    ) -> None:
-        super().__init__()
-        if rungs < 1:
-            raise ValueError(f"a search needs at least one rung, got {rungs}")
-        self._rungs, self._factor, self._protected, self._objective = rungs, reduction_factor, protected, metric
+    def __init__(self, problem: RungProblem) -> None:
+        super().__init__(problem)
         self._brackets: dict[float, AsyncHyperBandScheduler] = {}
 
-    def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
-        return True
-
-    def _bracket(self, trial: Any) -> AsyncHyperBandScheduler | None:
-        """The bracket of a trial's budget; None if nothing can stop the trial."""
-        if self._rungs == 1 or trial.config.get("recipe") in self._protected:
-            return None
-        budget = float(trial.config[BUDGET])
+    def _bracket(self, budget: float) -> AsyncHyperBandScheduler:
         if budget not in self._brackets:
+            factor = self.problem.reduction_factor
             self._brackets[budget] = AsyncHyperBandScheduler(
                 time_attr=RESOURCE,
-                metric=self._objective,
+                metric=SCORE,
                 mode="min",
                 # Half a rung below the last one: the last rung is no milestone, so it stops nobody.
-                max_t=self._factor ** (self._rungs - 1.5),  # pyright: ignore[reportArgumentType]
+                max_t=factor ** (self.problem.rungs - 1.5),  # pyright: ignore[reportArgumentType]
                 grace_period=1,
-                reduction_factor=self._factor,
+                reduction_factor=factor,
                 stop_last_trials=False,
             )
         return self._brackets[budget]
 
-    def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
-        if bracket := self._bracket(trial):
-            bracket.on_trial_add(tune_controller, trial)
-
-    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict) -> str:
-        if not math.isfinite(result.get(self._objective, 0.0)):
-            return TrialScheduler.STOP  # a diverged trial: NaN passes every comparison of the brackets
-        bracket = self._bracket(trial)
-        return bracket.on_trial_result(tune_controller, trial, result) if bracket else TrialScheduler.CONTINUE
-
-    def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict) -> None:
-        if bracket := self._bracket(trial):
-            bracket.on_trial_complete(tune_controller, trial, result)
-
-    def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
-        if bracket := self._bracket(trial):
-            bracket.on_trial_error(tune_controller, trial)
-
-    def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
-        if bracket := self._bracket(trial):
-            bracket.on_trial_remove(tune_controller, trial)
+    def _decide(self, trial: Any, rung: int, values: tuple[float, ...]) -> str:
+        asha = self._bracket(float(trial.config[BUDGET]))
+        if trial.trial_id not in asha._trial_info:
+            asha.on_trial_add(None, trial)  # pyright: ignore[reportArgumentType]
+        result = {RESOURCE: rung_resource(rung, self.problem.reduction_factor), SCORE: values[0]}
+        return asha.on_trial_result(None, trial, result)  # pyright: ignore[reportArgumentType]
 
     def debug_string(self) -> str:
         return "\n".join(f"KV {budget}: {b.debug_string()}" for budget, b in sorted(self._brackets.items()))
 
-    def save(self, checkpoint_path: str) -> None:
-        with Path(checkpoint_path).open("wb") as stream:
-            pickle.dump(self.__dict__, stream)
 
-    def restore(self, checkpoint_path: str) -> None:
-        """Tune's own state, written by `save`: trusted, like the rest of a search folder that is resumed."""
-        with Path(checkpoint_path).open("rb") as stream:
-            self.__dict__.update(pickle.load(stream))
+@SCHEDULERS.part("budget", source="Li 2020 (ASHA), a bracket for each budget, the stopping form of Ray Tune")
+def budget(problem: RungProblem) -> RungScheduler:
+    return BudgetHalving(problem)

@@ -3,80 +3,270 @@
 Two objectives, held-out loss and KV bytes a token, so that the search spreads along the front and does not settle at
 one budget. Conditional decisions are asked for only where they come up (define by run).
 
-A trial that is stopped at an early rung is told with the loss that it had there. That loss is above what full training
-would give, and only trials that were behind at the same rung are stopped, so the estimator errs on the safe side.
+What the sampler knows lies in a database, if the problem names one: every suggestion, and every result as a finished
+Optuna trial. A suggestion is a function of the seed, its number and the results told before it, and is looked up where
+it was made before; nothing is ever stored as running, so that no kill leaves a trial that waits for ever.
+
+A trial that is paused or stopped at an early rung is told with the loss that it had there, and again when it gets
+further; its highest rung counts. An early loss is above what full training would give, and only trials that were behind
+at the same rung stay there, so the estimator errs on the safe side. A trial that diverged or failed is not told of.
 """
 
 from __future__ import annotations
 
-import functools
+import itertools
 import logging
+import math
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import optuna
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from ray.tune.search import Searcher
-from ray.tune.search.optuna import OptunaSearch
 
-from orchestrator.candidates import Candidate, CandidateSpace
+from orchestrator.candidates import CandidateSpace, Point
 from orchestrator.searchers.problem import OBJECTIVES, SEARCHERS, TRIES, SearchProblem
+from search_spaces import pareto
+from search_spaces.space import Domain
 
-PROPOSALS = 5
-"""Proposals of the estimator that may repeat an earlier candidate before one is drawn at random."""
+NEAR = 10
+"""Variations of a proposal in one decision that may repeat an earlier candidate too, before two are changed."""
+RECENT, BEST = 150, 50
+"""Results that a proposal rests on: the newest, and the best by rank. More would make each slower than the one before,
+without end, and TPE weighs old results down anyway."""
+DIRECTIONS = [optuna.study.StudyDirection.MINIMIZE] * len(OBJECTIVES)
+STUDY, SUGGESTION, DROPPED = "headfold", "suggestion:", "dropped:"
 
 
-class FrontSearch(OptunaSearch):
+@dataclass
+class Observation:
+    """A trial's scores at the highest rung that it has told of."""
+
+    point: Point
+    values: tuple[float, ...]
+    rung: int
+    _finished = None  # no field: it is not saved
+
+    def finished(self, space: CandidateSpace) -> optuna.trial.FrozenTrial:
+        """As a trial of Optuna's, made once: it is told with every proposal as long as it is in the window."""
+        if self._finished is None:
+            spread = distributions(space, self.point)
+            self._finished = optuna.trial.create_trial(params=self.point, distributions=spread, values=self.values)
+        return self._finished
+
+
+class FrontSearch(Searcher):
     """The configured candidates, then what Optuna proposes.
 
-    Candidates that lie in the space are enqueued in the study, so that the estimator learns from them; those outside of
-    it are run without telling. A proposal that was tried before is given back to the study and another is asked for.
+    Configured candidates that lie in the space are told too, so that the estimator learns from them; those outside of
+    it are run without telling.
     """
 
     def __init__(self, problem: SearchProblem) -> None:
-        located = [problem.space.locate(candidate) for candidate in problem.named]
-        super().__init__(
-            space=functools.partial(define, problem.space),
-            metric=list(OBJECTIVES),
-            mode=["min"] * len(OBJECTIVES),
-            points_to_evaluate=[point for point in located if point is not None],
-            sampler=optuna.samplers.TPESampler(seed=problem.seed, n_startup_trials=max(4, len(problem.named))),
-        )
+        super().__init__(metric=OBJECTIVES[0], mode="min")
         self._problem, self._made = problem, 0
-        self._ot_study: Any  # made by the call above, since a space is given
-        self._outside = {index for index, point in enumerate(located) if point is None}
-        self._generator = np.random.default_rng(problem.seed)
+        self._points: dict[str, Point] = {}
         self._tried: set[Any] = set()
+        self._seen: dict[str, Observation] = {}  # by trial; told last, last
+        self._best: list[str] = []
+        self._dropped: set[str] = set()
+        self._memory = Memory(problem.database) if problem.database else None
+        if self._memory is not None:
+            self._seen, self._dropped = self._memory.results()
+
+    # ---- Tune's hooks -----------------------------------------------------------------------------------------
 
     def suggest(self, trial_id: str) -> Any:
-        number = self._made
+        number, named = self._made, self._problem.named
         if number >= self._problem.total:
             return Searcher.FINISHED
         self._made += 1
-        if number in self._outside:
-            candidate = self._problem.named[number]
+        if number < len(named):
+            candidate, point = named[number], self._problem.space.locate(named[number])
         else:
-            candidate = self._ask(trial_id)
-            for attempt in range(TRIES if number >= len(self._problem.named) else 0):
-                if candidate.key not in self._tried:
-                    break
-                self._ot_study.tell(self._ot_trials.pop(trial_id), state=optuna.trial.TrialState.FAIL)
-                if attempt >= PROPOSALS:  # the estimator insists; draw at random
-                    self._ot_study.enqueue_trial(self._problem.space.sample(self._generator))
-                candidate = self._ask(trial_id)
+            point = self._known(number) or self._propose(number)
+            candidate = self._problem.space.candidate(point)
+        if point is not None:
+            self._points[trial_id] = point
         self._tried.add(candidate.key)
         return candidate.config()
 
-    def _ask(self, trial_id: str) -> Candidate:
-        return self._problem.space.candidate(super().suggest(trial_id) or {})
+    def on_trial_result(self, trial_id: str, result: dict) -> None:
+        self._tell(trial_id, result)
 
     def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
-        if trial_id in self._ot_trials:
-            super().on_trial_complete(trial_id, result, error)
+        """A paused trial that is stopped for good comes without a result: what it told before counts."""
+        if result is not None and not error:
+            self._tell(trial_id, result)
+        diverged = result is not None and not math.isfinite(result.get(OBJECTIVES[0], 0.0))
+        if (error or diverged) and trial_id in self._points:
+            self._seen.pop(trial_id, None)
+            self._dropped.add(trial_id)
+            if self._memory is not None:
+                self._memory.drop(trial_id)
+        self._points.pop(trial_id, None)
+
+    def save(self, checkpoint_path: str) -> None:
+        own = ("_made", "_points", "_tried", "_best", "_dropped")
+        state = {name: getattr(self, name) for name in own}
+        seen = {trial: asdict(observation) for trial, observation in self._seen.items()}
+        Path(checkpoint_path).write_bytes(pickle.dumps(state | {"_seen": seen}))
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Written by `save`, and trusted like the program itself: it is unpickled."""
+        state = pickle.loads(Path(checkpoint_path).read_bytes())
+        seen = {trial: Observation(**record) for trial, record in state.pop("_seen").items()}
+        self.__dict__.update(state | {"_seen": seen | self._seen})
+
+    # ---- results ----------------------------------------------------------------------------------------------
+
+    def _tell(self, trial_id: str, result: Mapping[str, Any]) -> None:
+        values = tuple(float(result.get(name, math.nan)) for name in OBJECTIVES)
+        point, rung = self._points.get(trial_id), int(result.get("rung", 0))
+        if point is None or trial_id in self._dropped:
+            return
+        if not all(map(math.isfinite, values)):
+            return
+        known = self._seen.get(trial_id)
+        if known is not None and known.rung >= rung:
+            return
+        self._seen.pop(trial_id, None)  # the newest last
+        self._seen[trial_id] = Observation(point, values, rung)
+        if self._memory is not None:
+            self._memory.tell(trial_id, self._seen[trial_id], distributions(self._problem.space, point))
+
+    def _window(self) -> list[Observation]:
+        """What a proposal rests on, at most RECENT + BEST results, the oldest first."""
+        if len(self._seen) > RECENT + BEST:
+            recent: list[str] = []
+            for trial in reversed(self._seen):
+                recent.append(trial)
+                if len(recent) == RECENT + BEST:
+                    break
+            pool = list(dict.fromkeys([*(t for t in self._best if t in self._seen), *reversed(recent)]))
+            kept = pareto.select([self._seen[trial].values for trial in pool], BEST)
+            self._best = [pool[place] for place in sorted(kept)]
+            shown = dict.fromkeys([*self._best, *reversed(recent[:RECENT])])
+            return [self._seen[trial] for trial in shown]
+        return list(self._seen.values())
+
+    # ---- proposals --------------------------------------------------------------------------------------------
+
+    def _known(self, number: int) -> Point | None:
+        return self._memory.suggestion(number) if self._memory is not None else None
+
+    def _propose(self, number: int) -> Point:
+        """A point whose candidate was not tried before, if some can be found."""
+        proposals = self._proposals(number)
+        point = next(proposals)
+        for _ in range(TRIES):
+            if self._problem.space.candidate(point).key not in self._tried:
+                break
+            point = next(proposals)
+        if self._memory is not None:
+            self._memory.suggest(number, point)
+        return point
+
+    def _proposals(self, number: int) -> Iterator[Point]:
+        """The estimator's, and, where that was tried, what lies beside it: one decision drawn anew, later more.
+
+        The estimator takes the likeliest of its draws. Among decisions that are mostly choices that is what was best so
+        far, again and again, whatever the seed; asking it again takes long and helps little.
+        """
+        space = self._problem.space
+        study = optuna.create_study(directions=DIRECTIONS)
+        study.add_trials([observation.finished(space) for observation in self._window()])
+        seed = int(np.random.SeedSequence([self._problem.seed, number, 0]).generate_state(1)[0])
+        startup = max(4, len(self._problem.named))
+        study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=startup)
+        point = define(space, study.ask())
+        yield point
+        generator = np.random.default_rng([self._problem.seed, number])
+        for attempt in itertools.count():
+            yield space.vary(point, 1 + attempt // NEAR, generator)
 
 
-def define(space: CandidateSpace, trial: Any) -> None:
+# ---- Optuna's side ---------------------------------------------------------------------------------------------------
+
+
+class Memory:
+    """The database: an Optuna journal, one file that only grows, readable with Optuna's own tools.
+
+    A file of one's own and not a server: it is written by the driver alone. Unlike SQLite it is safe on NFS.
+    """
+
+    def __init__(self, path: str) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        # A lock of a killed driver is taken over; the search's own lock keeps two drivers apart
+        lock = JournalFileOpenLock(path, grace_period=5)
+        storage = JournalStorage(JournalFileBackend(path, lock_obj=lock))
+        self._study = optuna.create_study(storage=storage, study_name=STUDY, directions=DIRECTIONS, load_if_exists=True)
+        self._suggestions = {
+            int(key.removeprefix(SUGGESTION)): point
+            for key, point in self._study.user_attrs.items()
+            if key.startswith(SUGGESTION)
+        }
+
+    def results(self) -> tuple[dict[str, Observation], set[str]]:
+        """Every trial's highest rung, oldest first, and the trials that were dropped."""
+        dropped = {key.removeprefix(DROPPED) for key in self._study.user_attrs if key.startswith(DROPPED)}
+        seen: dict[str, Observation] = {}
+        for trial in self._study.get_trials(deepcopy=False):
+            own = trial.user_attrs
+            if own["trial"] not in dropped:
+                seen.pop(own["trial"], None)
+                seen[own["trial"]] = Observation(dict(trial.params), tuple(trial.values), own["rung"])
+        return seen, dropped
+
+    def suggestion(self, number: int) -> Point | None:
+        return self._suggestions.get(number)
+
+    def suggest(self, number: int, point: Point) -> None:
+        self._suggestions[number] = point
+        self._study.set_user_attr(f"{SUGGESTION}{number}", point)
+
+    def tell(self, trial: str, seen: Observation, spread: dict[str, Any]) -> None:
+        self._study.add_trial(
+            optuna.trial.create_trial(
+                params=seen.point,
+                distributions=spread,
+                values=seen.values,
+                user_attrs={"trial": trial, "rung": seen.rung},
+            )
+        )
+
+    def drop(self, trial: str) -> None:
+        self._study.set_user_attr(f"{DROPPED}{trial}", True)
+
+
+def distributions(space: CandidateSpace, point: Point) -> dict[str, Any]:
+    """Optuna's distribution of every decision of a point."""
+    found: dict[str, Any] = {}
+    decided: Point = {}
+    while (domain := space.next(decided)) is not None:
+        found[domain.name] = distribution(domain)
+        decided[domain.name] = point[domain.name]
+    return found
+
+
+def distribution(domain: Domain) -> Any:
+    if domain.kind in ("choice", "bool"):
+        return optuna.distributions.CategoricalDistribution(domain.choices or (False, True))
+    if domain.kind == "int":
+        return optuna.distributions.IntDistribution(int(domain.low or 0), int(domain.high or 0))
+    return optuna.distributions.FloatDistribution(
+        float(domain.low or 0), float(domain.high or 0), log=domain.kind == "log_float"
+    )
+
+
+def define(space: CandidateSpace, trial: Any) -> Point:
     """Ask Optuna for one decision after another until the point is complete."""
-    point: dict[str, Any] = {}
+    point: Point = {}
     while (domain := space.next(point)) is not None:
         if domain.kind in ("choice", "bool"):
             value = trial.suggest_categorical(domain.name, list(domain.choices or (False, True)))
@@ -85,6 +275,7 @@ def define(space: CandidateSpace, trial: Any) -> None:
         else:
             value = trial.suggest_float(domain.name, domain.low, domain.high, log=domain.kind == "log_float")
         point[domain.name] = value
+    return point
 
 
 @SEARCHERS.part("optuna", source="Bergstra 2011; Ozaki 2022 (several objectives)")

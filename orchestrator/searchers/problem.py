@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from ray.tune.search import Searcher
 
 from attention.axes import Axis
 from orchestrator.candidates import Candidate, CandidateSpace
+from search_spaces.recipe import Recipe
 
 SEARCHERS = Axis("searcher", "orchestrator.searchers")
 
@@ -23,16 +24,37 @@ TRIES = 50
 
 @dataclass(frozen=True)
 class SearchProblem:
-    """`named` are the configured candidates, tried first; then `samples` more are drawn from `space`."""
+    """`named` are the configured candidates, tried first; then `samples` more are drawn from `space`.
+
+    `seed`: of the searcher; `seeds`: with which a plan that it has searched is trained. `settings`: its own knobs.
+    `similarities(recipe)`: the recipe's similarity of the stored KV heads `[U, U]` by (layer, side); it may load the
+    model, and is there when trials are to be run. `database`: a file for what a searcher has learnt, which outlives the
+    process (none: nothing does).
+    """
 
     space: CandidateSpace
     named: tuple[Candidate, ...]
     samples: int
     seed: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    seeds: tuple[int, ...] = (0,)
+    similarities: Callable[[Recipe], Mapping[tuple[int, str], np.ndarray]] | None = None
+    database: str | None = None
 
     @property
     def total(self) -> int:
         return len(self.named) + self.samples
+
+
+def make_searcher(name: str, problem: SearchProblem) -> Searcher:
+    """The searcher of a name with the problem's settings. Raises ValueError for settings that it does not have."""
+    part = SEARCHERS.get(name)
+    return part(problem, **part.settings(problem.settings))
+
+
+def trials_of(searcher: Searcher, problem: SearchProblem) -> int:
+    """How many trials a searcher suggests, at most: `total` of the problem, or of the searcher where it has its own."""
+    return getattr(searcher, "total", problem.total)
 
 
 class ListedSearcher(Searcher):

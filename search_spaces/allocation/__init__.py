@@ -6,7 +6,7 @@ those whose counts are no divisors of the heads.
 """
 
 from search_spaces.allocation.dha import dha_greedy
-from search_spaces.allocation.knapsack import knapsack
+from search_spaces.allocation.knapsack import knapsack, towards_even
 from search_spaces.allocation.problem import AllocationProblem, Counts
 from search_spaces.allocation.uniform import admissible_ratios, uniform
 from search_spaces.axes import ALLOCATION
@@ -18,5 +18,6 @@ __all__ = [
     "admissible_ratios",
     "dha_greedy",
     "knapsack",
+    "towards_even",
     "uniform",
 ]

@@ -5,13 +5,16 @@ Legend: sites (2 L: keys and values of each layer), e_s(G) error of site s with 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from attention.axes import Knob
 from search_spaces.allocation.problem import AllocationProblem, Counts
 from search_spaces.axes import ALLOCATION
+
+POWERS = range(-12, 7)  # of 2: weights of evenness, relative to the mean error
 
 
 def knapsack(curves: Sequence[Mapping[int, float]], budget: int, *, exact: bool = False) -> tuple[int, ...]:
@@ -49,6 +52,40 @@ def knapsack(curves: Sequence[Mapping[int, float]], budget: int, *, exact: bool 
     return tuple(reversed(chosen))
 
 
+def towards_even(curves: Sequence[Mapping[int, float]], budget: int, at_most: int) -> list[tuple[int, ...]]:
+    """Plans of exactly `budget` heads from the one of least summed error to the most even one, each once.
+
+    Errors are measured one site at a time and add up only roughly: where many sites come down to a single head the
+    model loses more than their sum. Each plan minimises the sum of the errors plus w x log(G / even)^2 over the sites,
+    even = budget / sites, for a weight w that grows from 0. Of more than `at_most` plans the first, the last and some
+    between them stay. Raises ValueError as `knapsack`.
+    """
+    errors = [error for curve in curves for error in curve.values() if error > 0]
+    scale, even = float(np.mean(errors)) if errors else 1.0, budget / len(curves)
+    found: list[tuple[int, ...]] = []
+    for weight in (0.0, *(scale * 2.0**power for power in POWERS)):
+        held = [{count: error + weight * math.log(count / even) ** 2 for count, error in c.items()} for c in curves]
+        plan = knapsack(held, budget, exact=True)
+        if plan not in found:
+            found.append(plan)
+    kept = np.unique(np.linspace(0, len(found) - 1, min(at_most, len(found))).round().astype(int))
+    return [found[index] for index in kept]
+
+
+def best_measured(
+    problem: AllocationProblem,
+    curves: Sequence[Mapping[int, float]],
+    budget: int,
+    finalists: int,
+    counts_of: Callable[[tuple[int, ...]], Counts],
+) -> Counts:
+    """The plan of least measured loss among `finalists` of `towards_even`; without a measure the first of them."""
+    plans = [counts_of(plan) for plan in towards_even(curves, budget, finalists)]
+    if len(plans) == 1 or problem.final is None:
+        return plans[0]
+    return min(plans, key=problem.final)
+
+
 KNOBS = (
     Knob(
         "counts",
@@ -58,6 +95,16 @@ KNOBS = (
         choices=("any", "powers_of_two", "divisors"),
     ),
     Knob("tokens", "int", 4096, "calibration tokens on which rises of the loss are measured", low=2),
+    Knob("fit_steps", "int", 20, "steps of local fit before a rise is measured, as refinement will make more", low=0),
+    Knob(
+        "finalists",
+        "int",
+        3,
+        "plans, from the least sum of rises to the most even, that are carried out, refined in short and measured",
+        low=1,
+        high=16,
+    ),
+    Knob("finalist_steps", "int", 120, "steps of local fit of a finalist, at most those of the refinement", low=1),
 )
 
 
@@ -77,11 +124,13 @@ def considered(problem: AllocationProblem, counts: str) -> list[int]:
     knobs=KNOBS,
     needs=("model", "measure", "apart"),
 )
-def knapsack_part(problem: AllocationProblem, *, counts: str = "any", tokens: int = 4096) -> Counts:
-    """Least sum of the measured rises of the loss, over keys and values of all layers together."""
+def knapsack_part(problem: AllocationProblem, *, counts: str = "any", finalists: int = 3, **measuring: int) -> Counts:
+    """Least measured loss among plans of little summed rise, over keys and values of all layers together."""
     if problem.curve is None:
         raise ValueError("allocation=knapsack needs measured error curves: a model and token sequences")
     allowed = considered(problem, counts)
     sites = [(layer, side) for layer in range(problem.num_layers) for side in ("key", "value")]
-    chosen = knapsack([problem.curve(*site, allowed) for site in sites], problem.total, exact=True)
-    return tuple(zip(chosen[::2], chosen[1::2], strict=True))
+    curves = [problem.curve(*site, allowed) for site in sites]
+    return best_measured(
+        problem, curves, problem.total, finalists, lambda plan: tuple(zip(plan[::2], plan[1::2], strict=True))
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from search_spaces.allocation.knapsack import KNOBS, considered, knapsack
+from search_spaces.allocation.knapsack import KNOBS, best_measured, considered
 from search_spaces.allocation.problem import AllocationProblem, Counts
 from search_spaces.axes import ALLOCATION
 
@@ -13,8 +13,11 @@ from search_spaces.axes import ALLOCATION
     knobs=KNOBS,
     needs=("model", "measure"),
 )
-def layerwise(problem: AllocationProblem, *, counts: str = "any", tokens: int = 4096) -> Counts:
-    """Least sum of the measured rises of the loss over layers. Raises ValueError for an odd number of heads."""
+def layerwise(problem: AllocationProblem, *, counts: str = "any", finalists: int = 3, **measuring: int) -> Counts:
+    """Least measured loss among plans of little summed rise over layers.
+
+    Raises ValueError for an odd number of heads.
+    """
     if problem.curve is None:
         raise ValueError("allocation=layerwise needs measured error curves: a model and token sequences")
     if problem.total % 2:
@@ -23,4 +26,6 @@ def layerwise(problem: AllocationProblem, *, counts: str = "any", tokens: int = 
         )
     allowed = considered(problem, counts)
     curves = [problem.curve(layer, "both", allowed) for layer in range(problem.num_layers)]
-    return tuple((count, count) for count in knapsack(curves, problem.total // 2, exact=True))
+    return best_measured(
+        problem, curves, problem.total // 2, finalists, lambda plan: tuple((count, count) for count in plan)
+    )

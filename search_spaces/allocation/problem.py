@@ -18,7 +18,8 @@ class AllocationProblem:
 
     `admissible`: head counts that the grouping can make of one site, ascending, at most U. `loss(layer, side)`: what
     it costs to have one head only there; `curve(layer, side, counts)`: measured rise of the loss for each of these
-    counts, where `side` is "key", "value" or "both".
+    counts, where `side` is "key", "value" or "both". `final(counts)`: measured loss of the whole model with these
+    counts, converted and refined as the recipe says.
     """
 
     num_layers: int
@@ -28,6 +29,7 @@ class AllocationProblem:
     admissible: tuple[int, ...]
     loss: Callable[[int, str], float] | None = None
     curve: Callable[[int, str, Sequence[int]], dict[int, float]] | None = None
+    final: Callable[[Counts], float] | None = None
 
     @property
     def total(self) -> int:

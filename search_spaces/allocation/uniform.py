@@ -31,7 +31,7 @@ def uniform(
     exact = float(kv_ratio) * num_heads
     count = round(exact)
     if abs(exact - count) > 1e-6 or count not in admissible:
-        ratios = ", ".join(f"{ratio:.4g}" for ratio in admissible_ratios(num_heads, admissible))
+        ratios = ", ".join(f"{ratio:.8g}" for ratio in admissible_ratios(num_heads, admissible))
         raise ValueError(
             f"kv_ratio {float(kv_ratio):.4g} of {num_heads} heads is {exact:.4g} heads a layer, which this grouping "
             f"cannot make; the admissible ratios are {ratios}"

@@ -38,7 +38,7 @@ def merge_and_improve(
         raise ValueError(f"{num_heads} heads cannot form {groups} groups of equal size")
     group_cost = as_cost(cost)
     found = _merged(group_cost, num_heads, groups, num_heads // groups if equal_sizes else num_heads)
-    found = _improved(group_cost, found, not equal_sizes, max_passes)
+    found = improved(group_cost, found, not equal_sizes, max_passes)
     partition = canonical(found)
     return Grouping(partition, group_cost.score(partition))
 
@@ -70,7 +70,8 @@ def _union(a: Members, b: Members) -> Members:
     return tuple(sorted(a + b))
 
 
-def _improved(cost: GroupCost, found: Groups, may_move: bool, max_passes: int) -> Groups:
+def improved(cost: GroupCost, found: Groups, may_move: bool, max_passes: int) -> Groups:
+    """`found` after the best swap (or move) between two groups, until none lowers the cost, changed in place."""
     for _ in range(max_passes):
         changes = list(_changes(cost, found, may_move))
         if not changes:

@@ -6,60 +6,15 @@ Legend: n heads, a the head that moves, b one of the k heads most similar to it 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from attention.axes import Knob
 from search_spaces.axes import GROUPING
 from search_spaces.grouping.problem import Grouping, GroupingProblem
-from search_spaces.partitions import Partition, canonical, random_partition
-
-
-class WalkStep(NamedTuple):
-    """One iteration: the partition tried, its score, the best score so far, whether the walk went there, whether the
-    walk was reset before it."""
-
-    partition: Partition
-    score: float
-    best: float
-    accepted: bool
-    reset: bool
-
-
-def propose(
-    partition: Partition,
-    similarity: np.ndarray,
-    *,
-    preserve: float,
-    neighbours: int,
-    generator: np.random.Generator,
-    symmetric: bool = False,
-) -> Partition:
-    """One move of the walk (paper 003, App. A, Alg. 1 and 2). At least two groups.
-
-    A random head a goes to the group of b, one of its `neighbours` most similar heads outside its own group. In return
-    a random member of that group, possibly b itself, takes the place of a: always if `symmetric`, else with
-    probability `preserve`, and always when a is alone, since a group may not vanish. (The paper's text has a larger
-    `preserve` unbalance more, its pseudo-code less; this follows the pseudo-code.)
-    """
-    owner = {head: index for index, group in enumerate(partition) for head in group}
-    a = int(generator.integers(len(owner)))
-    home = owner[a]
-    outside = [h for h in range(len(owner)) if owner[h] != home]
-    # Ties go to the lower head: the order must not depend on the machine's sort.
-    nearest = sorted(outside, key=lambda h: (-similarity[a, h], h))[:neighbours]
-    b = nearest[int(generator.integers(len(nearest)))]
-    target = owner[b]
-    keeps_sizes = generator.random() < preserve
-    groups = [list(group) for group in partition]
-    if symmetric or keeps_sizes or len(groups[home]) == 1:
-        back = groups[target][int(generator.integers(len(groups[target])))]
-        groups[target].remove(back)
-        groups[home].append(back)
-    groups[home].remove(a)
-    groups[target].append(a)
-    return canonical(groups)
+from search_spaces.grouping.steps import Walk
+from search_spaces.partitions import Partition
 
 
 def asym_walk(
@@ -88,31 +43,13 @@ def asym_walk(
     count = len(similarity)
     if iterations < 1 or neighbours < 1:
         raise ValueError(f"iterations and neighbours must be at least 1, got {iterations} and {neighbours}")
-    current = random_partition(count, groups, generator)
+    walk = Walk(count, groups, generator, accept, reset, preserve, neighbours, symmetric)
     if groups == 1 or groups == count:  # there is nothing to choose
-        return Grouping(current, float(score(current)))
-    best: Partition | None = None
-    best_score = -np.inf
-    trace = []
+        return Grouping(walk.current, float(score(walk.current)))
     for _ in range(iterations):
-        was_reset = generator.random() < reset
-        if was_reset:
-            current = random_partition(count, groups, generator)
-        tried = propose(
-            current, similarity, preserve=preserve, neighbours=neighbours, generator=generator, symmetric=symmetric
-        )
-        value = float(score(tried))
-        if np.isnan(value):
-            raise ValueError(f"the score of {tried} is not a number; check the model and the data it was measured on")
-        better = best is None or value > best_score
-        accepted = generator.random() < accept or better
-        if better:
-            best, best_score = tried, value
-        if accepted:
-            current = tried
-        trace.append(WalkStep(tried, value, best_score, accepted, was_reset))
-    assert best is not None
-    return Grouping(best, best_score, tuple(trace))
+        walk.tell(float(score(walk.propose_next(similarity))))
+    assert walk.best is not None
+    return Grouping(walk.best, walk.best_score, tuple(walk.trace))
 
 
 _KNOBS = (

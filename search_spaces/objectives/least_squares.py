@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from attention.fusion import KeyCost, ValueCost
 from search_spaces.axes import OBJECTIVE
 from search_spaces.costs import GroupCost, Members
@@ -26,8 +30,13 @@ def least_squares(site: Site) -> GroupCost:
     # One side needs no scale, and then the cost keeps its unit.
     scales = [max(cost.cost(everything), 1e-300) if len(costs) > 1 else 1.0 for cost in costs]
 
-    def of_group(members: Members) -> float:
-        heads = tuple(h for unit in members for h in site.units[unit])
-        return sum(cost.cost(heads) / scale for cost, scale in zip(costs, scales, strict=True))
+    def of_groups(groups: Sequence[Members]) -> np.ndarray:
+        heads = [[h for unit in members for h in site.units[unit]] for members in groups]
+        return sum(cost.costs(heads).numpy() / scale for cost, scale in zip(costs, scales, strict=True))  # type: ignore[return-value]
 
-    return GroupCost(of_group)
+    unit = max(map(len, site.units), default=1)
+    return GroupCost(
+        lambda members: of_groups([members])[0],
+        of_groups,
+        effort=lambda size: sum(cost.effort(size * unit) for cost in costs),
+    )

@@ -38,6 +38,9 @@ def test_round_trip(name: str, layers, tiny_model, tmp_path: Path) -> None:
     back = checkpoint.load(checkpoint.save(model, tmp_path / "model", plain=False))
     assert torch.equal(logits(back), logits(model)) and plan_of(back) == plan_of(model)
     assert back.config.model_type == f"headfold_{name}"
+    prompt = torch.arange(5)[None]
+    written = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(back.generate(prompt, **written), model.generate(prompt, **written))  # decodes with its cache
 
 
 @pytest.mark.parametrize("name", GROUPED)

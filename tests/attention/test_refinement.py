@@ -18,6 +18,7 @@ from attention.refinement import REFINEMENT, refine
 from attention.refinement.capture import held_out, run_to
 from attention.refinement.healing import ridge_refit
 from attention.refinement.local import LayerTask, fit_module, layer_error
+from attention.refinement.parallel import SMALL, each_layer
 
 FAMILIES = ["gemma", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"]
 PLAN = LayerPlan((0, 0, 1, 1), (0, 0, 0, 1))
@@ -129,3 +130,40 @@ def test_too_few_sequences_are_refused(tiny_model: Tiny, tokens: Tensor) -> None
     for given in (None, tokens[:1]):
         with pytest.raises(ValueError, match="at least two calibration sequences"):
             refine("heal", original, converted, given)
+
+
+def test_layers_side_by_side_are_those_one_after_the_other(tiny_model: Tiny, tokens: Tensor) -> None:
+    original, one = pair(tiny_model, tokens, "llama", num_hidden_layers=2)
+    other = copy.deepcopy(one)
+    threads = torch.get_num_threads()
+    alone = refine("fit_heal", original, one, tokens, QUICK)
+    try:
+        torch.set_num_threads(2)
+        beside = refine("fit_heal", original, other, tokens, QUICK)
+        assert torch.get_num_threads() == 2, "as it was"
+    finally:
+        torch.set_num_threads(threads)
+    assert [(f.step, f.layer) for f in beside.fits] == [(f.step, f.layer) for f in alone.fits]
+    for name, tensor in weights(one).items():
+        torch.testing.assert_close(weights(other)[name], tensor, atol=1e-5, rtol=1e-4)
+
+
+def test_an_error_in_one_layer_is_told() -> None:
+    threads = torch.get_num_threads()
+    seen: list[int] = []
+
+    def work(layer: int) -> int:
+        seen.append(torch.get_num_threads())
+        if layer == 1:
+            raise ValueError("layer 1")
+        return layer
+
+    try:
+        torch.set_num_threads(2)
+        with pytest.raises(ValueError, match="layer 1"):
+            each_layer(3, work, 10, torch.device("cpu"))
+        assert torch.get_num_threads() == 2 and set(seen) == {1}
+        seen.clear()
+        assert each_layer(1, lambda i: torch.get_num_threads(), SMALL + 1, torch.device("cpu")) == [2]
+    finally:
+        torch.set_num_threads(threads)

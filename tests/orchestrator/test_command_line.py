@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from orchestrator import main
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = [sys.executable, str(REPOSITORY / "orchestrator" / "main.py")]
@@ -31,11 +34,18 @@ def run(
     )
 
 
+def run_here(*arguments: str | Path) -> int | str | None:
+    """The command in this process; its exit code."""
+    with pytest.raises(SystemExit) as ended:
+        main.run([str(a) for a in arguments])
+    return ended.value.code
+
+
 @pytest.mark.parametrize("command", [SCRIPT, MODULE, INSTALLED], ids=["script", "module", "installed"])
 def test_each_way_of_starting_lists_the_verbs(command: list[str]) -> None:
     done = run(command, "--help")
     assert done.returncode == 0, done.stderr
-    for verb in ("search", "convert", "evaluate", "promote", "export", "report"):
+    for verb in ("search", "convert", "estimate", "evaluate", "train", "promote", "export", "report"):
         assert verb in done.stdout
 
 
@@ -50,22 +60,31 @@ def test_the_script_runs_from_anywhere_and_hides_no_library(tmp_path: Path) -> N
     )
     done = run([sys.executable, "-c", code], SCRIPT[1], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    done = run(SCRIPT, "report", tmp_path, cwd=tmp_path)
+    done = run(SCRIPT, "search", "nothing.yaml", cwd=tmp_path)
     assert done.returncode == 2, done.stderr
-    assert "not the folder of a search" in done.stderr
+    assert "no configuration file at 'nothing.yaml'" in done.stderr
+
+
+LIGHT = """
+import sys
+from orchestrator import main
+try:
+    main.run(sys.argv[1:])
+finally:
+    heavy = {'torch', 'ray', 'mlflow', 'transformers', 'optuna', 'deepspeed'} & set(sys.modules)
+    assert not heavy, heavy
+"""
 
 
 def test_help_needs_no_heavy_import() -> None:
-    code = (
-        "import sys; sys.argv = ['headfold', '--help']\n"
-        "from orchestrator.main import app\n"
-        "try: app()\n"
-        "except SystemExit: pass\n"
-        "heavy = {'torch', 'ray', 'mlflow', 'transformers', 'optuna', 'deepspeed'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
-    )
-    done = run([sys.executable, "-c", code])
+    done = run([sys.executable, "-c", LIGHT], "--help")
     assert done.returncode == 0, done.stderr
+
+
+def test_a_mistake_in_a_configuration_is_told_before_anything_heavy_is_imported() -> None:
+    done = run([sys.executable, "-c", LIGHT], "search", "configs/demo.yaml", "search.samplez=4")
+    assert done.returncode == 2, done.stderr
+    assert "did you mean samples?" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -77,15 +96,33 @@ def test_help_needs_no_heavy_import() -> None:
         (["search", "configs/demo.yaml", "model.path=/none", "storage=STORE"], ["model.path", "/none"]),
         (["search", "configs/demo.yaml", "--resume", "storage=STORE", "name=never"], ["--resume", "never"]),
         (["promote", "configs"], ["configs", "folder of a search"]),
+        (
+            ["train", "--like", "DEMO", "--steps", "1", "--learning-rate", "1", "--out", "o", "--set", "train.rate=1"],
+            ["train.rate", "unknown key"],
+        ),
         (["report", "/none"], ["/none", "folder of a search"]),
         (["convert", "--model", "/none", "--recipe", "gqa", "--kv-ratio", "0.5"], ["model", "/none"]),
         (["convert", "--model", "DEMO", "--recipe", "gqq", "--kv-ratio", "0.5"], ["gqq", "headfold"]),
         (["convert", "--model", "DEMO", "--recipe", "gqa", "--kv-ratio", "0"], ["kv_ratio", "0"]),
         (["convert", "--model", "DEMO", "--recipe", "gqa", "--kv-ratio", "0.3"], ["0.3"]),
+        (["convert", "--model", "DEMO", "--recipe", "gqa", "--kv-ratio", "half"], ["kv_ratio", "half"]),
+        (["convert", "--model", "DEMO", "--recipe", "gqa", "--kv-ratio", "0.5,0.05"], ["gqa", "0.05", "0.125"]),
         (["convert", "--model", "DEMO", "--recipe", "gqa", "--kv-ratio", "0.5", "--dtype", "int4"], ["dtype", "int4"]),
         (["convert", "--model", "DEMO", "--recipe", "gqa", "--kv-ratio", "0.5", "--device", "cuda"], ["cuda"]),
+        (["convert", "--model", "DEMO", "--recipe", "gqa", "--kv-ratio", "0.5", "--set", "fusoin=mean"], ["fusoin"]),
+        (["convert", "--model", "DEMO", "--recipe", "gqa", "--kv-ratio", "0.5", "--stream"], ["--out"]),
+        (
+            ["convert", "--model", "DEMO", "--recipe", "headfold", "--kv-ratio", "0.5", "--stream", "--out", "STORE"],
+            ["knapsack", "--set allocation=uniform"],
+        ),
+        (["estimate", "--model", "/none", "--recipe", "gqa", "--kv-ratio", "0.5"], ["model", "/none"]),
         (["evaluate", "/none"], ["checkpoint", "/none"]),
         (["evaluate", "DEMO", "--sequence-length", "9999"], ["sequence_length", "9999", "512"]),
+        (["inspect", "/none"], ["/none"]),
+        (["inspect", "DEMO", "--kv-ratio", "0.5,2"], ["kv_ratio", "2"]),
+        (["inspect", "DEMO", "--compare", "gqa,gqq"], ["gqq", "headfold"]),
+        (["inspect", "DEMO", "--counts", "some"], ["some", "divisors"]),
+        (["inspect", "DEMO", "--out", "DEMO"], ["folder", "inspection.html"]),
         (["export", "/none", "--target", "gqa", "--out", "STORE"], ["/none"]),
         (["export", "DEMO", "--target", "gguff", "--out", "STORE"], ["gguff", "gqa"]),
         (["search"], ["config"]),
@@ -93,33 +130,46 @@ def test_help_needs_no_heavy_import() -> None:
     ],
 )
 def test_a_mistake_ends_with_a_message_and_exit_code_2(
-    arguments: list[str], said: list[str], tmp_path: Path, demo_dir: Path
+    arguments: list[str],
+    said: list[str],
+    tmp_path: Path,
+    demo_dir: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    known = {"STORE": str(tmp_path / "store"), "DEMO": str(demo_dir), "storage=STORE": f"storage={tmp_path / 'store'}"}
-    done = run(MODULE, *(known.get(a, a) for a in arguments))
-    if "--device" in arguments and done.returncode == 0:
+    """In this process, for a process each takes minutes; that a process' exit code is the same is tested above."""
+    if "--device" in arguments and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.delenv("HEADFOLD_TRACEBACK", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    known = {"STORE": str(tmp_path / "store"), "DEMO": str(demo_dir), "storage=STORE": f"storage={tmp_path / 'store'}"}
+    code = run_here(*(known.get(a, a) for a in arguments))
+    told = capfd.readouterr().err
+    assert code == 2, told
+    assert "Traceback" not in told
     for word in said:
-        assert word.lower() in done.stderr.lower()
+        assert word.lower() in told.lower()
 
 
-def test_more_workers_than_this_machine_has_are_refused_before_any_work(tmp_path: Path) -> None:
+def test_more_workers_than_this_machine_has_are_refused_before_any_work(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
     sizes = ["data.train.tokens=8192", "data.eval.tokens=2048", "data.calibration.tokens=2048"]
     workers = ["train.num_workers=512", "train.batch_size=512"]
-    done = run(MODULE, "search", "configs/demo.yaml", f"storage={tmp_path}", *sizes, *workers)
-    assert done.returncode == 2, done.stderr
-    assert "train.num_workers" in done.stderr
-    assert "Traceback" not in done.stderr
+    code = run_here("search", "configs/demo.yaml", f"storage={tmp_path}", *sizes, *workers)
+    told = capfd.readouterr().err
+    assert code == 2, told
+    assert "train.num_workers" in told
+    assert "Traceback" not in told
     assert not (tmp_path / "demo").exists()
 
 
 def test_convert_evaluate_and_export_hand_on_to_each_other(tmp_path: Path, demo_dir: Path) -> None:
     sizes = ["--eval-tokens", "2048", "--sequence-length", "128"]
     options = ["--model", demo_dir, "--recipe", "gqa", "--kv-ratio", "0.25", "--out", tmp_path / "c", *sizes]
-    done = run(MODULE, "convert", *options, "--calibration-tokens", "2048", "--json", tmp_path / "convert.json")
-    assert done.returncode == 0, done.stderr
+    assert run_here("convert", *options, "--calibration-tokens", "2048", "--json", tmp_path / "convert.json") == 0
     converted = json.loads((tmp_path / "convert.json").read_text())
     for key in ("loss_base", "loss", "rise", "kl", "kv_ratio", "parameters", "recipe", "plan", "seed", "seconds"):
         assert key in converted
@@ -128,8 +178,7 @@ def test_convert_evaluate_and_export_hand_on_to_each_other(tmp_path: Path, demo_
     assert converted["rise"] == pytest.approx(converted["loss"] - converted["loss_base"])
     assert converted["rise"] > 1
 
-    done = run(MODULE, "evaluate", tmp_path / "c", "--base", demo_dir, *sizes, "--json", tmp_path / "evaluate.json")
-    assert done.returncode == 0, done.stderr
+    assert run_here("evaluate", tmp_path / "c", "--base", demo_dir, *sizes, "--json", tmp_path / "evaluate.json") == 0
     evaluated = json.loads((tmp_path / "evaluate.json").read_text())
     assert evaluated["loss"] == pytest.approx(converted["loss"], abs=1e-4)
     assert evaluated["kl"] == pytest.approx(converted["kl"], abs=1e-4)
@@ -137,8 +186,7 @@ def test_convert_evaluate_and_export_hand_on_to_each_other(tmp_path: Path, demo_
     assert evaluated["decode_tokens_per_second"] > 0
 
     options = ["--target", "gqa", "--out", tmp_path / "e", "--json", tmp_path / "export.json"]
-    done = run(MODULE, "export", tmp_path / "c", *options)
-    assert done.returncode == 0, done.stderr
+    assert run_here("export", tmp_path / "c", *options) == 0
     exported = json.loads((tmp_path / "export.json").read_text())
     assert exported["model_type"] == "llama"
     assert exported["exact"] is True

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +15,23 @@ import torch
 
 from attention import checkpoint, conversion
 from attention.plan import AttentionPlan, LayerPlan
-from orchestrator import gate, promotion
+from orchestrator import gate, promotion, promotion_steps
 from orchestrator.config import ConfigError, SearchConfig, parse_config
 from orchestrator.folders import SearchFolder
 from orchestrator.gate import check_candidate
-from orchestrator.promotion import CANDIDATE, PROMOTED, REFUSED, TRAINED, Entry, PromotionState
-from orchestrator.results import DONE, TrialRecord, read_json, save_trials, write_json
-from orchestrator.tracking import Tracker
+from orchestrator.promotion_state import (
+    CANDIDATE,
+    PASSED,
+    PROMOTED,
+    REFUSED,
+    REGISTERED,
+    TRAINED,
+    Entry,
+    PromotionState,
+)
+from orchestrator.promotion_steps import PromotionSteps
+from orchestrator.results import DONE, TrialRecord, load_trials, read_json, save_trials, write_json
+from orchestrator.tracking import Tracker, TrackingError
 from orchestrator.training import milestones
 from orchestrator.trial import TrialContext
 from trainers.data import write_sequences
@@ -72,7 +87,6 @@ def context(tmp_path: Path, folder: SearchFolder) -> TrialContext:
         reduction_factor=2.0,
         train={},
         base_loss=2.0,
-        seed=0,
     )
 
 
@@ -167,8 +181,9 @@ def promoted(
 
 
 @pytest.fixture
-def tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tracker:
+def tracker(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Tracker:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
     return Tracker.open(None, "tests", tmp_path)
 
 
@@ -211,10 +226,22 @@ def test_a_promotion_that_runs_again_repeats_nothing(
     save_trials(folder.trials_file, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
     parent = tracker.start("search")
     first = promoted(config, context, folder, tracker, parent)
-    monkeypatch.setattr(promotion, "check_candidate", lambda *a: pytest.fail("the gate ran again"))
+    monkeypatch.setattr(promotion_steps, "check_candidate", lambda *a: pytest.fail("the gate ran again"))
     assert promoted(config, context, folder, tracker, parent) == first
     assert len(tracker.children(parent)) == 2
     assert len(tracker.client.search_model_versions("name = 'small'")) == 1
+
+
+@contextmanager
+def killed_in(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> Iterator[None]:
+    """The body must call `owner.name`, and dies there."""
+
+    def killed(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, name, killed)
+        yield
 
 
 @pytest.mark.usefixtures("no_training")
@@ -224,13 +251,8 @@ def test_killed_in_the_gate_it_goes_on_from_the_trained_weights(
     save_trials(folder.trials_file, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
     parent = tracker.start("search")
 
-    def killed(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(promotion, "check_candidate", killed)
-        with pytest.raises(KeyboardInterrupt):
-            promoted(config, context, folder, tracker, parent)
+    with killed_in(monkeypatch, promotion_steps, "check_candidate"):
+        promoted(config, context, folder, tracker, parent)
     assert read_json(folder.promotion)["candidates"]["head"]["status"] == TRAINED
     assert promoted(config, context, folder, tracker, parent)["candidates"]["head"]["status"] == PROMOTED
     assert len(tracker.children(parent)) == 2
@@ -253,6 +275,183 @@ def test_a_refused_candidate_is_kept_with_its_reasons_and_not_registered(
     assert tags[0]["gate"] == REFUSED
     assert "by more than 0.5" in tags[0]["reasons"]
     assert Path(candidate["folder"]).is_dir()
+
+
+@pytest.mark.usefixtures("no_training")
+def test_a_version_tells_where_it_comes_from(
+    config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, tmp_path: Path
+) -> None:
+    head = trial("head", "headfold", 2.2)
+    head.run_id, head.seed = "run-of-the-trial", 7
+    head.rungs[-1]["data_position"] = 64
+    save_trials(folder.trials_file, [head, trial("base", "gqa", 2.9)])
+    write_json(folder.base, read_json(folder.base) | {"digests": {"weights": "aa", "calibration": "bb"}})
+    parent = tracker.start("search")
+    context = dataclasses.replace(context, train_file=context.eval_file)
+    (candidate,) = promoted(config, context, folder, tracker, parent)["candidates"].values()
+    tags = tracker.client.get_model_version_by_alias("small", "kv50").tags
+    data = hashlib.sha256(Path(context.train_file).read_bytes()).hexdigest()[:16]
+    expected = {
+        "base_digest": "aa",
+        "search": "small",
+        "search_run": parent,
+        "search_digest": hashlib.sha256(folder.snapshot.read_bytes()).hexdigest()[:16],
+        "trial_id": "head",
+        "trial_run": "run-of-the-trial",
+        "seed": "7",
+        "plan_digest": plan(HALF).digest,
+        "data_digest": data,
+        "data_position": "64",
+        "steps": "4",
+        "trained_digest": checkpoint.weights_digest(folder.trial("head") / "trained"),
+        "weights_digest": checkpoint.weights_digest(candidate["exported"]),
+        "gate": "passed",
+        "gate.loss": "passed",
+        "gate.cache": "passed",
+        "gate.export": "passed",
+        "gate.logits": "passed",
+    }
+    assert {key: tags.get(key) for key in expected} == expected
+    beside = read_json(Path(candidate["exported"]) / "lineage.json")
+    assert beside["plan"]["digest"] == plan(HALF).digest and beside["promotion"]["run"] == candidate["run_id"]
+    run = tracker.client.get_run(candidate["run_id"])
+    assert {f.path for f in tracker.client.list_artifacts(candidate["run_id"])} == {"gate.yaml", "lineage.json"}
+    assert (run.data.tags["gate"], run.data.tags["version"]) == (PROMOTED, "1")
+    assert run.data.tags["trained_digest"] == expected["trained_digest"]
+
+
+@pytest.mark.usefixtures("no_training")
+def test_killed_before_the_alias_the_old_one_stands_until_the_next_run(
+    config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = folder.root / "older"
+    older.mkdir()
+    first = tracker.register("small", older, tracker.start("an older search"), tags={}, description="")
+    tracker.point("small", "kv50", first)
+    save_trials(folder.trials_file, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
+    parent = tracker.start("search")
+
+    with killed_in(monkeypatch, Tracker, "point"):
+        promoted(config, context, folder, tracker, parent)
+    assert tracker.holder("small", "kv50") == first
+    assert read_json(folder.promotion)["candidates"]["head"]["status"] == REGISTERED
+    with monkeypatch.context() as patch:
+        patch.setattr(promotion_steps, "check_candidate", lambda *a: pytest.fail("the gate ran again"))
+        (candidate,) = promoted(config, context, folder, tracker, parent)["candidates"].values()
+    assert (candidate["status"], candidate["version"]) == (PROMOTED, "2")
+    assert tracker.holder("small", "kv50") == "2"
+    assert len(tracker.client.search_model_versions("name = 'small'")) == 2
+
+
+@pytest.mark.usefixtures("no_training")
+def test_killed_after_the_version_was_made_it_is_not_made_twice(
+    config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_trials(folder.trials_file, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
+    parent = tracker.start("search")
+    real = Tracker.register
+
+    def killed(*args: Any, **kwargs: Any) -> None:
+        real(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tracker, "register", killed)
+        with pytest.raises(KeyboardInterrupt):
+            promoted(config, context, folder, tracker, parent)
+    assert read_json(folder.promotion)["candidates"]["head"]["status"] == PASSED
+    (candidate,) = promoted(config, context, folder, tracker, parent)["candidates"].values()
+    assert (candidate["status"], candidate["version"]) == (PROMOTED, "1")
+    assert len(tracker.client.search_model_versions("name = 'small'")) == 1
+
+
+@pytest.mark.usefixtures("no_training")
+def test_a_run_that_a_kill_left_behind_is_taken_up_again(
+    config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_trials(folder.trials_file, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
+    parent = tracker.start("search")
+    with monkeypatch.context() as patch:
+        patch.setattr(Tracker, "logged_steps", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            promoted(config, context, folder, tracker, parent)
+    assert len(tracker.children(parent)) == 1
+    promoted(config, context, folder, tracker, parent)
+    kinds = sorted(run.data.tags["headfold.kind"] for run in tracker.children(parent))
+    assert kinds == ["promotion baseline", "promotion candidate"]
+
+
+@pytest.mark.usefixtures("no_training")
+def test_a_registry_that_is_away_is_told_and_the_next_run_finishes(
+    config: SearchConfig,
+    context: TrialContext,
+    folder: SearchFolder,
+    tracker: Tracker,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    save_trials(folder.trials_file, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
+    parent = tracker.start("search")
+
+    def away(*args: Any, **kwargs: Any) -> None:
+        raise TrackingError("the registry is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tracker, "register", away)
+        state = promoted(config, context, folder, tracker, parent)
+    assert state["failed"] == ["head"]
+    assert state["candidates"]["head"]["reasons"] == ["the registry is away"]
+    assert "headfold promote" in capsys.readouterr().out
+    state = promoted(config, context, folder, tracker, parent)
+    assert (state["failed"], state["candidates"]["head"]["reasons"]) == ([], [])
+    assert tracker.client.get_model_version_by_alias("small", "kv50").tags["gate"] == "passed"
+
+
+@pytest.mark.usefixtures("no_training")
+def test_aliases_follow_the_loss_within_a_search_and_the_newer_version_between_searches(
+    config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker
+) -> None:
+    trials = [trial("head", "headfold", 2.5), trial("base", "gqa", 2.9)]
+    save_trials(folder.trials_file, trials)
+    parent = tracker.start("search")
+    promoted(config, context, folder, tracker, parent)
+    trials.append(trial("apart", "headfold", 2.2))
+    save_trials(folder.trials_file, trials)
+    state = promoted(config, context, folder, tracker, parent)
+    assert [state["candidates"][t]["version"] for t in ("head", "apart")] == ["1", "2"]
+    assert (tracker.holder("small", "kv50"), tracker.holder("small", "kv50-2")) == ("2", "1")
+    assert state["candidates"]["head"]["model_uri"] == "models:/small@kv50-2"
+
+    newer = folder.root / "newer"
+    newer.mkdir()
+    third = tracker.register("small", newer, tracker.start("a later search"), tags={}, description="")
+    tracker.point("small", "kv50", third)
+    record = read_json(folder.promotion)
+    record["candidates"]["apart"]["status"] = REGISTERED  # as if killed before its alias was written down
+    write_json(folder.promotion, record)
+    state = promoted(config, context, folder, tracker, parent)
+    assert tracker.holder("small", "kv50") == third
+    assert state["candidates"]["apart"]["model_uri"] == "models:/small/2"
+
+
+@pytest.mark.usefixtures("no_training")
+def test_what_was_refused_is_kept_when_the_trial_is_promoted_with_more_steps(
+    config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_trials(folder.trials_file, [trial("head", "headfold", 2.95), trial("base", "gqa", 2.9)])
+    parent = tracker.start("search")
+    chosen = [t for t in load_trials(folder.trials_file) if t.trial_id == "head"]
+
+    def go(settings: SearchConfig) -> dict[str, Any]:
+        return promotion.promote(settings, context, folder, tracker, parent, 1, chosen)
+
+    assert go(config)["candidates"]["head"]["status"] == REFUSED
+    longer = config.model_copy(update={"promotion": config.promotion.model_copy(update={"steps": 3})})
+    monkeypatch.setattr(PromotionSteps, "train", lambda self, parallel: None)
+    state = go(longer)
+    assert [(e["status"], e["steps"]) for e in state["earlier"] if e["role"] == CANDIDATE] == [(REFUSED, 4)]
+    assert "not below the baseline" in state["earlier"][0]["reasons"][0]
+    assert state["candidates"]["head"]["steps"] == 7
 
 
 def test_trials_are_selected_by_budget_or_by_front() -> None:

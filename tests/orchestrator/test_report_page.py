@@ -115,6 +115,33 @@ def test_the_page_tells_front_trials_promotion_and_how_it_was_made(folder: Searc
     assert written["bytes"] < 3_000_000
 
 
+def test_several_seeds_are_compared_with_their_spread(folder: SearchFolder) -> None:
+    trials = [record(10 + s, "dha", 0.25, [2.8, 2.4 + 0.1 * s], seed=s) for s in range(3)]
+    trials += [record(20 + s, "gqa", 0.25, [7.5, 4.1 + 0.2 * s], seed=s) for s in range(2)]
+    trials.append(record(22, "gqa", 0.25, [7.5], seed=2, status=results.FAILED, error="diverged: not finite"))
+    fill(folder, trials)
+    written = write_report(folder.root)
+    page = Path(written["report"]).read_text()
+    assert "<h2>Comparison</h2>" in page
+    assert "2.500 ± 0.100" in page
+    assert "3 (1 diverged)" in page
+    assert [row["recipe"] for row in written["comparison"]] == ["dha", "gqa"]
+
+
+def test_one_seed_needs_no_comparison(folder: SearchFolder) -> None:
+    fill(folder, [record(1, "headfold", 0.25, [2.8, 2.4], seed=0), record(2, "gqa", 0.25, [7.5, 4.1], seed=0)])
+    assert "Comparison" not in Path(write_report(folder.root)["report"]).read_text()
+
+
+def test_probes_are_counted_and_not_compared(folder: SearchFolder) -> None:
+    trials = [record(10 + s, "asymgqa", 0.25, [2.8, 2.4], seed=s) for s in range(2)]
+    trials += [record(30 + s, "asymgqa", 0.25, [2.7], seed=s, probe=True) for s in range(2)]
+    fill(folder, trials)
+    written = write_report(folder.root)
+    assert "2 probes of the searcher" in Path(written["report"]).read_text()
+    assert written["comparison"][0]["trials"] == 2
+
+
 def test_the_page_needs_nothing_from_elsewhere(folder: SearchFolder) -> None:
     fill(folder, [record(1, "headfold", 0.25, [2.8, 2.4]), record(2, "gqa", 0.25, [7.5])])
     page = Path(write_report(folder.root)["report"]).read_text()

@@ -1,94 +1,180 @@
-"""Successive halving with a bracket for each budget."""
+"""Successive halving: worked examples, and agreement with slow references."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import SimpleNamespace
+import heapq
 from typing import Any
 
+import numpy as np
 import pytest
-from ray.tune.schedulers import TrialScheduler
+from ray.tune.schedulers import AsyncHyperBandScheduler
 
-from orchestrator.schedulers import BudgetHalving
-from orchestrator.schedulers.halving import rung_resource
-
-CONTINUE, STOP = TrialScheduler.CONTINUE, TrialScheduler.STOP
-
-
-def trial(number: int, budget: float, recipe: str = "headfold") -> Any:
-    return SimpleNamespace(trial_id=f"t{number}", config={"kv_ratio": budget, "recipe": recipe})
+from benchmarks.simulation.virtual_tune import CONTINUE, PAUSE, STOP, FakeTrial, VirtualTune, trial
+from orchestrator.schedulers import RungProblem, RungScheduler, make_scheduler
+from search_spaces import pareto
 
 
-def report(scheduler: BudgetHalving, one: Any, rung: int, loss: float, factor: float = 2.0) -> str:
-    return scheduler.on_trial_result(None, one, {"loss": loss, "resource": rung_resource(rung, factor), "rung": rung})
+def scheduler(name: str, rungs: int = 3, factor: float = 2.0, **problem: Any) -> RungScheduler:
+    return make_scheduler(name, RungProblem(rungs, factor, ("gqa",), **problem))
 
 
-def add(scheduler: BudgetHalving, *trials: Any) -> None:
-    for one in trials:
-        scheduler.on_trial_add(None, one)
+def report(scheduler: RungScheduler, one: FakeTrial, rung: int, loss: float) -> str:
+    result = {"loss": loss, "kv_bytes_per_token": one.kv_bytes, "rung": rung}
+    return scheduler.on_trial_result(None, one, result)
+
+
+# ---- one bracket a budget --------------------------------------------------------------------------------------------
 
 
 def test_the_weaker_of_one_budget_is_stopped_at_the_untrained_rung() -> None:
-    scheduler = BudgetHalving(3, 2.0)
-    good, bad = trial(1, 0.5), trial(2, 0.5)
-    add(scheduler, good, bad)
-    assert report(scheduler, good, 0, 2.5) == CONTINUE
-    assert report(scheduler, bad, 0, 3.5) == STOP
+    own = scheduler("budget")
+    assert report(own, trial(1, []), 0, 2.5) == CONTINUE
+    assert report(own, trial(2, []), 0, 3.5) == STOP
 
 
 def test_budgets_do_not_compete() -> None:
-    scheduler = BudgetHalving(3, 2.0)
-    half, quarter = trial(1, 0.5), trial(2, 0.25)
-    add(scheduler, half, quarter)
-    assert report(scheduler, half, 0, 2.3) == CONTINUE
-    assert report(scheduler, quarter, 0, 5.0) == CONTINUE
+    own = scheduler("budget")
+    assert report(own, trial(1, [], 0.5), 0, 2.3) == CONTINUE
+    assert report(own, trial(2, [], 0.25), 0, 5.0) == CONTINUE
 
 
 @pytest.mark.parametrize(("rungs", "factor"), [(2, 2.0), (3, 2.0), (4, 3.0), (5, 1.5), (6, 4.0)])
 def test_every_rung_but_the_last_can_stop(rungs: int, factor: float) -> None:
     for stopping in range(rungs):
-        scheduler = BudgetHalving(rungs, factor)
-        good, bad = trial(1, 0.5), trial(2, 0.5)
-        add(scheduler, good, bad)
+        own = scheduler("budget", rungs, factor)
+        good, bad = trial(1, []), trial(2, [])
         for rung in range(rungs):
-            assert report(scheduler, good, rung, 2.0, factor) == CONTINUE
-        answers = [
-            report(scheduler, bad, rung, 1.0 if rung < stopping else 3.0, factor) for rung in range(stopping + 1)
-        ]
-        expected = CONTINUE if stopping == rungs - 1 else STOP
-        assert answers == [CONTINUE] * stopping + [expected]
+            assert report(own, good, rung, 2.0) == CONTINUE
+        answers = [report(own, bad, rung, 1.0 if rung < stopping else 3.0) for rung in range(stopping + 1)]
+        assert answers == [CONTINUE] * stopping + [CONTINUE if stopping == rungs - 1 else STOP]
 
 
-def test_the_baseline_goes_on_and_does_not_count() -> None:
-    scheduler = BudgetHalving(3, 2.0, protected=("gqa",))
-    best, baseline, other = trial(1, 0.5), trial(2, 0.5, "gqa"), trial(3, 0.5)
-    add(scheduler, best, baseline, other)
-    assert report(scheduler, best, 0, 2.0) == CONTINUE
-    assert report(scheduler, baseline, 0, 9.0) == CONTINUE
-    # With the baseline's 9.0 among the scores the median would let 5.0 pass.
-    assert report(scheduler, other, 0, 5.0) == STOP
+@pytest.mark.parametrize("seed", range(5))
+def test_with_one_budget_it_decides_as_asha_of_ray(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    own = scheduler("budget", 4, 3.0)
+    asha = AsyncHyperBandScheduler("resource", "loss", "min", max_t=3**2.5, reduction_factor=3, stop_last_trials=False)  # pyright: ignore[reportArgumentType]
+    for number in range(40):
+        one = trial(number, [])
+        asha.on_trial_add(None, one)  # pyright: ignore[reportArgumentType]
+        for rung, loss in enumerate(np.sort(generator.uniform(size=4))[::-1]):
+            told = {"resource": 3.0**rung, "loss": loss}
+            theirs = asha.on_trial_result(None, one, told)  # pyright: ignore[reportArgumentType]
+            assert report(own, one, rung, loss) == theirs
+            if theirs == STOP:
+                break
 
 
-@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-def test_a_diverged_trial_is_stopped_even_if_protected(loss: float) -> None:
-    scheduler = BudgetHalving(3, 2.0, protected=("gqa",))
-    one = trial(1, 0.5, "gqa")
-    add(scheduler, one)
-    assert report(scheduler, one, 1, loss) == STOP
+# ---- the front ------------------------------------------------------------------------------------------------------
 
 
-def test_scores_survive_saving(tmp_path: Path) -> None:
-    scheduler = BudgetHalving(3, 2.0)
-    good, bad = trial(1, 0.5), trial(2, 0.5)
-    add(scheduler, good)
-    report(scheduler, good, 0, 2.5)
-    scheduler.save(str(tmp_path / "state"))
-    restored = BudgetHalving(3, 2.0)
-    restored.restore(str(tmp_path / "state"))
-    add(restored, bad)
-    assert report(restored, bad, 0, 3.5) == STOP
+def slow_asha(curves: list[list[float]], workers: int, factor: float, seconds: Any) -> list[tuple[str, int]]:
+    """Li 2020, Algorithm 2, from the paper and from scratch: the jobs in the order in which workers take them."""
+    rungs = len(curves[0])
+    results: list[dict[int, float]] = [{} for _ in range(rungs)]
+    gone_on: list[set[int]] = [set() for _ in range(rungs)]
+    jobs: list[tuple[str, int]] = []
+    running: list[tuple[float, int, int, int]] = []
+    now, begun = 0.0, 0
+
+    def get_job() -> tuple[int, int] | None:
+        nonlocal begun
+        for k in reversed(range(rungs - 1)):
+            ranked = sorted(results[k], key=lambda t: results[k][t])  # sorted is stable: the earlier of equals
+            for t in ranked[: int(len(ranked) / factor)]:
+                if t not in gone_on[k]:
+                    gone_on[k].add(t)
+                    return t, k + 1
+        if begun < len(curves):
+            begun += 1
+            return begun - 1, 0
+        return None
+
+    while True:
+        while len(running) < workers and (job := get_job()) is not None:
+            jobs.append((f"t{job[0]}", job[1]))
+            heapq.heappush(running, (now + seconds(*job), len(jobs), *job))
+        if not running:
+            return jobs
+        now, _, t, rung = heapq.heappop(running)
+        results[rung][t] = curves[t][rung]
 
 
-def test_no_rung_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one rung"):
-        BudgetHalving(0, 2.0)
+@pytest.mark.parametrize("workers", [1, 3, 8])
+@pytest.mark.parametrize("factor", [2.0, 3.0])
+def test_with_one_objective_it_is_asha(workers: int, factor: float) -> None:
+    """The same jobs in the same order, until there is nothing to promote and the last ones are let go on."""
+    for seed in range(4):
+        generator = np.random.default_rng(seed)
+        curves = np.round(np.sort(generator.uniform(size=(40, 4)), axis=1)[:, ::-1], 2).tolist()
+        cost = generator.uniform(1, 3, size=(40, 4))
+        reference = slow_asha(curves, workers, factor, lambda t, rung, cost=cost: cost[t, rung])
+        own = scheduler("front", 4, factor, objectives=("loss",))
+        trials = [trial(n, curve, (0.5, 0.25)[n % 2]) for n, curve in enumerate(curves)]
+        tune = VirtualTune(own, trials, workers, lambda t, rung, cost=cost: cost[int(t.trial_id[1:]), rung]).run()
+        assert tune.jobs[: len(reference)] == reference
+
+
+def test_promotion_by_rank_worked() -> None:
+    """Four trials at the first rung, two of which go on: the front, though its losses are not the lowest two.
+
+    (2.0, half) and (3.0, quarter) beat all others at their budgets; (2.1, half) has a lower loss than the second, but
+    it is behind the first in the loss and equal in bytes.
+    """
+    own = scheduler("front")
+    a, b, c, d = trial(1, [], 0.5), trial(2, [], 0.5), trial(3, [], 0.25), trial(4, [], 0.25)
+    assert report(own, b, 0, 2.1) == PAUSE  # the first of one: int(1 / 2) = 0 go on
+    assert report(own, a, 0, 2.0) == CONTINUE  # the best of two goes on at once
+    assert report(own, d, 0, 3.5) == PAUSE  # int(3 / 2) = 1, and that has gone on
+    assert report(own, c, 0, 3.0) == CONTINUE  # int(4 / 2) = 2: the front of two ranks
+    assert own.slots.promised == 0
+
+
+def test_a_trial_overtaken_on_paper_does_not_come_back() -> None:
+    """What was promoted stays so, and takes no place of the next ones (Li 2020: promotions are never taken back)."""
+    own = scheduler("front", objectives=("loss",))
+    losses = [5.0, 4.0, 3.0, 2.0]
+    assert [report(own, trial(n, []), 0, loss) for n, loss in enumerate(losses)] == [
+        PAUSE,
+        CONTINUE,
+        CONTINUE,
+        CONTINUE,
+    ]
+
+
+def test_with_synchronous_rungs_the_order_of_reports_does_not_matter() -> None:
+    generator = np.random.default_rng(0)
+    curves = np.sort(generator.uniform(2, 5, size=(21, 3)), axis=1)[:, ::-1].tolist()
+    done = []
+    for seed in range(6):
+        cost = np.random.default_rng(seed).uniform(1, 9, size=(21, 3))
+        trials = [trial(n, curve, (0.5, 0.25, 0.125)[n % 3]) for n, curve in enumerate(curves)]
+        own = make_scheduler("front", RungProblem(3, 2.0, trials=21), {"synchronous": True})
+        tune = VirtualTune(own, trials, 1 + seed, lambda t, rung, cost=cost: cost[int(t.trial_id[1:]), rung]).run()
+        done.append({t.trial_id: t.done for t in tune.trials})
+    assert all(other == done[0] for other in done)
+    first = [(curve[0], t.kv_bytes) for curve, t in zip(curves, trials, strict=True)]
+    chosen = {f"t{n}" for n in pareto.select(first, 10, "epsilon_net")}
+    assert {name for name, rungs in done[0].items() if rungs > 1} == chosen
+    assert sum(rungs == 3 for rungs in done[0].values()) == 5
+
+
+def test_new_trials_wait_for_promoted_ones() -> None:
+    """A freed worker first asks who is to be promoted (Li 2020, Algorithm 2, get_job)."""
+    own = scheduler("front", objectives=("loss",))
+    late, early = trial(1, []), trial(2, [])
+    tune = VirtualTune(own, [], 4)
+    for one in (early, late):
+        own.on_trial_add(tune, one)
+    assert report(own, early, 0, 2.0) == PAUSE
+    assert own.slots.promised == 0
+    assert report(own, late, 0, 3.0) == PAUSE  # the other one is the best of the two
+    assert own.slots.promised == 1
+    early.status = "PAUSED"
+    assert own.choose_trial_to_run(tune) is early
+    assert own.slots.promised == 0 and own.choose_trial_to_run(tune) is None
+
+
+def test_a_synchronous_search_must_know_its_size() -> None:
+    with pytest.raises(ValueError, match="how many trials"):
+        make_scheduler("front", RungProblem(3, 2.0), {"synchronous": True})

@@ -138,5 +138,5 @@ def test_the_shipped_configurations_are_valid(file: Path) -> None:
 
 
 def test_the_baseline_always_runs() -> None:
-    assert parse_config(with_value("search.recipes", ["headfold"])).recipes == ["gqa", "headfold"]
-    assert parse_config(with_value("search.baseline", "mqa")).recipes == ["mqa", "gqa", "headfold"]
+    assert [a.name for a in parse_config(with_value("search.recipes", ["headfold"])).arms] == ["gqa", "headfold"]
+    assert [a.name for a in parse_config(with_value("search.baseline", "mqa")).arms] == ["mqa", "gqa", "headfold"]

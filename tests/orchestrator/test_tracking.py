@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,8 +26,9 @@ from orchestrator.tracking import Tracker, TrackingError, default_uri, redact
 
 
 @pytest.fixture
-def tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tracker]:
+def tracker(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tracker]:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")  # `open` sets it; restored afterwards
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
     yield Tracker.open(None, "tests", tmp_path)
 
 
@@ -40,7 +42,16 @@ def trial(number: int, recipe: str = "headfold", budget: float = 0.25, error_fil
 
 
 def report(step: int, loss: float, **more: Any) -> dict[str, Any]:
-    return {"step": step, "loss": loss, "rise": loss - 2.0, "kl": 0.5, "tokens": 64 * step, "seconds": 1.0, **more}
+    return {
+        "step": step,
+        "rung": int(step > 0),
+        "loss": loss,
+        "rise": loss - 2.0,
+        "kl": 0.5,
+        "tokens": 64 * step,
+        "seconds": 1.0,
+        **more,
+    }
 
 
 def log_of(tracker: Tracker | None, tmp_path: Path, parent: str | None, expected: int = 3) -> SearchLog:
@@ -79,6 +90,22 @@ def test_a_search_is_one_parent_with_a_child_for_each_trial(tracker: Tracker, tm
     assert children["t3"].data.tags["error"] == "ValueError: no such thing"
 
 
+def test_relaxation_and_similarity_are_metrics_of_the_trial(tracker: Tracker, tmp_path: Path) -> None:
+    parent = tracker.start("search")
+    log = log_of(tracker, tmp_path, parent)
+    one = trial(1, "dha")
+    log.on_trial_start(0, [], one)
+    log.on_trial_result(0, [], one, report(0, 5.0, similarity={"means": {"key_raw": 0.125, "key_aligned": 0.5}}))
+    history = [{"step": s, "train_loss": 4.0 - s / 8, "own_share": 1 / s} for s in (1, 2)]
+    for step in (5, 9):  # each report of a trial carries the whole history
+        log.on_trial_result(0, [], one, report(step, 2.8, relaxation_history=history))
+    (run,) = tracker.children(parent)
+    assert run.data.metrics["similarity_key_aligned"] == 0.5
+    series = tracker.client.get_metric_history(run.info.run_id, "relaxation_own_share")
+    assert [(point.step, point.value) for point in series] == [(1, 1.0), (2, 0.5)]
+    assert run.data.metrics["relaxation_train_loss"] == 3.75
+
+
 def test_the_records_on_disk_say_the_same_without_mlflow(tmp_path: Path) -> None:
     log = log_of(None, tmp_path, None)
     one = trial(1)
@@ -100,7 +127,7 @@ def test_an_interrupted_search_is_taken_up_in_the_same_runs(tracker: Tracker, tm
     one = trial(1)
     log.on_trial_start(0, [], one)
     log.on_trial_result(0, [], one, report(0, 2.8))
-    log.on_experiment_end([])
+    log.on_experiment_end([one])
     (child,) = tracker.children(parent)
     assert child.info.status == "KILLED"
 
@@ -136,10 +163,13 @@ def test_a_version_is_registered_once_and_read_back_by_its_alias(tracker: Tracke
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     run = tracker.start("promotion")
-    settings: dict[str, Any] = {"alias": "kv25", "tags": {"gate": "passed", "loss": 2.4}, "description": "x"}
+    settings: dict[str, Any] = {"tags": {"gate": "passed", "loss": 2.4}, "description": "x"}
     first = tracker.register("demo", folder, run, **settings)
     again = tracker.register("demo", folder, run, **settings)
     assert first == again == "1"
+    assert tracker.holder("demo", "kv25") is None
+    tracker.point("demo", "kv25", first)
+    assert tracker.holder("demo", "kv25") == first
     version = tracker.client.get_model_version_by_alias("demo", "kv25")
     assert version.tags["gate"] == "passed"
     import mlflow
@@ -149,6 +179,8 @@ def test_a_version_is_registered_once_and_read_back_by_its_alias(tracker: Tracke
     assert (Path(found) / "config.json").read_text() == "{}"
     other = tracker.register("demo", folder, tracker.start("later promotion"), **settings)
     assert other == "2"
+    assert tracker.holder("demo", "kv25") == "1"
+    tracker.point("demo", "kv25", other)
     assert str(tracker.client.get_model_version_by_alias("demo", "kv25").version) == "2"
 
 
@@ -255,9 +287,10 @@ def test_a_server_takes_runs_artifacts_and_versions(tmp_path: Path, monkeypatch:
         folder = tmp_path / "exported"
         folder.mkdir()
         (folder / "config.json").write_text("{}")
-        settings: dict[str, Any] = {"alias": "kv25", "tags": {"gate": "passed"}, "description": "x"}
+        settings: dict[str, Any] = {"tags": {"gate": "passed"}, "description": "x"}
         version = tracker.register("demo", folder, run, **settings)
         assert tracker.register("demo", folder, run, **settings) == version
+        tracker.point("demo", "kv25", version)
         found = tracker.client.get_model_version_by_alias("demo", "kv25")
         assert found.source.startswith("mlflow-artifacts:/")
         assert {f.path for f in tracker.client.list_artifacts(run)} == {"model", "note.txt"}
@@ -266,3 +299,18 @@ def test_a_server_takes_runs_artifacts_and_versions(tmp_path: Path, monkeypatch:
     finally:
         os.killpg(server.pid, signal.SIGTERM)
         server.wait(timeout=30)
+
+
+def test_probes_end_as_done_and_are_not_told_as_the_best(tmp_path: Path) -> None:
+    log = log_of(None, tmp_path, None)
+    probe, one = trial(1), trial(2)
+    probe.config |= {"plan": "{}", "probe": True}
+    for each, loss in ((probe, 2.1), (one, 2.8)):
+        log.on_trial_start(0, [], each)
+        log.on_trial_result(0, [], each, report(0, loss, calibration_loss=loss + 0.5))
+    log.on_trial_complete(0, [], probe)
+    found, other = load_trials(tmp_path / "search" / "trials.json")
+    assert (found.probe, found.status, found.calibration_loss) == (True, results.DONE, 2.6)
+    assert not other.probe
+    line = progress_line([found, other], 3, 2, 2.0, 60.0)
+    assert "1 done" in line and "+0.800" in line and "+0.100" not in line

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cluster import Demand, concurrency
+from orchestrator.cluster import Demand, Room, concurrency
 from orchestrator.config import ConfigError, parse_config
 from orchestrator.folders import SearchFolder, storage_path
 from orchestrator.validate import validate_search
@@ -37,13 +37,27 @@ def refusal(config: dict[str, Any]) -> str:
     return str(caught.value)
 
 
+def arm(**fields: Any) -> dict[str, Any]:
+    """A search of the baseline and one more arm."""
+    return {"search": {"recipes": ["least_squares", fields], "budgets": [0.25]}}
+
+
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
         ({"search": {"budgets": [0.3]}}, ["search.budgets", "0.3", "gqa", "0.125, 0.25, 0.5, 1"]),
         ({"search": {"recipes": ["gqa", "dha9"]}}, ["search.recipes", "dha9", "headfold"]),
         ({"search": {"baseline": "none"}}, ["search.baseline", "none", "gqa"]),
+        (arm(recipe="dha", changes={"fusion": "least_squares"}), ["search.recipes", "dha", "fusion", "mean"]),
+        (arm(recipe="gqa", settings={"relaxation.rate": 1}), ["search.recipes", "gqa", "relaxation=none", "rate"]),
+        (arm(recipe="postshare", label="mine"), ["search.budgets", "0.25", "mine", "saves weights", "1"]),
+        (arm(recipe="align", changes={"composition": "dcmha"}), ["align", "composition must be none", "dcmha"]),
+        (arm(recipe="gqa", budget=[1.0]), ["search.recipes.1.budget", "budgets", "settings"]),
+        ({"model": {"teacher": "/no/such/teacher"}}, ["model.teacher", "/no/such/teacher"]),
         ({"search": {"searcher": "grids"}}, ["search.searcher", "grids", "optuna"]),
+        ({"rungs": {"scheduler": "fronts"}}, ["rungs.scheduler", "fronts", "front"]),
+        ({"rungs": {"scheduler": "front", "settings": {"ties": "first"}}}, ["rungs.settings", "ties", "crowding"]),
+        ({"rungs": {"settings": {"ties": "crowding"}}}, ["rungs.settings", "budget", "ties"]),
         ({"search": {"samples": 3}}, ["search.samples", "3", "optuna or random"]),
         ({"search": {"choices": {"grouping": ["exactly"]}}}, ["search.choices", "exactly", "exact"]),
         ({"search": {"choices": {"groping": ["exact"]}}}, ["search.choices", "groping"]),
@@ -53,7 +67,9 @@ def refusal(config: dict[str, Any]) -> str:
         ({"data": {"eval": {"tokens": 10**9}}}, ["data.eval", "stdlib", "fewer tokens"]),
         ({"model": {"path": "/no/such/model"}}, ["model.path", "/no/such/model", "config.json"]),
         ({"model": {"path": "nobody/no-such-model"}}, ["model.path", "nobody/no-such-model"]),
-        ({"storage": "s3://bucket/runs"}, ["storage", "s3://bucket/runs", "folder"]),
+        ({"storage": "s33://bucket/runs"}, ["storage", "s33://bucket/runs", "folder"]),
+        ({"storage": "s3://key:hidden@bucket/runs"}, ["storage", "s3://bucket/runs", "credentials"]),
+        ({"storage": "s3:///runs"}, ["storage", "bucket"]),
         ({"storage": "/proc/headfold"}, ["storage", "/proc/headfold", "can be written"]),
     ],
 )
@@ -142,6 +158,28 @@ def test_more_workers_than_the_cluster_has_are_refused(
         concurrency(resources, demand)
     for word in said:
         assert word in str(caught.value)
+
+
+def test_the_room_follows_the_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = {"CPU": 2.0}
+    room = Room(Demand(0.05, 0, 1, 0.95, 0), seconds=0, ask=lambda: nodes)
+    seen = []
+    for nodes["CPU"] in (2.0, 8.0, 8.0, 1.0, 0.5, 3.0):
+        seen.append(room.trials())
+    assert seen == [2, 8, 8, 1, 1, 3]
+    told = capsys.readouterr().out.splitlines()
+    assert [line.partition("room for ")[2] for line in told] == [
+        "8 trial(s) at a time",
+        "1 trial(s) at a time",
+        "0 trial(s) at a time; the search waits for nodes",
+        "3 trial(s) at a time",
+    ]
+    nodes["CPU"] = 64.0
+    assert Room(Demand(0.05, 0, 1, 0.95, 0), 4, ask=lambda: nodes).trials() == 4
+    rested = Room(Demand(0.05, 0, 1, 0.95, 0), seconds=1e6, ask=lambda: nodes)
+    assert rested.trials() == 64
+    nodes["CPU"] = 2.0
+    assert rested.trials() == 64  # not asked for every trial
 
 
 # ---- folders ----------------------------------------------------------------------------------------------------

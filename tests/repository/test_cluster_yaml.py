@@ -141,6 +141,18 @@ def test_mistake_is_found(mistake: str) -> None:
     assert problems(config)
 
 
+VARIANTS = re.findall(r"```yml\n(.*?)```", (REPOSITORY / "docs" / "cluster.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=range(len(VARIANTS)))
+def test_variants_of_the_runbook_are_valid(variant: str) -> None:
+    changed = copy.deepcopy(CONFIG) | yaml.safe_load(variant)
+    config = {key: value for key, value in changed.items() if value is not None}
+    assert ray_problems(config) == []
+    if config["provider"]["type"] == "aws":
+        assert node_problems(config) == []
+
+
 def test_head_stays_and_workers_come_from_zero() -> None:
     head = CONFIG["available_node_types"][CONFIG["head_node_type"]]
     workers = [node for node in CONFIG["available_node_types"].values() if node is not head]

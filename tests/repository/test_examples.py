@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXForCausalLM, LlamaForCausalLM
+
+from attention.geometry import HeadGeometry
+from trainers.corpora import resolve
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DEMO = EXAMPLES / "stdlib-llama"
@@ -46,7 +49,7 @@ def test_train_demo_makes_a_checkpoint(tmp_path: Path) -> None:
     script = str(EXAMPLES / "train_demo.py")
     sizes = ["--steps", "2", "--tokens", "40000", "--eval-tokens", "4096"]
     with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as ray_folder:  # a short path, for sockets
-        own_ray = {"RAY_TMPDIR": ray_folder, "RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled"}
+        own_ray = {"RAY_TMPDIR": ray_folder, "RAY_ADDRESS": "local"}
         done = _run(script, "--out", str(tmp_path / "made"), *sizes, cwd=tmp_path, OMP_NUM_THREADS="1", **own_ray)
         assert done.returncode == 0, done.stderr
         again = _run(script, "--out", str(tmp_path / "made"), *sizes, cwd=tmp_path)
@@ -61,3 +64,28 @@ def test_train_demo_makes_a_checkpoint(tmp_path: Path) -> None:
     text = "def read(self):\n    return self._file.read()  # é\n"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert again.returncode != 0 and "exists" in again.stderr
+
+
+@pytest.mark.slow
+def test_train_second_makes_a_checkpoint_of_another_family(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "train_second.py")
+    sizes = ["--steps", "2", "--tokens", "20000", "--eval-tokens", "4096", "--packages"]  # the standard library alone
+    out = tmp_path / "made"
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as ray_folder:
+        own_ray = {"RAY_TMPDIR": ray_folder, "RAY_ADDRESS": "local"}
+        done = _run(script, "--out", str(out), *sizes, cwd=tmp_path, OMP_NUM_THREADS="1", **own_ray)
+    assert done.returncode == 0, done.stderr
+    loss = re.search(r"held-out loss ([\d.]+) nats a token after 8192 tokens", done.stdout)
+    assert loss and 6.0 < float(loss[1]) < 7.6  # ln 2048 = 7.62 before the first step
+    model = AutoModelForCausalLM.from_pretrained(out / "trained", dtype=torch.float32)
+    assert type(model) is GPTNeoXForCausalLM
+    geometry = HeadGeometry.from_config(model.config)
+    assert (geometry.head_dim, geometry.rotary.dims, len(geometry.rotary.free)) == (16, 4, 12)
+    assert AutoTokenizer.from_pretrained(out / "trained").eos_token_id == 0
+    texts = [
+        text
+        for side in ("train", "held_out")
+        for text in resolve(str(out / "prose.jsonl")).documents(side, "text", None)
+    ]
+    assert len(texts) == len(set(texts)) > 1000
+    assert not any(">>>" in text for text in texts)

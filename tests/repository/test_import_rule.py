@@ -20,6 +20,8 @@ VIOLATIONS = {
     "deepspeed outside the engine": ("trainers", "import deepspeed", "trainers._violation -> deepspeed"),
     "ray in search_spaces": ("search_spaces", "import ray", "search_spaces._violation -> ray"),
     "mlflow outside tracking": ("orchestrator", "import mlflow", "orchestrator._violation -> mlflow"),
+    "peft outside the adapters": ("trainers", "import peft", "trainers._violation -> peft"),
+    "triton outside the kernel": ("attention", "import triton", "attention._violation -> triton"),
     "optuna outside the searcher": ("orchestrator", "import optuna", "orchestrator._violation -> optuna"),
 }
 

@@ -72,7 +72,6 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
         environment = os.environ | {
             "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
             "RAY_TMPDIR": folder,
-            "RAY_AUTH_MODE": "disabled",
             "OMP_NUM_THREADS": "1",
         }
         for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "MLFLOW_TRACKING_URI"):
@@ -121,7 +120,7 @@ def _submit(head: Head, *overrides: str) -> tuple[str, subprocess.Popen[str]]:
 
 
 def test_a_search_runs_as_a_job(head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)  # of the tests' own Ray: it goes before what is given
     identity, process = _submit(head, *SMALL, f"storage={tmp_path / 'runs'}")
     client = JobSubmissionClient(head.address)
     seen, lines = None, []
@@ -139,7 +138,7 @@ def test_a_search_runs_as_a_job(head: Head, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_refused_search_is_a_failed_job(head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
     identity, process = _submit(head, *SMALL, f"storage={tmp_path / 'runs'}", "search.budgets=[2]")
     log = process.communicate(timeout=300)[0]
     assert process.returncode == 1

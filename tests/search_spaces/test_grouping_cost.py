@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-import time
+from dataclasses import replace
+from math import comb
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attention.calibration import calibrate
+from attention.conversion import lift
+from attention.fusion import KeyCost, ValueCost
+from attention.geometry import HeadGeometry
+from attention.heads import LayerHeads
+from search_spaces.context import PlanningContext
 from search_spaces.costs import GroupCost, PairCost
-from search_spaces.grouping import anneal, anneal_restarts, exact_partition, merge_and_improve
+from search_spaces.grouping import (
+    GroupingProblem,
+    anneal,
+    anneal_restarts,
+    exact_partition,
+    merge_and_anneal,
+    merge_and_improve,
+    subsets,
+)
+from search_spaces.grouping.exact import AFFORDABLE, exact
 from search_spaces.partitions import canonical, random_partition
 
 
@@ -31,7 +49,7 @@ def random_cost(heads: int, seed: int) -> GroupCost:
     return GroupCost(lambda members: table[sum(1 << h for h in members)])
 
 
-@pytest.mark.parametrize("heads", [1, 2, 3, 5, 6, 7, 8])
+@pytest.mark.parametrize("heads", [1, 2, 3, 5, 6, 7, 8, 9, 10])
 def test_exact_against_brute_force(heads: int) -> None:
     cost = random_cost(heads, heads)
     found = exact_partition(cost, heads)
@@ -66,17 +84,62 @@ def test_exact_takes_a_matrix_of_pair_costs() -> None:
     assert found[3].partition == ((0, 2), (1,), (3,))
 
 
-def test_exact_of_sixteen_heads_in_seconds() -> None:
+def test_exact_of_sixteen_heads() -> None:
     rng = np.random.default_rng(0)
     matrix = rng.uniform(size=(16, 16))
     matrix += matrix.T
-    started = time.process_time()
     found = exact_partition(matrix, 16, equal_sizes=True, groups=[4, 8])
-    assert time.process_time() - started < 20
     cost = PairCost(matrix)
     for groups in (4, 8):
         random = max(cost.score(random_partition(16, groups, rng)) for _ in range(200))
         assert found[groups].score > random
+
+
+@pytest.mark.parametrize("equal_sizes", [True, False])
+@pytest.mark.parametrize("upwards", [True, False])
+def test_every_number_of_groups_from_one_cost(
+    upwards: bool, equal_sizes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the planner asks: one count after the other. The programme is filled once if the smallest comes first, each
+    set of heads is priced once in any case, and the partitions are those of separate calls."""
+    cost, filled = random_cost(8, 3), []
+    inner = subsets.Programme.__init__
+
+    def spy(self: subsets.Programme, *args: Any, **more: Any) -> None:
+        filled.append(self)
+        inner(self, *args, **more)
+
+    monkeypatch.setattr(subsets.Programme, "__init__", spy)
+    counts = sorted((2, 4, 8) if equal_sizes else range(2, 9), reverse=not upwards)
+    found = {}
+    for groups in counts:
+        problem = GroupingProblem(8, groups, objective=cost)
+        found[groups] = exact(problem, np.random.default_rng(0), equal_sizes=equal_sizes)
+    if upwards and not equal_sizes:
+        assert len(filled) == 1
+    assert cost.priced == (8 + 28 + 70 if equal_sizes else 2**8 - 2)
+    monkeypatch.undo()
+    fresh = exact_partition(random_cost(8, 3), 8, equal_sizes=equal_sizes)
+    assert all(found[groups] == fresh[groups] for groups in counts)
+
+
+def test_costs_of_many_groups_are_those_one_by_one_and_the_memo_is_bounded() -> None:
+    plain, asked = random_cost(8, 5), []
+
+    def many(groups):
+        asked.append(list(groups))
+        return np.array([plain.cost(group) for group in groups])
+
+    cost = GroupCost(lambda members: many([members])[0], many, remembered=10)
+    rng = np.random.default_rng(0)
+    partitions = [random_partition(8, 3, rng) for _ in range(40)]
+    assert cost.scores(partitions) == [plain.score(partition) for partition in partitions]
+    assert all(len({len(group) for group in batch}) == 1 for batch in asked)
+    assert len(asked) == 2 and cost.priced == len({group for partition in partitions for group in partition})
+    for _ in range(2000):
+        partition = random_partition(8, 3, rng)
+        assert cost.score(partition) == plain.score(partition)
+        assert len(cost._known) <= 10
 
 
 def test_exact_refuses_what_cannot_be() -> None:
@@ -153,6 +216,76 @@ def test_gap_to_exact_at_twelve_heads(seed: int) -> None:
     assert free.score >= unequal.score - 1e-9 >= 1.25 * free.score - 1e-9  # type: ignore[operator]
 
 
+def twelve(context: PlanningContext, layer: int, side: str) -> KeyCost | ValueCost:
+    """Real heads, twelve of them: those of one layer and four of the next, as if all saw the inputs of the first.
+
+    Of value heads every fourth dim, so that all 4,096 groups of twelve are priced in seconds.
+    """
+    assert context.calibration is not None
+    own, more = context.heads[layer], context.heads[layer + 1]
+    joined = LayerHeads(*(torch.cat([getattr(own, n), getattr(more, n)[:4]]) for n in ("q", "k", "v", "o")))
+    if side == "value":
+        joined = replace(joined, v=joined.v[:, ::4], o=joined.o[:, :, ::4])
+    statistics = context.calibration.layers[layer]
+    moments = torch.cat([statistics.mixed_moment, statistics.mixed_moment[:4]])
+    geometry = replace(context.geometry, num_heads=12, num_kv_heads=12)
+    return {"key": KeyCost, "value": ValueCost}[side](joined, replace(statistics, mixed_moment=moments), geometry)
+
+
+@pytest.mark.parametrize("equal_sizes", [True, False])
+@pytest.mark.parametrize("kind", ["table", "pairs", "key", "value"])
+def test_annealing_is_within_one_percent_of_exact_at_twelve_heads(
+    kind: str, equal_sizes: bool, demo_context: PlanningContext
+) -> None:
+    for seed in range(2 if kind in ("table", "pairs") else 1):
+        rng = np.random.default_rng(seed)
+        if kind == "table":
+            cost = random_cost(12, seed)
+        elif kind == "pairs":
+            cost = PairCost(rng.uniform(size=(12, 12)))
+        else:
+            cost = GroupCost(twelve(demo_context, 1, kind).cost)
+        exact = exact_partition(cost, 12, equal_sizes=equal_sizes, groups=[3, 4, 6])
+        for groups, best in exact.items():
+            found = merge_and_anneal(cost, 12, groups, generator=rng, equal_sizes=equal_sizes, steps=10_000)
+            assert best.score is not None and found.score is not None
+            assert best.score + 1e-9 >= found.score >= 1.01 * best.score, (kind, seed, groups)
+
+
+def test_what_was_priced_before_changes_no_annealing() -> None:
+    """A site's cost serves several counts; the groups of one must not depend on which others were asked for first."""
+    similarity = np.random.default_rng(30).normal(size=(30, 30))
+    used = PairCost.from_similarity(similarity + similarity.T)
+    found = [
+        merge_and_anneal(cost, 30, 6, generator=np.random.default_rng(7), equal_sizes=True)
+        for cost in (used, used, PairCost(used.pairs))
+    ]
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("equal_sizes", [True, False])
+@pytest.mark.parametrize("kind", ["table", "key", "value"])
+def test_thirty_two_heads_beat_merging_and_neighbours(kind: str, equal_sizes: bool, tiny_model) -> None:
+    model = tiny_model("llama", num_attention_heads=32, num_key_value_heads=32, head_dim=16, hidden_size=256)
+    tokens = torch.randint(0, 64, (8, 32), generator=torch.Generator().manual_seed(0))
+    heads, geometry = lift(model)[0], HeadGeometry.from_config(model.config)
+    statistics = calibrate(model, tokens, progress=lambda done, total: None).layers[0]
+    rng = np.random.default_rng(0)
+    made = {"key": KeyCost, "value": ValueCost}
+    cost = GroupCost(made[kind](heads, statistics, geometry).cost) if kind in made else clustered(32, rng)
+    found = merge_and_anneal(cost, 32, 8, generator=rng, equal_sizes=equal_sizes)
+    assert len(found.partition) == 8
+    neighbours = canonical([range(4 * g, 4 * g + 4) for g in range(8)])
+    assert found.score is not None and found.score > cost.score(neighbours)
+    assert found.score >= merge_and_improve(cost, 32, 8, equal_sizes=equal_sizes).score  # type: ignore[operator]
+
+
+def clustered(heads: int, rng: np.random.Generator) -> PairCost:
+    points = rng.normal(size=(8, 3))[np.arange(heads) % 8] * 3 + rng.normal(size=(heads, 3))
+    return PairCost(np.linalg.norm(points[:, None] - points[None], axis=-1))
+
+
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_merging_meets_any_count(data: st.DataObject) -> None:
@@ -171,3 +304,25 @@ def test_merging_meets_any_count(data: st.DataObject) -> None:
 def test_costs_that_are_not_finite_are_refused() -> None:
     with pytest.raises(ValueError, match="finite"):
         PairCost(np.array([[0.0, np.nan], [np.nan, 0.0]]))
+
+
+def test_where_prices_are_dear_exact_grouping_searches_instead() -> None:
+    """16 heads in 4 groups of any size: 65,399 groups would be priced."""
+    dear = random_cost(16, 3)
+    afforded = GroupCost(dear.cost, effort=lambda size: 1.0)
+    refused = GroupCost(dear.cost, effort=lambda size: AFFORDABLE / 1000)
+    problem = GroupingProblem(16, 4, objective=afforded)
+    best = exact(problem, np.random.default_rng(0), equal_sizes=False)
+    near = exact(replace(problem, objective=refused), np.random.default_rng(0), equal_sizes=False)
+    assert afforded.priced == sum(comb(16, size) for size in range(1, 14))
+    assert refused.priced < 20_000
+    assert near.score is not None and best.score is not None and near.score <= best.score
+
+
+def test_the_effort_of_a_price_is_that_of_its_matrices(tiny_model: Any) -> None:
+    model = tiny_model("llama")
+    heads, geometry = lift(model)[0], HeadGeometry.from_config(model.config)
+    tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
+    statistics = calibrate(model, tokens, progress=lambda done, total: None).layers[0]
+    value = ValueCost(heads, statistics, geometry)
+    assert value.effort(4) == 8 * value.effort(2) == 10 * (4 * geometry.head_dim) ** 3

@@ -31,7 +31,7 @@ def planned(name: str, ratio: float, context: PlanningContext, seed: int = 0, **
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.25])
-@pytest.mark.parametrize("name", ["gqa", "asymgqa", "align", "headfold"])
+@pytest.mark.parametrize("name", ["gqa", "asymgqa", "align", "least_squares"])
 def test_named_recipes_meet_the_budget(name: str, ratio: float, demo_context) -> None:
     plan = planned(name, ratio, demo_context)
     assert plan.kv_ratio == ratio
@@ -51,9 +51,9 @@ def test_mqa_is_one_group_and_says_which_ratio(demo_context) -> None:
 
 
 def test_exact_is_never_worse_than_a_walk_under_its_own_objective(demo_context) -> None:
-    walked = recipe("headfold", grouping="walk_symmetric", similarity="weight", **{"grouping.iterations": 30})
+    walked = recipe("least_squares", grouping="walk_symmetric", similarity="weight", **{"grouping.iterations": 30})
     for together in (True, False):
-        best = planned("headfold", 0.5, demo_context, together=together)
+        best = planned("least_squares", 0.5, demo_context, together=together)
         other = make_plan(walked.with_changes(together=together), 0.5, demo_context, np.random.default_rng(0))
         for layer in range(4):
             for side in ("key", "value"):
@@ -71,13 +71,13 @@ def _site(context: PlanningContext, layer: int, sides: tuple[str, ...]) -> Site:
 
 def test_unequal_groups_where_allowed(make_context) -> None:
     context = make_context("llama", num_attention_heads=8, num_key_value_heads=8, hidden_size=64)
-    plan = planned("headfold", 0.375, context, together=False, **{"grouping.equal_sizes": False})
+    plan = planned("least_squares", 0.375, context, together=False, **{"grouping.equal_sizes": False})
     assert plan.kv_ratio == 0.375
     assert all(len({len(g) for g in layer.key_groups}) > 1 for layer in plan.layers)
     assert planned("asymgqa", 0.375, context).kv_ratio == 0.375
 
 
-@pytest.mark.parametrize("name", ["gqa", "align", "headfold"])
+@pytest.mark.parametrize("name", ["gqa", "align", "least_squares"])
 def test_a_budget_that_heads_cannot_divide_is_refused(name: str, demo_context) -> None:
     with pytest.raises(ValueError) as error:
         planned(name, 0.375, demo_context)
@@ -136,13 +136,13 @@ def test_the_same_plan_in_any_process(tmp_path: Path) -> None:
 
 def test_a_gqa_checkpoint_keeps_its_shared_heads_together(make_context) -> None:
     context = make_context("qwen2", num_attention_heads=8, num_key_value_heads=4, head_dim=8, hidden_size=64)
-    for name in ("gqa", "asymgqa", "align", "headfold"):
+    for name in ("gqa", "asymgqa", "align", "least_squares"):
         plan = planned(name, 0.25, context)
         assert plan.kv_ratio == 0.25
         for layer in plan.layers:
             for head_map in (layer.key_map, layer.value_map):
                 assert all(head_map[2 * unit] == head_map[2 * unit + 1] for unit in range(4))
-    assert planned("headfold", 0.5, context).layers[0].key_map == (0, 0, 1, 1, 2, 2, 3, 3)
+    assert planned("least_squares", 0.5, context).layers[0].key_map == (0, 0, 1, 1, 2, 2, 3, 3)
 
 
 def test_a_budget_above_the_checkpoints_own_is_refused(make_context) -> None:
@@ -153,7 +153,7 @@ def test_a_budget_above_the_checkpoints_own_is_refused(make_context) -> None:
 
 def test_parts_without_what_they_need_say_so(demo_context) -> None:
     bare = PlanningContext(demo_context.geometry, demo_context.heads)
-    for name, word in (("align", "calibrat"), ("headfold", "calibrat"), ("asymgqa", "calibrat")):
+    for name, word in (("align", "calibrat"), ("least_squares", "calibrat"), ("asymgqa", "calibrat")):
         with pytest.raises(ValueError, match=word):
             planned(name, 0.5, bare)
     assert planned("gqa", 0.5, bare).kv_ratio == 0.5
@@ -193,7 +193,7 @@ def test_the_walk_on_the_whole_model_lowers_the_loss(make_context) -> None:
 
 def test_knapsack_measures_and_moves_heads_between_sites(make_context) -> None:
     context = make_context("llama")
-    apart = recipe("headfold", together=False, allocation="knapsack", **{"grouping.equal_sizes": False})
+    apart = recipe("least_squares", together=False, allocation="knapsack", **{"grouping.equal_sizes": False})
     plan = make_plan(apart, 0.5, context, np.random.default_rng(0))
     uniform = make_plan(apart.with_changes(allocation="uniform"), 0.5, context, np.random.default_rng(0))
     assert plan.kv_ratio == uniform.kv_ratio == 0.5
@@ -201,7 +201,7 @@ def test_knapsack_measures_and_moves_heads_between_sites(make_context) -> None:
 
 
 def test_dha_allocation_gives_more_heads_where_one_group_costs_more(demo_context) -> None:
-    chosen = recipe("headfold", together=False, allocation="dha", **{"grouping.equal_sizes": False})
+    chosen = recipe("least_squares", together=False, allocation="dha", **{"grouping.equal_sizes": False})
     plan = make_plan(chosen, 0.25, demo_context, np.random.default_rng(0))
     assert plan.kv_ratio == 0.25
     costs = [OBJECTIVE.get("least_squares")(_site(demo_context, i, ("key",))).cost(tuple(range(8))) for i in range(4)]
@@ -212,7 +212,7 @@ def test_dha_allocation_gives_more_heads_where_one_group_costs_more(demo_context
 
 def test_dha_with_equal_groups_is_refused(demo_context) -> None:
     with pytest.raises(ValueError, match="equal_sizes to false"):
-        planned("headfold", 0.5, demo_context, together=False, allocation="dha")
+        planned("least_squares", 0.5, demo_context, together=False, allocation="dha")
 
 
 # ---- contracts of the axes ------------------------------------------------------------------------------------
@@ -284,9 +284,12 @@ def test_every_objective_prefers_a_group_of_copies(name: str, sides: tuple[str, 
         assert np.isfinite(language_loss(model, context.sequences))
         return float(gap.pow(2).mean())
 
+    # What a search phase may find: copies at no distance, others by how their weights differ
+    distance = (copied.v.flatten(1)[:, None] - copied.v.flatten(1)[None]).square().mean(-1).numpy()
     site = Site(
         0, sides, sides, copy.units, copy.heads[0], copy.geometry, calibration.layers[0],
         similarity=np.asarray(similarity), model=model, plan_with=plan_with, measure=measure,
+        fusion_distance=distance,
     )  # fmt: skip
     part = OBJECTIVE.get(name)
     objective = part(site, **part.settings())

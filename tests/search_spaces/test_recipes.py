@@ -19,7 +19,8 @@ def test_json_round_trip_and_pickle(name: str) -> None:
 
 
 def test_the_named_recipes() -> None:
-    assert set(RECIPES) >= {"gqa", "mqa", "asymgqa", "align", "directshare", "postshare", "headfold"}
+    papers = {"gqa", "mqa", "asymgqa", "align", "directshare", "postshare"}
+    assert set(RECIPES) >= papers | {"least_squares", "headfold_gqa", "headfold"}
 
 
 def test_faithful_settings_of_the_walk() -> None:
@@ -50,14 +51,14 @@ def test_overrides_drop_what_the_new_choice_does_not_use() -> None:
 @pytest.mark.parametrize(
     ("name", "overrides", "words"),
     [
-        ("headfold", {"alignment": "procrustes"}, ["alignment=procrustes", "pointless", "alignment=none"]),
-        ("headfold", {"objective": "layer"}, ["additive", "objective=layer"]),
+        ("least_squares", {"alignment": "procrustes"}, ["alignment=procrustes", "pointless", "alignment=none"]),
+        ("least_squares", {"objective": "layer"}, ["additive", "objective=layer"]),
         ("gqa", {"objective": "pairs"}, ["neighbour", "scores nothing"]),
         ("gqa", {"grouping": "exact"}, ["needs an objective", "least_squares"]),
         ("align", {"similarity": None}, ["needs a similarity", "activation"]),
-        ("headfold", {"similarity": "cka"}, ["uses no similarity", "cka"]),
+        ("least_squares", {"similarity": "cka"}, ["uses no similarity", "cka"]),
         ("gqa", {"allocation": "dha"}, ["dha", "group cost"]),
-        ("headfold", {"allocation": "knapsack"}, ["knapsack", "together to false"]),
+        ("least_squares", {"allocation": "knapsack"}, ["knapsack", "together to false"]),
         ("gqa", {"fusion": "median"}, ["fusion", "median", "least_squares"]),
         ("gqa", {"by": "query"}, ["by must be one of", "query"]),
         ("gqa", {"together": "yes"}, ["together", "yes"]),
@@ -88,6 +89,6 @@ def test_bad_json_is_a_recipe_error(text: str) -> None:
 
 
 def test_equal_groups() -> None:
-    assert recipe("gqa").equal_groups and recipe("headfold").equal_groups and recipe("align").equal_groups
+    assert recipe("gqa").equal_groups and recipe("headfold_gqa").equal_groups and recipe("align").equal_groups
     assert not recipe("asymgqa").equal_groups
-    assert not recipe("headfold", **{"grouping.equal_sizes": False}).equal_groups
+    assert not recipe("least_squares", **{"grouping.equal_sizes": False}).equal_groups

@@ -13,7 +13,7 @@ from search_spaces.axes import GROUPING
 from search_spaces.planning import check_budget, make_plan
 from search_spaces.recipes import AXES, Recipe, RecipeError, recipe
 from search_spaces.rules import broken_rules
-from search_spaces.space import ORDER, JointSpace
+from search_spaces.space import NOT_UNASKED, ORDER, JointSpace
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +40,11 @@ def test_every_sampled_point_is_a_valid_recipe(space, geometry) -> None:
         check_budget(chosen, ratio, geometry)
         for name in AXES:
             seen.setdefault(name, set()).add(getattr(chosen, name))
-    # Every part can come up, but for those that fit no budget here and refinement, which must be asked for.
-    assert seen.pop("refinement") == {"none"}
+    # Every part can come up, but for those that fit no budget here and those that must be asked for.
+    for name, plain in NOT_UNASKED.items():
+        assert seen.pop(name) == {plain}
     for name in seen:
-        assert set(AXES[name].names()) - {"single", "direct", "post"} <= seen[name], name
+        assert set(AXES[name].names()) - {"single", "direct", "post", "fusion_loss"} <= seen[name], name
 
 
 def test_refinement_is_searched_when_asked_for(geometry) -> None:
@@ -70,8 +71,8 @@ def test_grid_covers_the_valid_combinations_once(grid) -> None:
 
 
 def test_named_recipes_are_points_of_the_space(grid) -> None:
-    assert {"gqa", "asymgqa", "align", "headfold"} <= {chosen.name for chosen, _ in grid}
-    assert recipe("headfold") in [chosen for chosen, _ in grid]
+    assert {"gqa", "asymgqa", "least_squares"} <= {chosen.name for chosen, _ in grid}
+    assert recipe("least_squares") in [chosen for chosen, _ in grid]
 
 
 def test_next_and_the_declared_conditions_agree(space) -> None:

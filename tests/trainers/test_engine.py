@@ -36,9 +36,10 @@ def engine(tiny_model: Any) -> Iterator[Callable[..., Engine]]:
     """Engines on a converted tiny model with unequal key and value heads; closed afterwards."""
     made = []
 
-    def make(model: Any = None, **settings: Any) -> Engine:
+    def make(model: Any = None, *, total_steps: int = STEPS, schedule_offset: int = 0, **settings: Any) -> Engine:
         model = convert(tiny_model("llama"), PLAN) if model is None else model
-        made.append(Engine(model, TrainSettings(**{"learning_rate": 3e-3, **settings}), STEPS))
+        chosen = TrainSettings(**{"learning_rate": 3e-3, **settings})
+        made.append(Engine(model, chosen, total_steps, schedule_offset=schedule_offset))
         return made[-1]
 
     yield make
@@ -84,6 +85,18 @@ def test_trains_as_plain_torch_does(engine: Any, tiny_model: Any, ids: Tensor, s
     if dtype == "fp32":
         for name, tensor in model.state_dict().items():
             torch.testing.assert_close(weights[name], tensor, atol=2e-4, rtol=0)
+
+
+def test_a_part_of_a_longer_training_takes_its_part_of_the_schedule(engine: Any, ids: Tensor) -> None:
+    settings = TrainSettings(learning_rate=3e-3, warmup_fraction=0.25)
+    built = engine(total_steps=12, schedule_offset=2, warmup_fraction=0.25)
+    rates = []
+    for _ in range(4):
+        run(built, ids, 0, 1)
+        rates.append(built._engine.optimizer.param_groups[0]["lr"])
+    assert rates == [settings.rate(step, 12) for step in range(2, 6)]
+    with pytest.raises(ValueError, match="0 <= schedule_offset < total_steps, got 6 and 6"):
+        engine(schedule_offset=6)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 4])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention.conversion import convert
 from attention.plan import AttentionPlan, LayerPlan
-from trainers.evaluation import decode_speed, evaluate, measure_cache
+from trainers.evaluation import Remembering, decode_speed, evaluate, measure_cache
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,23 @@ def test_agrees_with_the_slow_reference_at_any_batch_size(tiny_model: Any, ids: 
     assert got.kl == pytest.approx(divergence, abs=1e-5)
     assert got.tokens == 7 * 11
     assert got.seconds > 0
+
+
+def test_a_remembering_teacher_sees_each_batch_once_as_far_as_there_is_room(tiny_model: Any, ids: Tensor) -> None:
+    model, teacher = tiny_model("llama"), tiny_model("llama", seed=1)
+    wanted = evaluate(model, ids, teacher=teacher, batch_size=4)
+    passes: list[int] = []
+    teacher.register_forward_hook(lambda *_: passes.append(1))
+    one_batch = 4 * 12 * 64 * 4
+    for room, seen in ((2 * one_batch, 2), (one_batch, 3), (0, 4)):
+        remembering = Remembering(teacher, most=room)
+        passes.clear()
+        for _ in range(2):
+            got = evaluate(model, ids, teacher=remembering, batch_size=4)
+            assert (got.loss, got.kl) == (wanted.loss, wanted.kl)
+        assert len(passes) == seen
+    other = evaluate(model, ids.flip(1), teacher=Remembering(teacher))
+    assert other.kl == evaluate(model, ids.flip(1), teacher=teacher).kl != wanted.kl
 
 
 def test_a_model_is_at_no_distance_from_itself(tiny_model: Any, ids: Tensor) -> None:

@@ -84,7 +84,7 @@ def test_mask_takes_the_mean_over_what_it_keeps(loss: Any) -> None:
     assert loss(student, teacher, mask=mask).item() == pytest.approx(loss(student[1, :2], teacher[1, :2]).item())
 
 
-@pytest.mark.parametrize("k", [2, 3, 8])
+@pytest.mark.parametrize("k", [3, 5, 8])
 def test_bild_agrees_with_its_definition(k: int) -> None:
     student, teacher = 2 * random(2, 3, 12), 2 * random(2, 3, 12, seed=1)
     assert bild(student, teacher, k).item() == pytest.approx(slow_bild(student, teacher, k), abs=1e-10)
@@ -101,9 +101,9 @@ def test_bild_ignores_the_tail_and_pulls_towards_the_teacher() -> None:
     assert bild(student - 0.1 * slope, teacher, 5) < before
 
 
-@pytest.mark.parametrize("k", [1, 13])
-def test_bild_refuses_a_k_without_pairs_or_beyond_the_vocabulary(k: int) -> None:
-    with pytest.raises(ValueError, match=f"between 2 and the vocabulary of 12, got {k}"):
+@pytest.mark.parametrize("k", [1, 2, 13])
+def test_bild_refuses_a_k_without_two_pairs_or_beyond_the_vocabulary(k: int) -> None:
+    with pytest.raises(ValueError, match=f"between 3 and the vocabulary of 12, got {k}"):
         bild(random(1, 12), random(1, 12), k)
 
 

@@ -1,4 +1,4 @@
-"""A training job with a relaxation, by real Ray Train workers: relax, collapse, recover; killed workers resume."""
+"""A training job with a relaxation, by standing Ray Train workers: relax, collapse, recover; killed ones resume."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ import torch
 
 from attention import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
+from trainers import relaxing
 from trainers.data import write_sequences
+from trainers.engine import _group_of_one
 from trainers.evaluation import evaluate
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
-from trainers.worker import TrainJob, TrainOutcome, run_training
+from trainers.worker import TrainJob, TrainOutcome
 
 HALVED = AttentionPlan((LayerPlan((0, 1, 0, 1), (0, 0, 1, 1)),) * 2, head_dim=8)
 SINGLE = AttentionPlan((LayerPlan((0,) * 4, (0, 0, 1, 1)),) * 2, head_dim=8)
@@ -50,15 +52,15 @@ def job(ray_cluster: None, tiny_model: Any, tmp_path_factory: pytest.TempPathFac
         storage_path=str(folder / "store"),
         run_name="relaxed-whole",
         milestones=(10,),
-        settings=TrainSettings(learning_rate=3e-3, cpus_per_worker=0.9),
+        settings=TrainSettings(learning_rate=3e-3, cpus_per_worker=0.4),
         max_failures=0,
         relaxation=RelaxationSpec("lagrangian", (HALVED.to_json(), SINGLE.to_json()), 30, KNOBS, save_every=10),
     )
 
 
 @pytest.fixture(scope="module")
-def whole(job: TrainJob) -> TrainOutcome:
-    return run_training(job)
+def whole(job: TrainJob, on_group: Any) -> TrainOutcome:
+    return on_group(job)
 
 
 def other(job: TrainJob, name: str, **changes: Any) -> TrainJob:
@@ -86,6 +88,35 @@ def test_a_job_relaxes_collapses_and_recovers(job: TrainJob, whole: TrainOutcome
     assert not list(Path(f"{job.out_dir}.relaxed").rglob("state-*"))
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_stages_and_recovery_share_one_schedule(job: TrainJob, monkeypatch: pytest.MonkeyPatch, early: bool) -> None:
+    """In this process: the rates of all steps, also where the first stage ends early."""
+    rates: list[list[float]] = []
+
+    class Recorded(relaxing.Engine):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            rates.append([])
+
+        def step(self, *args: Any) -> float:
+            rates[-1].append(self.rate)
+            return super().step(*args)
+
+    monkeypatch.setattr(relaxing, "Engine", Recorded)
+    knobs = KNOBS | ({"tolerance": 1.0} if early else {})  # 1 is where groups of two start
+    spec = RelaxationSpec("lagrangian", (HALVED.to_json(), SINGLE.to_json()), 5, knobs)
+    short = other(job, f"rates-{early}", relaxation=spec)
+    _group_of_one()
+    relaxed = relaxing.relax(short, 0, 1)
+    done = [outcome_of(short, stage)["steps"] for stage in (0, 1)]
+    assert (max(done) < 5) if early else (done == [5, 5])
+    expected = [short.settings.rate(step, 5 + 5 + 10) for step in range(10)]
+    assert rates == [expected[: done[0]], expected[5 : 5 + done[1]]]
+    assert relaxed.steps == sum(done)
+    rest = short.after_relaxation(relaxed.model_dir)
+    assert (rest.schedule_offset, rest.schedule_steps) == (10, 20)
+
+
 def kill_worker_in_second_stage(job: TrainJob, killed: list[int]) -> None:
     from ray.util.state import list_actors
 
@@ -98,12 +129,14 @@ def kill_worker_in_second_stage(job: TrainJob, killed: list[int]) -> None:
         killed.append(actor.pid)
 
 
-def test_a_worker_killed_while_relaxing_resumes_to_the_same_numbers(job: TrainJob, whole: TrainOutcome) -> None:
+def test_a_worker_killed_while_relaxing_resumes_to_the_same_numbers(
+    job: TrainJob, whole: TrainOutcome, on_group: Any
+) -> None:
     again = other(job, "killed", max_failures=1)
     killed: list[int] = []
     killer = threading.Thread(target=kill_worker_in_second_stage, args=(again, killed))
     killer.start()
-    outcome = run_training(again)
+    outcome = on_group(again)
     killer.join()
     assert killed
     for name in ("loss", "kl", "train_loss", "tokens", "collapsed_loss", "weights_digest"):
@@ -112,23 +145,23 @@ def test_a_worker_killed_while_relaxing_resumes_to_the_same_numbers(job: TrainJo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_two_workers_at_every_zero_stage(job: TrainJob, whole: TrainOutcome, stage: int) -> None:
-    settings = job.settings.model_copy(update={"num_workers": 2, "zero_stage": stage, "micro_batch": 2})
-    outcome = run_training(other(job, f"stage{stage}", settings=settings))
-    for name in ("loss", "collapsed_loss"):
-        assert outcome.metrics[name] == pytest.approx(whole.metrics[name], abs=0.02)
-
-
-@pytest.mark.slow
-def test_align_with_its_own_distillation(job: TrainJob) -> None:
+def test_align_with_its_own_distillation(job: TrainJob, on_group: Any) -> None:
     settings = job.settings.model_copy(update={"distillation": "kl_bild", "distillation_weight": 1.0})
     spec = RelaxationSpec("hard_concrete", (SINGLE.to_json(),), 40, {"rate": 0.5}, settings)
-    outcome = run_training(other(job, "align", relaxation=spec))
+    outcome = on_group(other(job, "align", relaxation=spec))
     assert outcome.metrics["relaxation_steps"] == 40  # the last fifth trains the new heads alone
     finished = [point["mean_mask"] for point in outcome_of(other(job, "align"), 0)["history"]]
     assert finished[0] == 1
     assert finished[-1] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_two_workers_at_every_zero_stage(job: TrainJob, whole: TrainOutcome, on_group: Any, stage: int) -> None:
+    settings = job.settings.model_copy(update={"num_workers": 2, "zero_stage": stage, "micro_batch": 2})
+    outcome = on_group(other(job, f"stage{stage}", settings=settings))
+    for name in ("loss", "collapsed_loss"):
+        assert outcome.metrics[name] == pytest.approx(whole.metrics[name], abs=0.02)
 
 
 def test_what_a_job_refuses(job: TrainJob) -> None:

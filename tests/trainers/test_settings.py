@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from attention.plan import AttentionPlan, LayerPlan
 from trainers.job import TrainJob
+from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
+
+PLANS = [AttentionPlan((LayerPlan(heads, heads),), head_dim=8).to_json() for heads in ((0, 0, 1, 1), (0, 0, 0, 0))]
+RELAXATION = RelaxationSpec("lagrangian", tuple(PLANS), 30)
 
 
 def job(**changes: Any) -> TrainJob:
@@ -79,9 +84,22 @@ def test_jobs_survive_json() -> None:
         ({"settings": TrainSettings(distillation="kl")}, "'kl' needs a teacher_dir"),
         ({"out_dir": "runs/x"}, "out_dir must be absolute"),
         ({"storage_path": "runs"}, "storage_path must be absolute"),
+        ({"schedule_offset": -1}, "schedule_offset must be at least 0"),
+        ({"schedule_offset": 3, "relaxation": RELAXATION}, "is 0 for a job with a relaxation of its own, got 3"),
     ],
 )
 def test_impossible_jobs_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         job(**wrong)
     assert job(storage_path="s3://bucket/x").schedule_steps == 10
+
+
+def test_one_schedule_spans_relaxation_and_recovery() -> None:
+    whole = job(relaxation=RELAXATION, total_steps=20)
+    assert RELAXATION.total_steps == 60
+    assert whole.schedule_steps == 80
+    assert job(relaxation=RELAXATION).schedule_steps == 70
+    rest = whole.after_relaxation("collapsed")
+    assert (rest.model_dir, rest.relaxation) == ("collapsed", None)
+    assert (rest.schedule_offset, rest.schedule_steps, rest.milestones) == (60, 80, (5, 10))
+    assert job().after_relaxation("other") == job()

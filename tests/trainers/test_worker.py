@@ -14,9 +14,7 @@ import pytest
 import torch
 
 from attention import checkpoint
-from attention.conversion import convert
 from attention.plan import AttentionPlan, LayerPlan
-from trainers.data import write_sequences
 from trainers.evaluation import evaluate
 from trainers.settings import TrainSettings
 from trainers.worker import TrainingDiverged, TrainJob, TrainOutcome, run_training
@@ -36,38 +34,34 @@ def patterns(count: int, seed: int) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def job(ray_cluster: None, tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> TrainJob:
+def job(ray_cluster: None, tiny_job: Any, tmp_path_factory: pytest.TempPathFactory) -> TrainJob:
     """A converted tiny model with its untouched original as the teacher; one worker, fp32, ZeRO 1."""
-    folder = tmp_path_factory.mktemp("job")
-    original = tiny_model("llama")
-    checkpoint.save(original, folder / "teacher")
-    checkpoint.save(convert(original, PLAN), folder / "model")
-    write_sequences(patterns(200, 0), folder / "train.safetensors")
-    write_sequences(patterns(21, 1), folder / "eval.safetensors")
-    return TrainJob(
-        model_dir=str(folder / "model"),
-        teacher_dir=str(folder / "teacher"),
-        train_file=str(folder / "train.safetensors"),
-        eval_file=str(folder / "eval.safetensors"),
-        out_dir=str(folder / "whole" / "out"),
-        storage_path=str(folder / "store"),
-        run_name="whole",
-        milestones=(10, STEPS),
-        settings=TrainSettings(learning_rate=3e-3, cpus_per_worker=0.9, seed=1),
-        seed=2,
-        max_failures=0,
-    )
+    settings = TrainSettings(learning_rate=3e-3, cpus_per_worker=0.4, seed=1)
+    folder, milestones = tmp_path_factory.mktemp("job"), (10, STEPS)
+    return tiny_job(folder, PLAN, patterns(200, 0), patterns(21, 1), settings, milestones=milestones, max_failures=0)
 
 
 @pytest.fixture(scope="module")
 def whole(job: TrainJob) -> TrainOutcome:
-    """The job without interruption."""
-    return run_training(job)
+    """The job without interruption, by workers of its own."""
+    before = signal.getsignal(signal.SIGINT)
+    outcome = run_training(job)
+    assert signal.getsignal(signal.SIGINT) is before, "Ctrl-C is the caller's again"
+    return outcome
 
 
 def other(job: TrainJob, name: str, **changes: Any) -> TrainJob:
     """The same job under another name, so that Ray does not take it for the same run."""
     return replace(job, run_name=name, out_dir=str(Path(job.out_dir).parent.parent / name / "out"), **changes)
+
+
+def test_with_its_run_a_job_s_processes_end(whole: TrainOutcome) -> None:
+    from ray.util.state import list_actors
+
+    deadline = time.monotonic() + 60
+    while left := list_actors(filters=[("class_name", "=", "TrainController"), ("state", "=", "ALIVE")]):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
 
 
 def kill_worker_after_first_checkpoint(job: TrainJob, killed: list[int]) -> None:
@@ -112,49 +106,45 @@ def test_a_killed_worker_resumes_to_the_same_numbers(job: TrainJob, whole: Train
         assert outcome.metrics[name] == whole.metrics[name], name
 
 
-def test_a_finished_run_is_not_done_again(job: TrainJob, whole: TrainOutcome) -> None:
+def test_a_finished_run_is_not_done_again(job: TrainJob, whole: TrainOutcome, on_group: Any) -> None:
     weights = Path(job.out_dir) / "model.safetensors"
     written = weights.stat().st_mtime_ns
-    again = run_training(job)
+    again = on_group(job)
     assert weights.stat().st_mtime_ns == written
     for name in ("loss", "kl", "step", "weights_digest"):
         assert again.metrics[name] == whole.metrics[name], name
 
 
 @pytest.mark.slow
-def test_a_later_job_carries_on_where_an_earlier_one_stopped(job: TrainJob, whole: TrainOutcome) -> None:
-    first = run_training(other(job, "first", milestones=(10,), total_steps=STEPS))
+def test_a_later_job_carries_on_where_an_earlier_one_stopped(job: TrainJob, whole: TrainOutcome, on_group: Any) -> None:
+    first = on_group(other(job, "first", milestones=(10,), total_steps=STEPS))
     rest = other(job, "rest", milestones=(STEPS,), start_step=10, resume_from=first.checkpoint_dir)
-    second = run_training(rest)
+    second = on_group(rest)
     assert first.metrics["loss"] != second.metrics["loss"]
     for name in ("loss", "kl", "train_loss", "step", "tokens", "weights_digest"):
         assert second.metrics[name] == whole.metrics[name], name
 
 
-def test_two_workers_bf16_zero_2_see_the_same_data(job: TrainJob, whole: TrainOutcome) -> None:
-    settings = job.settings.model_copy(update={"num_workers": 2, "zero_stage": 2, "dtype": "bf16"})
-    outcome = run_training(other(job, "two", settings=settings))
-    assert outcome.metrics["loss"] == pytest.approx(whole.metrics["loss"], abs=0.1)
-    assert outcome.metrics["tokens"] == whole.metrics["tokens"]
-    assert checkpoint.load(outcome.metrics["out_dir"]).dtype == torch.bfloat16
-
-
-def test_divergence_reaches_the_caller_at_once(job: TrainJob) -> None:
+def test_divergence_reaches_the_caller_at_once(job: TrainJob, on_group: Any) -> None:
     broken = checkpoint.load(job.model_dir)
     with torch.no_grad():
         broken.get_output_embeddings().weight[5] = torch.inf
     folder = checkpoint.save(broken, Path(job.model_dir).parent / "broken")
     diverging = other(job, "diverged", model_dir=str(folder), max_failures=3)
     with pytest.raises(TrainingDiverged, match=r"training loss at step 1 of 60 is (nan|inf)"):
-        run_training(diverging)
+        on_group(diverging)
     assert not Path(diverging.out_dir).exists()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (3, "bf16")])
-def test_two_workers_at_every_zero_stage(job: TrainJob, whole: TrainOutcome, stage: int, dtype: str) -> None:
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")])
+def test_two_workers_at_every_zero_stage(
+    job: TrainJob, whole: TrainOutcome, on_group: Any, stage: int, dtype: str
+) -> None:
     settings = job.settings.model_copy(update={"num_workers": 2, "zero_stage": stage, "dtype": dtype, "micro_batch": 2})
-    outcome = run_training(other(job, f"stage{stage}{dtype}", settings=settings))
+    outcome = on_group(other(job, f"stage{stage}{dtype}", settings=settings))
     assert outcome.metrics["loss"] == pytest.approx(whole.metrics["loss"], abs=0.01 if dtype == "fp32" else 0.1)
     measured = evaluate(checkpoint.load(outcome.metrics["out_dir"]), patterns(21, 1))
     assert outcome.metrics["loss"] == pytest.approx(measured.loss, abs=1e-4 if dtype == "fp32" else 0.02)
+    assert outcome.metrics["tokens"] == whole.metrics["tokens"]
+    assert checkpoint.load(outcome.metrics["out_dir"]).dtype == (torch.float32 if dtype == "fp32" else torch.bfloat16)

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attention.axes import Knob
 from attention.heads import LayerHeads
 from attention.plan import AttentionPlan, PlanError
+from attention.relaxation_knobs import HARD_CONCRETE
 from trainers.groups import ParameterGroup
 from trainers.relaxations.axis import RELAXATION
 from trainers.relaxations.base import (
@@ -38,12 +38,6 @@ from trainers.relaxations.base import (
 
 SOURCE = "Jin 2024 (paper 001), sec. 3.5, Eq. 25 to 29; Louizos 2017, Eq. 10 to 13"
 BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1  # temperature and stretched interval, Louizos 2017, sec. 4.1
-KNOBS = (
-    Knob("rate", "log_float", 1e-2, "peak learning rate of the masks", 1e-4, 1.0, searched=True),
-    Knob("log_alpha_start", "float", 4.0, "location (log alpha) of every mask at step 0", 2.4, 20.0),
-    Knob("target_fraction", "float", 0.3, "share of the steps over which the target T falls from 1 to 0", 0.0, 1.0),
-    Knob("freeze_fraction", "float", 0.8, "share of the steps after which every mask is 0", 0.0, 1.0),
-)
 
 
 # ---- the equations --------------------------------------------------------------------------------------------
@@ -203,7 +197,7 @@ class HardConcrete(Relaxation):
         return heads
 
 
-@RELAXATION.part("hard_concrete", source=SOURCE, knobs=KNOBS)
+@RELAXATION.part("hard_concrete", source=SOURCE, knobs=HARD_CONCRETE)
 def install(
     model: PreTrainedModel,
     plan: AttentionPlan,

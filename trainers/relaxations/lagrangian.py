@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.axes import Knob
 from attention.heads import LayerHeads
 from attention.plan import AttentionPlan
+from attention.relaxation_knobs import LAGRANGIAN
 from trainers.groups import ParameterGroup
 from trainers.relaxations.axis import RELAXATION
 from trainers.relaxations.base import (
@@ -38,14 +38,6 @@ from trainers.relaxations.base import (
 )
 
 SOURCE = "Chen 2024 (paper 000), sec. 4.2, Eq. 5 to 8, and App. B.2"
-KNOBS = (
-    Knob("rate", "log_float", 1e-2, "peak learning rate of coefficients and multiplier", 1e-4, 1.0, searched=True),
-    Knob("per_dimension", "bool", True, "one coefficient a head dimension, and not one a head (sec. 4.3)"),
-    Knob("base", "float", 0.999, "b of the margin, Eq. 8", 0.0, 1.0),
-    Knob("margin_fraction", "float", 0.2, "share of the steps after which the margin is 0 (k of Eq. 8)", 0.0, 1.0),
-    Knob("multiplier_start", "float", 10.0, "the multiplier at step 0", 0.0, 1e6),
-    Knob("tolerance", "float", 1e-3, "fusion loss below which fusing ends (sec. 4.3)", 0.0, 1.0),
-)
 
 
 # ---- the equations --------------------------------------------------------------------------------------------
@@ -237,7 +229,7 @@ class Lagrangian(Relaxation):
         return heads
 
 
-@RELAXATION.part("lagrangian", source=SOURCE, knobs=KNOBS)
+@RELAXATION.part("lagrangian", source=SOURCE, knobs=LAGRANGIAN)
 def install(
     model: PreTrainedModel,
     plan: AttentionPlan,

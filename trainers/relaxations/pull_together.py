@@ -16,21 +16,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attention.axes import Knob
 from attention.heads import LayerHeads
 from attention.mlp import block_size, mlp_sites
 from attention.plan import AttentionPlan, HeadShare, PlanError
+from attention.relaxation_knobs import PULL_TOGETHER
 from trainers.groups import ParameterGroup
 from trainers.relaxations.axis import RELAXATION
 from trainers.relaxations.base import Relaxation, attention_modules, opened
 
 SIDES = ("q", "k", "v")
-KNOBS = (
-    Knob("weight", "log_float", 0.01, "factor of the sum of squared differences", 1e-6, 1e3, searched=True),
-    Knob(
-        "tolerance", "float", 1e-4, "squared distance of the pairs over that at step 0 that counts as equal", 0.0, 1.0
-    ),
-)
 
 
 def pull(later: Tensor, earlier: Tensor) -> Tensor:
@@ -144,7 +138,7 @@ def _pulled(shares: Sequence[HeadShare], parents: Sequence[Any], name: str, size
     return Site(tuple(shares), projections, size, columns)
 
 
-@RELAXATION.part("pull_together", source="Cao 2024 (paper 004): PostShare", knobs=KNOBS, needs=("shares",))
+@RELAXATION.part("pull_together", source="Cao 2024 (paper 004): PostShare", knobs=PULL_TOGETHER, needs=("shares",))
 def install(
     model: PreTrainedModel,
     plan: AttentionPlan,

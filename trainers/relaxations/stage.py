@@ -41,12 +41,19 @@ class RelaxationSpec:
         object.__setattr__(self, "knobs", RELAXATION.get(self.name).settings(self.knobs))
         if self.steps < 1 or self.save_every < 1:
             raise ValueError(f"steps and save_every must be at least 1, got {self.steps} and {self.save_every}")
+        if self.settings is not None and self.settings.tuning != "full":
+            raise ValueError(f"a relaxation trains all weights: its tuning must be full, got {self.settings.tuning!r}")
         if not self.plans:
             raise ValueError("a relaxation needs at least one plan, got none")
         stages = [AttentionPlan.from_json(text) for text in self.plans]
         for a, b in pairwise(stages):
             if not is_coarser(a, b):
                 raise ValueError("each plan of a relaxation must be made of whole groups of the one before")
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of all stages together, if none ends early."""
+        return len(self.plans) * self.steps
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `RelaxationSpec.from_dict` is the inverse."""

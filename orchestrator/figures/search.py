@@ -1,50 +1,20 @@
-"""Pictures of a search, for MLflow and for the report: matplotlib figures from plain records."""
+"""Pictures of a search from its trials: front, rungs, head budgets."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib
-
-matplotlib.use("Agg")
 import numpy as np
 from matplotlib.figure import Figure
 
 from attention.plan import AttentionPlan
-from orchestrator.results import TrialRecord, front
+from orchestrator.figures.drawing import STYLE, looks_of, one_axes
+from orchestrator.results import TrialRecord, family, front, percent
 
-# Colours that stay apart for colour-blind eyes (Okabe and Ito), each with a marker of its own.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-STYLE: dict[Any, Any] = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.25,
-    "font.size": 11,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "headfold",
-}
-
-
-def _family(trial: TrialRecord) -> str:
-    """Under which name a trial is drawn: candidates of the searcher's own (joint-...) share one."""
-    return trial.recipe.split("-")[0] if trial.recipe.startswith("joint-") else trial.recipe
-
-
-def _looks(recipes: Sequence[str]) -> dict[str, dict[str, Any]]:
-    return {
-        name: {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
-        for i, name in enumerate(dict.fromkeys(recipes))
-    }
-
-
-def _figure() -> tuple[Figure, Any]:
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    return figure, figure.add_subplot()
+LINES = 200
+"""Trials that a picture of curves holds; of more, those that got furthest."""
 
 
 def front_figure(
@@ -52,11 +22,11 @@ def front_figure(
 ) -> Figure:
     """Held-out loss against KV bytes a token: every trial at its last rung, the front, the untouched model."""
     with matplotlib.rc_context(STYLE):
-        figure, axes = _figure()
-        looks = _looks([_family(t) for t in trials])
+        figure, axes = one_axes()
+        looks = looks_of([family(t.recipe) for t in trials])
         scored = [t for t in trials if t.usable]
         for name, look in looks.items():
-            mine = [t for t in scored if _family(t) == name]
+            mine = [t for t in scored if family(t.recipe) == name]
             if not mine:
                 continue
             most = max(t.step for t in scored)
@@ -101,20 +71,21 @@ def front_figure(
 def rungs_figure(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> Figure:
     """Held-out loss over training steps, one line a trial; solid for the largest budget, dashed for the next."""
     with matplotlib.rc_context(STYLE):
-        figure, axes = _figure()
-        looks = _looks([_family(t) for t in trials])
+        figure, axes = one_axes()
+        looks = looks_of([family(t.recipe) for t in trials])
         budgets = sorted({t.kv_ratio for t in trials}, reverse=True)
         lines = {b: ("-", "--", ":", "-.")[i % 4] for i, b in enumerate(budgets)}
         told = set()
-        for trial in (t for t in trials if t.rungs):
-            name = _family(trial)
+        drawn = {t.trial_id for t in sorted((t for t in trials if t.rungs), key=lambda t: (-t.step, t.loss))[:LINES]}
+        for trial in (t for t in trials if t.trial_id in drawn):
+            name = family(trial.recipe)
             label = None if name in told else name
             told.add(name)
             scored = [(r["step"], r["loss"]) for r in trial.rungs if r["loss"] is not None]
             steps, losses = [step for step, _ in scored], [loss for _, loss in scored]
             axes.plot(steps, losses, ls=lines[trial.kv_ratio], ms=5, lw=1.4, label=label, **looks[name])
         for budget, line in lines.items():
-            axes.plot([], [], ls=line, color="#444444", label=f"{budget:.0%} KV")
+            axes.plot([], [], ls=line, color="#444444", label=f"{percent(budget)} KV")
         axes.axhline(base["loss"], color="#888888", lw=1)
         axes.set_xlabel("training steps")
         axes.set_ylabel("held-out loss, nats a token")
@@ -151,16 +122,3 @@ def budgets_figure(plans: Mapping[str, AttentionPlan]) -> Figure:
         axes.set_xticks(range(table.shape[1]) if table.shape[1] <= 16 else range(0, table.shape[1], 4))
         axes.set_xlabel("layer")
         return figure
-
-
-def svg(figure: Figure) -> str:
-    """The figure as an SVG element that fits the width of its page."""
-    stream = io.StringIO()
-    figure.savefig(stream, format="svg", metadata={"Date": None})
-    text = stream.getvalue()
-    return text[text.index("<svg") :]
-
-
-def save_png(figure: Figure, path: str | Path) -> Path:
-    figure.savefig(path, format="png", dpi=130)
-    return Path(path)

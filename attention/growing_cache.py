@@ -1,0 +1,81 @@
+"""A dynamic cache layer that keeps room for tokens to come, so that a step need not copy the cache.
+
+Legend: B batch, G^K / G^V kept key / value heads, T new tokens, S cached tokens, d head dim.
+
+The stock dynamic layer concatenates: every new token copies all that is cached, which at 4,096 tokens costs as much as
+reading it does. This one copies once every `ROOM` tokens and writes in place between.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+# Tokens that there is room for after a copy. At S tokens a step copies S / ROOM of them on average.
+ROOM = 64
+Kind = TypeVar("Kind", bound="GrowingLayer")
+
+
+class GrowingLayer(DynamicLayer):
+    """A `DynamicLayer` whose `keys` `[B, G^K, S, d]` and `values` `[B, G^V, S, d]` are views of longer tensors.
+
+    What was prefilled is held exactly; the room comes with the next token. Where gradients are recorded it
+    concatenates as the stock layer does.
+    """
+
+    _room: tuple[Tensor, Tensor] | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Whoever crops, reorders or moves the cache puts other tensors in place of the views: the room is not theirs.
+        if name in ("keys", "values"):
+            super().__setattr__("_room", None)
+        super().__setattr__(name, value)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append `[B, G^K, T, d]` and `[B, G^V, T, d]`; returns those of all tokens."""
+        held = self.get_seq_length()
+        if held == 0 or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return super().update(key_states, value_states, *args, **kwargs)
+        total = held + key_states.shape[2]
+        keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
+        room = self._room
+        if room is None or room[0].shape[2] < total or not _writable(room[0]):
+            room = _longer(keys, total + ROOM), _longer(values, total + ROOM)
+        for tensor, new in zip(room, (key_states, value_states), strict=True):
+            tensor.narrow(2, held, total - held).copy_(new)
+        self.keys, self.values = (tensor.narrow(2, 0, total) for tensor in room)
+        self._room = room
+        return self.keys, self.values
+
+
+def _longer(held: Tensor, tokens: int) -> Tensor:
+    """A copy of `[B, G, S, d]` with room for `tokens` tokens."""
+    batch, heads, length, width = held.shape
+    result = held.new_empty((batch, heads, tokens, width))
+    result[:, :, :length] = held
+    return result
+
+
+def _writable(tensor: Tensor) -> bool:
+    """What was made in inference mode may not be written to outside of it."""
+    return torch.is_inference_mode_enabled() or not tensor.is_inference()
+
+
+def own_layer(cache: Cache, index: int, kind: type[Kind]) -> Any:
+    """The layer of a cache, swapped for one of `kind` if it is a fresh dynamic one; None if there is no such layer."""
+    while cache.layer_class_to_replicate is DynamicLayer and len(cache.layers) <= index:
+        cache.layers.append(kind())
+    layer: Any = cache.layers[index] if index < len(cache.layers) else None
+    if type(layer) in (DynamicLayer, GrowingLayer) and not isinstance(layer, kind) and not layer.is_initialized:
+        layer = cache.layers[index] = kind()
+    return layer
+
+
+def grow_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook of attention modules: their layer of a fresh dynamic cache grows in place."""
+    cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
+    if isinstance(cache, Cache):
+        own_layer(cache, module.layer_idx, GrowingLayer)

@@ -1,0 +1,69 @@
+"""A layer's two maps as the decode kernel reads them. Needs no Triton.
+
+Legend: H query heads, U units of work, M query heads of a unit, N value heads that a unit reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention.plan import LayerPlan
+
+LEAST, MOST = 16, 64  # rows of a matrix product on an accelerator
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Units of work: query heads of one key head, at most `MOST` of them, so that a wide group becomes several units.
+
+    `keys [U]`: the key head of each unit; `members [U, M]`: its query heads, -1 beyond; `values [U, N]`: the value
+    heads that any of them reads, of which the first `counts [U]` are real; `value_map [H]`. All int32, on the CPU;
+    `on(device)` gives copies elsewhere, made once.
+    """
+
+    keys: Tensor
+    members: Tensor
+    values: Tensor
+    counts: Tensor
+    value_map: Tensor
+    _copies: dict[torch.device, Tables] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, plan: LayerPlan) -> Tables:
+        units = [
+            (key, group[start : start + MOST])
+            for key, group in enumerate(plan.key_groups)
+            for start in range(0, len(group), MOST)
+        ]
+        read = [sorted({plan.value_map[h] for h in members}) for _, members in units]
+        rows = max(LEAST, 1 << (max(len(members) for _, members in units) - 1).bit_length())
+        return cls(
+            _int32([key for key, _ in units]),
+            _int32([[*members, *[-1] * (rows - len(members))] for _, members in units]),
+            _int32([[*values, *[-1] * (max(map(len, read)) - len(values))] for values in read]),
+            _int32([len(values) for values in read]),
+            _int32(plan.value_map),
+        )
+
+    def on(self, device: torch.device) -> Tables:
+        if device == self.keys.device:
+            return self
+        if device not in self._copies:
+            tensors: dict[str, Any] = {
+                name: held.to(device) for name, held in self.__dict__.items() if isinstance(held, Tensor)
+            }
+            self._copies[device] = Tables(**tensors)
+        return self._copies[device]
+
+    def __getstate__(self) -> dict[str, object]:
+        """Copies on devices are not pickled with a model: they may not exist where it is read."""
+        return {**self.__dict__, "_copies": {}}
+
+
+def _int32(numbers: Sequence[object]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device="cpu")

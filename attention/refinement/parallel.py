@@ -1,0 +1,36 @@
+"""Layers beside each other: independent work on small layers, a thread each."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+SMALL = 4_000_000
+"""Parameters of a layer up to which its operations are too short to be spread over threads themselves; above it they
+are not, and several layers at a time would only take several times the memory."""
+
+ONE_AT_A_TIME = threading.Lock()
+"""Held by whoever runs the whole model: hooks that look at one layer see every pass through it."""
+
+
+def each_layer(count: int, work: Callable[[int], Result], parameters: int, device: torch.device) -> list[Result]:
+    """`work(i)` of layers 0 to `count` - 1, in that order whatever ends first.
+
+    On the CPU as many at a time as torch has threads, each on one thread, if a layer has at most `SMALL` parameters;
+    else one after the other. The first error is raised once the layers that had begun have ended.
+    """
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads == 1 or parameters > SMALL:
+        return [work(i) for i in range(count)]
+    try:
+        # The number of threads is a thread's own, but new ones start with the last that was set.
+        with ThreadPoolExecutor(min(threads, count), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(work, range(count)))
+    finally:
+        torch.set_num_threads(threads)

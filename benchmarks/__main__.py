@@ -1,0 +1,61 @@
+"""Run benchmarks: `python -m benchmarks [NAME ...] [--quick] [--device cuda] [--log] [--json FILE]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.report import Row, Scale, as_json, benchmarks, entry, keep, table
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    known = benchmarks()
+    listed = "\n".join(f"  {b.name:14} {b.title}" for b in known.values())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=listed, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="which (default: all that this device is for)")
+    parser.add_argument("--quick", action="store_true", help="smallest sizes, to see that everything runs")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, default=1, help="threads of one operation (CPU)")
+    parser.add_argument("--log", action="store_true", help="put the results on top of benchmarks/LOG.md")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    given = parser.parse_args(words)
+    if unknown := [name for name in given.names if name not in known]:
+        parser.error(f"expected benchmarks among {', '.join(known)}, got {unknown[0]}")
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.exit(
+            2, "benchmarks: --device cuda needs a CUDA device, none is to be seen here; on the CPU: make bench\n"
+        )
+    return given
+
+
+def main(words: list[str] | None = None) -> None:
+    given = parse(words)
+    torch.set_num_threads(given.threads)
+    scale, known = Scale(given.quick, given.device), benchmarks()
+    # One whole run at a time writes progress to stderr and the table to stdout.
+    load, started = os.getloadavg()[0], time.perf_counter()
+    results: dict[str, list[Row]] = {}
+    for name in given.names or [b.name for b in known.values() if given.quick or given.device in b.devices]:
+        print(f"benchmarks: {name}: {known[name].title}", file=sys.stderr, flush=True)
+        began = time.perf_counter()
+        results[name] = list(known[name].run(scale))
+        print(f"benchmarks: {name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    print(table(results))
+    if given.json is not None:
+        given.json.write_text(json.dumps(as_json(results), indent=1) + "\n", encoding="utf-8")
+    if given.log:
+        command = shlex.join(["python", "-m", "benchmarks", *(sys.argv[1:] if words is None else words)])
+        keep(entry(results, command, given.device, load, time.perf_counter() - started))
+
+
+if __name__ == "__main__":
+    main()

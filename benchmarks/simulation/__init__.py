@@ -1,0 +1,1 @@
+"""Searches without training: the real searcher and scheduler on recorded learning curves, in virtual time."""

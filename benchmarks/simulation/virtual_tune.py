@@ -1,0 +1,157 @@
+"""Drives a scheduler as Tune does, in virtual time: workers, trials with known losses, pauses and promotions."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray.tune.experiment import Trial
+from ray.tune.schedulers import TrialScheduler
+
+from orchestrator.schedulers import RungScheduler
+
+CONTINUE, PAUSE, STOP = TrialScheduler.CONTINUE, TrialScheduler.PAUSE, TrialScheduler.STOP
+
+
+@dataclass(eq=False)
+class FakeTrial:
+    """What a scheduler sees of a trial of Tune's. `curve`: the losses at the rungs that it reports; None: it skips."""
+
+    trial_id: str
+    curve: list[float | None]
+    config: dict[str, Any]
+    kv_bytes: float
+    status: str = Trial.PENDING
+    done: int = 0  # rungs behind it
+
+    def set_status(self, status: str) -> None:
+        self.status = status
+
+
+def trial(number: int, curve: list[float | None], budget: float = 0.5, recipe: str = "own", **config: Any) -> FakeTrial:
+    settings = {"recipe": recipe, "kv_ratio": budget, "number": number, **config}
+    return FakeTrial(f"t{number}", curve, settings, 8192 * budget)
+
+
+@dataclass
+class VirtualTune:
+    """`seconds(trial, rung)`: how long a trial takes to a rung. `extra(trial, loss)`: what its reports hold besides.
+    `jobs`: every (trial, rung) begun, in order; `events`: what the scheduler was told."""
+
+    scheduler: RungScheduler
+    waiting: list[FakeTrial]
+    workers: int = 2
+    seconds: Callable[[FakeTrial, int], float] = lambda trial, rung: 1.0
+    fails: frozenset[tuple[str, int]] = frozenset()
+    extra: Callable[[FakeTrial, float], dict[str, float]] = lambda trial, loss: {}
+    jobs: list[tuple[str, int]] = field(default_factory=list)
+    decisions: dict[tuple[str, int], str] = field(default_factory=dict)
+    events: list[tuple[Any, ...]] = field(default_factory=list)
+    running: list[tuple[float, int, FakeTrial, int]] = field(default_factory=list)
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.scheduler.slots.capacity = self.workers
+        self.trials, self.waiting = list(self.waiting), list(self.waiting)
+
+    # ---- what a scheduler asks of Tune's controller ---------------------------------------------------------------
+
+    @property
+    def search_alg(self) -> VirtualTune:
+        return self
+
+    def is_finished(self) -> bool:
+        return not self.waiting
+
+    def stop_trial(self, trial: FakeTrial) -> None:
+        assert trial.status == Trial.PAUSED
+        self.events.append(("end", trial))
+        self.scheduler.on_trial_remove(self, trial)
+        trial.status = Trial.TERMINATED
+
+    # ---- the loop -------------------------------------------------------------------------------------------------
+
+    def run(self, events: int = 10**6) -> VirtualTune:
+        """Until nothing is left to do, or for some reports."""
+        while events > 0:
+            self._start()
+            if not self.running:
+                if not self._start():
+                    return self
+                continue
+            self.now, _, trial, rung = heapq.heappop(self.running)
+            self._report(trial, rung)
+            events -= 1
+        return self
+
+    def _start(self) -> bool:
+        """Whether anything changed: a trial was promoted, begun or stopped."""
+        before = (len(self.running), len(self.jobs), sum(t.status == Trial.TERMINATED for t in self.trials))
+        while (promoted := self.scheduler.choose_trial_to_run(self)) is not None:
+            assert promoted.status == Trial.PAUSED
+            self.events.append(("promote", promoted))
+            self._begin(promoted)
+        slots = self.scheduler.slots
+        while self.waiting and not slots.full and not slots.promised:
+            fresh = self.waiting.pop(0)
+            self.events.append(("add", fresh))
+            self.scheduler.on_trial_add(self, fresh)
+            self._begin(fresh)
+        assert len(self.running) <= self.workers
+        return before != (len(self.running), len(self.jobs), sum(t.status == Trial.TERMINATED for t in self.trials))
+
+    def _begin(self, trial: FakeTrial) -> None:
+        trial.status = Trial.RUNNING
+        rung = next(r for r in range(trial.done, len(trial.curve)) if trial.curve[r] is not None)
+        self.jobs.append((trial.trial_id, rung))
+        heapq.heappush(self.running, (self.now + self.seconds(trial, rung), len(self.jobs), trial, rung))
+
+    def _report(self, trial: FakeTrial, rung: int) -> None:
+        if (trial.trial_id, rung) in self.fails:
+            self.events.append(("end", trial))
+            trial.status = Trial.ERROR
+            self.scheduler.on_trial_error(self, trial)
+            return
+        loss, trial.done = trial.curve[rung], rung + 1
+        assert loss is not None
+        result = {"loss": loss, "kv_bytes_per_token": trial.kv_bytes, "rung": rung, **self.extra(trial, loss)}
+        decision = self.scheduler.on_trial_result(self, trial, result)
+        self.events.append(("report", trial, result, decision))
+        self.decisions[trial.trial_id, rung] = decision
+        if decision == PAUSE:
+            trial.status = Trial.PAUSED
+        elif decision == STOP or trial.done == len(trial.curve):
+            self.events.append(("end", trial))
+            self.scheduler.on_trial_complete(self, trial, result)
+            trial.status = Trial.TERMINATED
+        else:
+            self._begin(trial)
+
+
+def told_again(tune: VirtualTune, scheduler: RungScheduler) -> VirtualTune:
+    """A search after a kill: a fresh scheduler hears all events, then gets the trials that had not ended."""
+    back = VirtualTune(scheduler, tune.waiting, tune.workers, tune.seconds, tune.fails)
+    back.trials, back.jobs, back.decisions, back.events = tune.trials, tune.jobs, tune.decisions, tune.events
+    for kind, own, *rest in tune.events:
+        seen = FakeTrial(own.trial_id, own.curve, own.config, own.kv_bytes, Trial.RUNNING)
+        if kind == "add":
+            scheduler.on_trial_add(None, seen)
+        elif kind == "report":
+            assert scheduler.on_trial_result(None, seen, rest[0]) == rest[1]
+        elif kind == "promote":
+            scheduler.on_trial_promoted(own.trial_id)
+        else:
+            scheduler.on_trial_complete(None, seen, {})
+    for own in tune.trials:
+        if own not in tune.waiting and own.status in (Trial.RUNNING, Trial.PAUSED):
+            own.status = Trial.PAUSED if own.status == Trial.PAUSED else Trial.PENDING
+            scheduler.on_trial_add(back, own)
+            for rung in range(own.done if own.status == Trial.PENDING else 0):  # it reports from the beginning
+                if own.curve[rung] is not None and rung < len(own.curve) - 1:
+                    result = {"loss": own.curve[rung], "kv_bytes_per_token": own.kv_bytes, "rung": rung}
+                    assert scheduler.on_trial_result(back, own, result) == CONTINUE
+            if own.status == Trial.PENDING:
+                back._begin(own)
+    return back

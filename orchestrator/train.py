@@ -1,0 +1,299 @@
+"""`headfold train`: a model of a known architecture from random weights, a plain Transformer or a DCFormer.
+
+Everything of a training lies beside its result: DIR is the trained checkpoint, DIR.training the untrained one, the
+token sequences, Ray's checkpoints and the milestones. The same command run again goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from pydantic import Field
+
+from attention import checkpoint, conversion
+from attention.composition import reset
+from attention.modeling import headfold_config, plan_of_config
+from attention.plan import AttentionPlan, Composition
+from orchestrator import models
+from orchestrator.clock import clock
+from orchestrator.cluster import Demand, concurrency, connected
+from orchestrator.config import ConfigError, Section, apply_override, parse_section
+from orchestrator.folders import check_writable, storage_path
+from orchestrator.remote import is_remote
+from orchestrator.results import read_json, write_json
+from orchestrator.training import milestone_log, read_milestones
+from orchestrator.trial import prepare_process
+from trainers.checkpoints import CheckpointStore
+from trainers.data import sequence_file
+from trainers.settings import TrainSettings
+from trainers.worker import TrainJob, run_training
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Recipe = Literal["transformer", "dcformer"]
+TRAIN_TOKENS = 4_000_000  # of text at most, unless asked for; what is shorter than the training is seen again
+OWN_OPTIONS = ("learning_rate", "seed")
+POLL_SECONDS = 0.5
+RUN = "scratch"
+MEASURED = ("step", "loss", "train_loss", "tokens", "tokens_per_second", "seconds")
+
+
+class TrainSection(Section):
+    """What `--set` reaches: `composition.KEY`, settings of `Composition`, and `train.KEY`, those of `TrainSettings`."""
+
+    recipe: Recipe
+    composition: dict[str, Any] = Field(default_factory=dict)
+    train: TrainSettings = TrainSettings()
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """A training from scratch, checked. `out`: absolute folder of the trained checkpoint."""
+
+    like: str
+    recipe: Recipe
+    plan: AttentionPlan
+    settings: TrainSettings
+    steps: int
+    eval_every: int
+    train_data: str
+    eval_data: str
+    train_tokens: int
+    eval_tokens: int
+    sequence_length: int
+    out: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.out.with_name(f"{self.out.name}.training")
+
+    @property
+    def milestones(self) -> tuple[int, ...]:
+        return (*range(self.eval_every, self.steps, self.eval_every), self.steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values: everything that the result depends on."""
+        record = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "out"}
+        return {**record, "plan": json.loads(self.plan.to_json()), "settings": self.settings.model_dump()}
+
+
+def check(
+    like: str | Path,
+    out: str | Path,
+    *,
+    recipe: str = "transformer",
+    steps: int,
+    learning_rate: float,
+    overrides: Sequence[str] = (),
+    train_data: str = "stdlib",
+    eval_data: str = "stdlib",
+    train_tokens: int | None = None,
+    eval_tokens: int = 16_384,
+    sequence_length: int = 256,
+    eval_every: int | None = None,
+    seed: int = 0,
+    device: str = "auto",
+) -> Scratch:
+    """Everything that can be wrong, before anything is read or started but configs. Raises ConfigError or PlanError."""
+    section = _section(recipe, overrides, learning_rate, seed, device)
+    models.geometry_of(str(like), sequence_length, key="like", weights=False)
+    models.load_tokenizer(like)
+    for name, value in (("steps", steps), ("eval_every", 1 if eval_every is None else eval_every)):
+        if value < 1:
+            raise ConfigError(f"{name}: got {value}; it must be at least 1")
+    config = checkpoint.load_config(like)
+    composed = Composition(**section.composition) if section.recipe == "dcformer" else None
+    plan = replace(plan_of_config(config), composition=composed)
+    headfold_config(config, plan)  # whether the plan fits
+    wanted = steps * section.train.batch_size * sequence_length
+    if is_remote(str(out)):
+        raise ConfigError(f"out: got {str(out)!r}; it must be a folder of this machine or one that it mounts")
+    target = storage_path(str(out))
+    check_writable(target.parent)
+    return Scratch(
+        like=str(Path(like).absolute()) if Path(like).is_dir() else str(like),
+        recipe=section.recipe,
+        plan=plan,
+        settings=section.train,
+        steps=steps,
+        eval_every=max(1, steps // 10) if eval_every is None else eval_every,
+        train_data=train_data,
+        eval_data=eval_data,
+        train_tokens=min(wanted, TRAIN_TOKENS) if train_tokens is None else train_tokens,
+        eval_tokens=eval_tokens,
+        sequence_length=sequence_length,
+        out=target,
+    )
+
+
+def _section(recipe: str, overrides: Sequence[str], learning_rate: float, seed: int, device: str) -> TrainSection:
+    record: dict[str, Any] = {"recipe": recipe}
+    for override in overrides:
+        apply_override(record, override)
+    train = record.setdefault("train", {})
+    for name in OWN_OPTIONS:
+        if isinstance(train, dict) and name in train:
+            raise ConfigError(f"train.{name}: it has an option of its own; give it as --{name.replace('_', '-')}")
+    if isinstance(train, dict):
+        gpus = float(models.device_of(device).type == "cuda")
+        record["train"] = {"gpus_per_worker": gpus} | train | {"learning_rate": learning_rate, "seed": seed}
+    section = parse_section(TrainSection, record, "this training")
+    known = {f.name: f.default for f in fields(Composition)}
+    for name, value in section.composition.items():
+        if name not in known:
+            raise ConfigError(f"composition.{name}: unknown setting; there are {', '.join(known)}")
+        if type(value) is not type(known[name]):
+            kind = "true or false" if isinstance(known[name], bool) else "a whole number"
+            raise ConfigError(f"composition.{name}: got {value!r}; it must be {kind}")
+    if section.composition and section.recipe != "dcformer":
+        raise ConfigError(f"composition: recipe {section.recipe} composes no heads; use --recipe dcformer")
+    if section.train.distillation != "none":
+        raise ConfigError("train.distillation: a training from scratch has no untouched model to learn from; use none")
+    if section.train.tuning != "full":
+        raise ConfigError("train.tuning: random weights have nothing that adapters could be beside; use full")
+    return section
+
+
+def train_from_scratch(
+    like: str | Path, out: str | Path, *, progress: Callable[[str], None] = print, **settings: Any
+) -> dict[str, Any]:
+    """Train a model with the architecture and the tokenizer of `like` from random weights and save it in `out`.
+
+    `settings` are those of `check`; `recipe` "dcformer" composes heads dynamically (paper 002) from the paper's
+    initialisation, "transformer" does not. With one seed both start from the same weights, composition apart, and see
+    the same text. `progress` is told each milestone in words. Returns one record: losses in nats a token at each
+    milestone, tokens, tokens a second of training, parameters, seconds.
+    """
+    plan = check(like, out, **settings)
+    _check_folder(plan)
+    total = plan.steps * plan.settings.batch_size * plan.sequence_length
+    progress(f"training: {plan.recipe}, {plan.steps} steps, {total} tokens; in {plan.folder}")
+    log = plan.folder / "milestones.jsonl"
+    mark, metrics = plan.folder / "scratch.json", _ended(plan)
+    if metrics is None:
+        with connected() as resources:
+            asked = plan.settings
+            concurrency(resources, Demand(0, 0, asked.num_workers, asked.cpus_per_worker, asked.gpus_per_worker))
+            prepare_process()
+            job = _prepare(plan)
+            with _told(log, plan.steps, progress):
+                metrics = run_training(job, callbacks=[milestone_log(str(log))]).metrics
+    known = read_json(mark) | {"finished": True}
+    write_json(mark, known)
+    return {
+        **plan.to_dict(),
+        "out": str(plan.out),
+        "plan_digest": plan.plan.digest,
+        "seed": plan.settings.seed,
+        "learning_rate": plan.settings.learning_rate,
+        "parameters": known["parameters"],
+        "weights_digest": metrics["weights_digest"],
+        **{name: metrics[name] for name in MEASURED},
+        "milestones": [{name: point[name] for name in MEASURED} for point in read_milestones(log)],
+    }
+
+
+def _ended(plan: Scratch) -> dict[str, Any] | None:
+    """The last report of a training that was finished by an earlier start, its weights as they were written."""
+    mark = plan.folder / "scratch.json"
+    if not mark.is_file() or not read_json(mark).get("finished"):
+        return None
+    reports = CheckpointStore(str(plan.folder / "train"), RUN).read()[1]
+    written = reports and reports[-1].get("weights_digest") == checkpoint.weights_digest(plan.out)
+    return reports[-1] if written else None
+
+
+def _check_folder(plan: Scratch) -> None:
+    """Raises ConfigError unless `out` is free, or holds this very training."""
+    mark, record = plan.folder / "scratch.json", plan.to_dict()
+    if mark.is_file():
+        known = read_json(mark)
+        if changed := [name for name in record if known.get(name) != json.loads(json.dumps(record[name]))]:
+            raise ConfigError(
+                f"out: {plan.folder} holds a training with another {', '.join(changed)}; give another --out, or remove "
+                "that folder to start over"
+            )
+        if known.get("finished") and not plan.out.is_dir():
+            raise ConfigError(f"out: {plan.out} was trained and is gone; remove {plan.folder} to train it again")
+    elif plan.out.exists():
+        raise ConfigError(f"out: {plan.out} exists and is not a training of this command; give another folder")
+
+
+def _prepare(plan: Scratch) -> TrainJob:
+    """The job, with its untrained model and its texts on disk; those of an earlier start are taken as they are."""
+    mark = plan.folder / "scratch.json"
+    tokenizer = models.load_tokenizer(plan.like)
+    cut: dict[str, Any] = {"sequence_length": plan.sequence_length, "seed": plan.settings.seed}
+    cut["cache_dir"] = plan.folder / "data"
+    train_file = sequence_file(plan.train_data, tokenizer, split="train", tokens=plan.train_tokens, **cut)
+    eval_file = sequence_file(plan.eval_data, tokenizer, split="eval", tokens=plan.eval_tokens, **cut)
+    if not mark.is_file():
+        model = untrained(plan.like, plan.plan, plan.settings.seed)
+        checkpoint.save(model, plan.folder / "untrained", tokenizer)
+        write_json(mark, {**plan.to_dict(), "parameters": models.parameters(model)})
+    return TrainJob(
+        model_dir=str(plan.folder / "untrained"),
+        train_file=str(train_file),
+        eval_file=str(eval_file),
+        out_dir=str(plan.out),
+        storage_path=str(plan.folder / "train"),
+        run_name=RUN,
+        milestones=plan.milestones,
+        settings=plan.settings,
+        seed=plan.settings.seed,
+    )
+
+
+def untrained(like: str | Path, plan: AttentionPlan, seed: int) -> PreTrainedModel:
+    """A model of the plan with the architecture's own initialisation, composition with that of paper 002, sec. 4.
+
+    The weights follow from `seed` alone; torch's own generator, which transformers initialises with, is left as it was.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = conversion.build(checkpoint.load_config(like), plan)
+    reset(model, identity=False, generator=torch.Generator().manual_seed(seed))
+    return model
+
+
+@contextmanager
+def _told(log: Path, steps: int, progress: Callable[[str], None]) -> Iterator[None]:
+    """While the body runs, tell each milestone that comes into `log`, those of an earlier start as well."""
+    ended, told = threading.Event(), set[int]()
+
+    def look() -> None:
+        for point in read_milestones(log):
+            if point["step"] not in told:
+                told.add(point["step"])
+                progress(_line(point, steps))
+
+    def watch() -> None:
+        while not ended.wait(POLL_SECONDS):
+            look()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+        look()
+
+
+def _line(point: dict[str, Any], steps: int) -> str:
+    step = point["step"]
+    left = point["seconds"] * (steps - step) / step
+    end = f"{clock(left)} left" if step < steps else f"done in {clock(point['seconds'])}"
+    return (
+        f"step {step}/{steps}: held-out loss {point['loss']:.3f}, training loss {point['train_loss']:.3f}, "
+        f"{point['tokens_per_second']:.0f} tokens/s, {end}"
+    )

@@ -1,0 +1,79 @@
+"""Verbs of a search: run it, promote from it, tell about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from orchestrator.verbs.options import ConfigFile, ConfigOverrides, JsonFile, finish
+
+
+def search(
+    config: ConfigFile,
+    overrides: ConfigOverrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the newest search of this name.")] = False,
+    json: JsonFile = None,
+) -> None:
+    """Run a search: baselines, trials, Pareto front, promotion, report."""
+    from orchestrator.config import load_config
+
+    settings = load_config(config, overrides or [])  # before the imports below: a mistake is told in a second
+    from orchestrator.search import search as run_search
+
+    outcome = run_search(settings, resume=resume)
+    finish(outcome.to_dict(), json)
+    if outcome.exit_code:
+        raise typer.Exit(outcome.exit_code)
+
+
+def promote(
+    search: Annotated[Path, typer.Argument(help="Folder of a search, e.g. runs/demo/demo.")],
+    trial: Annotated[list[str] | None, typer.Option(help="Trial id to promote; may be given several times.")] = None,
+    top: Annotated[int | None, typer.Option(min=1, help="Promote the K best at each budget.")] = None,
+    json: JsonFile = None,
+) -> None:
+    """Continue the chosen trials to the full training, pass the gate, register. Finished steps are not repeated."""
+    from orchestrator.promotion import promote_search
+
+    outcome = promote_search(search, trials=trial or [], top=top)
+    finish(outcome.to_dict(), json)
+    if outcome.exit_code:
+        raise typer.Exit(outcome.exit_code)
+
+
+def watch(
+    search: Annotated[Path, typer.Argument(help="Folder of a search, e.g. runs/demo/demo.")],
+    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Look once, write one JSON object to this file; - prints it alone.")
+    ] = None,
+) -> None:
+    """Watch a search: front so far, trials by state, tokens a second, what is spent and left. Reads files only."""
+    import json as encoder
+
+    from orchestrator import live
+    from orchestrator.folders import SearchFolder
+
+    folder = SearchFolder.existing(search)
+    if json is not None and str(json) == "-":
+        print(encoder.dumps(live.look(folder).to_dict(), indent=1))
+        return
+    finish(live.watch(folder, every=every, once=once or json is not None).to_dict(), json)
+
+
+def report(
+    search: Annotated[Path, typer.Argument(help="Folder of a search.")],
+    out: Annotated[Path | None, typer.Option(help="HTML file; report.html in the folder by default.")] = None,
+    json: JsonFile = None,
+) -> None:
+    """Write one self-contained page: front, comparison over seeds, trials, rungs, head budgets."""
+    from orchestrator.report import write_report
+    from orchestrator.tables import print_comparison
+
+    written = write_report(search, out)
+    print_comparison(written["comparison"])
+    print(f"report: {written['report']}")
+    finish(written, json)

@@ -1,0 +1,121 @@
+"""Merging, then annealing from there, on an additive group cost: for more heads than the exact programme takes.
+
+Legend: n heads, G groups. Every step rescores the two groups that it changes and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from attention.axes import Knob
+from search_spaces.axes import GROUPING
+from search_spaces.costs import GroupCost, Members, as_cost, exchanged
+from search_spaces.grouping.merge import improved, merge_and_improve
+from search_spaces.grouping.problem import EQUAL_SIZES, Grouping, GroupingProblem
+from search_spaces.grouping.unions import regrouped
+from search_spaces.partitions import canonical, random_partition
+
+STEPS = Knob("steps", "int", 4000, "annealing steps after merging, over all rounds", low=0, high=10_000_000)
+ROUNDS, ROUND = 8, 500  # so many rounds, or more of so many steps each
+COLDEST = 0.02  # last temperature, relative to the first: below it hardly a step is accepted
+PRICES = 6000  # groups that are priced after merging, at most: where a cost is dear this is what takes the time
+SHARE = 0.75  # of what is left of them, for one local search
+PROBES = 64  # random steps from which the first temperature is taken
+
+
+def merge_and_anneal(
+    cost: GroupCost | np.ndarray | Callable[[Members], float],
+    num_heads: int,
+    groups: int,
+    *,
+    generator: np.random.Generator,
+    equal_sizes: bool = False,
+    steps: int = STEPS.default,
+) -> Grouping:
+    """`merge_and_improve`, then rounds of annealing, each ended by local search; the best partition counts.
+
+    Steps are swaps, and moves too if sizes may differ. The temperature starts at the mean change of cost over random
+    steps, so that no unit of the cost matters, and falls geometrically; it starts again in each round, by turns from
+    the best partition so far and from a random one. Local search ends with exact re-partitions of a few groups at a
+    time (`search_spaces.grouping.unions`). At most `PRICES` groups are priced on top of those of the plain local
+    searches at both ends. Raises ValueError if the groups cannot be, or not equal.
+    """
+    group_cost = as_cost(cost).afresh()
+    start = merge_and_improve(group_cost, num_heads, groups, equal_sizes=equal_sizes)
+    if groups in (1, num_heads) or not steps:
+        return start
+    limit = group_cost.priced + PRICES
+
+    def settled(found: list[Members]) -> list[Members]:
+        prices = int(SHARE * (limit - group_cost.priced))
+        return regrouped(group_cost, found, equal_sizes=equal_sizes, generator=generator, prices=prices)
+
+    best = settled(list(start.partition))
+    rounds = max(ROUNDS, steps // ROUND)
+    for turn in range(rounds):
+        if group_cost.priced >= limit:
+            break
+        begin = list(random_partition(num_heads, groups, generator)) if turn % 2 else list(best)
+        share = steps * (turn + 1) // rounds - steps * turn // rounds
+        found = _annealed(group_cost, begin, not equal_sizes, share, generator, limit)
+        best = min(best, settled(found), key=lambda groups: -group_cost.score(canonical(groups)))
+    # Unions that were too large to be tried: the best single steps there.
+    partition = canonical(improved(group_cost, best, not equal_sizes, 100))
+    return Grouping(partition, group_cost.score(partition))
+
+
+def _annealed(
+    cost: GroupCost, found: list[Members], may_move: bool, steps: int, generator: np.random.Generator, limit: int
+) -> list[Members]:
+    """The best partition met on the way. Ends early when `limit` groups have been priced."""
+    changes = [_step(cost, found, may_move, generator)[0] for _ in range(PROBES)]
+    first = float(np.mean(np.abs(changes)))
+    if first == 0:
+        return found
+    best, total, least = list(found), 0.0, 0.0
+    for index in range(steps):
+        if cost.priced >= limit:
+            break
+        temperature = first * COLDEST ** (index / steps)
+        rise, i, j, new_i, new_j = _step(cost, found, may_move, generator)
+        if rise < 0 or math.exp(-rise / temperature) > generator.random():
+            found[i], found[j] = new_i, new_j
+            total += rise
+            if total < least:
+                best, least = list(found), total
+    return best
+
+
+def _step(
+    cost: GroupCost, found: list[Members], may_move: bool, generator: np.random.Generator
+) -> tuple[float, int, int, Members, Members]:
+    """A random swap or move between two groups: (rise of the cost, i, j, new group i, new group j)."""
+    i, j = (int(g) for g in generator.choice(len(found), size=2, replace=False))
+    a = found[i][int(generator.integers(len(found[i])))]
+    if may_move and len(found[i]) > 1 and generator.random() < 0.5:
+        left, grown = tuple(h for h in found[i] if h != a), tuple(sorted((*found[j], a)))
+        rise = cost.cost(left) + cost.cost(grown) - cost.cost(found[i]) - cost.cost(found[j])
+        return rise, i, j, left, grown
+    b = found[j][int(generator.integers(len(found[j])))]
+    rise = cost.swap_change(found[i], found[j], a, b)
+    return rise, i, j, exchanged(found[i], a, b), exchanged(found[j], b, a)
+
+
+@GROUPING.part(
+    "merge_anneal",
+    source="ours: hierarchical merging, then annealing on an additive group cost",
+    knobs=(replace(EQUAL_SIZES, searched=True), STEPS),
+    needs=("objective", "group_cost"),
+)
+def merge_anneal(
+    problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool = True, steps: int = STEPS.default
+) -> Grouping:
+    """Merging and annealing."""
+    cost = problem.need_cost()
+    return merge_and_anneal(
+        cost, problem.num_heads, problem.groups, generator=generator, equal_sizes=equal_sizes, steps=steps
+    )

@@ -1,0 +1,123 @@
+"""The best partition for an additive group cost, for every number of groups at once, by a programme over subsets.
+
+Legend: n heads, G groups, c[S] cost of the subset S as a group, f[S, G] least cost of S in G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from search_spaces.costs import GroupCost, Members, as_cost
+from search_spaces.grouping.problem import Grouping
+from search_spaces.partitions import canonical
+
+LIMIT = 16
+
+
+def exact_partition(
+    cost: GroupCost | np.ndarray | Callable[[Members], float],
+    num_heads: int,
+    *,
+    equal_sizes: bool = False,
+    groups: Sequence[int] | None = None,
+) -> dict[int, Grouping]:
+    """The cheapest partition of `num_heads` heads into G groups, for each G in `groups` (default: all that can be).
+
+    `cost` as in `anneal`: of one group, or a matrix of pair costs. With `equal_sizes` all groups of a partition have
+    one size, and G runs over the divisors. f[S, G] = min over the groups T of S that hold its first head, of
+    c[T] + f[S \\ T, G - 1]: O(3^n) in all. Ties go to the group of lowest bit mask. The score is minus the cost.
+
+    Raises ValueError above 16 heads, or for a G that cannot be.
+    """
+    if not 1 <= num_heads <= LIMIT:
+        raise ValueError(f"exact grouping takes 1 to {LIMIT} heads, got {num_heads}; use merge_and_anneal above")
+    possible = [g for g in range(1, num_heads + 1) if not equal_sizes or num_heads % g == 0]
+    wanted = possible if groups is None else list(groups)
+    wrong = [g for g in wanted if g not in possible]
+    if wrong:
+        kind = "groups of equal size" if equal_sizes else "groups"
+        raise ValueError(f"{num_heads} heads can form {possible} {kind}, got {wrong[0]}")
+    group_cost = as_cost(cost)
+    if not equal_sizes:
+        # No group of a partition into G non-empty groups has more than n - G + 1 members.
+        largest = num_heads - min(wanted) + 1
+        programme = Programme(group_cost.table(num_heads, range(1, largest + 1)), num_heads, max(wanted))
+        return {g: programme.best(g) for g in wanted}
+    table = group_cost.table(num_heads, sorted({num_heads // g for g in wanted}))
+    return {g: Programme(table, num_heads, g, size=num_heads // g).best(g) for g in wanted}
+
+
+def shared_exact_partition(cost: GroupCost, num_heads: int, groups: int, *, equal_sizes: bool) -> Grouping:
+    """`exact_partition` for one number of groups, the work for which serves every other number asked of this `cost`.
+
+    The filled programme stays with the cost: `2^n (n + 1) / 2` numbers. Raises as `exact_partition` does.
+    """
+    size = num_heads // groups if equal_sizes else None
+    largest = size or num_heads - groups + 1
+    kept = cost.programmes.get((num_heads, size))
+    if kept is None or kept.largest < largest:
+        if equal_sizes or not 1 <= num_heads <= LIMIT or not 1 <= groups <= num_heads:
+            return exact_partition(cost, num_heads, equal_sizes=equal_sizes, groups=[groups])[groups]
+        table = cost.table(num_heads, range(1, largest + 1))
+        kept = cost.programmes[num_heads, size] = Programme(table, num_heads, num_heads, largest=largest)
+    return kept.best(groups)
+
+
+class Programme:
+    """f of all subsets that can be left over when groups are taken away, each with the first head still there.
+
+    `table` `[2^n]`: c by bit mask, infinite where not wanted; `most`: groups at most; with `size` all groups have it.
+    All subsets but the whole lack head 0, which halves their number.
+    """
+
+    def __init__(
+        self, table: np.ndarray, num_heads: int, most: int, *, size: int | None = None, largest: int | None = None
+    ) -> None:
+        self.full, self.size, self.largest = (1 << num_heads) - 1, size, largest or num_heads
+        count = np.bitwise_count(np.arange(1 << num_heads, dtype=np.uint32))
+        self.table = table if size is None else np.where(count == size, table, np.inf)
+        # Row mask >> 1 of a mask without head 0.
+        self.least = np.full((1 << (num_heads - 1), most + 1), np.inf)
+        self.least[0, 0] = 0.0
+        for mask in range(2, self.full + 1, 2):
+            if size is None or mask.bit_count() % size == 0:
+                self.least[mask >> 1, 1:] = self._tried(mask).min(axis=0)
+        self.totals = self._tried(self.full).min(axis=0)
+
+    def best(self, groups: int) -> Grouping:
+        """The cheapest partition into so many groups; its score is minus the cost."""
+        found, mask = [], self.full
+        for left in range(groups, 0, -1):
+            options = _first_groups(mask, self.size)
+            rest = self.least[(mask ^ options) >> 1, left - 1]
+            best = int(options[np.argmin(self.table[options] + rest)])
+            found.append([h for h in range(mask.bit_length()) if best >> h & 1])
+            mask ^= best
+        return Grouping(canonical(found), -float(self.totals[groups - 1]))
+
+    def _tried(self, mask: int) -> np.ndarray:
+        """Least cost of `mask` in 1, 2, ... groups for each group that may hold its first head, `[options, most]`."""
+        options = _first_groups(mask, self.size)
+        return self.table[options, None] + self.least[(mask ^ options) >> 1, :-1]
+
+
+def _first_groups(mask: int, size: int | None) -> np.ndarray:
+    """All subsets of `mask` that hold its lowest bit (of `size` members), ascending."""
+    rest = mask & (mask - 1)
+    subsets = np.zeros(1, dtype=np.int64)
+    for bit in _bits(rest):
+        subsets = np.concatenate([subsets, subsets | bit])
+        if size is not None:
+            subsets = subsets[np.bitwise_count(subsets) < size]
+    if size is not None:
+        subsets = subsets[np.bitwise_count(subsets) == size - 1]
+    return subsets | (mask ^ rest)
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        low = mask & -mask
+        yield low
+        mask ^= low

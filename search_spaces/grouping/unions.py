@@ -1,0 +1,70 @@
+"""Local search whose step is exact: a few groups at once are dissolved and partitioned anew, the best way there is.
+
+Legend: k groups taken together, m heads in their union.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+
+from search_spaces.costs import GroupCost, Members
+from search_spaces.grouping.subsets import exact_partition
+
+TOGETHER = (2, 3)  # groups taken at once
+UNION = 12  # heads in a union at most
+WORK = 1 << 14  # subsets of heads looked at in one search
+
+Groups = list[Members]
+
+
+def regrouped(
+    cost: GroupCost, found: Groups, *, equal_sizes: bool, generator: np.random.Generator, prices: int, work: int = WORK
+) -> Groups:
+    """`found` after exact re-partitions of pairs and triples of groups, until none helps or means are spent.
+
+    The number of groups stays, and their sizes with `equal_sizes`. A union of m heads is work of `2^m` subsets, and may
+    be as many new groups to price, of which there are at most `prices`. The smallest unions come first, in random
+    order.
+    """
+    limit = cost.priced + prices
+    settled: set[frozenset[Members]] = set()  # sets of groups that are the best partition of their union
+    while open_sets := _open(found, settled):
+        generator.shuffle(open_sets)
+        for groups in sorted(open_sets, key=_size):
+            if not set(groups) <= set(found):
+                continue  # one of them has changed meanwhile
+            subsets = 1 << _size(groups)
+            work -= subsets
+            if work < 0 or cost.priced + subsets > limit:
+                return found
+            new = _best(cost, groups, equal_sizes)
+            before, after = (sum(cost.cost(group) for group in some) for some in (groups, new))
+            if after < before - 1e-12 * abs(before):
+                found = [group for group in found if group not in groups] + new
+                settled.add(frozenset(new))
+            else:
+                settled.add(frozenset(groups))
+    return found
+
+
+def _size(groups: tuple[Members, ...]) -> int:
+    return sum(len(group) for group in groups)
+
+
+def _open(found: Groups, settled: set[frozenset[Members]]) -> list[tuple[Members, ...]]:
+    sets = [groups for k in TOGETHER for groups in combinations(sorted(found), k)]
+    return [groups for groups in sets if len(groups) < _size(groups) <= UNION and frozenset(groups) not in settled]
+
+
+def _best(cost: GroupCost, groups: tuple[Members, ...], equal_sizes: bool) -> Groups:
+    """The best partition of the union of `groups` into as many."""
+    heads = sorted(head for group in groups for head in group)
+
+    def named(members: Members) -> Members:
+        return tuple(heads[index] for index in members)
+
+    own = GroupCost(lambda members: cost.cost(named(members)))
+    best = exact_partition(own, len(heads), equal_sizes=equal_sizes, groups=[len(groups)])[len(groups)]
+    return [named(members) for members in best.partition]

@@ -1,0 +1,146 @@
+"""Fronts of points that are to be small in every objective: ranks, which points to keep, hypervolume.
+
+Legend: n points, m objectives; `values` [n, m], every entry finite, smaller is better. Point a dominates b if it is
+nowhere larger and somewhere smaller; equal points do not dominate each other.
+
+The order in which points are kept is that of NSGA-II (Deb 2002, sec. III): by rank first. Inside the one rank that does
+not fit in whole, by crowding distance (Deb 2002, sec. III-B), or by an epsilon-net, the farthest point from those
+already taken coming next (Schmucker 2021, sec. 3.2). What the papers leave open: ties go to the earlier point; the
+epsilon-net starts at the point that is smallest in the first objective; objectives are scaled to the range of the
+points of that rank.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+TIES = ("crowding", "epsilon_net")
+FEW = 8
+"""Points up to which a loop is faster than arrays."""
+
+
+def dominates(a: Sequence[float], b: Sequence[float]) -> bool:
+    """Whether a is nowhere larger than b and somewhere smaller."""
+    return all(x <= y for x, y in zip(a, b, strict=True)) and any(x < y for x, y in zip(a, b, strict=True))
+
+
+def ranks(values: Sequence[Sequence[float]]) -> list[int]:
+    """The rank of each point: 0 on the front, 1 on the front of the others, and so on.
+
+    One or two objectives take O(n log n) (Jensen 2003, sec. III); more take O(n^2).
+    """
+    if not len(values):
+        return []
+    if len(values[0]) > 2:
+        return _ranks_by_peeling(values)
+    order = sorted(range(len(values)), key=lambda i: tuple(values[i]))
+    found, lowest, previous = [0] * len(values), [], None
+    for i in order:
+        if previous is not None and tuple(values[i]) == tuple(values[previous]):
+            found[i] = found[previous]
+            continue
+        # Points come by a rising first objective, so that the last objective alone decides which ranks dominate this
+        # one: those whose lowest point so far is not above it. Lowest points rise with the rank.
+        last = values[i][-1]
+        rank = bisect.bisect_right(lowest, last)
+        lowest[rank : rank + 1] = [last]
+        found[i], previous = rank, i
+    return found
+
+
+def _ranks_by_peeling(values: Sequence[Sequence[float]]) -> list[int]:
+    points = np.asarray(values, dtype=float)
+    found, left, rank = np.full(len(points), -1), np.ones(len(points), dtype=bool), 0
+    beats = np.all(points[:, None] <= points[None], axis=2) & np.any(points[:, None] < points[None], axis=2)
+    while left.any():
+        front = left & ~beats[left].any(0)
+        found[front], rank = rank, rank + 1
+        left &= ~front
+    return found.tolist()
+
+
+def crowding(values: Sequence[Sequence[float]]) -> list[float]:
+    """Crowding distance of each point of one rank: the sum over objectives of the gap between its two neighbours.
+
+    Gaps are shares of the objective's range; the ends of each objective are infinitely far from the crowd.
+    """
+    points = np.asarray(values, dtype=float)
+    distance = np.zeros(len(points))
+    for column in points.T:
+        order = np.argsort(column, kind="stable")
+        spread = column[order[-1]] - column[order[0]]
+        distance[order[[0, -1]]] = np.inf
+        if spread > 0:
+            distance[order[1:-1]] += (column[order[2:]] - column[order[:-2]]) / spread
+    return distance.tolist()
+
+
+def epsilon_net(values: Sequence[Sequence[float]], count: int) -> list[int]:
+    """`count` of the points, each the farthest from those before it (Euclidean, in shares of the ranges)."""
+    if len(values) <= FEW:
+        return _net_of_few(values, count)
+    points = np.asarray(values, dtype=float)
+    spread = np.ptp(points, axis=0)
+    points = (points - points.min(0)) / np.where(spread > 0, spread, 1.0)
+    taken = [int(np.lexsort(points.T[::-1])[0])]
+    nearest = np.full(len(points), np.inf)
+    while len(taken) < min(count, len(points)):
+        nearest = np.minimum(nearest, np.linalg.norm(points - points[taken[-1]], axis=1))
+        nearest[taken] = -1.0
+        taken.append(int(nearest.argmax()))
+    return taken[:count]
+
+
+def _net_of_few(values: Sequence[Sequence[float]], count: int) -> list[int]:
+    """`epsilon_net` without arrays: with few different KV bytes a rung of thousands has hundreds of ranks of few."""
+    columns = [(min(column), max(column) - min(column) or 1.0) for column in zip(*values, strict=True)]
+    points = [[(x - low) / spread for x, (low, spread) in zip(own, columns, strict=True)] for own in values]
+    left = sorted(range(len(points)), key=points.__getitem__)
+    taken, left = left[:1], sorted(left[1:])
+    while left and len(taken) < count:
+        farthest = max(left, key=lambda i: min(math.dist(points[i], points[t]) for t in taken))
+        left.remove(farthest)
+        taken.append(farthest)
+    return taken[:count]
+
+
+def select(values: Sequence[Sequence[float]], count: int, ties: str = "crowding") -> list[int]:
+    """The indices of the `count` points to keep, best first. Raises ValueError for an unknown rule for ties."""
+    if ties not in TIES:
+        raise ValueError(f"ties must be one of {', '.join(TIES)}, got {ties!r}")
+    by_rank: dict[int, list[int]] = {}
+    for index, rank in enumerate(ranks(values)):
+        by_rank.setdefault(rank, []).append(index)
+    kept: list[int] = []
+    for rank in range(len(by_rank)):
+        room, front = count - len(kept), by_rank[rank]
+        if room <= 0:
+            break
+        own = [values[i] for i in front]
+        if ties == "epsilon_net":
+            order = epsilon_net(own, min(room, len(front)))
+        else:
+            distance = crowding(own)
+            order = sorted(range(len(front)), key=lambda place: -distance[place])[:room]
+        kept += [front[place] for place in order]
+    return kept
+
+
+def hypervolume(values: Sequence[Sequence[float]], reference: Sequence[float]) -> float:
+    """The area that two-objective points dominate, up to `reference`; points beyond it add nothing.
+
+    Zitzler 1999: the larger, the better the front. Raises ValueError for other than two objectives.
+    """
+    if len(reference) != 2:
+        raise ValueError(f"the hypervolume is that of two objectives, got a reference with {len(reference)}")
+    right, above = reference
+    area, lowest = 0.0, above
+    for x, y in sorted((float(x), float(y)) for x, y in values if x < right and y < above):
+        if y < lowest:
+            area += (right - x) * (lowest - y)
+            lowest = y
+    return area if math.isfinite(area) else math.inf

@@ -1,0 +1,40 @@
+"""DHA: heads become learned mixes, which a Lagrangian draws together (paper 000, sec. 4.2, App. B.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from attention.plan import AttentionPlan, LayerPlan
+from attention.relaxation_knobs import LAGRANGIAN
+from search_spaces.axes import RELAXATION
+from search_spaces.relaxation import FRACTION, STAGES
+
+
+@RELAXATION.part(
+    "lagrangian", source="Chen 2024 (paper 000), sec. 4.2 and App. B.2", knobs=(FRACTION, STAGES, *LAGRANGIAN)
+)
+def lagrangian(plan: AttentionPlan, *, halving: bool = False, **knobs: object) -> tuple[AttentionPlan, ...]:
+    """The plan itself or, with `halving`, first groups of two, of four, ... that make up its groups.
+
+    The paper groups anew at every stage; here every stage is a part of the last one, whose groups were searched for.
+    """
+    if not halving:
+        return (plan,)
+    stages, size = [], 2
+    while (stage := _in_groups_of(size, plan)) != plan:
+        stages.append(stage)
+        size *= 2
+    return (*stages, plan)
+
+
+def _in_groups_of(size: int, plan: AttentionPlan) -> AttentionPlan:
+    """Every group of more than `size` heads cut into pieces of `size`, in the order of the heads."""
+
+    def cut(groups: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        return [group[i : i + size] for group in groups for i in range(0, len(group), size)]
+
+    layers = [
+        LayerPlan.from_groups(cut(layer.key_groups), cut(layer.value_groups), plan.num_heads) for layer in plan.layers
+    ]
+    return replace(plan, layers=tuple(layers))

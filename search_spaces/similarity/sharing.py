@@ -1,0 +1,101 @@
+"""How alike the heads are that a plan lets share, as they are and once turned towards each other.
+
+Legend: H query heads, d head dim. Cosines are means over tokens of the cosine of two heads' vectors of one token
+(paper 001, section 3.3); keys are taken before RoPE, biases included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention.alignment import head_gram, pair_similarity
+from attention.calibration import LayerStatistics
+from attention.geometry import HeadGeometry, RotaryLayout
+from attention.heads import LayerHeads
+from attention.plan import AttentionPlan
+from search_spaces.similarity.projections import projection
+
+TOKENS = 4096
+SIDES = ("key", "value")
+
+
+@dataclass(frozen=True)
+class PairCosines:
+    """Mean cosine of every pair of heads of one layer and side, `[H, H]` float64: `raw` as they are, `aligned` after
+    the best map of one of them that leaves the model as it is (any rotation for values, one in each rotary pair for
+    keys)."""
+
+    raw: Tensor
+    aligned: Tensor
+
+
+def pair_cosines(
+    heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeometry, side: str, tokens: int = TOKENS
+) -> PairCosines:
+    """Cosines of the pairs of lifted heads of a layer, on the first sampled sequences that hold `tokens` tokens.
+
+    Both come from one Gram matrix of unit vectors. Each pair has a map of its own, so `aligned` is what paper 001,
+    eq. 18 and 19 score pairs by; one map a head for a group of three or more reaches less. With a norm on the keys no
+    rotation leaves the model as it is, and theirs is then only what a rotation could do.
+    Raises ValueError without sampled inputs, or for a side that is neither "key" nor "value".
+    """
+    inputs = statistics.inputs
+    if inputs.dim() == 3 and len(inputs):
+        statistics = replace(statistics, inputs=inputs[: max(1, tokens // inputs.shape[1])])
+    gram = head_gram(heads, statistics, side, "cos")
+    layout = geometry.rotary if side == "key" else RotaryLayout.none(projection(heads, side)[0].shape[1])
+    raw = torch.einsum("ijdd->ij", gram)
+    return PairCosines((raw + raw.T) / 2, pair_similarity(gram, "cos", layout))
+
+
+def similarity_pairs(
+    heads: Sequence[LayerHeads],
+    statistics: Sequence[LayerStatistics],
+    geometry: HeadGeometry,
+    tokens: int = TOKENS,
+) -> list[dict[str, PairCosines]]:
+    """`pair_cosines` of every layer and side. They depend on the checkpoint alone: all plans can use them."""
+    return [
+        {side: pair_cosines(mine, known, geometry, side, tokens) for side in SIDES}
+        for mine, known in zip(heads, statistics, strict=True)
+    ]
+
+
+def sharing_similarity(
+    pairs: Sequence[dict[str, PairCosines]], plan: AttentionPlan, kv_map: Sequence[int]
+) -> dict[str, Any]:
+    """Cosine of the heads that a plan puts into one group, before and after alignment, as plain JSON values.
+
+    `{"key": {"raw", "aligned", "pairs"}, "value": ..., "means": {"key_raw", ...}}`: lists with one entry a layer,
+    each the mean over all pairs of distinct stored heads (`kv_map`: the stored head of each query head) that share a
+    group, None where there is no such pair; `means` weigh the layers by their pairs and leave out a side without any.
+    """
+    told: dict[str, Any] = {"means": {}}
+    for side in SIDES:
+        shared = [_pairs(getattr(layer, f"{side}_groups"), kv_map) for layer in plan.layers]
+        counts = [len(mine) for mine in shared]
+        told[side] = {"pairs": counts}
+        for name in ("raw", "aligned"):
+            sums = [
+                sum(float(getattr(known[side], name)[i, j]) for i, j in mine)
+                for known, mine in zip(pairs, shared, strict=True)
+            ]
+            told[side][name] = [total / count if count else None for total, count in zip(sums, counts, strict=True)]
+            if sum(counts):
+                told["means"][f"{side}_{name}"] = sum(sums) / sum(counts)
+    return told
+
+
+def _pairs(groups: Iterable[Sequence[int]], kv_map: Sequence[int]) -> list[tuple[int, int]]:
+    """Pairs of query heads that share a group, one query head for each stored head (its copies are equal)."""
+    found = []
+    for group in groups:
+        stored = {kv_map[head]: head for head in reversed(group)}
+        found += combinations(sorted(stored.values()), 2)
+    return found

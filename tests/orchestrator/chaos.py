@@ -1,0 +1,407 @@
+"""One search under a seeded schedule of kills: the driver, workers, nodes, the MLflow server, the disk.
+
+A Ray cluster of its own stands through all of it: a head without CPUs, and a node that is killed and replaced. The
+driver is a process of its own, as `ray job submit` starts one, and is started again with `--resume` when it is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from orchestrator.cluster import DASHBOARD, free_port
+from orchestrator.history import Journal
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MARK = "HEADFOLD_CHAOS"
+"""A variable in the environment of every process of a run, by which what is left of it is found."""
+KINDS = ("driver", "worker", "node", "mlflow", "disk")
+OF_RAY = ("_AutoscalingCoordinatorActor",)
+"""What Ray Train starts once a cluster and leaves there [2.60]."""
+MORE_KINDS = (*KINDS, "terminate", "interrupt", "trial")
+WAIT = float(os.environ.get("HEADFOLD_CHAOS_PATIENCE", "1200"))
+"""Seconds that any one thing may take on a machine that does other things too."""
+
+
+LEFTOVERS = """
+import json, sys, time
+import ray
+from ray._private.state import actors  # Ray's public list asks the dashboard, of another Ray where its address is set
+from ray.util.placement_group import placement_group_table
+
+address, *of_ray = sys.argv[1:]
+ray.init(address=address, logging_level="ERROR", log_to_driver=False)
+deadline = time.monotonic() + 60
+while True:
+    left = [g["placement_group_id"] for g in placement_group_table().values() if g["state"] != "REMOVED"]
+    alive = [actor["ActorClassName"] for actor in actors(actor_state_name="ALIVE").values()]
+    left += [name for name in alive if name not in of_ray]
+    if not left or time.monotonic() > deadline:
+        break
+    time.sleep(0.2)
+print(json.dumps(left))
+"""
+
+
+def wait_for(what: str, condition: Callable[[], Any], patience: float = WAIT) -> Any:
+    deadline = time.monotonic() + patience
+    while not (found := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} did not happen within {patience:.0f} s")
+        time.sleep(0.1)
+    return found
+
+
+class Nodes:
+    """A head without CPUs and one node with one CPU, in a folder of their own."""
+
+    def __init__(self, mark: str) -> None:
+        from ray.cluster_utils import Cluster
+
+        self.folder = tempfile.mkdtemp(prefix="hf-ray-", dir="/tmp")  # short: sockets lie in it
+        self._before = {key: os.environ.get(key) for key in (*self._settings(mark), DASHBOARD)}
+        os.environ.update(self._settings(mark))
+        os.environ.pop(DASHBOARD, None)  # other tests' Ray is not to be asked
+        head = {"num_cpus": 0, "include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": free_port()}
+        self.cluster: Any = Cluster(initialize_head=True, head_node_args={**head, "temp_dir": self.folder})
+        self.node = self.cluster.add_node(num_cpus=1)
+
+    def _settings(self, mark: str) -> dict[str, str]:
+        return {
+            MARK: mark,
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_worker_niceness": "0",  # else whatever other tests do comes first, and the search starves
+            "RAY_health_check_initial_delay_ms": "1000",
+            "RAY_health_check_period_ms": "1000",
+            "RAY_health_check_failure_threshold": "5",
+            "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
+        }
+
+    def replace_node(self) -> None:
+        """Kill the node as a cloud takes a machine away, and bring another."""
+        self.cluster.remove_node(self.node, allow_graceful=False)
+        self.node = self.cluster.add_node(num_cpus=1)
+
+    def leftovers(self) -> list[str]:
+        """Placement groups that are held and actors that live, when nothing runs."""
+        # In a process of its own: this one may be connected to another Ray, that of other tests
+        told = subprocess.run(
+            [sys.executable, "-c", LEFTOVERS, self.cluster.address, *OF_RAY],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+        assert told.returncode == 0, told.stderr
+        return json.loads(told.stdout.splitlines()[-1])
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self.cluster is None:
+            return
+        self.cluster.shutdown()
+        self.cluster = None
+        for key, value in self._before.items():
+            os.environ.pop(key, None)
+            if value is not None:
+                os.environ[key] = value
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Server:
+    """An MLflow server that can be killed and comes back at the same address."""
+
+    def __init__(self, folder: Path, empty_store: Path, mark: str) -> None:
+        self.folder, self.port, self.mark = folder, free_port(), mark
+        self.process: subprocess.Popen[bytes] | None = None
+        folder.mkdir(parents=True)
+        shutil.copy(empty_store, folder / "server.db")
+        self.start()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        if self.process is not None:
+            return
+        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{self.folder}/server.db"]
+        self.process = subprocess.Popen(
+            [*command, "--artifacts-destination", str(self.folder / "artifacts")],
+            env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", MARK: self.mark},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        wait_for("the MLflow server", self._answers)
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.address}/health", timeout=2):
+            return True
+        return False
+
+    def kill(self) -> None:
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+
+class Disk:
+    """A storage that can be full: a small tmpfs of its own, or, without the right to mount one, a limit on the size of
+    the driver's files, which fails the journal in the same way."""
+
+    def __init__(self, folder: Path, megabytes: int) -> None:
+        self.folder, self.mounted = folder, False
+        folder.mkdir(parents=True)
+        if os.geteuid() == 0:
+            size = f"size={megabytes}m"
+            mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(folder)], check=False)
+            self.mounted = mounted.returncode == 0
+
+    def fill(self, driver: int, journal: Path) -> None:
+        if not self.mounted:
+            size = journal.stat().st_size if journal.exists() else 0
+            resource.prlimit(driver, resource.RLIMIT_FSIZE, (size + 1, resource.RLIM_INFINITY))
+            return
+        with contextlib.suppress(OSError), (self.folder / "ballast").open("wb", buffering=0) as ballast:
+            while ballast.write(bytes(1 << 20)):
+                pass
+        with contextlib.suppress(OSError), (self.folder / "ballast").open("ab", buffering=0) as ballast:
+            while ballast.write(bytes(1)):
+                pass
+
+    def empty(self) -> None:
+        (self.folder / "ballast").unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self.mounted:
+            subprocess.run(["umount", "--lazy", str(self.folder)], check=True)
+
+
+class Arena:
+    """Cluster, MLflow server and storage of one run, and the driver on it."""
+
+    def __init__(self, folder: Path, empty_store: Path, settings: Sequence[str], megabytes: int) -> None:
+        self.mark = uuid.uuid4().hex
+        self.disk, self.settings = Disk(folder / "storage", megabytes), list(settings)
+        self.storage, self.scratch = folder / "storage", folder / "tmp"
+        self.scratch.mkdir()
+        self.outcome_file, self.log = folder / "outcome.json", folder / "driver.log"
+        self.driver: subprocess.Popen[bytes] | None = None
+        self.starts = 0
+        with contextlib.ExitStack() as made:
+            made.callback(self.disk.close)
+            self.server = Server(folder / "mlflow", empty_store, self.mark)
+            made.callback(self.server.kill)
+            self.nodes = Nodes(self.mark)
+            made.pop_all()  # all of it stands: `close` ends it
+
+    @property
+    def search(self) -> Path:
+        return self.storage / "chaos"
+
+    @property
+    def journal(self) -> Journal:
+        return Journal(self.search / "journal.jsonl")
+
+    @property
+    def outcome(self) -> dict[str, Any]:
+        return json.loads(self.outcome_file.read_text())
+
+    def start(self) -> None:
+        """The driver; from its second start on with --resume if there is a search to resume."""
+        self.starts += 1
+        resume = ["--resume"] if (self.search / "search.yaml").exists() else []
+        environment = os.environ | {
+            MARK: self.mark,
+            "RAY_ADDRESS": self.nodes.cluster.address,
+            "MLFLOW_TRACKING_URI": self.server.address,
+            "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(self.scratch),
+        }
+        with self.log.open("ab") as log:
+            log.write(f"--- start {self.starts} {' '.join(resume)}\n".encode())
+            self.driver = subprocess.Popen(
+                [sys.executable, str(REPOSITORY / "orchestrator" / "main.py"), "search", "configs/demo.yaml",
+                 *self.settings, f"storage={self.storage}", "--json", str(self.outcome_file), *resume],
+                cwd=REPOSITORY,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def running(self) -> bool:
+        return self.driver is not None and self.driver.poll() is None
+
+    def kill_driver(self, *signals: int) -> None:
+        """Signals with 3 seconds of grace after each but the last."""
+        assert self.driver is not None
+        for number in signals:
+            with contextlib.suppress(ProcessLookupError):
+                self.driver.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.driver.wait(timeout=WAIT if number == signals[-1] else 3)
+
+    def processes(self, *names: str) -> list[psutil.Process]:
+        """Processes of this run whose title has one of `names`; all without."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                own = f"{MARK}={self.mark}".encode() in Path(f"/proc/{process.pid}/environ").read_bytes()
+                title = " ".join(process.cmdline())
+                if own and process.status() != psutil.STATUS_ZOMBIE and (not names or any(n in title for n in names)):
+                    found.append(process)
+        return found
+
+    def close(self) -> list[str]:
+        """End everything; returns what processes are left."""
+        if self.running:
+            self.kill_driver(signal.SIGKILL)
+        self.server.kill()
+        self.nodes.close()
+
+        def none_left() -> bool:
+            return not self.processes()
+
+        with contextlib.suppress(TimeoutError):
+            wait_for("the end of all processes", none_left, 60)
+        left = [" ".join(p.cmdline()) for p in self.processes()]
+        self.disk.close()
+        return left
+
+
+@contextlib.contextmanager
+def arena(folder: Path, empty_store: Path, settings: Sequence[str], megabytes: int) -> Iterator[Arena]:
+    """`megabytes`: of the storage, if it is a disk of its own."""
+    made = Arena(folder, empty_store, settings, megabytes)
+    try:
+        yield made
+    finally:
+        left = made.close()
+        assert not left, f"left running: {left}"
+
+
+def undisturbed(place: Arena) -> None:
+    place.start()
+    assert place.driver is not None
+    place.driver.wait(timeout=WAIT)
+    assert place.driver.returncode == 0, place.log.read_text()[-4000:]
+
+
+def schedule(seed: int, kills: int) -> list[tuple[str, float]]:
+    """What is killed, each kind as often as the others, and how long after something has happened."""
+    generator = random.Random(seed)
+    kinds = KINDS if kills <= len(KINDS) else MORE_KINDS
+    found = [kinds[index % len(kinds)] for index in range(kills)]
+    generator.shuffle(found)
+    return [(kind, 4 * generator.random()) for kind in found]
+
+
+class Killer:
+    """Carries out a schedule over a search until it ends. `done`: kills by kind; `told`: what happened, in words."""
+
+    def __init__(self, place: Arena) -> None:
+        self.place, self.done, self.told = place, Counter[str](), list[str]()
+
+    def run(self, plan: Sequence[tuple[str, float]]) -> None:
+        place = self.place
+        place.start()
+        for kind, delay in plan:
+            self._something_happens()
+            time.sleep(delay)
+            if not place.running and place.driver is not None and place.driver.returncode == 0:
+                raise AssertionError(f"the search ended before the kill of {kind}; {self.told}")
+            getattr(self, f"_{kind}")()
+            self.done[kind] += 1
+            self.told.append(f"{kind} at {self._progress()}")
+            self._go_on()
+        place.server.start()
+        for _ in range(3):  # a driver that a kill has cost its trial's last try may end with an error once
+            assert place.driver is not None
+            place.driver.wait(timeout=WAIT)
+            if place.driver.returncode == 0:
+                return
+            place.start()
+        raise AssertionError(f"the search does not end: {place.log.read_text()[-6000:]}")
+
+    def _progress(self) -> tuple[int, int]:
+        promoted = self.place.search / "promotion.json"
+        return len(self.place.journal.events()), promoted.stat().st_mtime_ns if promoted.exists() else 0
+
+    def _something_happens(self) -> None:
+        """Wait for one more event of the journal or step of the promotion, so that every kill hits another place."""
+        before = self._progress()
+        wait_for("progress", lambda: self._progress() != before or not self.place.running)
+        if not self.place.running:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        place = self.place
+        if place.driver is not None and place.driver.poll() not in (None, 0):
+            place.start()
+
+    # ---- the kinds ---------------------------------------------------------------------------------------------
+
+    def _driver(self) -> None:
+        self.place.kill_driver(signal.SIGKILL)
+
+    def _terminate(self) -> None:
+        """As `ray job stop` does."""
+        self.place.kill_driver(signal.SIGTERM, signal.SIGKILL)
+
+    def _interrupt(self) -> None:
+        self.place.kill_driver(signal.SIGINT)
+
+    def _worker(self) -> None:
+        self._kill_one("ray::RayTrainWorker")
+
+    def _trial(self) -> None:
+        self._kill_one("ray::ImplicitFunc", "ray::_train")
+
+    def _kill_one(self, *names: str) -> None:
+        with contextlib.suppress(TimeoutError):
+            found = wait_for("a process to kill", lambda: self.place.processes(*names) or not self.place.running, 120)
+            if found is not True:
+                found[0].kill()
+
+    def _node(self) -> None:
+        self.place.nodes.replace_node()
+
+    def _mlflow(self) -> None:
+        """The server is away until the next kill; a second kill finds it there again."""
+        if self.place.server.process is None:
+            self.place.server.start()
+        self.place.server.kill()
+
+    def _disk(self) -> None:
+        """Full until the driver has given up, which it must do in an orderly way."""
+        place = self.place
+        assert place.driver is not None
+        place.disk.fill(place.driver.pid, place.journal.path)
+        place.driver.wait(timeout=WAIT)
+        place.disk.empty()
+        place.server.start()

@@ -1,0 +1,63 @@
+"""A search of the demo's config in a process of its own, as a user starts one from a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MARK = "HEADFOLD_TEST_STORAGE"  # inherited by every process of a search, Ray's among them
+
+LITTLE = [
+    "data.sequence_length=64",
+    "data.train.tokens=16384",
+    "data.eval.tokens=2048",
+    "data.calibration.tokens=2048",
+    "train.batch_size=4",
+    "resources.max_concurrent=1",  # so that one standing group, and one more process, serve all trials
+]
+"""Settings of a search whose trials take seconds."""
+
+
+def start_search(storage: Path, settings: Iterable[str], *arguments: str) -> subprocess.Popen[str]:
+    """`headfold search configs/demo.yaml` with `settings` in a session of its own, so that it can be killed whole."""
+    not_the_users = ("RAY_ADDRESS", "RAY_AUTH_MODE", "MLFLOW_TRACKING_URI")
+    environment = {k: v for k, v in os.environ.items() if k not in not_the_users}
+    return subprocess.Popen(
+        [sys.executable, str(REPOSITORY / "orchestrator" / "main.py"), "search", "configs/demo.yaml", *settings,
+         f"storage={storage}", *arguments],
+        cwd=REPOSITORY,
+        env=environment
+        | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0", MARK: str(storage)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def left_over(storage: Path, seconds: float = 30) -> list[str]:
+    """The commands of a search's processes that are still there, `seconds` after it has ended at the latest."""
+    deadline = time.monotonic() + seconds
+    while (found := _marked(f"{MARK}={storage}".encode())) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return found
+
+
+def _marked(mark: bytes) -> list[str]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # not ours, or gone
+            if mark in (process / "environ").read_bytes().split(b"\0") and (command := _command(process)):
+                found.append(command)
+    return found
+
+
+def _command(process: Path) -> str:
+    """Empty for one that has ended and was not waited for yet."""
+    return (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()

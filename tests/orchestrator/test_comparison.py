@@ -1,0 +1,138 @@
+"""The table over seeds: means, spread and best rates by hand-computed examples; nothing dropped unsaid."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from orchestrator import comparison, results
+from orchestrator.comparison import compare, footnote, several_seeds, spread
+from orchestrator.results import TrialRecord
+from orchestrator.tables import comparison_table
+
+BASE = {"loss": 2.0, "kv_bytes_per_token": 8192}
+STEPS = (0, 10, 40)
+
+
+def trial(
+    recipe: str, seed: int | None, losses: list[float | None], *, rate: float = 1e-3, budget: float = 0.25, **more: Any
+) -> TrialRecord:
+    rungs = [{"step": step, "loss": loss, "tokens": 100 * step} for step, loss in zip(STEPS, losses, strict=False)]
+    settings = {"status": results.DONE, "rungs": rungs, "kv_bytes_per_token": int(8192 * budget)}
+    name = f"{recipe}-{budget}-{rate}-{seed}"
+    return TrialRecord(name, recipe, budget, rate, {}, seed=seed, **{**settings, **more})
+
+
+def two_rates() -> list[TrialRecord]:
+    """At rate 1e-3: 2.9, 3.1, 3.3; at 3e-3: 2.8, 2.9, 3.3. After 10 steps 1e-3 is ahead."""
+    low = [(5.0, 4.0, 2.9), (5.2, 4.1, 3.1), (5.4, 4.2, 3.3)]
+    high = [(5.0, 4.2, 2.8), (5.2, 4.3, 2.9), (5.4, 4.4, 3.3)]
+    return [trial("dha", seed, list(loss)) for seed, loss in enumerate(low)] + [
+        trial("dha", seed, list(loss), rate=3e-3) for seed, loss in enumerate(high)
+    ]
+
+
+def test_a_row_by_hand() -> None:
+    (row,) = compare(two_rates(), BASE)
+    assert row["learning_rate"] == 3e-3
+    assert row["loss"] == {"mean": pytest.approx(3.0), "sd": pytest.approx(math.sqrt(0.07)), "n": 3}
+    assert row["untrained"] == {"mean": pytest.approx(5.2), "sd": pytest.approx(0.2), "n": 3}
+    assert row["rise"] == pytest.approx(1.0)
+    assert (row["kv_bytes_per_token"], row["tokens"], row["steps"], row["last"]) == (2048, 4000, 40, True)
+    assert [r["learning_rate"] for r in row["rates"]] == [1e-3, 3e-3]
+    assert row["rates"][0]["mean"] == pytest.approx(3.1)
+    assert row["trial_ids"] == ["dha-0.25-0.003-0", "dha-0.25-0.003-1", "dha-0.25-0.003-2"]
+
+
+def test_each_rung_has_its_own_best_rate_and_the_curve_keeps_one() -> None:
+    (row,) = compare(two_rates(), BASE)
+    assert [(r["step"], r["learning_rate"]) for r in row["rungs"]] == [(0, 1e-3), (10, 1e-3), (40, 3e-3)]
+    assert [p["mean"] for p in row["curve"]] == pytest.approx([5.2, 4.3, 3.0])
+    assert [p["tokens"] for p in row["curve"]] == [0, 1000, 4000]
+
+
+@pytest.mark.parametrize(
+    ("broken", "counted"),
+    [
+        ({"status": results.FAILED, "error": "ValueError: no"}, "failed"),
+        ({"status": results.FAILED, "error": "trainers.loop.TrainingDiverged: training loss is nan"}, "diverged"),
+        ({"status": results.FAILED, "rungs": [{"step": 0, "loss": 5.0}, {"step": 40, "loss": None}]}, "diverged"),
+        ({"status": results.STOPPED, "rungs": [{"step": 0, "loss": 5.0}]}, "stopped"),
+        ({"status": results.RUNNING, "rungs": []}, "unfinished"),
+    ],
+)
+def test_a_rate_without_all_of_its_seeds_is_not_chosen_but_told(broken: dict[str, Any], counted: str) -> None:
+    trials = two_rates()
+    for name, value in broken.items():
+        setattr(trials[4], name, value)
+    (row,) = compare(trials, BASE)
+    assert row["learning_rate"] == 1e-3
+    assert row["loss"]["mean"] == pytest.approx(3.1)
+    assert row["trials"] == 6
+    assert {n: row[n] for n in ("failed", "diverged", "stopped", "unfinished") if row[n]} == {counted: 1}
+    assert comparison.counts_text(row) == f"6 (1 {counted})"
+    assert row["rates"][1]["n"] == 2
+
+
+def test_an_arm_of_which_every_rate_lost_a_seed_stays_as_an_empty_row() -> None:
+    trials = [*two_rates(), *(trial("align", s, [6.0, 5.0, 4.0]) for s in (0, 1))]
+    trials.append(trial("align", 2, [6.0, None, None], status=results.FAILED, error="diverged: not finite"))
+    empty = next(row for row in compare(trials, BASE) if row["recipe"] == "align")
+    assert empty["learning_rate"] is None and empty["loss"]["mean"] is None and empty["rise"] is None
+    assert (empty["trials"], empty["diverged"], empty["seeds"], empty["seeds_asked"]) == (3, 1, 0, 3)
+    assert empty["rates"] == [{"learning_rate": 1e-3, "mean": None, "sd": None, "n": 0}]
+
+
+def test_an_arm_that_was_stopped_early_is_compared_where_it_stopped_and_marked() -> None:
+    trials = [*two_rates(), *(trial("gqa", s, [8.0, 6.0 + s], status=results.STOPPED) for s in range(3))]
+    rows = compare(trials, BASE)
+    gqa = next(row for row in rows if row["recipe"] == "gqa")
+    assert (gqa["steps"], gqa["last"], gqa["stopped"]) == (10, False, 3)
+    assert gqa["loss"]["mean"] == pytest.approx(7.0)
+    assert comparison.cells(gqa)[6] == "10*"
+    assert "not comparable" in footnote(rows)
+    assert "not comparable" not in footnote(compare(two_rates(), BASE))
+
+
+def test_seed_zero_counts_and_arms_keep_the_order_they_were_tried_in() -> None:
+    trials = [trial("mqa", 0, [5.0], budget=0.125), trial("gqa", 0, [4.0]), trial("mqa", 0, [3.0], budget=0.5)]
+    rows = compare(trials, BASE)
+    assert [(r["kv_ratio"], r["recipe"]) for r in rows] == [(0.5, "mqa"), (0.25, "gqa"), (0.125, "mqa")]
+    assert all(r["loss"]["sd"] is None and r["seeds"] == 1 for r in rows)
+    assert not several_seeds(rows)
+    assert several_seeds(compare(two_rates(), BASE))
+    assert compare([], BASE) == []
+
+
+def test_what_the_searcher_drew_has_one_seed_and_is_compared_all_the_same() -> None:
+    rows = compare([*two_rates(), trial("joint-abc123", 0, [2.9, 2.8, 2.7])], BASE)
+    drawn = next(row for row in rows if row["recipe"] == "joint-abc123")
+    assert drawn["loss"] == {"mean": 2.7, "sd": None, "n": 1}
+    assert (drawn["seeds"], drawn["seeds_asked"]) == (1, 1)
+    assert "one seed" in footnote(rows)
+    assert "one seed" not in footnote(compare(two_rates(), BASE))
+
+
+def test_trials_without_a_recorded_seed_are_one_seed() -> None:
+    (row,) = compare([trial("gqa", None, [4.0, 3.0, 2.5])], BASE)
+    assert row["loss"] == {"mean": 2.5, "sd": None, "n": 1}
+
+
+def test_spread_of_one_and_of_none() -> None:
+    assert spread([2.0]) == {"mean": 2.0, "sd": None, "n": 1}
+    assert spread([]) == {"mean": None, "sd": None, "n": 0}
+
+
+def test_rows_are_plain_json_and_the_terminal_shows_them() -> None:
+    rows = compare(two_rates(), BASE)
+    assert json.loads(json.dumps(rows, allow_nan=False)) == rows
+    out = Console(width=140, highlight=False)
+    with out.capture() as shown:
+        out.print(comparison_table(rows))
+    text = shown.get()
+    for word in ("dha", "25%", "2048", "3.0e-03", "4k", "5.200 ± 0.200", "3.000 ± 0.265", "+1.000"):
+        assert word in text

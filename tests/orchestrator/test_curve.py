@@ -1,0 +1,59 @@
+"""Several ratios in one call: one calibration, one measurement, the front as checkpoints, JSON and picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from attention import calibration as calibrating
+from attention import checkpoint
+from attention.modeling import plan_of
+from orchestrator import convert, models
+from orchestrator.config import ConfigError
+from orchestrator.curve import convert_curve, parse_ratios
+from search_spaces.context import PlanningContext
+from search_spaces.recipes import recipe
+
+SMALL = {"calibration_tokens": 2048, "eval_tokens": 2048, "sequence_length": 128, "device": "cpu"}
+
+
+def test_one_calibration_and_one_measurement_for_all_ratios(
+    tmp_path: Path, demo_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    calibrate, rise_of = calibrating.calibrate, PlanningContext.rise_of
+    monkeypatch.setattr(convert, "calibrate", lambda *a, **k: calls.append("calibrate") or calibrate(*a, **k))
+    monkeypatch.setattr(PlanningContext, "rise_of", lambda *a, **k: calls.append("rise") or rise_of(*a, **k))
+    knobs = {"allocation.tokens": 256, "allocation.fit_steps": 0}
+    chosen = recipe("gqa", fusion="least_squares", together=False, allocation="knapsack", **knobs)
+    record = convert_curve(demo_dir, chosen, [0.25, 0.9, 0.5], tmp_path / "out", **SMALL)
+    assert calls.count("calibrate") == 1
+    assert calls.count("rise") == 8 * 3  # eight sites, three counts below eight heads
+    points = record["points"]
+    assert [point["kv_ratio_asked"] for point in points] == [0.9, 0.5, 0.25]
+    assert [point["kv_ratio"] for point in points] == [57 / 64, 0.5, 0.25]  # 0.9 is no whole number of heads
+    losses = [point["loss"] for point in points]
+    assert losses == sorted(losses) and losses[0] < record["loss_base"] + 0.1
+    assert record["kv_bytes_per_token_base"] == 4 * points[2]["kv_bytes_per_token"]
+    written = json.loads((tmp_path / "out" / "curve.json").read_text())
+    assert written["points"] == json.loads(json.dumps(points))
+    assert (tmp_path / "out" / "curve.png").read_bytes()[:4] == b"\x89PNG"
+    for point in points:
+        saved = checkpoint.load(tmp_path / "out" / f"kv-{point['kv_ratio_asked']:g}")
+        assert plan_of(saved).kv_ratio == point["kv_ratio"]
+    held_out = models.texts("stdlib", "eval", models.load_tokenizer(demo_dir), 2048, 128, 0)
+    assert models.score(saved, held_out).loss == pytest.approx(losses[-1], abs=1e-4)
+
+
+def test_ratios_that_mean_the_same_budget_are_converted_once(demo_dir: Path) -> None:
+    record = convert_curve(demo_dir, "gqa", [0.9, 0.6, 0.5], None, **SMALL)
+    assert [(p["kv_ratio_asked"], p["kv_ratio"], p["out"]) for p in record["points"]] == [(0.9, 0.5, None)]
+
+
+def test_what_is_no_list_of_ratios_is_refused() -> None:
+    assert parse_ratios("0.5, 0.25,0.5") == [0.5, 0.25]
+    for text in ("half", "", "0.5;0.25"):
+        with pytest.raises(ConfigError, match="expected a number or a list"):
+            parse_ratios(text)

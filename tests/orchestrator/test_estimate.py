@@ -1,0 +1,92 @@
+"""The estimate of a conversion: made from the config alone, and near what a streamed conversion then takes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from attention import checkpoint
+from benchmarks.memory import measured
+from benchmarks.models import llama
+from orchestrator.convert import convert_checkpoint
+from orchestrator.estimate import Conversion, Size, estimate, estimate_conversion, must_stream
+from search_spaces.recipes import recipe
+
+GIGA = 2**30
+SEVEN_B = {"num_attention_heads": 32, "head_dim": 128, "intermediate_size": 11_008, "vocab_size": 32_000}
+SMALL: dict[str, Any] = {"calibration_tokens": 1024, "eval_tokens": 512, "sequence_length": 128, "device": "cpu"}
+
+
+def of(config: LlamaConfig, name: str = "headfold_gqa", ratio: float = 0.25, tokens: int = 16_384, **changes: Any):
+    conversion = Conversion(config, recipe(name, **changes), ratio, tokens, 4096, 256, torch.bfloat16)
+    return estimate(conversion, base=500 * 2**20)
+
+
+def test_the_parameters_are_those_of_the_checkpoint(demo_dir: Path, demo_model: Any) -> None:
+    size = Size.of(checkpoint.load_config(demo_dir))
+    assert size.total == sum(p.numel() for p in demo_model.parameters())
+    assert size.layer == sum(p.numel() for p in demo_model.model.layers[0].parameters())
+
+
+def test_the_streamed_peak_does_not_grow_with_depth_and_the_other_does() -> None:
+    shallow, deep = (of(llama(layers, SEVEN_B, tie_word_embeddings=False)) for layers in (4, 32))
+    assert deep.streamed == shallow.streamed
+    assert deep.resident > 5 * shallow.resident
+    assert deep.streamed < 0.2 * deep.resident
+    assert deep.parameters == pytest.approx(6.74e9, rel=0.01)
+
+
+def test_what_is_asked_for_makes_it_larger_or_smaller() -> None:
+    config = llama(4, SEVEN_B)
+    base = of(config)
+    assert of(config, "gqa").streamed < base.streamed
+    assert of(config, tokens=262_144).streamed > base.streamed
+    assert of(config, tokens=262_144).flops > base.flops
+    assert of(config, **{"refinement.fit_steps": 4}).flops < base.flops
+    assert of(config, ratio=0.5).disk > base.disk
+
+
+def test_only_the_config_is_read(demo_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((demo_dir / "config.json").read_text())
+    found = estimate_conversion(tmp_path, "headfold_gqa", 0.25, **SMALL)
+    assert found.streamable
+    assert found.disk > 0
+    refused = estimate_conversion(tmp_path, "headfold", 0.25, **SMALL)
+    assert not refused.streamable
+    assert "allocation=knapsack" in refused.why_not
+    json.dumps(refused.to_dict())
+
+
+def test_a_model_that_does_not_fit_is_streamed_by_itself(
+    demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not must_stream(demo_dir, "gqa", 0.5, **SMALL)
+    module = sys.modules["orchestrator.estimate"]
+    monkeypatch.setattr(module, "available_bytes", lambda device=None: 2**20)
+    assert must_stream(demo_dir, "gqa", 0.5, **SMALL)
+    assert not must_stream(demo_dir, "headfold", 0.5, **SMALL)  # it cannot be, so it is tried in memory
+    record = convert_checkpoint(demo_dir, "gqa", 0.5, tmp_path / "out", stream=None, **SMALL)
+    assert record["streamed"]
+    assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
+
+
+@pytest.mark.slow
+def test_peak_memory_is_that_of_one_layer_and_as_estimated(tmp_path: Path) -> None:
+    """12 layers (64M parameters) against 4 of the same width, each converted in a process of its own."""
+    shape = {"num_attention_heads": 8, "head_dim": 96, "intermediate_size": 1200, "vocab_size": 2048}
+    options = ["--calibration-tokens", "1024", "--eval-tokens", "256", "--sequence-length", "128"]
+    options += ["--set", "refinement=heal", "--set", "grouping=merge"]
+    peaks = []
+    for layers in (4, 12):
+        config = llama(layers, shape, tie_word_embeddings=False)
+        said, done = measured(config, tmp_path / str(layers), *options)
+        assert 0.75 < done["peak_memory"] / said["streamed"] < 1.25
+        peaks.append(done["peak_memory"])
+    layer = 2 * Size.of(config).layer
+    assert peaks[1] - peaks[0] < 2 * layer  # eight layers more; each is `layer` bytes of weights alone

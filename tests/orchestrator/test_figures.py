@@ -1,0 +1,161 @@
+"""Pictures of arms, relaxations and similarities: what is drawn, and where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orchestrator import figures, results
+from orchestrator.comparison import compare
+from orchestrator.results import TrialRecord, compact
+
+BASE = {"loss": 2.0, "kv_bytes_per_token": 8192}
+
+
+def trial(recipe: str, seed: int, losses: dict[int, float], budget: float = 0.25, **more: Any) -> TrialRecord:
+    rungs = [{"step": step, "loss": loss, "tokens": 100 * step} for step, loss in losses.items()]
+    settings = {"status": results.DONE, "rungs": rungs, "kv_bytes_per_token": int(8192 * budget)}
+    return TrialRecord(f"{recipe}{budget}{seed}", recipe, budget, 1e-3, {}, seed=seed, **{**settings, **more})
+
+
+def two_arms(gqa_loss: float = 3.0) -> list[TrialRecord]:
+    trials = []
+    for seed in range(3):
+        for budget in (0.5, 0.25):
+            trials.append(trial("gqa", seed, {0: 7.0, 10: 5.0, 40: gqa_loss + 0.1 * seed}, budget))
+            trials.append(trial("dha", seed, {0: 7.0, 40: 2.6 + 0.1 * seed}, budget))
+    return trials
+
+
+def lines(axes: Any, style: str) -> list[tuple[list[float], list[float]]]:
+    return [
+        (list(map(float, line.get_xdata())), list(map(float, line.get_ydata())))
+        for line in axes.get_lines()
+        if line.get_linestyle() == style and len(line.get_xdata())
+    ]
+
+
+def test_loss_over_bytes_has_a_line_an_arm_with_bars_over_seeds() -> None:
+    figure = figures.bytes_figure(compare(two_arms(), BASE), BASE)
+    (axes,) = figure.axes
+    drawn = lines(axes, "-")
+    assert [y for _, y in drawn] == [pytest.approx([1.1, 1.1]), pytest.approx([0.7, 0.7])]  # rises, 2,048 then 4,096
+    assert all(abs(x[0] / 2048 - 1) < 0.1 and abs(x[1] / 4096 - 1) < 0.1 for x, _ in drawn)
+    assert drawn[0][0] != drawn[1][0]  # apart from each other
+    bars = [segment for made in axes.collections for segment in made.get_segments()]
+    assert sorted(float(bar[1][1] - bar[0][1]) for bar in bars) == pytest.approx([0.2] * 4)
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["2,048", "4,096"]
+    assert [entry.get_text() for entry in figure.legends[0].get_texts()] == ["gqa", "dha"]
+
+
+def test_an_arm_below_the_untouched_model_has_a_place_too() -> None:
+    figure = figures.bytes_figure(compare(two_arms(gqa_loss=1.5), BASE), BASE)
+    (axes,) = figure.axes
+    assert lines(axes, "-")[0][1] == pytest.approx([-0.4, -0.4])
+    assert axes.get_ylim()[0] < -0.4
+    assert "untouched" in [entry.get_text() for entry in figure.legends[0].get_texts()]
+    ticks = dict(zip(axes.get_yticks(), (label.get_text() for label in axes.get_yticklabels()), strict=True))
+    assert ticks[0.0] == "0" and ticks[-0.2] == "-0.2" and ticks[0.5] == "+0.5"
+
+
+def test_an_arm_that_stopped_early_is_hollow_and_said_to_be() -> None:
+    trials = [*two_arms(), *(trial("mqa", s, {0: 9.0, 10: 8.0}, status=results.STOPPED) for s in range(3))]
+    figure = figures.bytes_figure(compare(trials, BASE), BASE)
+    hollow = [
+        line for line in figure.axes[0].get_lines() if line.get_markerfacecolor() == "white" and len(line.get_xdata())
+    ]
+    assert [line.get_ydata()[0] for line in hollow] == pytest.approx([6.0])
+    assert "hollow: stopped earlier" in [entry.get_text() for entry in figure.legends[0].get_texts()]
+
+
+def test_loss_over_tokens_draws_the_gap_of_a_relaxation_dashed() -> None:
+    figure = figures.tokens_figure(compare(two_arms(), BASE), BASE)
+    whole = figure.axes[0]
+    assert ([0, 1000, 4000], pytest.approx([7.0, 5.0, 3.1])) in lines(whole, "-")
+    dashed = [d for d in lines(whole, "--") if len(d[0]) == 2 and d[1][0] == 7.0]
+    assert dashed == [([0, 4000], pytest.approx([7.0, 2.7]))]
+    assert len(figure.axes) == 4  # two budgets, each whole and from close by
+    low, high = figure.axes[1].get_ylim()
+    assert low < 2.0 and 3.2 < high < 5.0
+    band = whole.collections[0].get_paths()[0].vertices
+    assert np.isclose(band[:, 1].min(), 3.0) and np.isclose(band[:, 1].max(), 7.0)
+
+
+def test_of_the_searchers_own_candidates_only_the_best_is_drawn() -> None:
+    trials = [
+        trial(f"joint-{name}", 0, {0: 5.0, 40: loss}) for name, loss in (("aaa", 3.0), ("bbb", 2.5), ("ccc", 2.8))
+    ]
+    figure = figures.bytes_figure(compare(trials, BASE), BASE)
+    assert [y for _, y in lines(figure.axes[0], "-")] == [pytest.approx([0.5])]
+
+
+HISTORIES = {
+    "dha": (
+        [
+            {"step": s, "train_loss": 3.0, "fusion_loss": 0.1 / s, "own_share": 1 / s, "multiplier": 10.0}
+            for s in (1, 2)
+        ],
+        ["own share ω of a head", "fusion loss", "multiplier λ"],
+    ),
+    "align": (
+        [{"step": s, "train_loss": 3.0, "mean_mask": 1 / s, "target": 0.9 / s, "masks_open": 0.5} for s in (1, 2)],
+        ["mean mask (dashed: target)", "share of masks open"],
+    ),
+    "postshare": (
+        [{"step": s, "train_loss": 3.0, "distance": 1 / s} for s in (1, 2)],
+        ["distance of the pairs, 1 at the start"],
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe", HISTORIES)
+def test_each_kind_of_relaxation_has_its_panels(recipe: str) -> None:
+    history, titles = HISTORIES[recipe]
+    relaxed = trial(recipe, 0, {0: 5.0, 40: 3.0}, relaxation=history)
+    figure = figures.relaxation_figure([relaxed, trial("gqa", 0, {0: 7.0})])
+    assert figure is not None
+    shown = [axes for axes in figure.axes if axes.get_visible()]
+    assert [axes.get_title(loc="left").splitlines()[-1] for axes in shown] == titles
+    assert shown[0].get_title(loc="left").startswith(recipe)
+    x, y = lines(shown[0], "-")[0]
+    assert x == [1, 2] and y == pytest.approx([1, 0.5])
+    if recipe == "align":
+        assert lines(shown[0], "--") == [([1, 2], pytest.approx([0.9, 0.45]))]
+
+
+def test_arms_with_different_relaxations_stand_below_each_other() -> None:
+    trials = [trial(name, 0, {0: 5.0}, relaxation=history) for name, (history, _) in HISTORIES.items()]
+    figure = figures.relaxation_figure(trials)
+    assert figure is not None and len(figure.axes) == 9
+    assert sum(axes.get_visible() for axes in figure.axes) == 6
+
+
+def test_no_picture_of_what_was_not_measured() -> None:
+    assert figures.relaxation_figure([trial("gqa", 0, {0: 7.0})]) is None
+    assert figures.similarity_figure([trial("gqa", 0, {0: 7.0}), trial("x", 0, {}, similarity={"means": {}})]) is None
+
+
+def test_similarity_goes_from_raw_to_aligned_on_either_side() -> None:
+    means = {"key_raw": 0.2, "key_aligned": 0.4, "value_raw": 0.0, "value_aligned": 0.5}
+    trials = [trial("gqa", seed, {0: 7.0}, similarity={"means": means}) for seed in (0, 1)]
+    trials.append(trial("dha", 0, {0: 7.0}, 0.5, similarity={"means": {"key_raw": 0.1, "key_aligned": 0.3}}))
+    figure = figures.similarity_figure(trials)
+    assert figure is not None
+    keys, values = figure.axes
+    assert [label.get_text() for label in keys.get_yticklabels()] == ["dha 50%", "gqa 25%"]
+    spans = {
+        side: [x for x, y in lines(axes, "-") if len(x) == 2 and x != [0, 0] and y != [0, 1]]
+        for side, axes in (("keys", keys), ("values", values))
+    }
+    assert [0.1, 0.3] in spans["keys"] and [0.2, 0.4] in spans["keys"]
+    assert [0.0, 0.5] in spans["values"]
+    assert [0.1, 0.3] not in spans["values"]  # dha shares no value heads
+
+
+@pytest.mark.parametrize(
+    ("count", "told"), [(0, "0"), (950, "950"), (409_600, "410k"), (1_500_000, "1.5M"), (2e9, "2G")]
+)
+def test_counts_in_short(count: float, told: str) -> None:
+    assert compact(count) == told

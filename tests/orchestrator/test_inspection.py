@@ -1,0 +1,180 @@
+"""inspect: what is measured, what is read from the cache, and a page that stands alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from attention.plan import AttentionPlan, LayerPlan
+from orchestrator import figures, inspection
+from orchestrator.inspection import inspect_checkpoint
+from orchestrator.inspection_page import build_page, print_inspection, write_inspection
+from search_spaces.context import PlanningContext
+
+SMALL: dict[str, Any] = {
+    "kv_ratios": [0.5, 0.3],
+    "compare": ["gqa", "mqa"],
+    "counts": "divisors",
+    "recipe_settings": {"allocation.tokens": 256, "allocation.fit_steps": 0},
+    "calibration_tokens": 1024,
+    "eval_tokens": 1024,
+    "sequence_length": 128,
+    "device": "cpu",
+}
+
+
+@pytest.mark.slow
+def test_what_is_told_of_the_demo_checkpoint(
+    demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = inspect_checkpoint(demo_dir, cache_dir=tmp_path, agreement=True, **SMALL)
+    assert json.loads(json.dumps(record)) == record
+    keys, values = ({layer["layer"]: layer[side] for layer in record["sensitivity"]} for side in ("key", "value"))
+    assert all(set(curve) >= {"1", "2", "4"} for curve in (*keys.values(), *values.values()))
+    assert keys[0]["1"] > 1 and keys[0]["1"] > 10 * max(values[layer]["1"] for layer in range(4))
+    # 0.3 is no whole number of heads: the largest budget below it is laid out.
+    assert [(b["kv_ratio_asked"], b["kv_ratio"]) for b in record["budgets"]] == [(0.5, 0.5), (0.3, 19 / 64)]
+    for budget in record["budgets"]:
+        assert AttentionPlan.from_json(json.dumps(budget["plan"])).kv_ratio == budget["kv_ratio"]
+        assert sum(budget["key"]) > sum(budget["value"])
+    found = {(e["recipe"], e["kv_ratio_asked"]): e for e in record["recipes"]}
+    assert found["gqa", 0.5]["rise"] > 1
+    assert (found["gqa", 0.3]["kv_ratio"], found["mqa", 0.5]["kv_ratio"]) == (0.25, 0.125)
+    for layer in record["similarity"]:
+        for side in ("key", "value"):
+            raw, aligned = (np.array(layer[side][kind]) for kind in ("raw", "aligned"))
+            assert raw.shape == (8, 8) and (aligned >= raw - 1e-3).all() and aligned.mean() > raw.mean() + 0.1
+    ranks = [site["spearman"] for site in record["agreement"] if site["side"] == "key"]
+    assert np.mean(ranks) > 0.5
+
+    page = write_inspection(record, tmp_path / "deep" / "page.html").read_text()
+    assert "keys of layer 0" in page and "stdlib-llama" in page
+    print_inspection(record)
+    told = capsys.readouterr().out
+    assert "Rise of the loss" in told and f"{keys[0]['1']:+.3f}" in told
+
+    def again(*_: object, **__: object) -> float:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(PlanningContext, "rise_of", again)
+    second = inspect_checkpoint(demo_dir, cache_dir=tmp_path, **SMALL)
+    for name in ("sensitivity", "budgets", "similarity"):
+        assert second[name] == record[name]
+
+
+def test_mistakes_are_found_before_the_model_is_loaded(demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspection.models, "load_model", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(inspection.models, "texts", lambda *_, **__: pytest.fail("read"))
+    mistakes: list[tuple[dict[str, Any], str]] = [
+        ({"kv_ratios": []}, "at least one"),
+        ({"kv_ratios": [0.5, 0.01]}, "0.01"),
+        ({"recipe": "hedfold"}, "hedfold"),
+        ({"compare": ["gqq"]}, "gqq"),
+        ({"counts": "few"}, "few"),
+        ({"sequence_length": 9999}, "9999"),
+    ]
+    for wrong, said in mistakes:
+        with pytest.raises(ValueError, match=said):
+            inspect_checkpoint(demo_dir, **wrong)
+
+
+# ---- the page -----------------------------------------------------------------------------------------------------
+
+
+def made_up(layers: int, heads: int) -> dict[str, Any]:
+    """A record of random numbers."""
+    rng = np.random.default_rng(0)
+    counts = [str(2**i) for i in range(heads.bit_length() - 1)]
+
+    def matrices() -> dict[str, Any]:
+        return {kind: rng.uniform(-0.5, 0.9, (heads, heads)).round(5).tolist() for kind in ("raw", "aligned")}
+
+    def curve() -> dict[str, float]:
+        return {count: float(rng.uniform(-0.001, 2)) for count in counts}
+
+    one = LayerPlan((0,) * (heads // 2) + tuple(range(1, heads // 2 + 1)), (0,) * heads)
+    plan = AttentionPlan((one,) * layers, 64)
+    budget = {
+        "kv_ratio_asked": 0.3, "kv_ratio": plan.kv_ratio, "kv_bytes_per_token": 2048, "sum_of_rises": 0.2,
+        "key": [heads // 2 + 1] * layers, "value": [1] * layers, "plan": json.loads(plan.to_json()),
+    }  # fmt: skip
+    scored = {"kv_ratio_asked": 0.3, "kv_ratio": 0.25, "kv_bytes_per_token": 2048, "kl": 0.5, "seconds": 75.0}
+    return {
+        "model": "/models/a <b>name</b>", "family": "llama", "layers": layers, "heads": heads, "kv_heads": heads,
+        "head_dim": 64, "kv_bytes_per_token": 8192, "loss_base": 2.2, "eval_tokens": 1024, "calibration_tokens": 512,
+        "recipe": {"name": "headfold", "grouping": "exact", "fusion": "least_squares"}, "seed": 0, "dtype": "float32",
+        "sensitivity": [{"layer": i, "key": curve(), "value": curve()} for i in range(layers)],
+        "similarity": [{"layer": i, "key": matrices(), "value": matrices()} for i in range(layers)],
+        "budgets": [budget],
+        "recipes": [
+            {"recipe": "gqa", "loss": 7.5, "rise": 5.3, **scored},
+            {"recipe": "headfold", "loss": 2.2, "rise": -0.001, **scored},
+            {"recipe": "odd", "kv_ratio_asked": 0.3, "why_not": "cannot be", "seconds": 0.1},
+        ],
+        "agreement": [
+            {"layer": i, "side": side, "moves": 12, "spearman": None, "spread": 0.1}
+            for i in range(layers)
+            for side in ("key", "value")
+        ],
+        "cache": "/tmp/x", "seconds": {"all": 80.0},
+    }  # fmt: skip
+
+
+class Balanced(HTMLParser):
+    """Which tags are left open, and the text."""
+
+    EMPTY = frozenset({"meta", "br", "path", "use", "rect", "image"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.open += [tag] if tag not in self.EMPTY else []
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.EMPTY:
+            assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(4, 8), (32, 32), (1, 2)])
+def test_the_page_stands_alone_at_any_size(layers: int, heads: int) -> None:
+    page = build_page(made_up(layers, heads))
+    parser = Balanced()
+    parser.feed(page)
+    assert parser.open == []
+    assert len(page.encode()) < 3_000_000
+    assert "<script" not in page and "<b>name</b>" not in page
+    assert not re.search(r"(?:src|href)=\"https?:", page)
+    for heading in ("Where the loss is sensitive", "Heads kept", "Which heads are alike", "What each recipe costs"):
+        assert heading in parser.text
+    assert parser.text.count("cannot") >= 1
+    assert ("8 of 32 layers are drawn" in parser.text) == (layers == 32)
+
+
+def test_numbers_stand_in_the_cells_of_small_models_only() -> None:
+    record = made_up(4, 8)
+    record["sensitivity"][0]["key"] = {"1": 1.8349, "2": 0.2345, "4": 0.0042}
+    drawn = figures.svg(figures.sensitivity_figure(record))
+    assert all(f"<!-- {cell} -->" in drawn for cell in ("1.8", ".23", ".004"))
+    deep = copy.deepcopy(record)
+    deep["sensitivity"] = [record["sensitivity"][0] | {"layer": i} for i in range(40)]
+    assert "<!-- .004 -->" not in figures.svg(figures.sensitivity_figure(deep))
+
+
+def test_nothing_converted_leaves_the_picture_out() -> None:
+    record = made_up(4, 8)
+    record["recipes"] = record["recipes"][2:]
+    assert figures.recipes_figure(record) is None
+    assert "What each recipe costs" not in build_page(record)

@@ -1,0 +1,93 @@
+"""`configs/joint.yaml`: what is proposed can be carried out, up to the training job, and reaches every axis."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from orchestrator import models
+from orchestrator.candidates import Candidate, candidate_space, named_candidates
+from orchestrator.config import load_config
+from orchestrator.searchers import SEARCHERS, SearchProblem
+from orchestrator.trial import relaxation_spec
+from search_spaces.planning import PlanningContext, admissible_counts, check_budget, make_plan
+from search_spaces.recipes import AXES
+from search_spaces.rules import broken_rules
+from trainers.settings import TrainSettings
+
+ROOT = Path(__file__).parents[2]
+AXES_LEFT_OUT = {"objective": {"model"}, "allocation": {"single"}, "refinement": {"fit"}}
+"""Parts that the config does not offer, or that fit none of its budgets."""
+
+
+@pytest.fixture(scope="module")
+def problem() -> SearchProblem:
+    config = load_config(ROOT / "configs" / "joint.yaml", ["search.samples=60"])
+    geometry = models.geometry_of(str(ROOT / config.model.path))
+    named = named_candidates(config, geometry)
+    return SearchProblem(candidate_space(config, geometry), named, config.search.samples, config.search.seed)
+
+
+def test_every_part_comes_up_and_nothing_impossible(problem: SearchProblem) -> None:
+    rng, seen = np.random.default_rng(0), {}
+    geometry = problem.space.joint.geometry
+    assert geometry is not None
+    for _ in range(1500):
+        candidate = problem.space.candidate(problem.space.sample(rng))
+        chosen = candidate.recipe
+        assert not broken_rules(chosen.to_dict() | {"kv_ratio": candidate.kv_ratio})
+        check_budget(chosen, candidate.kv_ratio, geometry)
+        assert admissible_counts(chosen, geometry)
+        TrainSettings.model_validate(chosen.training | {"learning_rate": candidate.learning_rate})
+        for axis in AXES:
+            seen.setdefault(axis, set()).add(getattr(chosen, axis))
+    for axis, found in seen.items():
+        assert found - {None} >= set(AXES[axis].names()) - AXES_LEFT_OUT.get(axis, set()), axis
+
+
+def test_optuna_proposes_what_can_be(problem: SearchProblem) -> None:
+    """Told results that favour one axis, the estimator goes on proposing valid candidates, without repeating itself."""
+    searcher = SEARCHERS.get("optuna")(problem)
+    geometry, found = problem.space.joint.geometry, []
+    assert geometry is not None
+    for number in range(problem.total):
+        config = searcher.suggest(str(number))
+        candidate = Candidate.from_config(config)
+        check_budget(candidate.recipe, candidate.kv_ratio, geometry)
+        found.append(candidate)
+        loss = 3.0 - candidate.kv_ratio - 0.5 * (candidate.recipe.fusion == "least_squares")
+        searcher.on_trial_complete(str(number), {"loss": loss, "kv_bytes_per_token": int(8192 * candidate.kv_ratio)})
+    assert len({candidate.key for candidate in found}) == len(found)
+    assert {candidate.recipe.relaxation for candidate in found} > {"none"}
+
+
+def test_a_variation_is_a_valid_point_beside_another(problem: SearchProblem) -> None:
+    space, generator = problem.space, np.random.default_rng(3)
+    for _ in range(30):
+        point = space.sample(generator)
+        assert space.vary(point, 0, generator) == point
+        for changes in (1, 3):
+            varied = space.vary(point, changes, np.random.default_rng(changes))
+            assert varied == space.vary(point, changes, np.random.default_rng(changes))
+            assert space.locate(space.candidate(varied)) == varied  # complete, and allowed everywhere
+
+
+def test_proposals_with_a_relaxation_have_a_training(problem: SearchProblem, demo_model) -> None:
+    from attention.conversion import lift
+
+    geometry, rng = problem.space.joint.geometry, np.random.default_rng(1)
+    assert geometry is not None
+    context = PlanningContext(geometry, lift(demo_model), model=demo_model)
+    specs = set()
+    while len(specs) < 3:
+        candidate = problem.space.candidate(problem.space.sample(rng))
+        chosen = candidate.recipe
+        if chosen.relaxation == "none" or chosen.grouping != "neighbour" or chosen.allocation != "uniform":
+            continue
+        plan = make_plan(chosen, candidate.kv_ratio, context, rng)
+        spec = relaxation_spec(chosen, plan.to_json(), 20)
+        assert spec.plans[-1] == plan.to_json() and 1 <= spec.total_steps <= 20
+        specs.add(spec.name)
+    assert specs == {"lagrangian", "hard_concrete", "pull_together"}

@@ -1,0 +1,132 @@
+"""Where a search stands, from its folder: on a terminal, as lines, as JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+from typer.testing import CliRunner
+
+from orchestrator import live, results
+from orchestrator.config import parse_config
+from orchestrator.folders import SearchFolder
+from orchestrator.main import app
+from orchestrator.results import TrialRecord, save_trials, write_json
+
+CONFIG = {
+    "name": "mine",
+    "model": {"path": "m"},
+    "search": {"budgets": [0.5, 0.25]},
+    "rungs": {"steps": [0, 8, 24]},
+    "train": {"num_workers": 2, "batch_size": 8, "cpus_per_worker": 1.0},
+    "resources": {"price_per_hour": 3.0},
+}
+NOW = datetime(2026, 1, 1, 12, 30, tzinfo=UTC)
+
+
+def trial(number: int, budget: float, losses: list[float], status: str, **more: Any) -> TrialRecord:
+    rungs = [
+        {"step": 8 * i, "loss": loss, "tokens": 1000 * i, "tokens_per_second": 50.0 * bool(i), "seconds": 360.0 * i}
+        for i, loss in enumerate(losses)
+    ]
+    facts = {"kv_bytes_per_token": int(8192 * budget), "seconds": {"plan": 36.0}}
+    return TrialRecord(f"t{number}", f"arm{number}", budget, 1e-3, {}, status, rungs, **{**facts, **more})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> SearchFolder:
+    made = SearchFolder.fresh(tmp_path, "mine")
+    made.snapshot.write_text(yaml.safe_dump(parse_config(CONFIG).model_dump(mode="json")))
+    write_json(made.state, {"started": "2026-01-01T12:00:00+00:00"})
+    write_json(made.base, {"loss": 2.0})
+    write_json(made.estimate, {"trials": 8, "cpu_hours": 2.0, "gpu_hours": 0.0})
+    return made
+
+
+def started(folder: SearchFolder) -> None:
+    save_trials(
+        folder.trials_file,
+        [
+            trial(1, 0.5, [3.0, 2.5], results.DONE),
+            trial(2, 0.25, [4.0, 2.8], results.RUNNING),
+            trial(3, 0.25, [5.0], results.STOPPED),
+            trial(4, 0.25, [], results.FAILED, error="ValueError: no"),
+        ],
+    )
+
+
+def test_the_view_counts_what_was_reported(folder: SearchFolder) -> None:
+    started(folder)
+    view = live.look(folder, NOW)
+    assert view.state == "running"
+    assert (view.trials["done"], view.trials["running"], view.trials["failed"], view.expected) == (1, 1, 1, 8)
+    assert view.seconds == 1800
+    assert view.tokens == 2000
+    assert view.tokens_per_second == 50.0
+    # four trials planned for 36 s on a CPU, two trained for 360 s on two workers of one CPU each
+    assert view.hours_spent == pytest.approx((4 * 36 + 2 * 2 * 360) / 3600)
+    assert view.hours_left == pytest.approx(2.0 - view.hours_spent)
+    assert view.money_spent == pytest.approx(3 * view.hours_spent)
+    assert [p["trial_id"] for p in view.front] == ["t2", "t1"]
+    assert view.front[0]["rise"] == pytest.approx(0.8)
+    # three trials have ended, the fourth is at two of three rungs: 3.67 of 8 in half an hour
+    assert view.seconds_left == pytest.approx(1800 * (8 - 11 / 3) / (11 / 3))
+
+
+def test_a_search_that_has_ended_or_was_killed_says_so(folder: SearchFolder) -> None:
+    assert live.look(folder, NOW).state == "running"
+    started(folder)
+    write_json(folder.state, {"started": "2026-01-01T12:00:00+00:00", "seconds": 60.0, "ended": "done"})
+    assert live.look(folder, NOW).state == "ended"
+    save_trials(folder.trials_file, [trial(1, 0.5, [3.0], results.KILLED)])
+    write_json(folder.state, {"started": "2026-01-01T12:00:00+00:00", "seconds": 60.0})
+    view = live.look(folder, NOW)
+    assert view.state == "interrupted"
+    assert view.hours_left is None
+
+
+def test_lines_come_only_when_something_has_changed(folder: SearchFolder) -> None:
+    started(folder)
+    looks = iter([lambda: None, lambda: None, lambda: write_json(folder.state, {"seconds": 9.0, "ended": "done"})])
+    out = io.StringIO()
+    live.watch(folder, console=Console(file=out, width=400, soft_wrap=True), sleep=lambda seconds: next(looks)())
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("mine running") and "3/8 ended" in lines[0] and "50%" in lines[0]
+    assert lines[1].startswith("mine ended")
+    assert "\x1b" not in out.getvalue()
+
+
+def test_a_terminal_is_updated_in_place(folder: SearchFolder) -> None:
+    started(folder)
+    looks = iter([lambda: None, lambda: write_json(folder.state, {"seconds": 9.0, "ended": "done"})])
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100, height=40)
+    live.watch(folder, console=console, sleep=lambda seconds: next(looks)())
+    text = out.getvalue()
+    assert "\x1b[1A" in text, "the cursor never went up"
+    for word in ("front so far", "arm2", "+0.800", "failed: arm4", "CPU-hours", "50/s now"):
+        assert word in text
+
+
+def test_scripts_get_one_object(folder: SearchFolder, tmp_path: Path) -> None:
+    started(folder)
+    done = CliRunner().invoke(app, ["watch", str(folder.root), "--json", "-"])
+    assert json.loads(done.output)["trials"]["running"] == 1
+    done = CliRunner().invoke(app, ["watch", str(folder.root), "--json", str(tmp_path / "view.json")])
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "view.json").read_text())["expected"] == 8
+
+
+def test_a_snapshot_of_another_version_leaves_out_what_follows_from_it(folder: SearchFolder) -> None:
+    started(folder)
+    folder.snapshot.write_text("name: mine\nold_section: {}\n")
+    view = live.look(folder, NOW)
+    assert view.money_spent is None
+    assert view.front

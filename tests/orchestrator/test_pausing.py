@@ -1,0 +1,118 @@
+"""Trials that Ray Tune really pauses or stops: what becomes of them, and of those that come after."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray import tune
+from ray.tune.search import Searcher
+
+from orchestrator.config import load_config
+from orchestrator.schedulers import RungProblem, SlotSearcher, make_scheduler
+from orchestrator.tuning import stops_in_training
+
+LOSSES = [[5.0, 4.0, 3.0], [4.0, 3.5, 2.0], [4.5, 3.0, 2.5], [6.0, 5.0, 4.0], [3.0, 3.0, 1.0], [7.0, 6.0, 5.0]]
+
+
+class Listed(Searcher):
+    def __init__(self, configs: list[dict[str, Any]]) -> None:
+        super().__init__(metric="loss", mode="min")
+        self.configs = configs
+
+    def suggest(self, trial_id: str) -> Any:
+        return self.configs.pop(0) if self.configs else Searcher.FINISHED
+
+    def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
+        """Nothing to learn."""
+
+    def save(self, checkpoint_path: str) -> None:
+        Path(checkpoint_path).write_text("nothing")
+
+
+def make_train() -> Any:
+    """Made inside, so that Ray sends it by value."""
+
+    def train(config: dict[str, Any]) -> None:
+        """Like a trial: says again what it had said, then goes on from what lies in its folder."""
+        log = Path(config["folder"]) / f"{config['number']}.jsonl"
+        done = len(log.read_text().splitlines()) if log.exists() else 0
+        for rung, loss in enumerate(config["losses"]):
+            if rung >= done:  # one line for each rung that was trained
+                with log.open("a") as stream:
+                    stream.write(json.dumps({"rung": rung}) + "\n")
+            tune.report({"loss": loss, "kv_bytes_per_token": 1, "rung": rung})
+
+    return train
+
+
+@pytest.mark.slow
+def test_tune_pauses_and_continues_trials(tmp_path: Path, ray_cluster: None) -> None:
+    configs = [
+        {"folder": str(tmp_path), "number": n, "losses": losses, "recipe": "own", "kv_ratio": 0.5}
+        for n, losses in enumerate(LOSSES)
+    ]
+    scheduler = make_scheduler("front", RungProblem(3, 2.0))
+    scheduler.slots.capacity = 2
+    found = tune.Tuner(
+        tune.with_resources(make_train(), {"CPU": 0.5}),
+        tune_config=tune.TuneConfig(
+            search_alg=SlotSearcher(Listed(configs), scheduler.slots),
+            scheduler=scheduler,
+            num_samples=len(LOSSES),
+            reuse_actors=True,
+        ),
+        run_config=tune.RunConfig(name="pausing", storage_path=str(tmp_path / "tune"), verbose=0),
+    ).fit()
+    assert not found.errors
+    rungs = Counter(len((tmp_path / f"{n}.jsonl").read_text().splitlines()) for n in range(len(LOSSES)))
+    assert rungs == {1: 3, 2: 2, 3: 1}  # six, three of them, one of those: nothing was trained twice
+
+
+def make_busy() -> Any:
+    def train(config: dict[str, Any]) -> None:
+        """Like a trial whose workers train: their reports come from elsewhere, and it waits for their end."""
+        from ray.train._internal.session import get_session
+
+        session = get_session()
+        assert session is not None
+        queue = session._get_or_create_inter_actor_queue()
+        for rung, loss in enumerate(config["losses"]):
+            queue.put({"loss": loss, "kv_bytes_per_token": 1, "rung": rung, "resource": 2.0**rung})
+            time.sleep(5 if rung else 0)
+
+    return train
+
+
+def test_a_search_that_stops_in_training_gives_each_trial_a_process() -> None:
+    demo = "configs/demo.yaml"
+    assert stops_in_training(load_config(demo))
+    assert not stops_in_training(load_config(demo, ["rungs.stop=false"]))
+    assert not stops_in_training(load_config(demo, ["rungs.steps=[0,8]"])), "stopped before the workers start"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_the_trial_after_one_stopped_in_training_has_its_turn(tmp_path: Path, ray_cluster: None) -> None:
+    losses = [[5.0, 4.0, 3.0], [5.0, 9.0, 9.0], [5.0, 3.0, 2.0]]
+    scheduler = make_scheduler("budget", RungProblem(3, 2.0))
+    scheduler.slots.capacity = 1
+    found = tune.Tuner(
+        tune.with_resources(make_busy(), {"CPU": 0.5}),
+        tune_config=tune.TuneConfig(
+            search_alg=SlotSearcher(
+                Listed([{"losses": own, "recipe": "own", "kv_ratio": 0.5} for own in losses]), scheduler.slots
+            ),
+            scheduler=scheduler,
+            num_samples=len(losses),
+            reuse_actors=not stops_in_training(load_config("configs/demo.yaml")),
+        ),
+        run_config=tune.RunConfig(name="stopping", storage_path=str(tmp_path / "tune"), verbose=0),
+    ).fit()
+    assert not found.errors
+    last = {tuple(one.config["losses"]): one.metrics["rung"] for one in found if one.config and one.metrics}
+    assert list(last.values()) == [2, 1, 2]

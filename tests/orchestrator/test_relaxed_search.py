@@ -1,0 +1,163 @@
+"""Recipes that fuse while they train, in a real search and on to a promotion; and how a trial becomes a job."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attention import checkpoint, conversion
+from attention.geometry import HeadGeometry
+from orchestrator import distances
+from orchestrator.candidates import Candidate
+from orchestrator.config import parse_config
+from orchestrator.convert import relaxation_start
+from orchestrator.results import DONE, load_trials
+from orchestrator.search import search
+from orchestrator.trial import TrialContext, relaxation_spec, training_job
+from search_spaces.planning import PlanningContext, make_plan
+from search_spaces.recipes import RECIPES, recipe
+from trainers.settings import TrainSettings
+
+RELAXED = sorted(name for name, chosen in RECIPES.items() if chosen.relaxation != "none")
+
+
+@pytest.fixture
+def context(tmp_path: Path, demo_dir: Path) -> TrialContext:
+    return TrialContext(
+        folder=str(tmp_path),
+        model=str(demo_dir),
+        dtype="float32",
+        train_file="/text/train.safetensors",
+        eval_file="/text/eval.safetensors",
+        calibration_file="/text/calibration.safetensors",
+        calibration_cache=str(tmp_path / "cache"),
+        rungs=(0, 10, 50, 100),
+        reduction_factor=2.0,
+        train=TrainSettings(batch_size=4).model_dump(mode="json"),
+        base_loss=2.0,
+    )
+
+
+def planned(name: str, model: Any, **changes: Any) -> str:
+    """A plan for a recipe, with neighbour groups: quick, and any plan will do here."""
+    chosen = recipe(name)
+    if chosen.sharing == "none":
+        chosen = recipe("gqa")
+    plans = PlanningContext(HeadGeometry.from_config(model.config), conversion.lift(model), model=model)
+    return make_plan(chosen, 1.0 if chosen.sharing != "none" else 0.25, plans, np.random.default_rng(0)).to_json()
+
+
+@pytest.mark.parametrize("name", RELAXED)
+def test_a_relaxation_takes_its_share_of_the_steps(
+    name: str, context: TrialContext, tmp_path: Path, demo_model
+) -> None:
+    chosen = recipe(name)
+    (tmp_path / "plan.json").write_text(planned(name, demo_model))
+    config = Candidate(chosen, 1.0, 1e-3, seed=7).config()
+    job = training_job(context, tmp_path, config, "t1")
+    taken = round(chosen.knobs("relaxation")["fraction"] * 100)
+    assert job.relaxation is not None and job.relaxation.total_steps == taken
+    assert job.milestones == tuple(rung - taken for rung in (10, 50, 100) if rung > taken)
+    assert job.schedule_steps == 100 and job.seed == 7
+    assert job.model_dir.endswith("start")
+    if name == "align":
+        assert job.settings.distillation == "kl_bild" and job.settings.distillation_weight == 1.0
+        # The paper's shares of the whole training: T reaches 0 at 30 %, masks freeze at 80 %
+        assert job.relaxation.knobs["target_fraction"] * taken == pytest.approx(30)
+        assert job.relaxation.knobs["freeze_fraction"] * taken == pytest.approx(80)
+
+
+def test_stages_of_two_four_eight(context: TrialContext, tmp_path: Path, demo_model) -> None:
+    plans = PlanningContext(HeadGeometry.from_config(demo_model.config), conversion.lift(demo_model), model=demo_model)
+    plan = make_plan(recipe("gqa"), 0.125, plans, np.random.default_rng(0))
+    spec = relaxation_spec(recipe("dha", **{"relaxation.halving": True}), plan.to_json(), 61)
+    assert [json.loads(text)["layers"][0]["key_map"] for text in spec.plans] == [
+        [0, 0, 1, 1, 2, 2, 3, 3],
+        [0, 0, 0, 0, 1, 1, 1, 1],
+        [0] * 8,
+    ]
+    assert spec.steps == 20 and spec.total_steps == 60
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox"])
+@pytest.mark.parametrize("alignment", ["none", "procrustes"])
+def test_a_relaxation_starts_from_the_checkpoint(family: str, alignment: str, tiny_model) -> None:
+    """Turned heads, each with keys and values of its own, and the logits of the checkpoint."""
+    from attention.calibration import calibrate
+
+    model = tiny_model(family)
+    tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
+    calibration = calibrate(model, tokens)
+    geometry = HeadGeometry.from_config(model.config)
+    plans = PlanningContext(geometry, conversion.lift(model), calibration=calibration, model=model)
+    plan = make_plan(recipe("gqa"), 1 / geometry.num_heads, plans, np.random.default_rng(0))
+    start = relaxation_start(recipe("dha", alignment=alignment), model, plan, calibration)
+    assert all(layer.is_identity for layer in checkpoint.plan_of(start).layers)
+    with torch.no_grad():
+        torch.testing.assert_close(start(tokens).logits, model(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_search_phases_are_told_apart_by_all_that_they_rest_on(context: TrialContext, tmp_path: Path) -> None:
+    candidate = Candidate(recipe("dha"), 0.25, 1e-3)
+    first = context.search_phase(candidate)
+    assert first is not None and first == context.search_phase(candidate)
+    assert context.search_phase(Candidate(recipe("align"), 0.25, 1e-3)) is None
+    others = [
+        context.search_phase(dataclasses.replace(candidate, seed=1)),
+        context.search_phase(Candidate(recipe("dha", **{"objective.steps": 5}), 0.25, 1e-3)),
+        dataclasses.replace(context, train_file="/text/other.safetensors").search_phase(candidate),
+    ]
+    assert len({phase.file(tmp_path) for phase in (first, *others) if phase}) == 4
+    found = {side: np.random.default_rng(0).random((2, 4, 4), dtype=np.float32) for side in ("key", "value")}
+    distances.write(found, first.file(tmp_path))
+    for side, distance in distances.read(first.file(tmp_path)).items():
+        np.testing.assert_array_equal(distance, found[side])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_dha_and_align_in_a_search(tmp_path: Path, demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Search phase, relaxation, recovery over the rungs, and a promotion that goes on behind the relaxation."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = parse_config(
+        {
+            "name": "relaxed",
+            "model": {"path": str(demo_dir)},
+            "data": {
+                "sequence_length": 64,
+                "train": {"tokens": 16384},
+                "eval": {"tokens": 2048},
+                "calibration": {"tokens": 2048},
+            },
+            "search": {
+                "searcher": "grid",
+                "recipes": [
+                    {"recipe": "dha", "settings": {"objective.steps": 2}},
+                    {"recipe": "align", "label": "masked", "settings": {"relaxation.fraction": 0.34}},
+                ],
+                "budgets": [0.25],
+            },
+            "rungs": {"steps": [0, 1, 3], "stop": False},
+            "train": {"batch_size": 2, "cpus_per_worker": 0.95},
+            "promotion": {"steps": 2},
+            "resources": {"max_concurrent": 1},
+            "storage": str(tmp_path),
+        }
+    )
+    outcome = search(config)
+    trials = {t.recipe: t for t in load_trials(outcome.folder / "trials.json")}
+    assert {name: t.status for name, t in trials.items()} == dict.fromkeys(("gqa", "dha", "masked"), DONE)
+    steps = {name: [r["step"] for r in t.rungs] for name, t in trials.items()}
+    assert steps == {"gqa": [0, 1, 3], "dha": [0, 3], "masked": [0, 3]}
+    assert [r["tokens"] for r in trials["dha"].rungs] == [0, 3 * 2 * 64]
+    assert {"fusion_loss", "own_share", "multiplier"} <= set(trials["dha"].relaxation[0])
+    assert {"mean_mask", "target"} <= set(trials["masked"].relaxation[0])
+    (entry,) = outcome.promotion["candidates"].values()
+    assert entry["recipe"] == "masked" and entry["status"] == "promoted" and entry["steps"] == 5, entry
+    assert entry["loss"] < trials["masked"].rungs[0]["loss"]

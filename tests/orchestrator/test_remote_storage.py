@@ -1,0 +1,207 @@
+"""A working folder and its copy at an address: on a file system of pyarrow's, of fsspec's, and on a small S3 server."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from pyarrow import fs
+
+from orchestrator.config import ConfigError
+from orchestrator.folders import storage_path
+from orchestrator.remote import Mirror, check_address, mirrored, open_address
+
+
+def write(root: Path, **files: str) -> None:
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    """A search with a record, a checkpoint and what must not travel."""
+    root = tmp_path / "work"
+    write(root, demo__search_yaml="name: demo", demo__trials__a__weights="aa", demo__trials_json="[a]")
+    write(root, **{"demo__.trials.json.7.new": "half", "demo__driver.lock": "me"})
+    (root / "exported").symlink_to(root / "demo" / "trials")
+    return root
+
+
+@pytest.fixture
+def mirror(work: Path, tmp_path: Path) -> Mirror:
+    return Mirror(fs.LocalFileSystem(), str(tmp_path / "bucket"), work)
+
+
+def test_only_what_has_changed_is_sent_and_what_is_gone_is_dropped(mirror: Mirror, work: Path) -> None:
+    assert mirror.push() == 3
+    assert mirror.names() == ["demo/search_yaml", "demo/trials/a/weights", "demo/trials_json"]
+    assert mirror.push() == 0
+    write(work, demo__trials__b__weights="bb", demo__trials_json="[a, b]")
+    (work / "demo" / "trials" / "a" / "weights").unlink()
+    assert mirror.push() == 2
+    assert mirror.names() == ["demo/search_yaml", "demo/trials/b/weights", "demo/trials_json"]
+    assert Path(mirror.root, "demo", "trials_json").read_text() == "[a, b]"
+
+
+def test_an_empty_folder_is_filled_and_a_file_that_is_there_is_left_alone(
+    mirror: Mirror, work: Path, tmp_path: Path
+) -> None:
+    mirror.push()
+    other = Mirror(mirror.filesystem, mirror.root, tmp_path / "new-head")
+    write(other.local, demo__search_yaml="mine")
+    assert other.pull() == 2
+    assert (other.local / "demo" / "trials" / "a" / "weights").read_text() == "aa"
+    assert (other.local / "demo" / "search_yaml").read_text() == "mine"
+    assert not [p for p in other.local.rglob("*") if p.name.startswith(".")]
+
+
+def test_no_record_comes_before_the_files_that_it_names(
+    mirror: Mirror, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill between any two writes leaves a copy in which each trial of the records has its weights."""
+    order: list[str] = []
+    send, put = Mirror._send, Mirror._write
+    monkeypatch.setattr(Mirror, "_send", lambda self, name, stamp: (order.append(name), send(self, name, stamp))[1])
+    monkeypatch.setattr(Mirror, "_write", lambda self, name, content: (order.append(name), put(self, name, content))[1])
+    mirror.push()
+    assert order.index("demo/trials/a/weights") < order.index("demo/trials_json")
+
+    def meanwhile(self: Mirror, name: str, stamp: tuple[int, int]) -> bool:
+        write(work, demo__trials__c__weights="cc", demo__trials_json="[a, b, c]")  # while b's weights are under way
+        return send(self, name, stamp)
+
+    write(work, demo__trials__b__weights="bb", demo__trials_json="[a, b]")
+    monkeypatch.setattr(Mirror, "_send", meanwhile)
+    mirror.push()
+    assert Path(mirror.root, "demo", "trials_json").read_text() == "[a, b]"
+    monkeypatch.setattr(Mirror, "_send", send)
+    mirror.push()
+    assert Path(mirror.root, "demo", "trials_json").read_text() == "[a, b, c]"
+    assert Path(mirror.root, "demo", "trials", "c", "weights").read_text() == "cc"
+
+
+def test_a_database_in_use_is_sent_whole(mirror: Mirror, work: Path, tmp_path: Path) -> None:
+    with closing(sqlite3.connect(work / "mlflow.db")) as store:
+        store.execute("pragma journal_mode=wal")
+        store.execute("create table runs (id)")
+        store.executemany("insert into runs values (?)", [(i,) for i in range(100)])
+        store.commit()
+        mirror.push()  # the rows are in the log beside the database, which stays open
+        other = Mirror(mirror.filesystem, mirror.root, tmp_path / "new-head")
+        other.pull()
+    with closing(sqlite3.connect(tmp_path / "new-head" / "mlflow.db")) as copy:
+        assert copy.execute("select count(*) from runs").fetchone() == (100,)
+
+
+def test_an_address_outside_pyarrow_goes_through_fsspec(work: Path) -> None:
+    storage = f"memory://headfold{work}"
+    try:
+        with mirrored(storage, work, seconds=60):
+            pass
+        found = sorted(fsspec.filesystem("memory").find(f"/headfold{work}"))
+        assert [Path(f).name for f in found] == ["search_yaml", "trials_json", "weights"] or len(found) == 3
+        back = Mirror.of(storage, work.parent / "again")
+        assert back.pull() == 3
+    finally:
+        fsspec.filesystem("memory").rm("/headfold", recursive=True)
+
+
+def test_the_copy_is_kept_up_to_date_while_the_search_runs(work: Path, tmp_path: Path) -> None:
+    storage = f"memory://headfold{work}-live"
+    memory = fsspec.filesystem("memory")
+    try:
+        with mirrored(storage, work, seconds=0.05) as mirror:
+            assert mirror is not None
+            write(work, demo__promotion_json="{}")
+            deadline = time.monotonic() + 20
+            while not any(n.endswith("promotion_json") for n in mirror.names()) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert "demo/promotion_json" in mirror.names()
+    finally:
+        memory.rm("/headfold", recursive=True)
+
+
+def test_an_address_that_goes_away_is_told_once_and_the_search_goes_on(
+    work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = f"memory://headfold{work}-away"
+
+    def away(*args: Any) -> int:
+        raise OSError("the bucket is away")
+
+    with mirrored(storage, work, seconds=0.02):
+        monkeypatch.setattr(Mirror, "push", away)
+        caplog.clear()
+        time.sleep(0.3)
+        assert caplog.text.count("the bucket is away") == 1
+        monkeypatch.undo()
+
+
+def test_the_working_folder_is_the_same_for_the_same_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HEADFOLD_HOME", str(tmp_path))
+    one = storage_path("s3://bucket/runs?region=eu-west-1")
+    assert one == storage_path("s3://bucket/runs/") and one.parent == tmp_path
+    assert one != storage_path("s3://bucket/runs2") and "bucket" in one.name
+    assert storage_path("s3://bucket/../../etc").parent == tmp_path
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["s3://key:hidden@bucket/x", "s3://bucket/x?secret_key=hidden", "s3://hidden@bucket/x"],
+)
+def test_credentials_in_an_address_are_refused_and_not_repeated(address: str) -> None:
+    for refuse in (check_address, open_address, storage_path):
+        with pytest.raises(ConfigError, match="holds credentials") as caught:
+            refuse(address)
+        assert "hidden" not in str(caught.value)
+
+
+# ---- a small S3 server ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a bucket on a fake of S3 (moto) that speaks its protocol over HTTP."""
+    server_of = pytest.importorskip("moto.server")
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }.items():
+        monkeypatch.setenv(name, value)
+    server = server_of.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        settings = f"scheme=http&endpoint_override={host}:{port}&region=us-east-1&allow_bucket_creation=true"
+        address = f"s3://headfold-test/runs?{settings}"
+        open_address(address)[0].create_dir("headfold-test")
+        yield address
+    finally:
+        server.stop()
+
+
+@pytest.mark.slow
+def test_a_lost_machine_is_replaced_from_a_bucket(s3: str, work: Path, tmp_path: Path) -> None:
+    with mirrored(s3, work, seconds=60):
+        write(work, demo__trials_json="[a, b]", demo__trials__b__weights="b" * 9_000_000)
+    with mirrored(s3, tmp_path / "new-head", seconds=60) as mirror:
+        assert mirror is not None
+        assert (tmp_path / "new-head" / "demo" / "trials_json").read_text() == "[a, b]"
+        assert (tmp_path / "new-head" / "demo" / "trials" / "b" / "weights").stat().st_size == 9_000_000
+        assert (tmp_path / "new-head" / "demo" / "driver.lock").exists() is False
+        (tmp_path / "new-head" / "demo" / "trials" / "a" / "weights").unlink()
+
+
+@pytest.mark.slow
+def test_a_bucket_that_cannot_be_written_is_refused(s3: str) -> None:
+    with pytest.raises(ConfigError, match="cannot write to s3://headfold-none/runs: "):
+        Mirror.of(s3.replace("headfold-test", "headfold-none").replace("&allow_bucket_creation=true", ""), Path("/tmp"))

@@ -1,0 +1,150 @@
+"""The contract that every scheduler must pass; a new file in orchestrator/schedulers is collected by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ray.tune.experiment import Trial
+
+from benchmarks.simulation.virtual_tune import CONTINUE, STOP, FakeTrial, VirtualTune, told_again, trial
+from orchestrator.schedulers import SCHEDULERS, RungProblem, RungScheduler, make_scheduler
+
+RUNGS = 3
+LAST = RUNGS - 1
+
+
+@pytest.fixture(params=[(name, s) for name in SCHEDULERS.names() for s in (False, True) if not s or name == "front"])
+def make(request: pytest.FixtureRequest) -> Any:
+    name, synchronous = request.param
+
+    def make(rungs: int = RUNGS, **problem: Any) -> RungScheduler:
+        given = RungProblem(rungs, 2.0, ("gqa",), **problem)
+        return make_scheduler(name, given, {"synchronous": True} if synchronous else None)
+
+    return lambda rungs=RUNGS, trials=24, **problem: make(rungs, trials=trials, **problem)
+
+
+def curves(count: int, seed: int = 0, rungs: int = RUNGS) -> list[FakeTrial]:
+    """Trials at three budgets whose losses fall from rung to rung."""
+    generator = np.random.default_rng(seed)
+    falling = np.sort(generator.uniform(2, 5, size=(count, rungs)), axis=1)[:, ::-1]
+    return [trial(n, list(map(float, falling[n])), (0.5, 0.25, 0.125)[n % 3]) for n in range(count)]
+
+
+def ended(tune: VirtualTune) -> bool:
+    return all(t.status in (Trial.TERMINATED, Trial.ERROR) for t in tune.trials)
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_every_trial_ends_and_some_reach_the_last_rung(make: Any, workers: int) -> None:
+    tune = VirtualTune(make(), curves(24), workers).run()
+    assert ended(tune)
+    assert len({t for t, rung in tune.jobs if rung == 0}) == 24
+    assert sum(t.done == RUNGS for t in tune.trials) >= 1
+    assert len(set(tune.jobs)) == len(tune.jobs)  # nothing is trained twice
+
+
+def test_the_last_rung_holds_nobody(make: Any) -> None:
+    tune = VirtualTune(make(), curves(24)).run()
+    assert {d for (_, rung), d in tune.decisions.items() if rung == LAST} == {CONTINUE}
+
+
+def test_with_one_rung_nobody_is_held(make: Any) -> None:
+    tune = VirtualTune(make(rungs=1), curves(8, rungs=1)).run()
+    assert set(tune.decisions.values()) == {CONTINUE} and ended(tune)
+
+
+def test_protected_trials_go_on_and_do_not_count(make: Any) -> None:
+    baselines = [trial(100 + n, [9.0, 9.0, 9.0], recipe="gqa") for n in range(3)]
+    with_them = VirtualTune(make(trials=27), baselines + curves(24), workers=1).run()
+    without = VirtualTune(make(), curves(24), workers=1).run()
+    assert all(t.done == RUNGS for t in baselines)
+    own = {key: d for key, d in with_them.decisions.items() if key[0] not in {b.trial_id for b in baselines}}
+    assert own == without.decisions
+
+
+def test_plans_of_the_searcher_are_not_held_and_do_not_count(make: Any) -> None:
+    probes = [trial(100 + n, [1.0], plan="{}", probe=True) for n in range(3)]
+    found = trial(200, [9.0, 9.0, 9.0], plan="{}", probe=False)
+    tune = VirtualTune(make(trials=28), [*probes, found, *curves(24)], workers=1).run()
+    own = {key: d for key, d in tune.decisions.items() if int(key[0][1:]) < 100}
+    assert found.done == RUNGS
+    assert own == VirtualTune(make(), curves(24), workers=1).run().decisions
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_diverged_trial_is_stopped_even_if_protected(make: Any, loss: float) -> None:
+    bad = [trial(100, [4.0, loss, 3.0], recipe="gqa"), trial(101, [loss, 1.0, 1.0])]
+    tune = VirtualTune(make(trials=26), bad + curves(24), workers=1).run()
+    assert tune.decisions["t100", 1] == STOP and tune.decisions["t101", 0] == STOP and ended(tune)
+
+
+def test_failed_trials_do_not_hold_up_the_search(make: Any) -> None:
+    fails = frozenset({("t3", 0), ("t7", 1), ("t8", 1), ("t11", 2), ("t23", 0)})
+    assert ended(VirtualTune(make(), curves(24), 3, fails=fails).run())
+
+
+def test_trials_that_skip_rungs_end(make: Any) -> None:
+    """A relaxation leaves out the rungs within it."""
+    trials = curves(24)
+    for t in trials[::3]:
+        t.curve[1] = None
+    assert ended(VirtualTune(make(), trials, 2).run())
+
+
+def test_fewer_trials_than_foretold_end(make: Any) -> None:
+    assert ended(VirtualTune(make(trials=40), curves(9), 2).run())
+
+
+def test_a_rung_that_is_reported_again_is_decided_as_before(make: Any) -> None:
+    """A trial that continues, or is restarted, reports from the beginning; it must not count twice."""
+    scheduler = make()
+    tune = VirtualTune(scheduler, curves(24), 2).run(events=30)
+    before = tune.scheduler.debug_string()
+    for (name, rung), decision in list(tune.decisions.items()):
+        one = next(t for t in tune.trials if t.trial_id == name)
+        result = {"loss": one.curve[rung], "kv_bytes_per_token": one.kv_bytes, "rung": rung}
+        if rung < LAST and one.status == Trial.RUNNING and decision == CONTINUE:
+            assert scheduler.on_trial_result(tune, one, result) == CONTINUE
+    assert scheduler.debug_string() == before
+
+
+@pytest.mark.parametrize("events", [1, 7, 20, 33])
+def test_after_a_kill_it_goes_on_as_if_nothing_had_happened(make: Any, events: int) -> None:
+    def seconds(one: FakeTrial, rung: int) -> float:
+        return 1.0 + rung
+
+    whole = VirtualTune(make(), curves(24), 1, seconds).run()
+    first = VirtualTune(make(), curves(24), 1, seconds).run(events)
+    tune = told_again(first, make()).run()
+    assert ended(tune)
+    assert tune.decisions == whole.decisions
+
+
+@pytest.mark.parametrize("events", [9, 30])
+def test_with_several_at_a_time_a_kill_changes_no_decision_made(make: Any, events: int) -> None:
+    first = VirtualTune(make(), curves(24), 4, fails=frozenset({("t5", 1)})).run(events)
+    before = dict(first.decisions)
+    tune = told_again(first, make()).run()
+    assert ended(tune) and {key: tune.decisions[key] for key in before} == before
+
+
+def test_saved_and_restored_it_decides_the_same(make: Any, tmp_path: Path) -> None:
+    first = VirtualTune(make(), curves(24), 1).run(20)
+    first.scheduler.save(str(tmp_path / "state"))
+    second = make()
+    second.restore(str(tmp_path / "state"))
+    assert second.debug_string() == first.scheduler.debug_string()
+    report = {"loss": 1.0, "kv_bytes_per_token": 1.0, "rung": 0}
+    one = trial(50, [1.0, 1.0, 1.0])
+    assert second.on_trial_result(None, one, report) == first.scheduler.on_trial_result(None, one, report)
+
+
+def test_no_rung_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one rung"):
+        RungProblem(0, 2.0)
+    with pytest.raises(ValueError, match="above 1"):
+        RungProblem(3, 1.0)

@@ -1,0 +1,123 @@
+"""What a search is said to take, before it runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from orchestrator import search_estimate
+from orchestrator.config import SearchConfig, load_config
+from orchestrator.main import app
+from orchestrator.search_estimate import describe_search, estimate_search
+from orchestrator.verbs import estimates
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CONFIGS = REPOSITORY / "configs"
+
+
+def config_of(name: str, *changes: str) -> SearchConfig:
+    model = f"model.path={REPOSITORY / 'examples' / 'stdlib-llama'}"
+    return load_config(CONFIGS / f"{name}.yaml", [model, "resources.tokens_per_second=1000", *changes])
+
+
+def of(config: SearchConfig, tmp_path: Path, **more: Any) -> search_estimate.SearchEstimate:
+    return estimate_search(config, tmp_path, **more)
+
+
+@pytest.fixture(autouse=True)
+def _steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rate of a matrix product, which a busy machine has less of."""
+    monkeypatch.setattr(search_estimate, "matmul_rate", lambda dtype: 1e11)
+
+
+def test_trials_and_tokens_are_counted(tmp_path: Path) -> None:
+    """papers.yaml, counted by hand: 23 pairs of arm and budget, the baseline at four, x 2 rates x 2 seeds."""
+    config = config_of("papers")
+    found = of(config, tmp_path)
+    assert found.trials == 92
+    assert found.tokens == found.tokens_most == 92 * 36 * 8 * 128
+    assert found.trainings == 0
+
+
+def test_halving_stops_some_and_the_baseline_never(tmp_path: Path) -> None:
+    config = config_of("demo")
+    found = of(config, tmp_path)
+    assert found.trials == 10
+    a_step = 8 * 256
+    # 2 baselines go through; of 8 others a half is left at the first rung, a quarter at the second
+    assert found.tokens == (2 * 24 + 4 * 8 + 2 * 16) * a_step + 4 * 40 * a_step
+    assert found.tokens_most == 10 * 24 * a_step + 4 * 40 * a_step
+    assert found.trainings == 4  # the best and the baseline of two budgets
+
+
+def test_a_searcher_with_probes_trains_only_what_it_finds(tmp_path: Path) -> None:
+    config = config_of(
+        "demo", "search.searcher=asymgqa", "search.samples=40", "search.choices={}", "search.settings={}"
+    )
+    found = of(config, tmp_path)
+    assert found.probes == 40
+    assert found.trials == 8 + 40 + 2
+
+
+def test_hours_and_price_follow_the_rate(tmp_path: Path) -> None:
+    slow, fast = (of(config_of("demo", f"resources.tokens_per_second={r}"), tmp_path) for r in (100, 1000))
+    assert slow.rate_from == "configured"
+    assert slow.cpu_hours and fast.cpu_hours and slow.hours and fast.hours
+    assert slow.cpu_hours > 5 * fast.cpu_hours
+    priced = of(config_of("demo", "resources.price_per_hour=2"), tmp_path)
+    assert priced.price == pytest.approx(2 * priced.cpu_hours)
+    assert of(config_of("demo"), tmp_path, parallel=2).hours == pytest.approx(fast.hours / 2)
+
+
+def test_what_cannot_fit_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("demo")
+    assert of(config, tmp_path).warnings == ()
+    monkeypatch.setattr(search_estimate, "available_bytes", lambda: 2**28)
+    monkeypatch.setattr(search_estimate, "_free", lambda storage: 2**20)
+    memory, disk = of(config, tmp_path).warnings
+    assert "memory" in memory and "resources.max_concurrent" in memory
+    assert "disk" in disk and str(tmp_path) in disk
+
+
+def test_memory_falls_with_stage_and_micro_batch(tmp_path: Path) -> None:
+    def worker(*changes: str) -> int:
+        return of(config_of("demo", *changes), tmp_path).worker_bytes
+
+    assert worker("train.micro_batch=1") < worker()
+    stages = [worker("train.num_workers=4", f"train.zero_stage={stage}") for stage in (0, 1, 2, 3)]
+    assert stages == sorted(stages, reverse=True) and len(set(stages)) == 4
+
+
+def test_workers_with_gpus_are_not_measured_on_a_machine_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of("demo", "train.gpus_per_worker=1", "resources.tokens_per_second=null")
+    monkeypatch.setattr(search_estimate.torch.cuda, "is_available", lambda: False)
+    found = of(config, tmp_path)
+    assert found.rate is None and found.hours is None
+    assert "resources.tokens_per_second" in describe_search(found, config)["rate"]
+
+
+def test_the_rate_is_measured_where_it_can_be(tmp_path: Path) -> None:
+    config = config_of("demo", "resources.tokens_per_second=null", "train.micro_batch=1", "data.sequence_length=64")
+    found = of(config, tmp_path)
+    assert found.rate_from == "measured here"
+    assert found.rate and found.rate > 0
+
+
+def test_the_verb_tells_either_way_and_refuses_half(tmp_path: Path) -> None:
+    changes = [f"model.path={REPOSITORY / 'examples' / 'stdlib-llama'}", "resources.tokens_per_second=1000"]
+    record = tmp_path / "estimate.json"
+    for first in ([str(CONFIGS / "demo.yaml")], ["--config", str(CONFIGS / "demo.yaml")]):
+        done = CliRunner().invoke(app, ["estimate", *first, *changes, "--json", str(record)])
+        assert done.exit_code == 0, done.output
+        assert "trials: 10" in done.output
+        assert json.loads(record.read_text())["trials"] == 10
+    with pytest.raises(ValueError, match=estimates.OF_CONVERSION.split(":")[0]):
+        CliRunner().invoke(app, ["estimate", "--model", "x"], catch_exceptions=False)
+    with pytest.raises(ValueError, match="parts of both"):
+        CliRunner().invoke(app, ["estimate", str(CONFIGS / "demo.yaml"), "--model", "x"], catch_exceptions=False)

@@ -1,0 +1,82 @@
+"""Rises of the loss measured by Ray tasks, a layer each: the same file as one process makes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+
+from orchestrator import models
+from orchestrator.candidates import Candidate
+from orchestrator.spreading import curve_tasks, measure_layer, measure_on_workers
+from orchestrator.trial import TrialContext
+from search_spaces.curves import Curves, Point
+from search_spaces.recipes import recipe
+from trainers.data import write_sequences
+
+KNOBS = {"allocation.tokens": 128, "allocation.fit_steps": 0}
+KNAPSACK = recipe("gqa", fusion="least_squares", together=False, allocation="knapsack", **KNOBS)
+
+
+def test_a_task_for_each_layer_of_each_set_of_curves() -> None:
+    one = Candidate(KNAPSACK, 0.5, 1e-3)
+    same = [replace(one, kv_ratio=0.25), replace(one, learning_rate=1e-4)]
+    others = [replace(one, seed=1), replace(one, recipe=KNAPSACK.with_changes(fusion="mean"))]
+    without = [Candidate(recipe("gqa"), 0.5, 1e-3), replace(one, seed=2, plan="{}")]
+    tasks = curve_tasks([one, *same, *others, *without], 3)
+    assert len(tasks) == 3 * 3
+    assert [task.layer for task in tasks] == [0, 1, 2] * 3
+    assert [task.candidate for task in tasks[::3]] == [one, *others]
+
+
+def test_processes_that_write_at_once_keep_each_others_points(tmp_path: Path) -> None:
+    file = tmp_path / "curves-x.json"
+    spawned = get_context("fork")
+    writers = [spawned.Process(target=_write, args=(file, layer)) for layer in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    assert len(json.loads(file.read_text())) == 4 * 25
+    assert [f.name for f in tmp_path.iterdir()] == [file.name]
+
+
+def _write(file: Path, layer: int) -> None:
+    for count in range(1, 26):
+        known: dict[str, Point] = {}
+        curves = Curves(lambda *_: ((0,),), lambda *_: 0.5, known, file)
+        curves.curve(layer, ("key",), [count], 100)
+
+
+@pytest.mark.slow
+def test_tasks_leave_what_one_process_leaves(
+    ray_cluster: None, demo_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = models.texts("stdlib", "calibration", models.load_tokenizer(demo_dir), 512, 64, 0)
+    file = tmp_path / "tokens.safetensors"
+    write_sequences(tokens, file)
+    base = TrialContext(
+        folder=str(tmp_path), model=str(demo_dir), dtype="float32", train_file=str(file), eval_file=str(file),
+        calibration_file=str(file), calibration_cache=str(tmp_path / "spread"), rungs=(0,), reduction_factor=2,
+        train={}, base_loss=2.2,
+    )  # fmt: skip
+    tasks = curve_tasks([Candidate(KNAPSACK, 0.5, 1e-3)], 4)
+    measure_on_workers(tasks, base, 1, 0)
+    assert "4 of 4 layers done" in capsys.readouterr().out
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        alone = replace(base, calibration_cache=str(tmp_path / "alone"))
+        assert [measure_layer(task, alone) for task in tasks] == [2 * 4] * 4  # 1, 2, 4 and all 8 heads
+    finally:
+        torch.set_num_threads(threads)
+    (spread,), (serial,) = ((tmp_path / name).glob("curves-*.json") for name in ("spread", "alone"))
+    assert spread.name == serial.name
+    found, expected = (json.loads(path.read_text()) for path in (spread, serial))
+    assert found.keys() == expected.keys() and len(found) == 4 * 2 * 3
+    for key, (rise, partition) in expected.items():
+        assert found[key][0] == pytest.approx(rise, abs=1e-6) and found[key][1] == partition

@@ -1,0 +1,235 @@
+"""Standing groups of real Ray Train workers: one job after another, and what happens when somebody dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from attention import checkpoint
+from attention.plan import AttentionPlan, LayerPlan
+from orchestrator.groups import GroupError, PoolGone, pool_of_groups, train_in_group
+from trainers.carrying import carry_out
+from trainers.engine import _group_of_one
+from trainers.job import TrainJob
+from trainers.relaxations.stage import RelaxationSpec
+from trainers.settings import TrainSettings
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PLAN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)
+HALVED = AttentionPlan((LayerPlan((0, 1, 0, 1), (0, 0, 1, 1)),) * 2, head_dim=8)
+SAME = ("loss", "kl", "train_loss", "step", "tokens", "weights_digest")
+LOST_SECONDS = 15.0
+
+
+class Alone:
+    """A worker in this process."""
+
+    rank, world_size = 0, 1
+
+    def report(self, metrics: dict[str, Any], last: bool) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def pool(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    assert wait_until(lambda: not any(actors("RayTrainWorker", "TrainController").values())), "other tests' groups"
+    with pool_of_groups(str(tmp_path_factory.mktemp("groups")), lost_seconds=LOST_SECONDS) as name:
+        yield name
+
+
+@pytest.fixture(scope="module")
+def job(tiny_job: Any, tmp_path_factory: pytest.TempPathFactory) -> TrainJob:
+    generator = torch.Generator().manual_seed(0)
+    train, held_out = (torch.randint(0, 64, (rows, 16), generator=generator) for rows in (100, 9))
+    settings = TrainSettings(learning_rate=3e-3, cpus_per_worker=0.4, seed=1)
+    folder, milestones = tmp_path_factory.mktemp("jobs"), (2, 4, 6)
+    return tiny_job(folder, PLAN, train, held_out, settings, milestones=milestones, max_failures=0)
+
+
+@pytest.fixture(scope="module")
+def whole(job: TrainJob) -> dict[str, Any]:
+    """The same in this process."""
+    _group_of_one()
+    return carry_out(job, Alone())["metrics"]
+
+
+def other(job: TrainJob, name: str, **changes: Any) -> TrainJob:
+    return replace(job, run_name=name, out_dir=str(Path(job.out_dir).parent.parent / name / "out"), **changes)
+
+
+def state(pool: str) -> dict[str, Any]:
+    return ray.get(ray.get_actor(pool).state.remote())  # type: ignore[return-value]
+
+
+def wait_until(what: Callable[[], Any], seconds: float = 60) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := what()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def actors(*names: str) -> dict[str, list[int]]:
+    """Process ids of living actors by class."""
+    from ray.util.state import list_actors
+
+    alive = list_actors(filters=[("state", "=", "ALIVE")])
+    return {name: [actor.pid for actor in alive if actor.class_name == name] for name in names}
+
+
+def test_who_only_hands_jobs_on_loads_no_library_of_models() -> None:
+    """The pool and Ray Train's controllers: a second process of 600 MB beside each worker otherwise."""
+    code = "import sys, orchestrator.pool; print(*{'transformers', 'deepspeed', 'mlflow', 'optuna'} & set(sys.modules))"
+    told = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert told.stdout == "\n"
+
+
+def test_one_group_carries_out_job_after_job(pool: str, job: TrainJob, whole: dict[str, Any]) -> None:
+    told: dict[str, list[int]] = {}
+    for name in ("first", "second", "third"):
+        steps = told.setdefault(name, [])
+        outcome = train_in_group(pool, other(job, name), lambda report, steps=steps: steps.append(report["step"]))
+        assert {key: outcome.metrics[key] for key in SAME} == {key: whole[key] for key in SAME}
+        assert Path(outcome.checkpoint_dir, "layout.json").is_file()
+    assert set(map(tuple, told.values())) == {(2, 4, 6)}
+    (group,) = state(pool)["groups"].values()
+    assert group == {"shape": (1, 0.4, 0.0), "jobs": 3, "busy": False}
+    assert {name: len(found) for name, found in actors("RayTrainWorker", "TrainController").items()} == {
+        "RayTrainWorker": 1,
+        "TrainController": 1,
+    }
+
+
+def test_a_job_ends_where_its_holder_leaves_it_and_goes_on_later(
+    pool: str, job: TrainJob, whole: dict[str, Any]
+) -> None:
+    mine, (worker,) = other(job, "left"), actors("RayTrainWorker")["RayTrainWorker"]
+
+    def leave(report: dict[str, Any]) -> None:
+        if report["step"] == 4:
+            raise SystemExit(0)  # as Tune stops a trial
+
+    with pytest.raises(SystemExit):
+        train_in_group(pool, mine, leave)
+    assert not Path(mine.out_dir).exists()
+    steps: list[int] = []
+    outcome = train_in_group(pool, mine, lambda report: steps.append(report["step"]), reported=2)
+    assert steps == [4, 6]  # 4 was not seen to the end
+    assert {key: outcome.metrics[key] for key in SAME} == {key: whole[key] for key in SAME}
+    assert actors("RayTrainWorker")["RayTrainWorker"] == [worker], "the same processes went on"
+    assert state(pool)["leases"] == []
+
+
+def test_a_job_that_fails_tells_why_and_the_next_one_runs(pool: str, job: TrainJob, whole: dict[str, Any]) -> None:
+    broken = other(job, "broken", model_dir=str(Path(job.model_dir).parent / "gone"))
+    with pytest.raises(GroupError, match="gone"):
+        train_in_group(pool, broken, print)
+    outcome = train_in_group(pool, other(job, "after"), lambda report: None)
+    assert outcome.metrics["weights_digest"] == whole["weights_digest"]
+
+
+def test_a_killed_worker_is_replaced_and_its_job_goes_on(pool: str, job: TrainJob, whole: dict[str, Any]) -> None:
+    again = other(job, "killed", max_failures=1)
+    (before,) = actors("RayTrainWorker")["RayTrainWorker"]
+    steps: list[int] = []
+
+    def kill(report: dict[str, Any]) -> None:
+        steps.append(report["step"])
+        if report["step"] == 4:
+            os.kill(before, signal.SIGKILL)
+
+    outcome = train_in_group(pool, again, kill)
+    assert steps == [2, 4, 6], "each milestone was told once"
+    assert {key: outcome.metrics[key] for key in SAME} == {key: whole[key] for key in SAME}
+    assert before not in actors("RayTrainWorker")["RayTrainWorker"]
+
+
+@pytest.mark.slow
+def test_the_group_of_a_holder_that_died_is_free_again(pool: str, job: TrainJob) -> None:
+    @ray.remote(num_cpus=0, max_retries=0)
+    def hold_and_die(given: str) -> None:
+        train_in_group(pool, TrainJob.from_json(given), lambda report: os._exit(1))
+
+    with pytest.raises(ray.exceptions.WorkerCrashedError):
+        ray.get(hold_and_die.remote(other(job, "orphan").to_json()))
+    assert len(state(pool)["leases"]) == 1
+    assert wait_until(lambda: not state(pool)["leases"], 4 * LOST_SECONDS)
+    assert wait_until(lambda: not any(g["busy"] for g in state(pool)["groups"].values()))
+
+
+@pytest.mark.slow
+def test_a_group_of_two_takes_jobs_of_every_kind(pool: str, job: TrainJob, whole: dict[str, Any]) -> None:
+    """Another shape: the group that stands idle makes room."""
+    shared = {"num_workers": 2, "cpus_per_worker": 0.9, "micro_batch": 2}
+    two = job.settings.model_copy(update=shared)
+    kinds: dict[str, dict[str, Any]] = {
+        "zero0": {"zero_stage": 0},
+        "zero3": {"zero_stage": 3},
+        "bf16": {"zero_stage": 2, "dtype": "bf16"},
+        "lora": {"tuning": "lora", "lora_rank": 4},
+        "distilled": {"distillation": "kl_bild", "zero_stage": 3},
+    }
+    losses = {}
+    for name, changes in kinds.items():
+        settings = two.model_copy(update=changes)
+        losses[name] = train_in_group(pool, other(job, name, settings=settings), lambda r: None).metrics["loss"]
+    assert losses["zero0"] == pytest.approx(losses["zero3"], abs=1e-3)
+    assert losses["zero0"] == pytest.approx(whole["loss"], abs=1e-3)
+    assert losses["bf16"] == pytest.approx(whole["loss"], abs=0.1)
+    spec = RelaxationSpec("lagrangian", (HALVED.to_json(),), 4)
+    relaxed = other(job, "relaxed", settings=two, model_dir=str(job.teacher_dir), relaxation=spec)
+    metrics = train_in_group(pool, relaxed, lambda r: None).metrics
+    assert metrics["relaxation_steps"] == 4
+    assert checkpoint.plan_of(checkpoint.load(relaxed.out_dir)) == HALVED
+    (group,) = state(pool)["groups"].values()
+    assert group == {"shape": (2, 0.9, 0.0), "jobs": 6, "busy": False}
+
+
+@pytest.mark.slow
+def test_a_crowded_cluster_and_the_end_of_a_pool(job: TrainJob, pool: str, tmp_path: Path) -> None:
+    """What is left of the cluster after nodes have gone: 2 CPUs, of which holders have 1.5. They do not wait for ever.
+
+    And with the pool everything ends, but what Ray holds reserved for a group that was still starting: that goes with
+    the driver (test_chaos.py).
+    """
+    ray.get(ray.get_actor(pool).close.remote())  # its groups hold the place
+
+    @ray.remote(num_cpus=1.5)
+    class Holder:
+        def ready(self) -> None: ...
+
+    holder, ended = Holder.remote(), threading.Event()
+    ray.get(holder.ready.remote())
+    crowded = replace(job, settings=job.settings.model_copy(update={"cpus_per_worker": 0.7}))
+    with pool_of_groups(str(tmp_path), idle_seconds=1, stuck_seconds=3) as own:
+        outcome = train_in_group(own, other(crowded, "squeezed"), lambda report: None)
+        assert outcome.metrics["step"] == 6
+        ray.kill(holder)
+        assert wait_until(lambda: not state(own)["groups"]), "idle for long"
+
+        def hold() -> None:
+            with pytest.raises(PoolGone):
+                train_in_group(own, other(crowded, "never"), print)
+            ended.set()
+
+        held = threading.Thread(target=hold)
+        held.start()
+        assert wait_until(lambda: state(own)["leases"])
+    held.join(60)
+    assert ended.is_set(), "a holder that waits is told"
+    with pytest.raises(PoolGone, match="is gone"):
+        train_in_group(own, other(crowded, "late"), print)
+    names = ("RayTrainWorker", "TrainController", "Pool")
+    assert wait_until(lambda: not any(actors(*names[:2]).values())), actors(*names)
+    assert not list(tmp_path.iterdir())

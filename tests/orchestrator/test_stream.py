@@ -1,0 +1,229 @@
+"""Streamed conversion: layer by layer from disk, the same plan and weights as in memory; killed and resumed."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from attention import checkpoint
+from attention.windows import Head, LazyWeights, WeightsError, advance, embed, open_window
+from orchestrator import layerwise
+from orchestrator.config import ConfigError
+from orchestrator.convert import convert_checkpoint
+from orchestrator.stream import stream_checkpoint
+
+FAMILIES = ["gemma", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"]
+CPU = torch.device("cpu")
+SMALL: dict[str, Any] = {"calibration_tokens": 768, "eval_tokens": 384, "sequence_length": 48, "device": "cpu"}
+QUICK = {"refinement.fit_steps": 12}
+Tiny = Callable[..., PreTrainedModel]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def texts(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A little text of a known size, read by all tests here: what they are about are weights."""
+    file = tmp_path_factory.mktemp("texts") / "words.jsonl"
+    words = inspect.getsource(argparse).splitlines()
+    records = ({"text": "\n".join(words[i : i + 12])} for i in range(0, len(words), 12))
+    file.write_text("\n".join(map(json.dumps, records)))
+    SMALL.update(calibration_data=str(file), eval_data=str(file))
+
+
+def stored(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase, shard: str = "5GB") -> Path:
+    model.save_pretrained(folder, max_shard_size=shard)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def logits(folder: Path | str, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        return checkpoint.load(folder, torch.float32)(tokens).logits
+
+
+def both_ways(source: Path, recipe: str, ratio: float, tmp_path: Path, **settings: Any) -> tuple[dict, dict]:
+    """Records of the conversion in memory and of the streamed one, in `memory` and `stream` of `tmp_path`."""
+    memory = convert_checkpoint(source, recipe, ratio, tmp_path / "memory", **SMALL, **settings)
+    streamed = stream_checkpoint(
+        source, recipe, ratio, tmp_path / "stream", progress=lambda _: None, **SMALL, **settings
+    )
+    return memory, streamed
+
+
+def assert_same(memory: dict, streamed: dict, vocabulary: int) -> None:
+    assert streamed["plan"] == memory["plan"]
+    for name in ("loss_base", "loss", "kl"):
+        assert streamed[name] == pytest.approx(memory[name], abs=1e-4)
+    for name in ("parameters", "kv_bytes_per_token", "eval_tokens", "calibration_tokens"):
+        assert streamed[name] == memory[name]
+    assert streamed["cache_bytes_measured"] == streamed["cache_tokens"] * streamed["kv_bytes_per_token"]
+    tokens = torch.randint(0, vocabulary, (2, 40), generator=torch.Generator().manual_seed(0))
+    difference = (logits(streamed["out"], tokens) - logits(memory["out"], tokens)).abs().max()
+    assert difference < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_windows_run_the_model_of_every_family(family: str, tiny_model: Tiny, tmp_path: Path) -> None:
+    """More sequences than the vocabulary has tokens, weights in several files, and nothing of it held at once."""
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    config = checkpoint.load_config(tmp_path)
+    weights = LazyWeights(tmp_path, config)
+    tokens = torch.randint(0, 64, (70, 24), generator=torch.Generator().manual_seed(0))
+    streams = embed(weights, config, tokens, torch.float32, CPU)
+    for layer in range(2):
+        advance(open_window(weights, config, layer, streams, torch.float32, CPU), streams, 8)
+    with torch.no_grad():
+        wanted = model(tokens).logits
+    torch.testing.assert_close(Head(weights, config, torch.float32, CPU)(streams), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_a_missing_tensor_is_named(tiny_model: Tiny, tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    config = checkpoint.load_config(tmp_path)
+    weights = LazyWeights(tmp_path, config)
+    with pytest.raises(WeightsError, match=r"layers\.7\.mlp"):
+        weights.one("model.layers.7.mlp.up_proj.weight", torch.float32)
+    (tmp_path / "model.safetensors").rename(tmp_path / "elsewhere")
+    with pytest.raises(WeightsError, match="save the weights as safetensors"):
+        LazyWeights(tmp_path, config)
+
+
+RECIPES = [
+    ("gqa", {}),
+    ("least_squares", {}),
+    ("headfold_gqa", QUICK),
+    ("align", {"relaxation": "none"}),
+    ("headfold_gqa", {"refinement": "heal", "together": False}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "changes"), RECIPES, ids=["gqa", "least_squares", "fit_heal", "align", "apart"])
+def test_the_demo_checkpoint_comes_out_the_same(
+    recipe: str, changes: dict[str, Any], demo_dir: Path, tmp_path: Path
+) -> None:
+    memory, streamed = both_ways(demo_dir, recipe, 0.25, tmp_path, recipe_settings=changes)
+    assert_same(memory, streamed, 2048)
+    assert streamed["rise"] > 0.01
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "opt", "qwen3"])
+def test_other_families_come_out_the_same(
+    family: str, tiny_model: Tiny, demo_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """Fused projections, learned positions, biases, partial rotary dims, norms on queries; tied and untied outputs."""
+    model = tiny_model(family, vocab_size=2048, tie_word_embeddings=family in ("gpt2", "opt"))
+    source = stored(model, tmp_path / "source", demo_tokenizer)
+    memory, streamed = both_ways(source, "headfold_gqa", 0.5, tmp_path, recipe_settings=QUICK)
+    assert_same(memory, streamed, 2048)
+
+
+def test_the_result_is_bfloat16_shards_that_stock_transformers_loads(
+    tiny_model: Tiny, demo_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    model = tiny_model("llama", vocab_size=2048, tie_word_embeddings=True, dtype=torch.bfloat16)
+    source = stored(model, tmp_path / "source", demo_tokenizer, "100KB")
+    made = stream_checkpoint(source, "least_squares", 0.5, tmp_path / "out", dtype="bfloat16", **SMALL)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) == 4  # the embedding, two layers, the last norm
+    assert index["metadata"]["total_size"] == 2 * made["parameters"]
+    assert "lm_head.weight" not in index["weight_map"]
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert type(stock).__name__ == "LlamaForCausalLM"
+    assert stock.dtype == torch.bfloat16
+    assert stock.config.num_key_value_heads == 2
+    assert checkpoint.plan_of(stock).digest != made["plan_digest"]  # heads are permuted so that groups are neighbours
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_a_killed_conversion_goes_on_at_the_layer_it_reached(
+    tiny_model: Tiny, demo_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama", vocab_size=2048, num_hidden_layers=4)
+    source = stored(model, tmp_path / "source", demo_tokenizer)
+    run = {"recipe_settings": QUICK, **SMALL}
+    whole = stream_checkpoint(source, "headfold_gqa", 0.5, tmp_path / "whole", **run)
+    done: list[int] = []
+    convert = layerwise.LayerwiseConversion.convert
+
+    def until_the_third(self: Any, layer: int, *args: Any) -> Any:
+        if layer == 2 and len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(layer)
+        return convert(self, layer, *args)
+
+    monkeypatch.setattr(layerwise.LayerwiseConversion, "convert", until_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        stream_checkpoint(source, "headfold_gqa", 0.5, tmp_path / "out", **run)
+    assert not (tmp_path / "out").exists()
+    done.append(-1)
+    said: list[str] = []
+    resumed = stream_checkpoint(source, "headfold_gqa", 0.5, tmp_path / "out", progress=said.append, **run)
+    assert done == [0, 1, -1, 2, 3]
+    assert "going on after layer 2" in said[0]
+    assert resumed["plan"] == whole["plan"]
+    assert resumed["fits"] == whole["fits"]
+    names = [f"model-{i:05d}-of-00006.safetensors" for i in range(1, 7)]
+    assert all((tmp_path / "out" / n).read_bytes() == (tmp_path / "whole" / n).read_bytes() for n in names)
+
+    done.clear()
+    with pytest.raises(KeyboardInterrupt):
+        stream_checkpoint(source, "headfold_gqa", 0.5, tmp_path / "out", **run)
+    done.append(-1)
+    stream_checkpoint(source, "headfold_gqa", 0.25, tmp_path / "out", progress=said.append, **run)
+    assert done == [0, 1, -1, 0, 1, 2, 3]
+    assert "starting over" in said[-5]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "said"),
+    [
+        ("headfold", {}, ["allocation=knapsack", "--set allocation=uniform", "headfold_gqa"]),
+        ("dha", {}, ["allocation=dha", "objective=fusion_loss"]),
+        ("directshare", {}, ["sharing=direct", "--set sharing=none"]),
+        ("asymgqa", {"objective": "model"}, ["objective=model", "--set objective=least_squares"]),
+        ("dcformer", {}, ["composition=dcmha"]),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused_with_the_setting_to_change(
+    recipe: str, changes: dict[str, Any], said: list[str], demo_dir: Path, tmp_path: Path
+) -> None:
+    ratio = 1.0 if recipe == "directshare" else 0.5
+    with pytest.raises(ConfigError) as error:
+        stream_checkpoint(demo_dir, recipe, ratio, tmp_path / "out", recipe_settings=changes, **SMALL)
+    assert all(word in str(error.value) for word in (*said, "cannot be streamed"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_streamed_conversion_needs_a_folder_and_layers_that_stand_alone(
+    demo_dir: Path, tiny_model: Tiny, demo_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="--out"):
+        stream_checkpoint(demo_dir, "gqa", 0.5, None, **SMALL)
+    model = tiny_model("gpt2", vocab_size=2048, scale_attn_by_inverse_layer_idx=True)
+    source = stored(model, tmp_path / "source", demo_tokenizer)
+    with pytest.raises(ValueError, match="scale_attn_by_inverse_layer_idx"):
+        stream_checkpoint(source, "least_squares", 0.5, tmp_path / "out", **SMALL)
+
+
+def test_a_converted_checkpoint_can_be_streamed_again(
+    tiny_model: Tiny, demo_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """Its maps are its own grouping: what is shared already stays together."""
+    model = tiny_model("llama", vocab_size=2048)
+    source = stored(model, tmp_path / "source", demo_tokenizer)
+    changes = {"together": False, "refinement": "none"}
+    first = stream_checkpoint(source, "headfold_gqa", 0.5, tmp_path / "first", recipe_settings=changes, **SMALL)
+    shutil.rmtree(source)
+    memory, streamed = both_ways(Path(first["out"]), "least_squares", 0.25, tmp_path)
+    assert_same(memory, streamed, 2048)

@@ -1,0 +1,185 @@
+"""The verb train: untrained models by seed, refusals before any work, real trainings, and going on after a kill."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from attention import checkpoint
+from attention.composition import compositions, extra_parameters
+from attention.modeling import plan_of, plan_of_config
+from attention.plan import Composition, PlanError
+from orchestrator import models
+from orchestrator.config import ConfigError
+from orchestrator.evaluate import evaluate_checkpoint
+from orchestrator.results import read_json
+from orchestrator.train import check, train_from_scratch, untrained
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SHORT: dict[str, Any] = {"learning_rate": 3e-3, "eval_tokens": 1024, "sequence_length": 32, "device": "cpu"}
+ASKED: dict[str, Any] = {"steps": 12, "eval_every": 4, "overrides": ["train.cpus_per_worker=0.4"], **SHORT}
+
+
+@pytest.fixture(scope="module")
+def like(tmp_path_factory: pytest.TempPathFactory, demo_tokenizer: Any) -> Path:
+    """An architecture and a tokenizer; no weights."""
+    folder = tmp_path_factory.mktemp("like")
+    LlamaConfig(
+        vocab_size=2048,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    ).save_pretrained(folder)
+    demo_tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_untrained_weights_follow_from_the_seed_alone(like: Path) -> None:
+    plain = plan_of_config(checkpoint.load_config(like))
+    composed = replace(plain, composition=Composition())
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    first, again, other = (untrained(like, composed, seed) for seed in (0, 0, 1))
+    assert torch.equal(torch.rand(3), expected)
+    base, weights = untrained(like, plain, 0).state_dict(), first.state_dict()
+    assert all(torch.equal(t, again.state_dict()[name]) for name, t in weights.items())
+    assert not torch.equal(weights["lm_head.weight"], other.state_dict()["lm_head.weight"])
+    assert {n for n in weights if n not in base} == {n for n in weights if ".composition." in n}
+    assert all(torch.equal(t, weights[name]) for name, t in base.items())
+    assert [layer.key_heads for layer in plan_of(first).layers] == [2, 2]
+    added = models.parameters(first) - models.parameters(untrained(like, plain, 0))
+    assert added == extra_parameters(Composition(), 2, 4, 32)
+
+
+def test_composition_starts_as_in_the_paper_and_not_as_an_identity(like: Path, tmp_path: Path) -> None:
+    plan = replace(plan_of_config(checkpoint.load_config(like)), composition=Composition())
+    model = untrained(like, plan, 0)
+    side: Any = compositions(model)[0].places[0].query
+    # W_2: 0.02 / (sqrt(2HR) (H + R)), gates: 0.05 sqrt(2 / (D + H)), with H = 4, R = 2, D = 32
+    assert side.w_2.std().item() == pytest.approx(0.02 / (16**0.5 * 6), rel=0.15)
+    assert side.w_2[..., 8:].abs().max() > 0
+    assert side.w_gate.std().item() == pytest.approx(0.05 * (2 / 36) ** 0.5, rel=0.25)
+    saved: Any = checkpoint.load(checkpoint.save(model, tmp_path / "m"))
+    assert all(torch.equal(t, saved.state_dict()[name]) for name, t in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"recipe": "gqa"}, "recipe: got 'gqa'.*'transformer' or 'dcformer'"),
+        ({"overrides": ["composition.rank=2"]}, "composes no heads; use --recipe dcformer"),
+        ({"recipe": "dcformer", "overrides": ["composition.ranks=2"]}, "composition.ranks: unknown setting; there are"),
+        ({"recipe": "dcformer", "overrides": ["composition.rank=true"]}, "composition.rank: got True.*a whole number"),
+        ({"recipe": "dcformer", "overrides": ["composition.qk_norm=1"]}, "composition.qk_norm: got 1.*true or false"),
+        ({"overrides": ["train.tuning=lora"]}, "train.tuning: random weights"),
+        ({"overrides": ["train.distillation=kl"]}, "train.distillation: .*no untouched model"),
+        ({"overrides": ["train.zero_stages=1"]}, "train.zero_stages: unknown key .did you mean zero_stage"),
+        ({"overrides": ["train.seed=1"]}, "train.seed: it has an option of its own; give it as --seed"),
+        ({"overrides": ["model.path=x"]}, "model: unknown key.*allowed here: composition, recipe, train"),
+        ({"overrides": ["train"]}, "must read key=value"),
+        ({"steps": 0}, "steps: got 0"),
+        ({"sequence_length": 65}, "sequence_length: got 65.*at most 64 positions"),
+        ({"learning_rate": 0.0}, "train.learning_rate: got 0.0"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_starts(
+    like: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train_from_scratch(like, tmp_path / "out", **{**ASKED, **changes})
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_does_not_fit_is_refused(like: Path, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="groups must divide the 4 heads, got 3"):
+        check(like, tmp_path / "out", **{**ASKED, "recipe": "dcformer", "overrides": ["composition.groups=3"]})
+    with pytest.raises(ConfigError, match="like: no checkpoint at '/none'"):
+        check("/none", tmp_path / "out", **ASKED)
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    with pytest.raises(ConfigError, match="taken exists and is not a training of this command"):
+        train_from_scratch(like, taken, **ASKED)
+
+
+def test_milestones_end_with_the_last_step(like: Path, tmp_path: Path) -> None:
+    def asked(**changes: Any) -> tuple[int, ...]:
+        return check(like, tmp_path / "out", **{**ASKED, **changes}).milestones
+
+    assert asked() == (4, 8, 12)
+    assert asked(eval_every=5) == (5, 10, 12)
+    assert asked(eval_every=50) == (12,)
+    assert asked(steps=200, eval_every=None) == tuple(range(20, 201, 20))
+    assert check(like, tmp_path / "out", **ASKED).train_tokens == 12 * 8 * 32
+
+
+def test_a_training_is_measured_saved_and_not_done_twice(ray_cluster: None, like: Path, tmp_path: Path) -> None:
+    told: list[str] = []
+    asked = ASKED | {"recipe": "dcformer", "overrides": [*ASKED["overrides"], "composition.rank=1"]}
+    record = train_from_scratch(like, tmp_path / "out", progress=told.append, **asked)
+    assert [point["step"] for point in record["milestones"]] == [4, 8, 12]
+    assert record["milestones"][-1]["loss"] == record["loss"] < record["milestones"][0]["loss"] - 0.05
+    assert record["tokens"] == 12 * 8 * 32
+    assert len(told) == 4
+    assert "step 8/12: held-out loss" in told[2]
+    assert "left" in told[2]
+    model = checkpoint.load(tmp_path / "out")
+    assert plan_of(model).composition == Composition(rank=1)
+    assert models.parameters(model) == record["parameters"]
+    measured = evaluate_checkpoint(tmp_path / "out", eval_tokens=1024, sequence_length=32, speed_tokens=4)
+    assert measured["loss"] == pytest.approx(record["loss"], abs=1e-5)
+    written = (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns
+    again = train_from_scratch(like, tmp_path / "out", progress=told.append, **asked)
+    assert again == record
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == written
+    many = ["train.num_workers=64", "train.batch_size=64"]
+    with pytest.raises(ConfigError, match="64 worker.s. need 64 CPU"):
+        train_from_scratch(like, tmp_path / "wide", **ASKED | {"overrides": many})
+    assert not list(tmp_path.glob("wide*"))
+    with pytest.raises(ConfigError, match="holds a training with another steps; give another --out"):
+        train_from_scratch(like, tmp_path / "out", **{**asked, "steps": 13, "train_tokens": 12 * 8 * 32})
+    (tmp_path / "out").rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match="was trained and is gone"):
+        train_from_scratch(like, tmp_path / "out", **asked)
+
+
+@pytest.mark.slow
+def test_a_killed_command_goes_on_to_the_same_numbers(ray_cluster: None, like: Path, tmp_path: Path) -> None:
+    """The command with its Ray is killed after its first milestone, and called again."""
+    asked = ASKED | {"steps": 60, "eval_every": 6}
+    whole = train_from_scratch(like, tmp_path / "whole", **asked)
+    options = ["--steps", "60", "--eval-every", "6", "--learning-rate", "3e-3", "--eval-tokens", "1024"]
+    options += ["--sequence-length", "32", "--device", "cpu", "--set", "train.cpus_per_worker=0.4"]
+    command = [sys.executable, "-m", "orchestrator.main", "train", "--like", str(like), *options]
+    log = tmp_path / "killed.training" / "milestones.jsonl"
+    process = subprocess.Popen(
+        [*command, "--out", str(tmp_path / "killed")], cwd=REPOSITORY, start_new_session=True, stdout=subprocess.DEVNULL
+    )
+    try:
+        deadline = time.monotonic() + 300
+        while not log.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert log.exists()
+    assert not (tmp_path / "killed").exists()
+    assert "finished" not in read_json(tmp_path / "killed.training" / "scratch.json")
+    again = train_from_scratch(like, tmp_path / "killed", **asked)
+    for name in ("loss", "train_loss", "step", "tokens", "weights_digest"):
+        assert again[name] == whole[name], name
+    assert [p["loss"] for p in again["milestones"]] == [p["loss"] for p in whole["milestones"]]

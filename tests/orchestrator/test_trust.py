@@ -1,0 +1,127 @@
+"""Folders from elsewhere, names that lead out of the storage, and secrets in addresses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from orchestrator import results
+from orchestrator.config import ConfigError, parse_config
+from orchestrator.folders import SearchFolder
+from orchestrator.results import TrialRecord, save_trials
+from orchestrator.tracking import redact
+from orchestrator.trust import doubts, warn_of_pickles
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> SearchFolder:
+    made = SearchFolder.fresh(tmp_path / "runs", "mine")
+    made.snapshot.write_text("name: mine\n")
+    return made
+
+
+def save(folder: SearchFolder, checkpoint: Path | str) -> None:
+    rungs = [{"step": 8, "loss": 2.0, "checkpoint_path": str(checkpoint)}]
+    save_trials(folder.trials_file, [TrialRecord("t1", "gqa", 0.5, 1e-3, {}, results.DONE, rungs, 8)])
+
+
+def test_an_own_search_is_read_without_a_warning(folder: SearchFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    save(folder, folder.train / "t1" / "checkpoint")
+    assert not warn_of_pickles(folder)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_folder_that_was_moved_is_warned_of(
+    folder: SearchFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(folder, folder.train / "t1" / "checkpoint")
+    moved = SearchFolder(tmp_path / "downloads")
+    shutil.copytree(folder.root, moved.root)
+    assert warn_of_pickles(moved)
+    said = capsys.readouterr().err
+    assert str(moved.root) in said and str(folder.root) in said and "pickles" in said
+    (moved.root / "origin.json").unlink()
+    assert "does not say where it was made" in doubts(moved)[0]
+
+
+@pytest.mark.parametrize("where", ["/tmp/elsewhere", "ROOT/../other/checkpoint", "ROOT/link/checkpoint"])
+def test_a_checkpoint_outside_of_the_folder_is_warned_of(folder: SearchFolder, where: str) -> None:
+    (folder.root / "link").symlink_to("/tmp")
+    save(folder, where.replace("ROOT", str(folder.root)))
+    assert any("outside" in doubt for doubt in doubts(folder))
+
+
+@pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="only root may give a folder away")
+def test_a_folder_of_another_user_is_warned_of(folder: SearchFolder) -> None:
+    os.chown(folder.root, 12_345, -1)
+    assert any("12345" in doubt for doubt in doubts(folder))
+
+
+NASTY = (
+    "..",
+    ".",
+    "../x",
+    "a/../../b",
+    "/etc",
+    "a\\b",
+    "-rf",
+    "",
+    " ",
+    "a\n",
+    "a\x00b",
+    "~",
+    "$HOME",
+    "C:x",
+    "x" * 300,
+)
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_no_name_leads_out_of_the_storage(folder: SearchFolder, name: str) -> None:
+    with pytest.raises(ConfigError):
+        folder.trial(name)
+    sound = {"name": "a", "model": {"path": "m"}, "search": {"budgets": [0.5]}}
+    arm = {"recipe": "gqa", "label": name}
+    for changes in (
+        {"name": name},
+        {"promotion": {"registered_name": name}},
+        {"search": {"budgets": [0.5], "recipes": [arm]}},
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parse_config({**sound, **changes})
+        assert any(key in str(caught.value) for key in ("name", "label"))
+
+
+def test_records_from_elsewhere_cannot_name_a_path(folder: SearchFolder) -> None:
+    save(folder, "x")
+    record = json.loads(folder.trials_file.read_text())
+    record[0]["trial_id"] = "../../../etc"
+    folder.trials_file.write_text(json.dumps(record))
+    from orchestrator.report import write_report
+
+    folder.base.write_text(json.dumps({"loss": 2.0, "kv_bytes_per_token": 8}))
+    with pytest.raises(ConfigError, match="no trial's id"):
+        write_report(folder.root)
+
+
+@pytest.mark.parametrize(
+    ("address", "hidden"),
+    [
+        ("http://user:hunter2@host:5000/x", "hunter2"),
+        ("https://hunter2@host", "hunter2"),
+        ("postgresql+psycopg://u:hunter2@h/db", "hunter2"),
+        ("see https://h/x?api_key=hunter2&b=1 there", "hunter2"),
+        ("s3://bucket/x?X-Amz-Signature=hunter2", "hunter2"),
+        ("https://h/x?access_token=hunter2'", "hunter2"),
+    ],
+)
+def test_secrets_of_addresses_are_hidden(address: str, hidden: str) -> None:
+    told = redact(address)
+    assert hidden not in told and "***" in told
+    assert redact("sqlite:////tmp/mlflow.db and https://host/x?page=2") == (
+        "sqlite:////tmp/mlflow.db and https://host/x?page=2"
+    )

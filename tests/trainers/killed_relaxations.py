@@ -1,0 +1,99 @@
+"""Run as a script: relaxation stages in worker processes of their own, one of which dies by SIGKILL and comes back.
+
+`python killed_relaxations.py FOLDER` reads `cases.json` there, a list of {"name", "kill_at", "job"}, `job` being a
+TrainJob as JSON. Each case runs twice: as it is, in FOLDER/NAME/whole, and killed after step `kill_at` and started
+again, in FOLDER/NAME/killed. Prints how the workers of each attempt ended.
+
+The libraries are imported once; the workers are forks of this process, which itself trains nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import trainers.engine
+import trainers.relaxing
+from attention import garbage
+from trainers.job import TrainJob
+
+FORK = multiprocessing.get_context("fork")
+
+
+def work(job: TrainJob, rank: int, meeting: Path, kill_at: int | None) -> None:
+    """One worker. With `kill_at` the last of them kills itself after that step."""
+    torch.set_num_threads(1)
+    world = job.settings.num_workers
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    config = trainers.engine._config
+
+    def split_all(settings: Any) -> dict[str, Any]:
+        """With ZeRO 3 even the smallest parameter is split."""
+        made = config(settings)
+        if settings.zero_stage == 3:
+            made["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return made
+
+    trainers.engine._config = split_all
+    on_step = trainers.relaxing._Stage._on_step
+
+    def then_die(self: Any, engine: Any, relaxation: Any, step: int, loss: float) -> None:
+        on_step(self, engine, relaxation, step, loss)
+        if step == kill_at and rank == world - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    trainers.relaxing._Stage._on_step = then_die
+    trainers.relaxing.relax(job, rank, world)
+    dist.destroy_process_group()
+
+
+def run(job: TrainJob, folder: Path, attempt: int, kill_at: int | None = None) -> list[int | None]:
+    """All workers of one attempt; when one dies the others are ended too. Their exit codes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    meeting = folder / f"meeting-{attempt}"
+    workers = [
+        FORK.Process(target=work, args=(replace(job, out_dir=str(folder / "out")), rank, meeting, kill_at))
+        for rank in range(job.settings.num_workers)
+    ]
+    for worker in workers:
+        worker.start()
+    while any(worker.is_alive() for worker in workers):
+        if any(worker.exitcode not in (None, 0) for worker in workers):
+            for worker in workers:
+                worker.kill()
+        time.sleep(0.02)
+    for worker in workers:
+        worker.join()
+    return [worker.exitcode for worker in workers]
+
+
+def main(folder: Path) -> None:
+    garbage.settle()  # else each fork copies the memory of all libraries as soon as it collects
+    ends: dict[str, Any] = {}
+    for case in json.loads((folder / "cases.json").read_text()):
+        name, job = case["name"], TrainJob.from_json(case["job"])
+        ends[name] = {
+            "whole": run(job, folder / name / "whole", 0),
+            "killed": run(job, folder / name / "killed", 0, case["kill_at"]),
+            "unfinished": not list((folder / name / "killed").rglob("outcome.json")),
+            "again": run(job, folder / name / "killed", 1),
+        }
+    print(json.dumps(ends))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

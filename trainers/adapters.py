@@ -1,0 +1,101 @@
+"""LoRA: a low-rank change of each projection is trained, all else is frozen (Hu 2021; paper 003, Tables 1 and 3).
+
+Legend: r rank; a projection `W [out, in]` becomes `W + (alpha / r) B A` with `A [r, in]` and `B [out, r]`, B = 0 at
+first, so that training starts at the given model. Paper 003 is **silent** on r, alpha and which projections.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from attention.composition import compositions
+from attention.families import family_of
+from attention.shared_weights import SharedProjection, sharing_modules
+
+NAME = "default"  # peft's name of the one adapter
+BASE, DOWN, UP = ".base_layer.", f".lora_A.{NAME}.", f".lora_B.{NAME}."
+
+
+def adaptable(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The projections that take an adapter, by name: all of attention and MLP in every decoder layer.
+
+    Left out are those that lend or borrow blocks: an adapter there would change some users of a weight while training
+    and all of them once it is merged. Raises ValueError if none is left, or for a projection of a kind whose adapter
+    could not be merged.
+    """
+    attention = {id(module) for module in family_of(model.config).attention_modules(model)}
+    layers = [name.rpartition(".")[0] + "." for name, module in model.named_modules() if id(module) in attention]
+    shared, found = sharing_modules(model), {}
+    for name, module in model.named_modules():
+        if not name.startswith(tuple(layers)) or name in shared:
+            continue
+        if type(module) in (nn.Linear, Conv1D):
+            found[name] = module
+        elif isinstance(module, nn.Linear | Conv1D | SharedProjection | nn.MultiheadAttention):
+            raise ValueError(
+                f"tuning lora: {name} is a {type(module).__name__}, whose adapter could not be merged; use tuning=full"
+            )
+    if not found:
+        raise ValueError(
+            "tuning lora: every projection of this model shares its weights with another layer, none is left to "
+            "adapt; use tuning=full"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a model. `transposed`: by projection, whether its weight is kept as `[in, out]` (GPT-2)."""
+
+    scaling: float
+    transposed: Mapping[str, bool]
+
+    def merge(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The state dict of the adapted model → that of the plain one, with each adapter added to its projection.
+
+        An empty one stays empty. Added in float32 at least, rounded to the weight's dtype once.
+        """
+        plain = {name.replace(BASE, "."): t for name, t in state.items() if DOWN not in name and UP not in name}
+        if state:
+            for name, transposed in self.transposed.items():
+                weight, down, up = (state[f"{name}{part}weight"] for part in (BASE, DOWN, UP))
+                wide = torch.promote_types(weight.dtype, torch.float32)
+                change = self.scaling * (up.to(wide) @ down.to(wide))
+                plain[f"{name}.weight"] = (weight.to(wide) + (change.T if transposed else change)).to(weight.dtype)
+        return plain
+
+
+def add_adapters(model: PreTrainedModel, rank: int, alpha: float, generator: torch.Generator) -> Adapters:
+    """Freeze a model and give its projections adapters, in place. What it computes stays the same.
+
+    Composition stays trained as it is: it is small, and where it was just added it has nothing to be a change of.
+    Raises ValueError as in `adaptable`, before anything is changed.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    found = adaptable(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that fan_in_fan_out goes by the kind of projection
+        config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, bias="none", target_modules=list(found))  # pyright: ignore[reportArgumentType]
+        inject_adapter_in_model(config, model, adapter_name=NAME)
+    trained = {id(p) for composition in compositions(model) for p in composition.parameters()}
+    missing = set(found)
+    for name, parameter in model.named_parameters():
+        down, up = DOWN in name, UP in name
+        parameter.requires_grad_(down or up or id(parameter) in trained)
+        if down or up:
+            parameter.data = parameter.data.to(model.dtype)
+            missing.discard(name.partition(DOWN if down else UP)[0])
+        if down:  # peft's own initialisation (that of nn.Linear), but from a generator
+            nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)
+    if missing:
+        raise ValueError(f"tuning lora: peft gave no adapter to {sorted(missing)}; use tuning=full")
+    return Adapters(alpha / rank, {name: isinstance(module, Conv1D) for name, module in found.items()})
