@@ -55,7 +55,6 @@ class SpooledTracker(Tracker):
             if known is None:
                 raise
             logger.warning("%s (going on: what is to be told waits in %s)", error, spool)
-            os.environ["MLFLOW_TRACKING_URI"] = uri or default_uri(storage)
             return cls(uri or default_uri(storage), known, spool)
         return cls.of(tracker, spool)
 

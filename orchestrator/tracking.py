@@ -29,6 +29,9 @@ REFUSED = (
 )
 """Answers of a store that another try would get again."""
 SECRETS = "token|key|secret|passw|sig|credential|auth"
+_WHOLE: dict[str, str] = {}
+"""The whole address of a redacted one, for what Tune pickles and reads again in this process. Not the environment: what
+the driver starts inherits that, and a second search of the process would write into the store of the first."""
 METRICS = ("loss", "rise", "kl", "train_loss", "tokens", "tokens_per_second", "seconds")
 
 
@@ -68,6 +71,7 @@ class Tracker:
     def __init__(self, uri: str, experiment_id: str) -> None:
         self.uri, self.experiment_id = uri, experiment_id
         self._opened: Any = None
+        _WHOLE[redact(uri)] = uri
 
     @classmethod
     def open(cls, uri: str | None, experiment: str, storage: str | Path) -> Tracker:
@@ -89,7 +93,6 @@ class Tracker:
                 f"{redact(str(error)).strip().splitlines()[0][:300]}; leave it out for a "
                 "sqlite store in the storage folder"
             ) from None
-        os.environ["MLFLOW_TRACKING_URI"] = address
         return cls(address, identity)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -98,10 +101,9 @@ class Tracker:
 
     @property
     def client(self) -> Any:
-        """MLflow's client; unpickled in a driver, it takes the address that `open` has left in the environment."""
+        """MLflow's client; unpickled in the driver, it takes the whole address from where it was first made."""
         if self._opened is None:
-            if "***@" in self.uri:
-                self.uri = os.environ.get("MLFLOW_TRACKING_URI", self.uri)
+            self.uri = _WHOLE.get(self.uri, self.uri)
             self._opened = open_client(self.uri)
         return self._opened
 

@@ -15,6 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # For every Ray of the process, since what its first Ray was started with holds for the later ones: a driver that still
 # wants tokens takes no call of a cluster without them, and the cluster ends the driver's actors.
 os.environ["RAY_AUTH_MODE"] = "disabled"
+os.environ.pop("MLFLOW_TRACKING_URI", None)  # no test writes into the store of whoever runs it
 
 import pytest
 import torch

@@ -181,8 +181,7 @@ def promoted(
 
 
 @pytest.fixture
-def tracker(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Tracker:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
+def tracker(tmp_path: Path, empty_store: Path) -> Tracker:
     shutil.copy(empty_store, tmp_path / "mlflow.db")
     return Tracker.open(None, "tests", tmp_path)
 

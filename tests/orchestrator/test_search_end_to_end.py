@@ -34,15 +34,14 @@ def start(storage: Path, *arguments: str) -> subprocess.Popen[str]:
     return start_search(storage, SMALL, *arguments)
 
 
-def runs_of(storage: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
+def runs_of(storage: Path, folder: Path) -> tuple[Any, list[Any]]:
     """The parent run of a search and its children."""
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
     tracker = Tracker.open(None, "headfold", storage)
     parent = read_json(folder / "state.json")["parent_run"]
     return tracker.client.get_run(parent), tracker.children(parent)
 
 
-def test_ctrl_c_ends_a_search_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_a_search_in_order(tmp_path: Path) -> None:
     """How it goes on, and that it ends in an exported checkpoint, is for test_chaos.py."""
     folder = tmp_path / "small"
     first = start(tmp_path)
@@ -59,12 +58,12 @@ def test_ctrl_c_ends_a_search_in_order(tmp_path: Path, monkeypatch: pytest.Monke
     assert "Traceback" not in log
     assert left_over(tmp_path) == []
     assert KILLED in {t.status for t in load_trials(folder / "trials.json")}
-    parent, children = runs_of(tmp_path, folder, monkeypatch)
+    parent, children = runs_of(tmp_path, folder)
     assert parent.info.status == "KILLED"
     assert "RUNNING" not in {run.info.status for run in children}
 
 
-def test_a_failing_trial_is_told_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_trial_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     """A learning rate that no optimiser can hold."""
     rates = ["search.learning_rates=[3e-4,1e38]", "search.recipes=[gqa]", "promotion.enabled=false"]
     process = start(tmp_path, *rates)
@@ -78,7 +77,7 @@ def test_a_failing_trial_is_told_and_the_others_go_on(tmp_path: Path, monkeypatc
     assert "Error" in (trials[1e38].error or "")
     assert "1 of 2 trials failed" in log
     assert str(trials[1e38].error).split(":")[0] in log
-    parent, children = runs_of(tmp_path, folder, monkeypatch)
+    parent, children = runs_of(tmp_path, folder)
     assert parent.info.status == "FINISHED"
     assert sorted(run.info.status for run in children) == ["FAILED", "FINISHED"]
     assert [e for run in children if (e := run.data.tags.get("error"))] == [trials[1e38].error]

@@ -19,8 +19,7 @@ AWAY = ConnectionError("nobody there")
 
 
 @pytest.fixture
-def plain(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tracker]:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
+def plain(tmp_path: Path, empty_store: Path) -> Iterator[Tracker]:
     shutil.copy(empty_store, tmp_path / "mlflow.db")
     yield Tracker.open(None, "tests", tmp_path)
 

@@ -26,8 +26,7 @@ from orchestrator.tracking import Tracker, TrackingError, default_uri, redact
 
 
 @pytest.fixture
-def tracker(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tracker]:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")  # `open` sets it; restored afterwards
+def tracker(tmp_path: Path, empty_store: Path) -> Iterator[Tracker]:
     shutil.copy(empty_store, tmp_path / "mlflow.db")
     yield Tracker.open(None, "tests", tmp_path)
 
@@ -214,11 +213,25 @@ def test_a_store_that_is_away_is_refused_without_its_password(tmp_path: Path, mo
     assert "secret" not in str(caught.value)
 
 
-def test_no_password_is_pickled(tracker: Tracker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_password_is_pickled_and_the_same_process_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = "postgresql://me:secret@db/x"
     dumped = pickle.dumps(Tracker(whole, "0"))
     assert b"secret" not in dumped
-    assert pickle.loads(dumped).uri == "postgresql://***@db/x"
+    restored = pickle.loads(dumped)
+    assert restored.uri == "postgresql://***@db/x"
+    asked: list[str] = []
+    monkeypatch.setattr("orchestrator.tracking.open_client", asked.append)
+    _ = restored.client
+    assert asked == [whole]
+
+
+def test_an_opened_store_is_not_that_of_what_runs_next(tmp_path: Path, empty_store: Path) -> None:
+    """A second search of a process, and every process that the first one starts, would else write into it too."""
+    before = dict(os.environ)
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    tracker = Tracker.open(None, "tests", tmp_path)
+    assert tracker.children(tracker.start("alone")) == []
+    assert not {name for name, value in os.environ.items() if before.get(name) != value and str(tmp_path) in value}
 
 
 def test_long_values_are_cut_to_what_mlflow_takes(tracker: Tracker) -> None:
@@ -259,9 +272,8 @@ def test_an_error_is_told_by_its_cause(text: str, said: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_takes_runs_artifacts_and_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_takes_runs_artifacts_and_versions(tmp_path: Path) -> None:
     """A tracking server refuses bare local folders as a source: the checkpoint goes up as a run artifact."""
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
