@@ -70,9 +70,7 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-def test_a_killed_server_comes_back_and_a_new_head_knows_its_runs(
-    tmp_path: Path, empty_store: Path
-) -> None:
+def test_a_killed_server_comes_back_and_a_new_head_knows_its_runs(tmp_path: Path, empty_store: Path) -> None:
     port, own, kept = free_port(), tmp_path / "own" / "mlflow.db", tmp_path / "shared" / "backup.db"
     kept.parent.mkdir()
     kept.write_bytes(empty_store.read_bytes())  # as a head that was lost has left it
