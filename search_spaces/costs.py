@@ -9,7 +9,7 @@ programme applies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations, groupby
 from math import comb
 from typing import Any, Protocol
@@ -33,12 +33,21 @@ class Objective(Protocol):
     def scores(self, partitions: Sequence[Partition]) -> list[float]: ...
 
 
+class Kept(Protocol):
+    """Prices of all groups of a size, in the order of `itertools.combinations`, that outlive a cost."""
+
+    def read(self) -> Mapping[int, np.ndarray]: ...
+
+    def add(self, prices: Mapping[int, np.ndarray]) -> None: ...
+
+
 class GroupCost:
     """An additive objective from `cost(members) -> float`, lower is better; each group is computed once.
 
     `many(list of members of one size) -> array` computes a batch at once where that is faster. `remembered` groups are
     kept at most, the latest; `priced` counts those computed so far. `programmes`: what exact grouping has worked out,
     for the next number of groups. `effort`: multiply-adds to price one group of a size, where that is worth a thought.
+    `kept`: where the prices of whole sizes are found and left, if that is somewhere.
     """
 
     def __init__(
@@ -52,7 +61,13 @@ class GroupCost:
         self._known: dict[Members, float] = {}
         self._table: np.ndarray | None = None
         self.programmes: dict[Any, Any] = {}
+        self.kept: Kept | None = None
         self.priced = 0
+
+    @property
+    def has_effort(self) -> bool:
+        """Whether a price takes time that is worth a thought."""
+        return self._effort is not None
 
     def effort(self, num_heads: int, sizes: Iterable[int]) -> float:
         """Multiply-adds to price every group of these sizes; 0 if nobody has said what one takes."""
@@ -110,12 +125,18 @@ class GroupCost:
         wanted[list(sizes if sizes is not None else range(1, num_heads + 1))] = True
         if self._table is None or len(self._table) != 1 << num_heads:
             self._table = np.full(1 << num_heads, np.nan)
-        for size in np.flatnonzero(wanted):
-            groups = list(combinations(range(num_heads), int(size)))
-            masks = np.array([sum(1 << h for h in group) for group in groups])
-            if np.isnan(self._table[masks[0]]):
-                self._table[masks] = self.costs(groups)
         count = np.bitwise_count(np.arange(1 << num_heads, dtype=np.uint32))
+        missing = [size for size in np.flatnonzero(wanted).tolist() if np.isnan(self._table[(1 << size) - 1])]
+        found = self.kept.read() if self.kept is not None and missing else {}
+        new: dict[int, np.ndarray] = {}
+        for size in missing:
+            groups = list(combinations(range(num_heads), size))
+            prices = found.get(size)
+            if prices is None or len(prices) != len(groups):
+                prices = new[size] = np.array(self.costs(groups), dtype=np.float64)
+            self._table[[sum(1 << h for h in group) for group in groups]] = prices
+        if self.kept is not None and new:
+            self.kept.add(new)
         return np.where(wanted[count], self._table, np.inf)
 
 

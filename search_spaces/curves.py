@@ -8,18 +8,15 @@ measurement.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from attention.calibration import calibration_digest
 from search_spaces.context import PlanningContext
+from search_spaces.kept_files import alone, put_in_place
 from search_spaces.partitions import Partition
 from search_spaces.recipe import Recipe
 
@@ -75,14 +72,10 @@ class Curves:
     def _save(self) -> None:
         if self.file is None:
             return
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(self.file.parent):
+        with alone(self.file.parent):
             # What another process has measured meanwhile stays; equal points are equal by construction.
             self._points.update({**_read(self.file), **self._points})
-            handle, name = tempfile.mkstemp(dir=self.file.parent, suffix=".part")
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                json.dump(self._points, stream, sort_keys=True)
-            Path(name).replace(self.file)
+            put_in_place(self.file, json.dumps(self._points, sort_keys=True).encode())
 
 
 def curve_name(recipe: Recipe, context: PlanningContext, knobs: dict[str, int], seed_of: str) -> str:
@@ -104,19 +97,6 @@ def curve_name(recipe: Recipe, context: PlanningContext, knobs: dict[str, int], 
 
 def _key(layer: int, sides: tuple[str, ...], count: int) -> str:
     return f"{layer}/{'+'.join(sides)}/{count}"
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process adds points in `folder`. Where the file system has no locks, two that write at one
-    moment may lose the points of one, which are then measured again."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _read(file: Path | None) -> dict[str, Point]:

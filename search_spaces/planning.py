@@ -26,6 +26,7 @@ from search_spaces.costs import GroupCost, Objective
 from search_spaces.curves import Curves, curve_name
 from search_spaces.grouping import GroupingProblem, neighbour_partition
 from search_spaces.partitions import Partition
+from search_spaces.prices import prices_of_site
 from search_spaces.recipe import AXES, Recipe
 from search_spaces.rules import nothing_to_fuse, sharing_saves_no_cache
 from search_spaces.sharing import SharingProblem, share_count
@@ -309,7 +310,11 @@ class _Planner:
         additive = "whole_partition" not in AXES["objective"].get(str(self.recipe.objective)).needs
         if additive and self._last_objective is not None and self._last_objective[0] == key:
             return self._last_objective[1]
-        made = AXES["objective"].get(str(self.recipe.objective))(site, **self.recipe.knobs("objective"))
+        name, knobs = str(self.recipe.objective), self.recipe.knobs("objective")
+        made = AXES["objective"].get(name)(site, **knobs)
+        folder, calibration = self.context.cache_dir, self.context.calibration
+        if isinstance(made, GroupCost) and made.has_effort and folder is not None and calibration is not None:
+            made.kept = prices_of_site(folder, name, knobs, site, calibration.digest)
         self._last_objective = (key, made)
         return made
 
