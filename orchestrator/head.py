@@ -103,11 +103,18 @@ class Server:
             environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
             self.process = subprocess.Popen(self.settings.command, env=environment, start_new_session=True)
 
-    def end(self) -> None:
-        """End the server with all its workers."""
-        if self.process is not None and self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGTERM)
-            self.process.wait(timeout=30)
+    def end(self, patience: float = 20) -> None:
+        """End the server with all its workers. One that was just starting a worker may wait for it for ever: after
+        `patience` seconds it is killed, since the last backup is still to be made."""
+        if self.process is None or self.process.poll() is not None:
+            return
+        os.killpg(self.process.pid, signal.SIGTERM)
+        try:
+            self.process.wait(timeout=patience)
+        except subprocess.TimeoutExpired:
+            print(f"MLflow did not end within {patience:.0f} s of SIGTERM, killing it", flush=True)
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
 
 def main() -> int:

@@ -12,12 +12,14 @@ import time
 import urllib.request
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 from orchestrator.cluster import free_port
-from orchestrator.head import Settings, back_up, restore, taken, try_to_back_up
+from orchestrator.head import Server, Settings, back_up, restore, taken, try_to_back_up
 from orchestrator.tracking import Tracker
 
 
@@ -67,6 +69,25 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert Settings.of_environment().backup == Path("/mnt/backup.db")
     monkeypatch.setenv("HEADFOLD_MLFLOW_STORE", "postgresql://db/mlflow")
     assert Settings.of_environment().backup is None
+
+
+def test_a_server_that_does_not_end_is_killed_with_its_workers(capfd: pytest.CaptureFixture[str]) -> None:
+    deaf = "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    child = f"subprocess.Popen([sys.executable, '-c', '{deaf}; time.sleep(600)'])"
+    settings: Any = SimpleNamespace(command=[sys.executable, "-c", f"{deaf}; {child}; time.sleep(600)"])
+    server = Server(settings)
+    server.keep_up()
+    assert server.process is not None
+    tree = [psutil.Process(server.process.pid)]
+    deadline = time.monotonic() + 60
+    while len(tree) < 2 and time.monotonic() < deadline:
+        tree = [tree[0], *tree[0].children()]
+    server.end(patience=1)
+    assert server.process.returncode == -signal.SIGKILL
+    assert psutil.wait_procs(tree[1:], timeout=20)[1] == []
+    assert len(tree) == 2
+    assert "did not end within 1 s" in capfd.readouterr().out
+    server.end()  # nothing is left to end
 
 
 @pytest.mark.slow
