@@ -9,14 +9,17 @@ programme applies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations, groupby
 from math import comb
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from search_spaces.partitions import Partition
+
+if TYPE_CHECKING:
+    from search_spaces.prices import KeptPrices
 
 Members = tuple[int, ...]
 REMEMBERED = 1 << 17  # groups: some 30 MB
@@ -31,14 +34,6 @@ class Objective(Protocol):
     def score(self, partition: Partition) -> float: ...
 
     def scores(self, partitions: Sequence[Partition]) -> list[float]: ...
-
-
-class Kept(Protocol):
-    """Prices of all groups of a size, in the order of `itertools.combinations`, that outlive a cost."""
-
-    def read(self) -> Mapping[int, np.ndarray]: ...
-
-    def add(self, prices: Mapping[int, np.ndarray]) -> None: ...
 
 
 class GroupCost:
@@ -61,7 +56,7 @@ class GroupCost:
         self._known: dict[Members, float] = {}
         self._table: np.ndarray | None = None
         self.programmes: dict[Any, Any] = {}
-        self.kept: Kept | None = None
+        self.kept: KeptPrices | None = None
         self.priced = 0
 
     @property

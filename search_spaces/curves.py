@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from attention.calibration import calibration_digest
 from search_spaces.context import PlanningContext
-from search_spaces.kept_files import alone, put_in_place
+from search_spaces.kept_files import alone, write_whole
 from search_spaces.partitions import Partition
 from search_spaces.recipe import Recipe
 
@@ -75,7 +75,7 @@ class Curves:
         with alone(self.file.parent):
             # What another process has measured meanwhile stays; equal points are equal by construction.
             self._points.update({**_read(self.file), **self._points})
-            put_in_place(self.file, json.dumps(self._points, sort_keys=True).encode())
+            write_whole(self.file, json.dumps(self._points, sort_keys=True).encode())
 
 
 def curve_name(recipe: Recipe, context: PlanningContext, knobs: dict[str, int], seed_of: str) -> str:

@@ -24,7 +24,7 @@ def alone(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def put_in_place(file: Path, content: bytes) -> None:
+def write_whole(file: Path, content: bytes) -> None:
     """Write a file in one step: whoever reads it sees the old content or the new."""
     handle, name = tempfile.mkstemp(dir=file.parent, suffix=".part")
     with os.fdopen(handle, "wb") as stream:

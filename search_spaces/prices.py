@@ -16,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from search_spaces.kept_files import alone, put_in_place
+from search_spaces.kept_files import alone, write_whole
 from search_spaces.site import Site
 
 
@@ -42,7 +42,7 @@ class KeptPrices:
         """Raises OSError if the folder cannot be written."""
         with alone(self.file.parent):
             every = self.read() | dict(prices)
-            put_in_place(self.file, save({str(size): np.ascontiguousarray(every[size]) for size in sorted(every)}))
+            write_whole(self.file, save({str(size): np.ascontiguousarray(every[size]) for size in sorted(every)}))
 
 
 def prices_of_site(folder: str | Path, objective: str, knobs: Mapping[str, Any], site: Site, digest: str) -> KeptPrices:

@@ -232,10 +232,13 @@ def test_a_promotion_that_runs_again_repeats_nothing(
 
 
 @contextmanager
-def killed_in(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> Iterator[None]:
-    """The body must call `owner.name`, and dies there."""
+def killed_in(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, done: bool = False) -> Iterator[None]:
+    """The body must call `owner.name`, and dies there; with `done` once that has done its work."""
+    real = getattr(owner, name)
 
-    def killed(*args: Any) -> None:
+    def killed(*args: Any, **kwargs: Any) -> None:
+        if done:
+            real(*args, **kwargs)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -348,16 +351,9 @@ def test_killed_after_the_version_was_made_it_is_not_made_twice(
 ) -> None:
     save_trials(folder.trials_file, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
     parent = tracker.start("search")
-    real = Tracker.register
 
-    def killed(*args: Any, **kwargs: Any) -> None:
-        real(*args, **kwargs)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Tracker, "register", killed)
-        with pytest.raises(KeyboardInterrupt):
-            promoted(config, context, folder, tracker, parent)
+    with killed_in(monkeypatch, Tracker, "register", done=True):
+        promoted(config, context, folder, tracker, parent)
     assert read_json(folder.promotion)["candidates"]["head"]["status"] == PASSED
     (candidate,) = promoted(config, context, folder, tracker, parent)["candidates"].values()
     assert (candidate["status"], candidate["version"]) == (PROMOTED, "1")
@@ -370,10 +366,9 @@ def test_a_run_that_a_kill_left_behind_is_taken_up_again(
 ) -> None:
     save_trials(folder.trials_file, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
     parent = tracker.start("search")
-    with monkeypatch.context() as patch:
-        patch.setattr(Tracker, "logged_steps", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            promoted(config, context, folder, tracker, parent)
+
+    with killed_in(monkeypatch, Tracker, "logged_steps"):
+        promoted(config, context, folder, tracker, parent)
     assert len(tracker.children(parent)) == 1
     promoted(config, context, folder, tracker, parent)
     kinds = sorted(run.data.tags["headfold.kind"] for run in tracker.children(parent))
