@@ -20,7 +20,7 @@ export HF_HUB_OFFLINE ?= 1
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo ui test test-fast test-kernel chaos lint bench bench-gpu simulate clean
+.PHONY: help setup demo ui test test-all test-fast test-kernel chaos lint bench bench-gpu simulate clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -55,14 +55,20 @@ ui: $(STAMP) ## show the demo's runs in MLflow on the loopback address
 	@echo "ui: http://127.0.0.1:$(UI_PORT)  (Ctrl-C ends it)"
 	@$(BIN)/mlflow server --host 127.0.0.1 --port $(UI_PORT) --workers 1 --backend-store-uri sqlite:///$(DEMO)/mlflow.db
 
-test: lint ## lint, types, import rule, and every test
-	@echo "test: all tests"
-	@# One thread a process: they and what they start already want more than a core each
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
+# One thread a process: the tests and what they start already want more than a core each.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
+
+test: lint ## lint, types, import rule, and the tests: what must be green
+	@echo "test: all but the extended tests (make test-all has them too)"
+	@$(PYTEST) -m "not extended"
+
+test-all: lint ## the same with the extended tests: experiments, long fuzzing, other environments
+	@echo "test-all: all tests"
+	@$(PYTEST)
 
 test-fast: $(STAMP) ## the tests that take seconds
 	@echo "test-fast: tests without those marked slow"
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(BIN)/python -m pytest -m "not slow and not extended"
 
 test-kernel: $(STAMP) ## the decode kernel alone: in Triton's interpreter, and on a GPU if there is one
 	@$(BIN)/python -m pytest tests/attention/test_kernel.py

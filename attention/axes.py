@@ -15,7 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from attention.messages import near, one_of
+
 KINDS = ("int", "float", "log_float", "choice", "bool")
+IN_WORDS = {"int": "a whole number", "float": "a number", "log_float": "a number"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Knob:
         """Return `value` if it is allowed; raise ValueError naming the knob, the value and what is allowed."""
         if self.kind == "choice":
             if value not in self.choices:
-                raise ValueError(f"{self.name} must be one of {list(self.choices)}, got {value!r}")
+                raise ValueError(one_of(self.name, self.choices, value))
             return value
         if self.kind == "bool":
             if not isinstance(value, bool):
@@ -54,7 +57,7 @@ class Knob:
             return value
         wanted = int if self.kind == "int" else (int, float)
         if isinstance(value, bool) or not isinstance(value, wanted):
-            raise ValueError(f"{self.name} must be of kind {self.kind}, got {value!r}")
+            raise ValueError(f"{self.name} must be {IN_WORDS[self.kind]}, got {value!r}")
         if (self.low is not None and value < self.low) or (self.high is not None and value > self.high):
             raise ValueError(f"{self.name} must lie in [{self.low}, {self.high}], got {value!r}")
         return value
@@ -77,8 +80,14 @@ class Part:
         known = {knob.name: knob for knob in self.knobs}
         unknown = sorted(set(given) - set(known))
         if unknown:
-            raise ValueError(f"{self.axis}={self.name} has no setting {unknown[0]!r}; it has {sorted(known) or 'none'}")
-        return {name: knob.check(given.get(name, knob.default)) for name, knob in known.items()}
+            raise ValueError(
+                f"{self.axis}={self.name} has no setting {unknown[0]!r}{near(unknown[0], known)}; it has "
+                f"{sorted(known) or 'none'}"
+            )
+        try:
+            return {name: knob.check(given.get(name, knob.default)) for name, knob in known.items()}
+        except ValueError as error:
+            raise ValueError(f"{self.axis}.{error}") from None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -121,7 +130,7 @@ class Axis:
     def get(self, name: str) -> Part:
         self.discover()
         if not isinstance(name, str) or name not in self._parts:
-            raise ValueError(f"{self.name} must be one of {sorted(self._parts)}, got {name!r}")
+            raise ValueError(one_of(self.name, sorted(self._parts), name))
         return self._parts[name]
 
     def names(self) -> list[str]:

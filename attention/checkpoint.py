@@ -18,18 +18,28 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from attention import modeling
+from attention import modeling, weights
 from attention.families import family_of
 from attention.geometry import HeadGeometry
+from attention.messages import reason
 from attention.modeling import PREFIX, plan_of
+from attention.permissions import honour_umask
 from attention.plan import AttentionPlan
+from attention.replacing import DIGESTS, parents_made, recover, resolved, sha256, swap, unused
+from attention.sources import CheckpointError, only_cached
+from attention.stock_files import put_tokenizer, write_both_forms
 
 __all__ = [
     "DIGESTS",
     "PLAN_FILE",
+    "carried",
     "intact",
     "load",
+    "note_of",
+    "original_heads",
+    "original_note",
     "plan_of",
+    "recover",
     "save",
     "to_plain",
     "weights_digest",
@@ -38,50 +48,36 @@ __all__ = [
 ]
 
 PLAN_FILE = "headfold.json"
-DIGESTS = "digests.json"
+ORIGINAL = "original"  # in that file: what the checkpoint was converted from
 
 
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be read. The message names the path and what to do."""
+def write_atomically(folder: str | Path, write: Callable[[Path], None], *, overwrite: bool = True) -> Path:
+    """Call `write` on an empty folder beside `folder`, then swap it in. A killed write leaves the old folder.
 
-
-def _spare(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.old")
-
-
-def recover(folder: Path) -> None:
-    """If a save was killed between its two renames, put the old checkpoint back."""
-    if not folder.exists() and _spare(folder).exists():
-        _spare(folder).rename(folder)
-
-
-def write_atomically(folder: str | Path, write: Callable[[Path], None]) -> Path:
-    """Call `write` on an empty folder beside `folder`, then swap it in. A killed write leaves the old folder."""
-    folder = Path(folder).absolute()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh = folder.with_name(f".{folder.name}.{os.getpid()}.new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir()
-    try:
-        write(fresh)
-        put_in_place(fresh, folder)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+    See `put_in_place` for what may be replaced.
+    """
+    folder = resolved(folder)
+    with parents_made(folder):
+        fresh = unused(folder)
+        fresh.mkdir()
+        try:
+            write(fresh)
+            put_in_place(fresh, folder, overwrite=overwrite)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
     return folder
 
 
-def put_in_place(fresh: Path, folder: Path) -> None:
-    """Rename a finished folder to `folder` on the same disk; what was there steps aside first, and then goes."""
-    recover(folder)
+def put_in_place(fresh: Path, folder: Path, *, overwrite: bool = True) -> None:
+    """Rename a finished folder to `folder` on the same disk, with the digests of its files; a folder that we wrote
+    earlier gives way to it, unless `overwrite` is off. Raises OutputError if anything else is there."""
+    write_digests(fresh)
+    honour_umask(fresh)
     for path in fresh.rglob("*"):
         if path.is_file():
             with path.open("rb") as stream:
                 os.fsync(stream.fileno())
-    if folder.exists():
-        shutil.rmtree(_spare(folder), ignore_errors=True)
-        folder.rename(_spare(folder))
-    fresh.rename(folder)
-    shutil.rmtree(_spare(folder), ignore_errors=True)
+    swap(fresh, folder, overwrite)
 
 
 def plain_form(config: PretrainedConfig, plan: AttentionPlan) -> PretrainedConfig | None:
@@ -128,10 +124,14 @@ def save(
     *,
     plain: bool = True,
     record: dict[str, Any] | None = None,
+    overwrite: bool = True,
 ) -> Path:
     """Write a checkpoint atomically and return its folder.
 
-    `plain=False` keeps the Headfold form even where a plain one exists. `record` goes into `headfold.json`.
+    `tokenizer`: one of transformers, or the folder or hub name whose tokenizer files and generation config are copied
+    byte for byte. `plain=False` keeps the Headfold form even where a plain one exists. `record` goes into
+    `headfold.json`. Without `overwrite` not even a checkpoint that was saved there earlier is replaced; nothing else
+    ever is (OutputError).
     """
     plan = plan_of(model)
     own = model.config.model_type.startswith(PREFIX)
@@ -139,18 +139,23 @@ def save(
     written = to_plain(model) if lowered else model
 
     def write(fresh: Path) -> None:
-        written.save_pretrained(fresh, safe_serialization=True)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(fresh)
+        write_model(written, fresh, tokenizer)
         write_note(fresh, plan, record)
-        write_digests(fresh)
 
-    return write_atomically(folder, write)
+    return write_atomically(folder, write, overwrite=overwrite)
+
+
+def write_model(model: PreTrainedModel, folder: Path, tokenizer: Any = None) -> None:
+    """Weights and config, as any software that loads the model expects them, and what lies beside (see `save`)."""
+    model.save_pretrained(folder, safe_serialization=True)
+    write_both_forms(folder)
+    if tokenizer is not None:
+        put_tokenizer(tokenizer, folder)
 
 
 def write_digests(folder: str | Path) -> None:
     """Put the SHA-256 of every file of a finished folder beside them, for `intact`."""
-    found = {name: _sha256(path) for name, path in _files(Path(folder)).items()}
+    found = {name: sha256(path) for name, path in _files(Path(folder)).items()}
     (Path(folder) / DIGESTS).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -161,7 +166,7 @@ def intact(folder: str | Path) -> bool:
         recover(folder)
         wanted = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
         files = _files(folder)
-        return files.keys() == wanted.keys() and all(_sha256(path) == wanted[name] for name, path in files.items())
+        return files.keys() == wanted.keys() and all(sha256(path) == wanted[name] for name, path in files.items())
     except (OSError, ValueError):
         return False
 
@@ -171,15 +176,37 @@ def _files(folder: Path) -> dict[str, Path]:
     return {name: path for name, path in sorted(found.items()) if name != DIGESTS}
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def write_note(folder: Path, plan: AttentionPlan, record: dict[str, Any] | None = None) -> None:
     """Put the plan that was carried out beside the weights, with whatever else is to be remembered."""
     note = {"plan": json.loads(plan.to_json()), "plan_digest": plan.digest, **(record or {})}
     (folder / PLAN_FILE).write_text(json.dumps(note, indent=1, sort_keys=True) + "\n")
+
+
+def note_of(folder: str | Path) -> dict[str, Any]:
+    """What `write_note` has put beside the weights; empty for any other checkpoint. Raises CheckpointError."""
+    file = Path(folder) / PLAN_FILE
+    try:
+        record = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except ValueError as error:
+        raise CheckpointError(f"{str(file)!r} is not the JSON that was written there: {error}") from None
+    if not isinstance(record, dict):
+        raise CheckpointError(f"{str(file)!r} must hold a JSON object, got {type(record).__name__}")
+    return record
+
+
+def original_note(own_heads: int) -> dict[str, Any]:
+    """For `record` of `save`: key and value heads of the original model (`attention.ratios.own_heads`)."""
+    return {ORIGINAL: {"key_and_value_heads": own_heads}}
+
+
+def original_heads(folder: str | Path) -> int | None:
+    """Key and value heads of the model that a checkpoint was converted from; None where that was not recorded."""
+    return note_of(folder).get(ORIGINAL, {}).get("key_and_value_heads")
+
+
+def carried(folder: str | Path) -> dict[str, Any]:
+    """Of the note of a checkpoint what holds for all that is made of it, for `record` of `save`."""
+    return {key: value for key, value in note_of(folder).items() if key == ORIGINAL}
 
 
 def load(
@@ -188,17 +215,29 @@ def load(
     """Load a Headfold or any supported plain checkpoint (local folder or hub name) in evaluation mode.
 
     `dtype` None keeps the checkpoint's own. Raises CheckpointError if nothing is there, ValueError for an unsupported
-    family (before any weight is read), PlanError if maps and config disagree.
+    family and WeightsError for weights that are not those of the config (all before any weight of a folder is read),
+    PlanError if maps and config disagree.
     """
     modeling.register()
     config = load_config(source, trust_remote_code=trust_remote_code)
     family_of(config)
+    weights.check(source, config)
+    cached = only_cached(source)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(source), dtype=dtype or "auto", trust_remote_code=trust_remote_code, use_safetensors=True
-        )
+        with weights.without_report():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                str(source),
+                dtype=dtype or "auto",
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,
+                local_files_only=cached,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # `check_loaded` names them
+            )
     except OSError as error:
-        raise CheckpointError(f"no safetensors weights in {str(source)!r}: {str(error).splitlines()[0]}") from None
+        raise CheckpointError(f"no safetensors weights in {str(source)!r}: {reason(error)}") from None
+    model, told = loaded
+    weights.check_loaded(source, model, told)
     if config.model_type.startswith(PREFIX):
         modeling.check_maps(model)
     return model.eval()
@@ -208,14 +247,18 @@ def load_config(source: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The config of a local folder or hub name. Raises CheckpointError if there is none."""
     modeling.register()
     try:
-        if Path(source).parent.exists():
+        if Path(source).name and Path(source).parent.exists():
             recover(Path(source))
-        return AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
+        cached = only_cached(source)
+        return AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code, local_files_only=cached)
+    except CheckpointError:
+        raise
     except Exception as error:  # a config.json may hold anything, and its class may stumble over it in any way
-        said = (str(error).splitlines() or [type(error).__name__])[0][:500]
+        if (Path(source) / "config.json").is_file():
+            raise CheckpointError(f"{str(Path(source) / 'config.json')!r} cannot be used: {reason(error)}") from None
         raise CheckpointError(
             f"no checkpoint at {str(source)!r}: expected a folder with config.json and safetensors, or a hub name; "
-            f"{said}"
+            f"{reason(error)}"
         ) from None
 
 

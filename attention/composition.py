@@ -36,12 +36,17 @@ def low_rank(scores_BnhXY: Tensor, down_BXnRh: Tensor, up_BXnRh: Tensor) -> Tens
     return torch.einsum("bnrxy,bxnrh->bnhxy", inner, up_BXnRh)
 
 
-def unpack(weights: Tensor, groups: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`[B, X, H(2R+1)]` -> down and up `[B, X, n, R, h]` and the gate `[B, X, H]`."""
-    heads = weights.shape[-1] // (2 * rank + 1)
-    down, up, gate = weights.split((heads * rank, heads * rank, heads), dim=-1)
-    shape = (groups, rank, heads // groups)
-    return down.unflatten(-1, shape), up.unflatten(-1, shape), gate
+def unpack(weights: Tensor, heads: int, groups: int, rank: int) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
+    """`[B, X, H(2R+1)]` -> (down, up) `[B, X, n, R, h]` each, and the gate `[B, X, H]`.
+
+    Of width 2HR there is no gate, of width H no projection (None): which are there follows from the width.
+    """
+    low, width = heads * rank, weights.shape[-1]
+    gate = weights[..., width - heads :] if width != 2 * low else None
+    if width == heads:
+        return None, gate
+    down, up = weights[..., : 2 * low].unflatten(-1, (2, groups, rank, heads // groups)).unbind(-4)
+    return (down, up), gate
 
 
 def compose(
@@ -56,20 +61,25 @@ def compose(
     """A + low rank and gate of the query side + low rank and gate of the key side (paper 002, Eq. 7).
 
     scores `[B, H, T, S]`; query_weights `[B, T, H(2R+1)]` and key_weights `[B, S, H(2R+1)]`, packed, or None without
-    that side; base `[n, h, h]` replaces the skip. Linear in the scores, position by position: a zero stays a zero.
+    that side, narrower without projection or gate (see `unpack`); base `[n, h, h]` replaces the skip. Linear in the
+    scores, position by position: a zero stays a zero.
     """
     grouped = scores.unflatten(1, (groups, -1))
     out = grouped if base is None else torch.einsum("bnhts,nhk->bnkts", grouped, base)
     gates: Tensor | float = 0.0
     if query_weights is not None:
-        down, up, gate = unpack(query_weights, groups, rank)
-        out = out + low_rank(grouped, down, up)
-        gates = gates + gate.transpose(1, 2).unsqueeze(-1)
+        projection, gate = unpack(query_weights, scores.shape[1], groups, rank)
+        if projection is not None:
+            out = out + low_rank(grouped, *projection)
+        if gate is not None:
+            gates = gates + gate.transpose(1, 2).unsqueeze(-1)
     out = out.flatten(1, 2)
     if key_weights is not None:
-        down, up, gate = unpack(key_weights, groups, rank)
-        out = out + low_rank(grouped.transpose(-1, -2), down, up).transpose(-1, -2).flatten(1, 2)
-        gates = gates + gate.transpose(1, 2).unsqueeze(-2)
+        projection, gate = unpack(key_weights, scores.shape[1], groups, rank)
+        if projection is not None:
+            out = out + low_rank(grouped.transpose(-1, -2), *projection).transpose(-1, -2).flatten(1, 2)
+        if gate is not None:
+            gates = gates + gate.transpose(1, 2).unsqueeze(-2)
     return out if isinstance(gates, float) else out + scores * gates
 
 
@@ -77,16 +87,24 @@ class DynamicWeights(nn.Module):
     """What one side of one place makes of its tokens (paper 002, Eq. 5 and 6): `[B, X, D]` -> `[B, X, H(2R+1)]`.
 
     dw = gelu(x W_1) W_2, split in two of `[R, h]` a group, the first normed over heads; gate = tanh(x W_g). Each group
-    is a Compose of its own (sec. 3.2): `w_1 [D, n, 2hR]`, `w_2 [n, 2hR, 2hR]`, `w_gate [D, H]`.
+    is a Compose of its own (sec. 3.2): `w_1 [D, n, 2hR]`, `w_2 [n, 2hR, 2hR]`, `w_gate [D, H]`. Without the projection
+    there is no w_1 and no w_2, without the gate no w_gate (Table 9), and so many weights less.
     """
+
+    w_1: nn.Parameter | None
+    w_2: nn.Parameter | None
+    w_gate: nn.Parameter | None
 
     def __init__(self, num_heads: int, hidden_size: int, settings: Composition) -> None:
         super().__init__()
         self.groups, self.rank, self.group_heads = settings.groups, settings.rank, num_heads // settings.groups
         inner = 2 * self.group_heads * self.rank
-        self.w_1 = nn.Parameter(torch.empty(hidden_size, self.groups, inner))
-        self.w_2 = nn.Parameter(torch.empty(self.groups, inner, inner))
-        self.w_gate = nn.Parameter(torch.empty(hidden_size, num_heads))
+        self.w_1 = self.w_2 = self.w_gate = None
+        if settings.projection:
+            self.w_1 = nn.Parameter(torch.empty(hidden_size, self.groups, inner))
+            self.w_2 = nn.Parameter(torch.empty(self.groups, inner, inner))
+        if settings.gate:
+            self.w_gate = nn.Parameter(torch.empty(hidden_size, num_heads))
         self.reset()
 
     @torch.no_grad()
@@ -97,27 +115,36 @@ class DynamicWeights(nn.Module):
         half that makes the way down is not: with all of W_2 zero both factors of the low-rank product would be zero,
         and so would the gradients of both, for ever.
         """
-        hidden, _, inner = self.w_1.shape
         h, rank = self.group_heads, self.rank
-        self.w_1.normal_(std=math.sqrt(2 / (hidden + inner)), generator=generator)
-        self.w_2.normal_(std=0.02 / (math.sqrt(2 * h * rank) * (h + rank)), generator=generator)
-        self.w_gate.normal_(std=0.05 * math.sqrt(2 / (hidden + h)), generator=generator)
-        if identity:
-            self.w_2[..., inner // 2 :].zero_()
-            self.w_gate.zero_()
+        if self.w_1 is not None and self.w_2 is not None:
+            hidden, _, inner = self.w_1.shape
+            self.w_1.normal_(std=math.sqrt(2 / (hidden + inner)), generator=generator)
+            self.w_2.normal_(std=0.02 / (math.sqrt(2 * h * rank) * (h + rank)), generator=generator)
+            if identity:
+                self.w_2[..., inner // 2 :].zero_()
+        if self.w_gate is not None:
+            self.w_gate.normal_(std=0.05 * math.sqrt(2 / (self.w_gate.shape[0] + h)), generator=generator)
+            if identity:
+                self.w_gate.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attention inputs `[B, X, D]` -> packed weights `[B, X, H(2R+1)]`."""
-        hidden = F.gelu((x @ self.w_1.flatten(1)).unflatten(-1, self.w_1.shape[1:]))
-        down, up = torch.einsum("bxni,nij->bxnj", hidden, self.w_2).chunk(2, dim=-1)
-        down = head_norm(down.unflatten(-1, (self.rank, self.group_heads)))
-        return torch.cat([down.flatten(2), up.flatten(2), torch.tanh(x @ self.w_gate)], dim=-1)
+        """Attention inputs `[B, X, D]` -> packed weights `[B, X, H(2R+1)]`: of all groups down, then up, then gates."""
+        parts = []
+        if self.w_1 is not None and self.w_2 is not None:
+            hidden = F.gelu((x @ self.w_1.flatten(1)).unflatten(-1, self.w_1.shape[1:]))
+            down, up = torch.einsum("bxni,nij->bxnj", hidden, self.w_2).chunk(2, dim=-1)
+            down = head_norm(down.unflatten(-1, (self.rank, self.group_heads)))
+            parts += [down.flatten(2), up.flatten(2)]
+        if self.w_gate is not None:
+            parts.append(torch.tanh(x @ self.w_gate))
+        return torch.cat(parts, dim=-1)
 
 
 class Compose(nn.Module):
     """One compose function (paper 002, Eq. 3 and 7) with its parameters.
 
-    Extra parameters: a side has `D 2RH + (2RH)^2 / n + D H`; the static base `H^2 / n`.
+    Extra parameters: a side has `D 2RH + (2RH)^2 / n` for the projection and `D H` for the gate; the static base
+    `H^2 / n`.
     """
 
     def __init__(self, num_heads: int, hidden_size: int, settings: Composition) -> None:
@@ -263,7 +290,8 @@ def reset_missing(model: nn.Module) -> None:
 def extra_parameters(settings: Composition, num_layers: int, num_heads: int, hidden_size: int) -> int:
     """Parameters that composition adds to a model, exactly (paper 002, App. E; over 12 D^2: about (2R + 1) / 3d)."""
     inner = 2 * settings.rank * num_heads
-    side = hidden_size * inner + inner * inner // settings.groups + hidden_size * num_heads
+    side = settings.projection * (hidden_size * inner + inner * inner // settings.groups)
+    side += settings.gate * hidden_size * num_heads
     base = num_heads * num_heads // settings.groups if settings.static_base else 0
     place = (settings.query_side + settings.key_side) * side + base
     places = settings.before_softmax + settings.after_softmax

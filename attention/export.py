@@ -5,6 +5,7 @@ One file a target in `attention/lowerings`; each is a function `(model) -> Lower
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,7 +16,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attention import checkpoint
 from attention.axes import Axis
-from attention.modeling import plan_of
+from attention.modeling import plan_of, plan_of_config
+from attention.plan import AttentionPlan
+from attention.precision import cast_weights, own_dtype, round_weights
+from attention.replacing import check_folder
+from attention.stock_form import has_stock_form, stock_bytes
 
 TARGETS = Axis("target", "attention.lowerings")
 REPORT_FILE = "export.json"
@@ -36,7 +41,10 @@ class Lowered:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What an export did. Bytes are a token's KV cache in `dtype`; logit differences are over random tokens."""
+    """What an export did. Bytes are a token's KV cache in `dtype`; logit differences are over random tokens.
+
+    `kv_bytes_per_token_original`: of the model that was converted; None where that was not recorded.
+    """
 
     target: str
     folder: str
@@ -46,7 +54,7 @@ class ExportReport:
     dtype: str
     kv_bytes_per_token_before: int
     kv_bytes_per_token_after: int
-    kv_bytes_per_token_mha: int
+    kv_bytes_per_token_original: int | None
     max_logit_difference: float
     max_logit: float
 
@@ -54,18 +62,43 @@ class ExportReport:
         return json.dumps(asdict(self), indent=1, sort_keys=True)
 
 
-def export(source: str | Path, target: str, out: str | Path, tokenizer: Any = None) -> ExportReport:
+class LargerCacheError(ValueError):
+    """An export that would take more KV cache than the plan. The message has both numbers."""
+
+
+def export(
+    source: str | Path,
+    target: str,
+    out: str | Path,
+    tokenizer: Any = None,
+    *,
+    dtype: torch.dtype | None = None,
+    allow_larger_cache: bool = False,
+    overwrite: bool = False,
+) -> ExportReport:
     """Lower the checkpoint at `source` to `target` and write it to `out`, atomically, with `export.json`.
 
-    The written folder is read back with plain transformers and compared with the source in float32. Raises
-    ValueError if the target is unknown or cannot hold the plan, or if the copy that came back differs.
+    Computed in float32 and rounded once to `dtype` (None: the checkpoint's own). `tokenizer`: as in `checkpoint.save`.
+    The written folder is read back with plain transformers and compared in float32 with the source, whose weights are
+    rounded alike. Raises, before weights are read, OutputError if `out` must not be written (see
+    `attention.replacing.check_folder`) and LargerCacheError if the stock form takes more KV bytes a token than the plan
+    and that is not allowed; ValueError if the target is unknown or cannot hold the plan, or if the copy that came back
+    differs.
     """
     lowering = TARGETS.get(target)
-    model = checkpoint.load(source)
-    plan, dtype = plan_of(model), model.dtype
-    lowered = lowering(model.float())
+    check_folder(out, overwrite=overwrite, reads=[source])
+    config, own = checkpoint.load_config(source), checkpoint.original_heads(source)
+    plan, dtype = plan_of_config(config), dtype or own_dtype(config, source)
+    if not allow_larger_cache and has_stock_form(config, target):
+        check_cache(plan, target, dtype)
+    model = checkpoint.load(source, torch.float32)
+    lowered = lowering(model)
     if lowered.exact and lowered.folded:
         check_equal(model, lowered.model)  # before the dtype of the checkpoint rounds what was folded
+    if lowered.model is model:  # a model that has the stock form already
+        lowered = replace(lowered, model=copy.deepcopy(model))
+    if not lowered.folded:
+        round_weights(model, dtype)
     after = plan_of(lowered.model)
     report = ExportReport(
         target=target,
@@ -76,25 +109,37 @@ def export(source: str | Path, target: str, out: str | Path, tokenizer: Any = No
         dtype=str(dtype).removeprefix("torch."),
         kv_bytes_per_token_before=plan.kv_bytes_per_token(dtype),
         kv_bytes_per_token_after=after.kv_bytes_per_token(dtype),
-        kv_bytes_per_token_mha=plan.kv_bytes_per_token(dtype) * 2 * plan.num_layers * plan.num_heads // plan.kv_heads,
+        kv_bytes_per_token_original=own and own * plan.head_dim * dtype.itemsize,
         max_logit_difference=float("nan"),
         max_logit=float("nan"),
     )
 
     def write(fresh: Path) -> None:
         nonlocal report
-        lowered.model.to(dtype).save_pretrained(fresh, safe_serialization=True)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(fresh)
+        cast_weights(lowered.model, dtype)
+        checkpoint.write_model(lowered.model, fresh, tokenizer)
         back = AutoModelForCausalLM.from_pretrained(str(fresh), dtype=torch.float32).eval()
         difference, largest = compare(model, back)
         report = replace(report, max_logit_difference=difference, max_logit=largest)
         if lowered.exact and difference > tolerance(dtype, lowered.folded) * max(largest, 1.0):
             raise ValueError(f"the exported logits differ from the source by {difference:.3g}; nothing was written")
         (fresh / REPORT_FILE).write_text(report.to_json() + "\n")
+        if own is not None:
+            checkpoint.write_note(fresh, after, checkpoint.carried(source))
 
-    checkpoint.write_atomically(out, write)
+    checkpoint.write_atomically(out, write, overwrite=overwrite)
     return report
+
+
+def check_cache(plan: AttentionPlan, target: str, dtype: torch.dtype) -> None:
+    """Raise LargerCacheError if a stock form of the plan takes more cache than the plan itself."""
+    before, after = plan.kv_bytes_per_token(dtype), stock_bytes(plan, dtype)
+    if after > before:
+        raise LargerCacheError(
+            f"target {target} takes {after} KV bytes a token, the plan {before}: a stock format has as many KV heads "
+            "in every layer as the widest layer has pairs of a key and a value head. Convert with a recipe whose keys "
+            "and values share equal groups (headfold_gqa, align, gqa), or accept the larger cache: --allow-larger-cache"
+        )
 
 
 def tolerance(dtype: torch.dtype, folded: bool = False) -> float:

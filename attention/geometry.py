@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from attention.messages import one_of
+
 ROTARY_STYLES = ("none", "half", "interleaved")
 
 
@@ -71,6 +73,9 @@ class HeadGeometry:
     vocab_size: int
 
     def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "num_heads", "head_dim", "max_positions", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"the config's {name} must be at least 1, got {getattr(self, name)}")
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_key_value_heads must divide num_attention_heads, got {self.num_kv_heads} and {self.num_heads}"
@@ -83,7 +88,8 @@ class HeadGeometry:
 
     @property
     def kv_ratio(self) -> float:
-        """KV heads over query heads of the checkpoint as it is; 1 for MHA."""
+        """KV heads over query heads of the checkpoint as it is; 1 for MHA. Not what a user's ratio is a share of: that
+        is the checkpoint's own cache (`attention.ratios`)."""
         return self.num_kv_heads / self.num_heads
 
     @classmethod
@@ -91,4 +97,16 @@ class HeadGeometry:
         """Geometry of a transformers config. Raises ValueError with the supported families for any other."""
         from attention.families import family_of
 
-        return family_of(config).geometry(config)
+        family = family_of(config)
+        _check_rope(config)
+        return family.geometry(config)
+
+
+def _check_rope(config: Any) -> None:
+    """Raise ValueError for a kind of RoPE that transformers does not have: it would fail while it builds the model."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    known = {"default", *ROPE_INIT_FUNCTIONS}
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind not in known:
+        raise ValueError(one_of("the config's rope_type", sorted(known), kind))

@@ -42,7 +42,7 @@ class HeadfoldMixin:
     family: Family
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        plan = AttentionPlan.from_json(json.dumps(config.attention_plan))
+        plan = plan_of_config(config)
         geometry = self.family.geometry(config)
         check_fits(plan, geometry)
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
@@ -118,10 +118,12 @@ def plan_of(model: PreTrainedModel) -> AttentionPlan:
 
 
 def plan_of_config(config: PretrainedConfig) -> AttentionPlan:
-    """The plan of the models that a config describes."""
+    """The plan of the models that a config describes. Raises PlanError for one of ours that has lost it."""
     record = getattr(config, "attention_plan", None)
     if record is not None:
         return AttentionPlan.from_json(json.dumps(record))
+    if config.model_type.startswith(PREFIX):
+        raise PlanError(f"a config of model type {config.model_type} needs its attention_plan, which is not there")
     geometry = HeadGeometry.from_config(config)
     layer = LayerPlan(geometry.kv_map, geometry.kv_map)
     return AttentionPlan((layer,) * geometry.num_layers, geometry.head_dim)

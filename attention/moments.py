@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from attention.heads import LayerHeads
+from attention.permissions import honour_umask
 
 TENSORS, META, FORMAT = "calibration.safetensors", "calibration.json", 1
 
@@ -142,6 +143,7 @@ class Calibration:
                 "sha256": _file_digest(scratch / TENSORS),
             }
             (scratch / META).write_text(json.dumps(meta, indent=1))
+            honour_umask(scratch)
             _replace_directory(scratch, target)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)

@@ -16,6 +16,7 @@ from fractions import Fraction
 from typing import Any, TypeVar
 
 FORMAT = 1
+SHARES = ("shares", "mlp_shares", "query_shares", "key_shares", "value_shares", "output_shares")  # fields of a plan
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 
 
@@ -158,7 +159,9 @@ class Composition:
     `rank`: R of the low-rank branch, of each group. `query_side`, `key_side`: the branches made from the query token
     and from the key token. `before_softmax`, `after_softmax`: where heads are composed, each place with its own
     parameters. `static_base`: a learned H x H matrix in place of the skip; with both sides off this is Talking-Heads
-    attention. `groups`: heads are composed within this many groups of neighbouring query heads (section 3.2).
+    attention. `projection`, `gate`: the low-rank branches and the gates, of whichever sides are on (Table 9: "dyn.
+    proj." and "dyn. gate"). `groups`: heads are composed within this many groups of neighbouring query heads (section
+    3.2).
     `qk_norm`: queries and keys are divided by their root mean square over the head dim, each query head with one
     learned scale. **Silent** in the paper is which norm; this one commutes with RoPE, so its place does not matter.
 
@@ -177,10 +180,14 @@ class Composition:
     window: int = 0
     window_pattern: int = 1
     qk_norm: bool = False
+    projection: bool = True
+    gate: bool = True
 
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise PlanError(f"composition: rank must be at least 1, got {self.rank}")
+        if (self.query_side or self.key_side) and not (self.projection or self.gate):
+            raise PlanError("composition: at least one of projection and gate must be on where a side is")
         if not (self.query_side or self.key_side or self.static_base):
             raise PlanError("composition: at least one of query_side, key_side, static_base must be on")
         if not (self.before_softmax or self.after_softmax):
@@ -195,16 +202,29 @@ class Composition:
         """The window of a layer, 0 if it sees everything."""
         return 0 if layer % (self.window_pattern + 1) == 1 else self.window
 
+    @property
+    def width(self) -> int:
+        """Weights that one side of one place has for a query head: 2R of the projection and 1 of the gate."""
+        return 2 * self.rank * self.projection + self.gate
+
     def cached_values(self, num_heads: int) -> int:
         """Key-side weights of a token in a layer's cache: 2R + 1 a query head at each place (paper 002, sec. 4.4)."""
         places = self.before_softmax + self.after_softmax
-        return places * num_heads * (2 * self.rank + 1) if self.key_side else 0
+        return places * num_heads * self.width if self.key_side else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; what came later is left out where it is on, so that earlier plans keep their digests."""
+        record = asdict(self)
+        return {k: v for k, v in record.items() if k not in ("projection", "gate") or not v}
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
     """The maps of all layers, the shared heads, and the composition. An invalid plan cannot be constructed.
 
+    `shares`: heads that use the query, key and value weights of another. `query_shares`, `key_shares`, `value_shares`:
+    the same of one projection alone, where each follows a match of its own (paper 004's ablation); not beside `shares`.
+    `output_shares`: the head's columns of the output projection, which `shares` leaves to the layer.
     `mlp_shares`: shared blocks of the MLPs, each MLP split into as many blocks as a layer has query heads.
     """
 
@@ -213,6 +233,10 @@ class AttentionPlan:
     shares: tuple[HeadShare, ...] = ()
     composition: Composition | None = None
     mlp_shares: tuple[HeadShare, ...] = ()
+    query_shares: tuple[HeadShare, ...] = ()
+    key_shares: tuple[HeadShare, ...] = ()
+    value_shares: tuple[HeadShare, ...] = ()
+    output_shares: tuple[HeadShare, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -223,13 +247,16 @@ class AttentionPlan:
         for index, layer in enumerate(self.layers):
             if layer.num_heads != heads:
                 raise PlanError(f"layer {index}: key_map has {layer.num_heads} query heads, layer 0 has {heads}")
-        for name, shares in (("shares", self.shares), ("mlp_shares", self.mlp_shares)):
+        for name in SHARES:
+            shares = getattr(self, name)
             for s in shares:
                 if s.layer >= len(self.layers) or not (0 <= s.head < heads and 0 <= s.source_head < heads):
                     raise PlanError(f"{name}: {s} lies outside {len(self.layers)} layers of {heads} heads")
             if shares != resolve_shares(shares):
                 raise PlanError(f"{name} must be sorted and resolved to their roots; use resolve_shares()")
-        for index in sorted({i for s in self.shares for i in (s.layer, s.source_layer)}):
+        if self.shares and (self.query_shares or self.key_shares or self.value_shares):
+            raise PlanError("shares are of whole heads: query_shares, key_shares and value_shares must be empty beside")
+        for index in sorted({i for s in self.head_shares for i in (s.layer, s.source_layer)}):
             if not self.layers[index].is_identity:
                 raise PlanError(
                     f"layer {index}: a shared head brings its own key and value, so the layers that share must keep "
@@ -246,12 +273,22 @@ class AttentionPlan:
     @property
     def is_shared(self) -> bool:
         """True if some weights serve several layers."""
-        return bool(self.shares or self.mlp_shares)
+        return any(getattr(self, name) for name in SHARES)
 
     @property
     def unshared(self) -> AttentionPlan:
         """The plan with every layer owning its weights."""
-        return replace(self, shares=(), mlp_shares=())
+        return replace(self, **dict.fromkeys(SHARES, ()))
+
+    def shares_of(self, side: str) -> tuple[HeadShare, ...]:
+        """The shares of one projection: "q", "k", "v" or "o"."""
+        own = {"q": self.query_shares, "k": self.key_shares, "v": self.value_shares, "o": self.output_shares}[side]
+        return own if side == "o" else own or self.shares
+
+    @property
+    def head_shares(self) -> frozenset[HeadShare]:
+        """Every share of a head, whole or in part."""
+        return frozenset(share for side in "qkvo" for share in self.shares_of(side))
 
     # ---- cost -------------------------------------------------------------------------------------------------
 
@@ -275,7 +312,10 @@ class AttentionPlan:
 
     @property
     def kv_ratio(self) -> float:
-        """Kept key and value heads over those of MHA; 1 for MHA."""
+        """Kept key and value heads over those of multi-head attention, which a plan alone knows of; 1 for MHA.
+
+        What a user gives and reads is relative to the checkpoint's own cache: `attention.ratios.ratio_of`.
+        """
         return float(self.kv_fraction)
 
     def kv_bytes_per_token(self, dtype: Any = "bfloat16") -> int:
@@ -309,10 +349,11 @@ class AttentionPlan:
             "head_dim": self.head_dim,
             "layers": [asdict(layer) for layer in self.layers],
             "shares": [asdict(share) for share in self.shares],
-            "composition": asdict(self.composition) if self.composition else None,
+            "composition": self.composition.to_dict() if self.composition else None,
         }
-        if self.mlp_shares:  # left out when empty, so that plans from before it keep their digests
-            record["mlp_shares"] = [asdict(share) for share in self.mlp_shares]
+        for name in SHARES[1:]:  # left out when empty, so that plans from before keep their digests
+            if shares := getattr(self, name):
+                record[name] = [asdict(share) for share in shares]
         return json.dumps(record, sort_keys=True, separators=(",", ":"))
 
     @classmethod
@@ -325,20 +366,20 @@ class AttentionPlan:
         if not isinstance(record, dict) or record.get("format") != FORMAT:
             found = record.get("format") if isinstance(record, dict) else type(record).__name__
             raise PlanError(f"a plan must be a JSON object with format {FORMAT}, got {_short(found)}")
-        unknown = sorted(set(record) - {"format", "head_dim", "layers", "shares", "composition", "mlp_shares"})
+        unknown = sorted(set(record) - {"format", "head_dim", "layers", "composition", *SHARES})
         if unknown:
             raise PlanError(f"a plan has no field {unknown[0]!r}")
         missing = [name for name in ("layers", "head_dim") if name not in record]
         if missing:
             raise PlanError(f"a plan without {missing[0]} is incomplete")
         layers = tuple(_layer(index, item) for index, item in enumerate(_listed(record, "layers")))
-        shares, mlp_shares = (
-            tuple(_built(HeadShare, item, f"{name} {index}") for index, item in enumerate(_listed(record, name)))
-            for name in ("shares", "mlp_shares")
-        )
+        shares = {
+            name: tuple(_built(HeadShare, item, f"{name} {index}") for index, item in enumerate(_listed(record, name)))
+            for name in SHARES
+        }
         composed = record.get("composition")
         composition = None if composed is None else _built(Composition, composed, "composition")
-        return cls(layers, record["head_dim"], shares, composition, mlp_shares)
+        return cls(layers, record["head_dim"], composition=composition, **shares)
 
     @property
     def digest(self) -> str:

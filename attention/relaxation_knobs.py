@@ -22,7 +22,15 @@ HARD_CONCRETE = (
     Knob("freeze_fraction", "float", 0.8, "share of the steps after which every mask is 0", 0.0, 1.0),
 )
 PULL_TOGETHER = (
-    Knob("weight", "log_float", 0.01, "factor of the sum of squared differences", 1e-6, 1e3, searched=True),
+    Knob(
+        "rate",
+        "log_float",
+        0.3,
+        "share of each pair's difference that a step takes away at the schedule's peak",
+        1e-4,
+        1.0,
+        searched=True,
+    ),
     Knob(
         "tolerance", "float", 1e-4, "squared distance of the pairs over that at step 0 that counts as equal", 0.0, 1.0
     ),

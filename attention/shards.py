@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from attention import checkpoint
 from attention.modeling import headfold_config
+from attention.permissions import honour_umask
 from attention.plan import AttentionPlan
-from attention.windows import INDEX, LazyWeights, stored_outer_names
+from attention.safetensors_files import INDEX
+from attention.stock_files import copy_files, write_both_forms
+from attention.windows import LazyWeights, stored_outer_names
 
 PARTS = "model-*.safetensors"
 BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "BOOL": 1, "U8": 1, "I8": 1}
@@ -38,6 +40,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write one piece atomically."""
     part = path.with_suffix(".part")
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, part, {"format": "pt"})
+    honour_umask(part)
     with part.open("rb") as stream:
         os.fsync(stream.fileno())
     part.replace(path)
@@ -68,13 +71,13 @@ def complete(
     *,
     plain: bool,
     dtype: torch.dtype,
-    tokenizer: Any = None,
     record: dict[str, Any] | None = None,
 ) -> dict[str, int]:
     """Make a checkpoint of a folder that has the pieces of all layers: add what lies outside of them, index, config.
 
-    `config` and `weights` are the untouched checkpoint's. Returns what `write_index` does. Raises ValueError if the
-    pieces are not those of the plan, or if there is no plain form and `plain` asks for one.
+    `config` and `weights` are the original checkpoint's, whose tokenizer files are copied. Returns what `write_index`
+    does. Raises ValueError if the pieces are not those of the plan, or if there is no plain form and `plain` asks for
+    one.
     """
     made = headfold_config(config, plan)
     if plain:
@@ -90,10 +93,8 @@ def complete(
     _check_names(folder, made)
     made.dtype = dtype
     made.save_pretrained(folder)
-    if (weights.folder / "generation_config.json").is_file():
-        shutil.copy(weights.folder / "generation_config.json", folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+    write_both_forms(folder)
+    copy_files(weights.folder, folder)
     checkpoint.write_note(folder, plan, record)
     return sizes
 

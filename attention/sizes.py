@@ -33,14 +33,15 @@ def file_bytes(folder: str | Path) -> int:
 def saved_parameters(model: nn.Module, plan: AttentionPlan) -> int:
     """Parameters that the shares of `plan` save in `model`'s architecture, exactly.
 
-    A shared head saves its q, k and v rows with their biases; a shared MLP block its rows of the input projections
-    with their biases and its columns of the output projection.
+    A shared head saves its q, k and v rows with their biases, one whose output is shared its columns of the output
+    projection; a shared MLP block its rows of the input projections with their biases and its columns of the output
+    projection.
     """
     config = model.config
     geometry = HeadGeometry.from_config(config)
-    biases = geometry.query_bias + geometry.key_bias + geometry.value_bias
-    head = geometry.head_dim * (3 * geometry.hidden_size + biases)
-    saved = len(plan.shares) * head
+    biases = {"q": geometry.query_bias, "k": geometry.key_bias, "v": geometry.value_bias, "o": False}
+    rows = sum(len(plan.shares_of(side)) * (geometry.hidden_size + bias) for side, bias in biases.items())
+    saved = geometry.head_dim * rows
     if plan.mlp_shares:
         site = mlp_sites(model)[0]  # type: ignore[arg-type]
         inputs = [site.projection(name) for name in site.inputs]

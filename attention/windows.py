@@ -12,30 +12,23 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, apply_renamings
 from transformers.initialization import no_init_weights
 
 from attention.families import family_of
 from attention.modeling import plan_of_config
 from attention.plan import AttentionPlan
 from attention.refinement.capture import layer_of
+from attention.safetensors_files import Stored, WeightsError, opened
+from attention.weights import check, check_finite
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING_ROWS = 4096  # rows of an embedding that are looked at together
-
-
-class WeightsError(ValueError):
-    """Weights that are missing or cannot be read. The message names folder and tensor and what to do."""
 
 
 class _Reached(Exception):
@@ -46,85 +39,78 @@ class LazyWeights:
     """The tensors of a checkpoint folder by name, sharded or not. Nothing is read before it is asked for, and no file
     stays open: pages of a mapped file count as memory of the process as long as it is mapped.
 
-    Names are those of the present model class: what transformers renames on loading is renamed here too, and the base
-    model's prefix may be missing. Raises WeightsError if there is no safetensors.
+    Names are those of the present model class, whatever the files call them. Raises WeightsError unless the files hold
+    all that the config's model has (`attention.weights.check`), and on reading for numbers that are not finite.
     """
 
     def __init__(self, folder: str | Path, config: PretrainedConfig) -> None:
-        self.folder, family = Path(folder), family_of(config)
-        self.prefix = family.model_class.base_model_prefix
-        index, single = self.folder / INDEX, self.folder / SINGLE
-        if index.is_file():
-            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        elif single.is_file():
-            with _opened(single) as file:
-                files = dict.fromkeys(file.keys(), SINGLE)
-        else:
-            raise WeightsError(f"{self.folder} has neither {INDEX} nor {SINGLE}; save the weights as safetensors first")
-        known = (get_checkpoint_conversion_mapping(key) for key in (family.model_class.__name__, family.name))
-        renamings = [r for r in next(filter(None, known), ()) if isinstance(r, WeightRenaming)]
-        # present name -> (file, name in the file)
-        self._places = {apply_renamings(stored, renamings): (file, stored) for stored, file in files.items()}
+        self.folder = Path(folder)
+        self._places = check(self.folder, config)
+        self._rounding: torch.dtype | None = None
+
+    def rounded(self, dtype: torch.dtype) -> LazyWeights:
+        """The same weights, rounded to what `dtype` can hold wherever they are read."""
+        other = copy.copy(self)
+        other._rounding = dtype
+        return other
+
+    def _round(self, tensor: Tensor) -> Tensor:
+        exact = self._rounding is None or not tensor.is_floating_point()
+        return tensor if exact else tensor.to(self._rounding)
 
     def __contains__(self, name: str) -> bool:
-        return self._known(name) is not None
+        return name in self._places
 
-    def _known(self, name: str) -> tuple[str, str] | None:
-        bare = name.removeprefix(f"{self.prefix}.")
-        return next((self._places[n] for n in (name, bare, f"{self.prefix}.{name}") if n in self._places), None)
-
-    def _place(self, name: str) -> tuple[str, str]:
-        place = self._known(name)
-        if place is None:
-            raise WeightsError(
-                f"{self.folder} has no tensor {name!r}; load the checkpoint with transformers and save it again, which "
-                "gives its tensors their present names"
-            )
-        return place
+    def _place(self, name: str) -> Stored:
+        if name not in self._places:
+            raise WeightsError(f"{self.folder} has no tensor {name!r}; its config describes none either")
+        return self._places[name]
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
         """Copy the named tensors into `targets`, in their dtype and on their device. Each file is opened once."""
         places = {name: self._place(name) for name in targets}
-        for own in sorted({file for file, _ in places.values()}):
-            with _opened(self.folder / own) as file:
-                for name, (where, stored) in places.items():
-                    if where == own:
-                        _copy(file.get_tensor(stored), targets[name], name)
+        for own in sorted({place.file for place in places.values()}):
+            with opened(self.folder / own) as file:
+                for name, place in places.items():
+                    if place.file == own:
+                        self._copy(file.get_tensor(place.name), targets[name], name)
+
+    @torch.no_grad()
+    def _copy(self, source: Tensor, target: Tensor, name: str) -> None:
+        if source.shape != target.shape:  # copy_ would repeat what is smaller
+            raise WeightsError(
+                f"{self.folder}: {name} is {list(source.shape)} in the file, expected {list(target.shape)}"
+            )
+        check_finite(self.folder, {name: source})
+        target.copy_(self._round(source))
 
     def rows(self, name: str, ids: Tensor) -> Tensor:
         """Rows `ids` (ascending) of a matrix; the others are not kept."""
-        where, stored = self._place(name)
+        place = self._place(name)
         found = []
-        with _opened(self.folder / where) as file:
-            part = file.get_slice(stored)
+        with opened(self.folder / place.file) as file:
+            part = file.get_slice(place.name)
             for start in range(0, part.get_shape()[0], EMBEDDING_ROWS):
                 inside = ids[(ids >= start) & (ids < start + EMBEDDING_ROWS)]
                 if len(inside):
                     found.append(part[start : start + EMBEDDING_ROWS][inside - start].clone())
-        return torch.cat(found)
+        rows = torch.cat(found)
+        check_finite(self.folder, {name: rows})
+        return self._round(rows)
+
+    def holds_only(self, names: Iterable[str], dtype: torch.dtype) -> bool:
+        """Whether `dtype` can hold the named tensors without rounding."""
+        kinds = {self._place(name).dtype for name in names}
+        narrow = {"F16": torch.float16, "BF16": torch.bfloat16}
+        return all(narrow.get(kind, torch.float32) == dtype or dtype == torch.float32 for kind in kinds)
 
     def one(self, name: str, dtype: torch.dtype) -> Tensor:
         """A whole tensor, floating-point ones in `dtype`, in memory of its own."""
-        where, stored = self._place(name)
-        with _opened(self.folder / where) as file:
-            found = file.get_tensor(stored)
+        place = self._place(name)
+        with opened(self.folder / place.file) as file:
+            found = file.get_tensor(place.name)
+            check_finite(self.folder, {name: found})
             return found.to(dtype if found.is_floating_point() else found.dtype, copy=True)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (OSError, SafetensorError) as error:
-        raise WeightsError(f"{path} cannot be read: {error}") from None
-
-
-@torch.no_grad()
-def _copy(source: Tensor, target: Tensor, name: str) -> None:
-    if source.shape != target.shape:
-        raise WeightsError(f"{name} is {tuple(source.shape)} in the file, the config says {tuple(target.shape)}")
-    target.copy_(source)
 
 
 # ---- windows ----------------------------------------------------------------------------------------------------
@@ -305,7 +291,7 @@ def embed(
 
 class Head:
     """What lies above the last layer: hidden states `[B, T, D]` -> logits `[B, T, V]`. The embedding is not read,
-    unless it is also the output matrix."""
+    unless it is also the output matrix. `config`, `dtype`: of the original model, and what is computed in."""
 
     def __init__(
         self, weights: LazyWeights, config: PretrainedConfig, dtype: torch.dtype, device: torch.device

@@ -29,7 +29,7 @@ def main() -> None:
         sys.exit(f"this process can import Headfold's {importable}, so it would prove nothing; see 'make demo'")
 
     tokenizer = AutoTokenizer.from_pretrained(given.checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(given.checkpoint, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(given.checkpoint, dtype="auto").eval()
     prompt = tokenizer(given.prompt, return_tensors="pt")
     cache = DynamicCache(config=model.config)
     torch.manual_seed(0)  # generate() takes no generator of its own

@@ -9,7 +9,8 @@ from typing import Any
 
 from attention import checkpoint
 from attention.calibration import cached_calibration
-from attention.modeling import plan_of
+from attention.precision import cast_weights
+from attention.ratios import own_heads
 from orchestrator import models
 from orchestrator.config import SearchConfig
 from orchestrator.folders import SearchFolder, in_ray_job
@@ -28,22 +29,20 @@ def prepare_base(config: SearchConfig, prepared: Prepared, folder: SearchFolder)
     started = time.perf_counter()
     path = locate_model(config.model.path, folder)
     device = "cuda" if config.resources.driver_gpus else "cpu"
-    model = models.load_model(path, config.model.dtype, device)
+    dtype = models.written_dtype(path, config.model.dtype)
+    model = models.load_working(path, dtype, device)
     held_out = read_sequences(prepared.eval_file)
     scored = models.score(model, held_out)
     tokens = read_sequences(prepared.calibration_file)
     calibration = cached_calibration(model, tokens, prepared.cache / "calibration")
+    cast_weights(model, models.dtype_of(dtype))  # bytes are those of what is written
     record = {
         "model": str(path),
+        "dtype": dtype,
         "loss": scored.loss,
         "eval_tokens": scored.tokens,
         "family": prepared.geometry.family,
-        "kv_bytes_per_token_mha": plan_of(model).kv_bytes_per_token(model.dtype)
-        * 2
-        * prepared.geometry.num_layers
-        * prepared.geometry.num_heads
-        // plan_of(model).kv_heads,
-        **models.cache_facts(model),
+        **models.cache_facts(model, own_heads(prepared.geometry)),
         "digests": {"weights": checkpoint.weights_digest(path), "calibration": calibration.digest},
         "seconds": time.perf_counter() - started,
     }

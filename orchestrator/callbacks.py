@@ -20,7 +20,7 @@ from orchestrator import results
 from orchestrator.clock import clock
 from orchestrator.history import History
 from orchestrator.live import tokens_per_second
-from orchestrator.results import TrialRecord, compact, load_trials, save_change, save_trials
+from orchestrator.results import TrialRecord, compact, percent, save_change, save_trials, stored_trials
 from orchestrator.tracking import METRICS, Tracker, redact
 
 logger = logging.getLogger(__name__)
@@ -40,8 +40,8 @@ def record_of(trial_id: str, config: Mapping[str, Any]) -> TrialRecord:
     )
 
 
-def _never(trial_id: str) -> bool:
-    return False
+def _never(trial_id: str) -> None:
+    return None
 
 
 class SearchLog(Callback):
@@ -62,9 +62,10 @@ class SearchLog(Callback):
     ) -> None:
         self.trials_file, self.tracker, self.parent_run = str(trials_file), tracker, parent_run
         self.expected, self.rungs, self.base_loss = expected, rungs, base_loss
-        self.records: dict[str, TrialRecord] = {r.trial_id: r for r in load_trials(trials_file)}
+        self.records: dict[str, TrialRecord] = {r.trial_id: r for r in stored_trials(trials_file)}
         self.errors: list[str] = []
-        self.waits: Callable[[str], bool] = _never  # whether a trial is paused at its rung
+        self.waits: Callable[[str], bool | None] = _never  # whether a trial is paused at its rung
+        self.copy_of: Callable[[str], str | None] = _never  # the first trial that leads to the same model
         self.started = time.time()
         self._shown, self._changes = 0.0, 0
 
@@ -72,7 +73,7 @@ class SearchLog(Callback):
 
     def setup(self, *args: Any, **info: Any) -> None:
         """Also called when a search is resumed: take over what the interrupted one had recorded."""
-        self.records = {r.trial_id: r for r in load_trials(self.trials_file)}
+        self.records = {r.trial_id: r for r in stored_trials(self.trials_file)}
         self.started = time.time()
 
     def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
@@ -87,6 +88,7 @@ class SearchLog(Callback):
             return  # one that was told before: the trial has started again
         relaxed_before = bool(record.relaxation)
         record.add(result)
+        record.copy_of = self.copy_of(trial.trial_id)
         record.status = results.WAITING if self.waits(trial.trial_id) else results.RUNNING
         self._track(self._log_rung, record)
         if record.relaxation and not relaxed_before:
@@ -127,7 +129,7 @@ class SearchLog(Callback):
                 record.error, record.error_log = end["error"], end["trace"]
                 if record.status != results.FAILED:
                     self._end(record, results.FAILED)
-            elif record.status not in (results.DONE, results.STOPPED, results.FAILED):
+            elif record.status not in (results.DONE, results.STOPPED, results.COPY, results.FAILED):
                 self._completed(record)
         if history.configs:
             self._update()
@@ -138,6 +140,9 @@ class SearchLog(Callback):
                 f"diverged: the held-out loss after {record.step} steps is not finite; lower the learning rate"
             )
             self._end(record, results.FAILED)
+            return
+        if record.copy_of is not None:
+            self._end(record, results.COPY)
             return
         # Not by their number: a relaxation leaves out the rungs within it
         reached_end = record.probe or record.last.get("rung") == self.rungs - 1
@@ -186,6 +191,7 @@ class SearchLog(Callback):
         if record.run_id is not None:
             named = [{k if k == "step" else f"relaxation_{k}": v for k, v in p.items()} for p in record.relaxation]
             tracker.series(record.run_id, named)
+            tracker.metrics(record.run_id, {"remaining_distance": record.remaining_distance}, step=record.step)
 
     def _end_run(self, tracker: Tracker, record: TrialRecord) -> None:
         if record.run_id is None:
@@ -193,6 +199,8 @@ class SearchLog(Callback):
         tracker.tags(record.run_id, {"headfold.status": record.status})
         if record.error:
             tracker.tags(record.run_id, {"error": record.error})
+        if record.copy_of is not None:
+            tracker.tags(record.run_id, {"copy_of": record.copy_of})
         tracker.end(record.run_id, record.status)
 
     # ---- records and progress ---------------------------------------------------------------------------------
@@ -251,6 +259,8 @@ def progress_line(records: list[TrialRecord], expected: int, rungs: int, base_lo
     ]
     if count[results.WAITING]:
         parts[-1] += f", {count[results.WAITING]} waiting"
+    if count[results.COPY]:
+        parts[-1] += f", {count[results.COPY]} the same as another"
     if count[results.FAILED]:
         parts[-1] += f", {count[results.FAILED]} failed"
     scored = [r for r in records if r.rungs and r.status != results.FAILED and not r.probe]
@@ -259,9 +269,9 @@ def progress_line(records: list[TrialRecord], expected: int, rungs: int, base_lo
             b: min((r for r in scored if r.kv_ratio == b), key=lambda r: r.loss) for b in {r.kv_ratio for r in scored}
         }
         told = ", ".join(
-            f"{b:.0%} KV {r.loss - base_loss:+.3f} ({r.recipe})" for b, r in sorted(best.items(), reverse=True)
+            f"{percent(b)} {r.loss - base_loss:+.3f} ({r.recipe})" for b, r in sorted(best.items(), reverse=True)
         )
-        parts.append(f"best rise {told}")
+        parts.append(f"best rise by share of the checkpoint's KV: {told}")
     if rate := tokens_per_second(records):
         parts.append(f"{compact(rate)} tokens/s")
     behind = sum(1.0 if r.status in results.ENDED else len(r.rungs) / rungs for r in records)

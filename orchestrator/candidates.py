@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from attention.geometry import HeadGeometry
-from orchestrator.config import ArmSection, SearchConfig
-from orchestrator.reading import ConfigError, cut
+from attention.messages import cut, near
+from attention.ratios import ratio_of_kv_heads
+from orchestrator.config import ArmSection, SearchConfig, SearchSection
+from orchestrator.reading import ConfigError
 from search_spaces.planning import check_budget
 from search_spaces.recipes import AXES, RECIPES, Recipe
 from search_spaces.recipes import recipe as named_recipe
+from search_spaces.rules import keeps_everything
 from search_spaces.space import Domain, JointSpace
 
 Point = dict[str, Any]
@@ -136,42 +140,62 @@ def named_candidates(config: SearchConfig, geometry: HeadGeometry) -> tuple[Cand
 
     Raises ConfigError for an unknown recipe, and for a budget that a recipe cannot meet on this checkpoint.
     """
-    arms = [_arm(config, arm) for arm in config.arms]
+    asked = ratios_of(config.search, geometry)
+    arms = [(_recipe(config, arm), ratios_of(arm, geometry) or asked) for arm in config.arms]
     arms.sort(key=lambda arm: arm[0].name != config.search.baseline)
-    budgets = list(dict.fromkeys([*config.search.budgets, *(b for _, own in arms for b in own)]))
+    budgets = list(dict.fromkeys([*asked, *(b for _, own in arms for b in own)]))
     found = []
     for recipe, own in arms:
-        for budget in budgets if recipe.name == config.search.baseline else own:
-            if reason := _cannot_meet(recipe, budget, geometry):
-                known = [f"{k / geometry.num_heads:g}" for k in range(1, geometry.num_heads + 1)]
-                possible = [ratio for ratio in known if _cannot_meet(recipe, float(ratio), geometry) is None]
+        baseline = recipe.name == config.search.baseline
+        cannot = partial(_cannot_meet, recipe, geometry=geometry, dtype=config.model.dtype, baseline=baseline)
+        for budget in budgets if baseline else own:
+            if reason := cannot(budget):
+                known = [f"{k / geometry.num_kv_heads:g}" for k in range(1, geometry.num_kv_heads + 1)]
+                possible = [ratio for ratio in known if cannot(float(ratio)) is None]
                 raise ConfigError(
                     f"search.budgets: got {budget:g}, which recipe {recipe.name} cannot meet on this checkpoint "
-                    f"({reason}); it can meet {', '.join(possible) or 'none'}"
+                    f"({reason}); it can meet {', '.join(possible) or 'none'} of the checkpoint's own KV cache"
                 )
             found.append((recipe, budget))
     rates, seeds = config.learning_rates, config.seeds
     return tuple(Candidate(r, b, lr, seed) for r, b in found for lr in rates for seed in seeds)
 
 
-def _arm(config: SearchConfig, arm: ArmSection) -> tuple[Recipe, list[float]]:
-    """The recipe of an arm, called by its label, and its budgets. Raises ConfigError."""
+def ratios_of(section: SearchSection | ArmSection, geometry: HeadGeometry) -> list[float]:
+    """The budgets of a search or an arm as shares of the checkpoint's own KV cache. Raises ConfigError."""
+    try:
+        return section.budgets or [ratio_of_kv_heads(heads, geometry) for heads in section.kv_heads]
+    except ValueError as error:
+        where = "search" if isinstance(section, SearchSection) else f"search.recipes: {section.name}"
+        raise ConfigError(f"{where}{'.' if where == 'search' else ': '}kv_heads: {error}") from None
+
+
+def _recipe(config: SearchConfig, arm: ArmSection) -> Recipe:
+    """The recipe of an arm, called by its label. Raises ConfigError."""
     where = f"search.recipes: {arm.name}"
     fields = (*AXES, "together", "by")
     for name in arm.changes:
         if name not in fields:
-            raise ConfigError(f"{where}: changes: no axis {cut(repr(name))}; there are {', '.join(fields)}")
+            raise ConfigError(
+                f"{where}: changes: no axis {cut(repr(name))}{near(name, fields)}; there are {', '.join(fields)}"
+            )
     try:
         recipe = named_recipe(arm.recipe, **arm.changes, settings=arm.settings)
     except ValueError as error:
         key = "search.baseline" if arm.recipe not in {a.recipe for a in config.search.recipes} else where
-        raise ConfigError(f"{key}: {cut(error)}") from None
-    return replace(recipe, name=arm.name), arm.budgets or list(config.search.budgets)
+        raise ConfigError(f"{key}: {cut(str(error))}") from None
+    steps, last = recipe.knobs("relaxation").get("steps", 0), config.rungs.steps[-1]
+    if steps >= max(last, 1) and last:
+        raise ConfigError(f"{where}: relaxation.steps must be below the last of rungs.steps, {last}, got {steps}")
+    return replace(recipe, name=arm.name)
 
 
-def _cannot_meet(recipe: Recipe, budget: float, geometry: HeadGeometry) -> str | None:
+def _cannot_meet(recipe: Recipe, budget: float, geometry: HeadGeometry, dtype: str, baseline: bool) -> str | None:
+    """Why, or None. With the whole cache the baseline is the original model, trained for the same tokens."""
+    if not baseline and (whole := keeps_everything(recipe.sharing, recipe.composition, budget)):
+        return whole
     try:
-        check_budget(recipe, budget, geometry)
+        check_budget(recipe, budget, geometry, dtype)
     except ValueError as error:
         return str(error)
     return None
@@ -179,13 +203,13 @@ def _cannot_meet(recipe: Recipe, budget: float, geometry: HeadGeometry) -> str |
 
 def candidate_space(config: SearchConfig, geometry: HeadGeometry) -> CandidateSpace:
     """The space that free candidates are drawn from. Raises ConfigError for a field or choice that does not exist."""
-    section = config.search
+    section, budgets = config.search, ratios_of(config.search, geometry)
     try:
         settings = {name: value for name, value in section.settings.items() if not name.startswith(OF_SEARCHER)}
-        joint = JointSpace(section.budgets, geometry, choices=section.choices, settings=settings)
+        joint = JointSpace(budgets, geometry, choices=section.choices, settings=settings)
     except ValueError as error:
         key = "search" if str(error).startswith("settings: ") else "search.choices"
-        raise ConfigError(f"{key}{'.' if key == 'search' else ': '}{cut(error)}") from None
+        raise ConfigError(f"{key}{'.' if key == 'search' else ': '}{cut(str(error))}") from None
     return CandidateSpace(joint, config.learning_rates, config.seeds[0])
 
 

@@ -55,13 +55,14 @@ def compare(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> list[Row]
     recipe, kv_ratio, kv_bytes_per_token; learning_rate: the best, None if no rate has all seeds; seeds: how many it
     has; seeds_asked: how many it should have; steps, tokens: at which the row compares; last: whether that is the last
     rung that any trial has reached; loss and untrained (step 0): `{mean, sd, n}` in nats a token; rise: mean loss over
-    the untouched model.
+    the untouched model; remaining_distance: `{mean, sd, n}` of what `TrialRecord` says of the pairs of a pull.
 
     curve: the best rate's `{step, tokens, mean, sd, n}` at each of its rungs; rungs: the same with the rate that is
     best at that rung, and its `learning_rate`; rates: `{learning_rate, mean, sd, n}` of every rate at the row's steps,
     over the seeds that it has; trial_ids: of the best rate, by seed.
 
-    trials, failed, diverged, stopped (early, by the scheduler), unfinished: how many trials of all rates.
+    trials, failed, diverged, stopped (early, by the scheduler), copied (of a trial with the same model), unfinished:
+    how many trials of all rates. pooled: whether `untrained` is of a pooled model that no training started from.
     """
     arms: dict[tuple[str, float], list[TrialRecord]] = {}
     trials = results.without_probes(trials)
@@ -102,7 +103,9 @@ def _row(arm: Sequence[TrialRecord], seeds: Sequence[int | None], last: int, bas
         "last": bool(best) and best["step"] == last,
         "loss": _bare(best) if best else spread(()),
         "untrained": next((_bare(p) for p in curve if p["step"] == 0), spread(())),
+        "pooled": any(t.relaxes for t in chosen or arm),
         "rise": best["mean"] - base["loss"] if best else None,
+        "remaining_distance": spread(t.remaining_distance for t in chosen if t.remaining_distance is not None),
         "curve": curve,
         "rungs": rungs,
         "rates": [_rate(rate, mine, best) for rate, mine in rates.items()],
@@ -146,13 +149,16 @@ def _counts(arm: Sequence[TrialRecord]) -> dict[str, int]:
         "diverged": broken,
         "failed": sum(t.status == results.FAILED for t in arm) - broken,
         "stopped": sum(t.status == results.STOPPED for t in arm),
-        "unfinished": sum(t.status not in (results.DONE, results.STOPPED, results.FAILED) for t in arm),
+        "copied": sum(t.status == results.COPY for t in arm),
+        "unfinished": sum(t.status not in (results.DONE, results.STOPPED, results.COPY, results.FAILED) for t in arm),
     }
 
 
 # ---- as text ------------------------------------------------------------------------------------------------------
 
-COLUMNS = ("recipe", "KV", "loss", "rise", "untrained", "rate", "steps", "tokens", "KV bytes", "seeds", "trials")
+OF_THE_CHECKPOINT = "KV of the checkpoint's"
+MEASURES = ("loss", "rise", "untrained", "rate", "steps", "tokens", "KV bytes/token", "left")
+COLUMNS = ("recipe", OF_THE_CHECKPOINT, *MEASURES, "seeds", "trials")
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -163,11 +169,12 @@ def cells(row: Row) -> tuple[str, ...]:
         percent(row["kv_ratio"]),
         _told(row["loss"]),
         number(row["rise"], "+.3f"),
-        _told(row["untrained"]),
+        _told(row["untrained"]) + (" pooled" if row["pooled"] else ""),
         UNTOLD if rate is None or not steps else f"{rate:.1e}",
         UNTOLD if steps is None else f"{steps}{'' if row['last'] else '*'}",
         UNTOLD if row["tokens"] is None else compact(row["tokens"]),
         UNTOLD if row["kv_bytes_per_token"] is None else str(row["kv_bytes_per_token"]),
+        UNTOLD if (left := row["remaining_distance"]["mean"]) is None else f"{left:.2g}",
         str(row["seeds"]),
         counts_text(row),
     )
@@ -179,9 +186,12 @@ def _told(found: Spread) -> str:
     return mean if found["sd"] is None else f"{mean} ± {found['sd']:.3f}"
 
 
+ODD = ("diverged", "failed", "stopped", "copied", "unfinished")
+
+
 def counts_text(row: Row) -> str:
     """How many trials a row is made from, and what became of those that tell nothing: "9 (1 diverged)"."""
-    odd = [f"{row[name]} {name}" for name in ("diverged", "failed", "stopped", "unfinished") if row[name]]
+    odd = [f"{row[name]} {name}" for name in ODD if row[name]]
     return str(row["trials"]) + (f" ({', '.join(odd)})" if odd else "")
 
 
@@ -194,5 +204,9 @@ def footnote(rows: Sequence[Row]) -> str:
     )
     if any(row["seeds"] == 1 < several for row in rows):
         told += "; candidates that the searcher drew by itself have one seed"
+    if any(row["pooled"] for row in rows):
+        told += f"; {results.POOLED_NOTE}"
+    if any(row["remaining_distance"]["n"] for row in rows):
+        told += "; left: of the squared distance of the pairs when they were made to share, 1 at the start"
     early = any(row["steps"] is not None and not row["last"] for row in rows)
     return told + ("; * all seeds of a rate got only so far: not comparable with the others." if early else ".")

@@ -18,9 +18,11 @@ from pydantic import (
     Field,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
     field_validator,
 )
 
+from attention.dtype_names import full_name
 from orchestrator.reading import ConfigError, apply_override, parse_section, read_yaml
 from trainers.settings import Seed, Strict, TrainSettings
 
@@ -31,7 +33,7 @@ class Section(Strict, BaseModel):
 
 def _ratio(value: float) -> float:
     if not 0 < value <= 1:
-        raise ValueError("a KV ratio must lie in (0, 1]; 0.25 keeps a quarter of the KV cache of multi-head attention")
+        raise ValueError("a KV ratio must lie in (0, 1]; 0.25 keeps a quarter of the checkpoint's own KV cache")
     return value
 
 
@@ -56,19 +58,29 @@ def _milestones(steps: list[int]) -> list[int]:
     return steps
 
 
+def _one_of_both(own: list[int], info: ValidationInfo) -> list[int]:
+    """KV heads in place of budgets, not beside them."""
+    if own and info.data.get("budgets"):
+        raise ValueError("give budgets (shares of the checkpoint's own KV cache) or kv_heads, not both")
+    return own
+
+
 KVRatio = Annotated[float, Field(allow_inf_nan=True), AfterValidator(_ratio)]  # its own words for nan
+Budgets = Annotated[list[KVRatio], AfterValidator(_distinct)]
+KVHeads = Annotated[list[PositiveInt], AfterValidator(_distinct), AfterValidator(_one_of_both)]
 Name = Annotated[str, AfterValidator(_slug)]
 
 
 class ModelSection(Section):
     """The checkpoint to convert: a folder with safetensors or a name on the hub.
 
-    `teacher`: what is distilled from, e.g. the checkpoint after fine-tuning (none: the checkpoint itself).
+    `teacher`: what is distilled from, e.g. the checkpoint after fine-tuning (none: the checkpoint itself). `dtype`:
+    what converted and promoted checkpoints are written in, and bytes counted in (auto: the checkpoint's own).
     """
 
     path: str = Field(min_length=1)
     teacher: str | None = Field(default=None, min_length=1)
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(full_name)] = "auto"
 
 
 class TextSection(Section):
@@ -102,12 +114,13 @@ class ArmSection(Section):
     """One arm of the comparison: a recipe, with other choices where wanted, under a name of its own.
 
     `changes`: other choices on its axes (`{alignment: procrustes}`); `settings`: knobs (`{relaxation.rate: 0.1}`);
-    `budgets`: its own (none: those of the search).
+    `budgets`, or `kv_heads`: its own (none: those of the search).
     """
 
     recipe: str = Field(min_length=1)
     label: Name | None = None
-    budgets: Annotated[list[KVRatio], AfterValidator(_distinct)] = []
+    budgets: Budgets = []
+    kv_heads: KVHeads = []
     changes: dict[str, Any] = {}
     settings: dict[str, Any] = {}
 
@@ -127,6 +140,9 @@ Arm = Annotated[ArmSection, BeforeValidator(_arm)]
 class SearchSection(Section):
     """Which candidates are tried.
 
+    A budget is the share of the checkpoint's own KV cache that is kept; in place of `budgets`, `kv_heads` says how many
+    of its KV heads a layer (on average) are.
+
     Every recipe (a name, or an arm with changes) runs at every budget with every learning rate and seed; then come
     `samples` candidates that the searcher draws from the joint space, which `choices` restricts
     (`{grouping: [exact, merge]}`) and in which `settings` fixes knobs (`{grouping.iterations: 50}`, and
@@ -138,7 +154,8 @@ class SearchSection(Section):
 
     searcher: str = Field(default="optuna", min_length=1)
     recipes: list[Arm] = Field(default=[ArmSection(recipe="gqa"), ArmSection(recipe="headfold")], min_length=1)
-    budgets: Annotated[list[KVRatio], AfterValidator(_distinct)] = Field(min_length=1)
+    budgets: Budgets = []
+    kv_heads: KVHeads = Field(default=[], validate_default=True)
     learning_rates: Annotated[list[PositiveFloat], AfterValidator(_distinct)] = []
     samples: int = Field(default=0, ge=0, le=1_000_000)
     choices: dict[str, list[Any]] = {}
@@ -146,6 +163,13 @@ class SearchSection(Section):
     baseline: str = Field(default="gqa", min_length=1)
     seed: Seed = 0
     seeds: Annotated[list[Seed], AfterValidator(_distinct)] = []
+
+    @field_validator("kv_heads")
+    @classmethod
+    def _asked(cls, own: list[int], info: ValidationInfo) -> list[int]:
+        if not own and info.data.get("budgets") == []:  # not there at all if it was refused itself
+            raise ValueError("expected at least 1 value in search.budgets, e.g. [0.5, 0.25], or in search.kv_heads")
+        return own
 
     @field_validator("recipes")
     @classmethod
@@ -179,16 +203,17 @@ class PromotionSection(Section):
     """Which trials go on to the full training, and what they must pass.
 
     `select`: the `top` best trials at each budget, or every trial on the front. `steps` is added to the steps of the
-    last rung, with `evaluations` measurements on the way. The gate asks for a held-out loss that is below the
-    baseline's by more than `margin` nats a token at the same budget and tokens; KV bytes as planned; and logits of the
-    exported checkpoint within `logit_tolerance` of the trained model's.
+    last rung, with `evaluations` measurements on the way. Of all that was measured of a trial, the untrained conversion
+    included, the step of lowest held-out loss is shipped. The gate asks that this loss is below the baseline's (at its
+    own best step of equally many) by more than `margin` nats a token at the same budget; KV bytes as planned; and
+    logits of the exported checkpoint within `logit_tolerance` of the trained model's.
     """
 
     enabled: bool = True
     select: Literal["best_per_budget", "front"] = "best_per_budget"
     top: PositiveInt = 1
     steps: int = Field(default=0, ge=0)
-    evaluations: PositiveInt = 1
+    evaluations: PositiveInt = 4
     margin: float = Field(default=0.0, ge=0)
     logit_tolerance: PositiveFloat = 1e-4
     registered_name: Name | None = None

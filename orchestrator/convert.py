@@ -19,9 +19,12 @@ from attention.export import export
 from attention.geometry import HeadGeometry
 from attention.modeling import plan_of
 from attention.plan import AttentionPlan
+from attention.precision import cast_weights, round_weights
+from attention.ratios import own_heads
 from attention.refinement import RefinementReport, refine
+from attention.replacing import check_folder
+from attention.stock_form import format_of
 from orchestrator import models
-from orchestrator.config import ConfigError
 from orchestrator.distances import NEED, measure
 from orchestrator.inputs import Inputs
 from orchestrator.models import Phases
@@ -113,6 +116,7 @@ def plan_and_convert(
 @dataclass(frozen=True)
 class Source:
     """A checkpoint with its texts and statistics, ready to be converted at any budget. `loss`: of the untouched model.
+    `dtype`: name of the one that is written; `base` is in the one that is worked on.
 
     `calibration` is there if the recipe needs it. `phases` are the seconds that this has taken.
     """
@@ -139,7 +143,7 @@ class Source:
         chosen, phases, cache_dir, seed = inputs.recipe, inputs.phases, inputs.cache_dir, inputs.seed
         sequences, held_out = inputs.texts()
         with phases("load"):
-            base = models.load_model(model, inputs.dtype, inputs.device)
+            base = models.load_working(model, inputs.dtype, inputs.device)
         calibration = None
         if "statistics" in chosen.needs:
             with phases("calibrate"):
@@ -161,14 +165,18 @@ class Source:
     @property
     def base_bytes(self) -> int:
         """KV bytes a token of the untouched model."""
-        return plan_of(self.base).kv_bytes_per_token(self.base.dtype)
+        return plan_of(self.base).kv_bytes_per_token(self.dtype)
 
-    def at(self, kv_ratio: float | Fraction, out: str | Path | None = None) -> dict[str, Any]:
+    def at(
+        self, kv_ratio: float | Fraction, out: str | Path | None = None, *, overwrite: bool = False
+    ) -> dict[str, Any]:
         """Convert at one budget, measure, save to `out` if given; one record (see `convert_checkpoint`)."""
-        phases = Phases(self.phases)
+        phases, own = Phases(self.phases), own_heads(self.context.geometry)
         converted, plan = plan_and_convert(self.recipe, kv_ratio, self.context, self.seed, phases)
         with phases("evaluate"):
+            round_weights(converted, models.dtype_of(self.dtype))  # what is measured is what is written
             scored = models.score(converted, self.held_out, self.base)
+            cast_weights(converted, models.dtype_of(self.dtype))
         sequences = self.context.sequences
         record = {
             "model": self.model,
@@ -178,7 +186,8 @@ class Source:
             "kl": scored.kl,
             "eval_tokens": scored.tokens,
             "calibration_tokens": 0 if sequences is None else int(sequences.numel()),
-            **models.cache_facts(converted),
+            **models.cache_facts(converted, own),
+            "kv_bytes_per_token_base": self.base_bytes,
             "kv_ratio_asked": float(kv_ratio),
             "recipe": self.recipe.to_dict(),
             "plan": json.loads(plan.to_json()),
@@ -189,8 +198,9 @@ class Source:
         }
         if out is not None:
             with phases("save"):
-                about = {"recipe": record["recipe"], "seed": self.seed}
-                checkpoint.save(converted, out, self.tokenizer, record=about)
+                about = {"recipe": record["recipe"], "seed": self.seed, **checkpoint.original_note(own)}
+                checkpoint.save(converted, out, self.model, record=about, overwrite=overwrite)
+            record |= what_it_is(out, self.dtype)
         return record | {"out": None if out is None else str(out), "seconds": dict(phases)}
 
 
@@ -201,13 +211,17 @@ def convert_checkpoint(
     out: str | Path | None = None,
     *,
     stream: bool | None = False,
+    overwrite: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """Convert, measure before and after, and save to `out` if given. `settings` are those of `Inputs.check`.
 
-    `stream`: hold one decoder layer at a time (`orchestrator.stream`); None does so where the model would not fit in
-    memory. Returns one record: losses and KL in nats a token, KV bytes planned and held, seconds by phase. Raises
-    ConfigError, DataError or PlanError for what a user can mend, before the model is loaded where that can be known.
+    `kv_ratio`: share of the checkpoint's own KV cache to keep, below 1 unless the recipe changes something else. `out`
+    must be free, or with `overwrite` hold what we wrote (`attention.replacing.check_folder`, whose OutputError comes
+    before any work). `stream`: hold one decoder layer at a time (`orchestrator.stream`); None does so where the model
+    would not fit in memory. Returns one record: losses and KL in nats a token, KV bytes planned and held, seconds by
+    phase. Raises ConfigError, DataError or PlanError for what a user can mend, before the model is loaded where that
+    can be known.
     """
     if stream is None:
         from orchestrator.estimate import must_stream
@@ -216,15 +230,24 @@ def convert_checkpoint(
     if stream:
         from orchestrator.stream import stream_checkpoint
 
-        return stream_checkpoint(model, recipe, kv_ratio, out, **settings)
-    return Source.load(model, recipe, [kv_ratio], **settings).at(kv_ratio, out)
+        return stream_checkpoint(model, recipe, kv_ratio, out, overwrite=overwrite, **settings)
+    if out is not None:
+        check_folder(out, overwrite=overwrite, reads=[model])
+    return Source.load(model, recipe, [kv_ratio], **settings).at(kv_ratio, out, overwrite=overwrite)
 
 
-def export_checkpoint(source: str | Path, target: str, out: str | Path) -> dict[str, Any]:
+def what_it_is(folder: str | Path, dtype: str) -> dict[str, Any]:
+    """What a written checkpoint is (`format`: stock or headfold), what loads it, and both in a line for people."""
+    found = format_of(checkpoint.load_config(folder), dtype)
+    return {"format": found.format, "loads_in": list(found.loads_in), "format_note": found.note}
+
+
+def export_checkpoint(
+    source: str | Path, target: str, out: str | Path, *, allow_larger_cache: bool = False, overwrite: bool = False
+) -> dict[str, Any]:
     """Lower a checkpoint to a stock format, its tokenizer with it. Raises ConfigError or ValueError as in `export`."""
     models.geometry_of(str(source), key="checkpoint")
-    try:
-        tokenizer = models.load_tokenizer(source)
-    except ConfigError:
-        tokenizer = None  # a checkpoint without a tokenizer exports all the same
-    return asdict(export(source, target, out, tokenizer))
+    dtype = models.written_dtype(source)
+    allowed = {"allow_larger_cache": allow_larger_cache, "overwrite": overwrite}
+    made = export(source, target, out, source, dtype=models.dtype_of(dtype), **allowed)
+    return asdict(made) | what_it_is(out, dtype)

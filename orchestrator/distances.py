@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from attention import checkpoint
+from attention.permissions import honour_umask
 from search_spaces.recipe import Recipe
 from trainers.data import read_sequences
 from trainers.settings import TrainSettings
@@ -96,7 +97,7 @@ def _measure_to(phase: SearchPhase, file: str) -> None:
 
     settings = TrainSettings.model_validate(phase.settings)
     torch.set_num_threads(max(1, int(settings.cpus_per_worker)))
-    model = models.load_model(phase.model, "bfloat16" if settings.dtype == "bf16" else "float32")
+    model = models.load_model(phase.model, settings.dtype)
     found = measure(model, read_sequences(phase.train_file), settings, phase.steps, phase.rate, phase.seed)
     write(found, file)
 
@@ -105,4 +106,5 @@ def write(distances: Mapping[str, np.ndarray], file: str | Path) -> None:
     fresh = Path(file).with_suffix(".new")
     fresh.parent.mkdir(parents=True, exist_ok=True)
     save_file(dict(distances), str(fresh))
+    honour_umask(fresh)
     fresh.replace(file)

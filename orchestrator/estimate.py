@@ -1,7 +1,7 @@
 """`headfold estimate`: what a conversion will take, from the checkpoint's config alone, before it is run.
 
 Legend: L layers, H query heads, d head dim, D model dim, e = D + 1, V vocabulary, C calibration tokens, E held-out
-tokens, N = C + E, b bytes of a weight, T tokens a sequence, B sequences a batch.
+tokens, N = C + E, b bytes of a weight that is worked on (4 on the CPU), T tokens a sequence, B sequences a batch.
 
 Peaks are the largest of the stages of a conversion, each the sum of what it holds at once. What is not modelled are the
 small things: the token ids, one batch of activations where a layer's statistics are far larger.
@@ -24,12 +24,16 @@ from transformers import PretrainedConfig
 
 from attention import checkpoint
 from attention.geometry import HeadGeometry
+from attention.precision import DTYPES
+from attention.ratios import own_heads
 from attention.windows import empty, layer_prefix, window_config
 from orchestrator import models
 from orchestrator.inputs import Inputs
 from orchestrator.layerwise import LOGIT_BYTES
-from orchestrator.models import DTYPES, device_of, kernel_field
+from orchestrator.models import device_of, kernel_field
+from orchestrator.results import percent, unmet
 from orchestrator.stream import batch_size, check_streamable
+from search_spaces.planning import nearest_budget
 from search_spaces.recipe import Recipe
 
 FLOAT, DOUBLE = 4, 8
@@ -73,12 +77,17 @@ def _count(module: nn.Module) -> int:
 class Estimate:
     """Bytes, floating-point operations, seconds.
 
+    `kv_bytes_per_token`, `kv_bytes_per_token_base`: of the converted and of the original model, heads alone.
     `resident`, `streamed`: peak memory of the process in either way, all it needs besides included; `stages`: what it
     comes to at each stage, by name; `streamable`: whether there is the second way, else `why_not` says why. `disk`: of
     the result; `scratch`: of what lies beside it on the way. `flops` of the streamed way; `seconds` of it at the speed
     that a matrix product has here (`rate`, operations a second), planning left out.
     """
 
+    kv_ratio: float
+    kv_ratio_asked: float
+    kv_bytes_per_token: int
+    kv_bytes_per_token_base: int
     parameters: int
     resident: int
     streamed: int
@@ -98,7 +107,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What is estimated: everything that the formulas read. `mixed`: as in `attention.calibration.calibrate`."""
+    """What is estimated: everything that the formulas read. `kv_ratio`: of the checkpoint's own KV cache; `dtype`: of
+    what is written, `working`: of what is computed in; `mixed`: as in `attention.calibration.calibrate`."""
 
     config: PretrainedConfig
     recipe: Recipe
@@ -108,6 +118,7 @@ class Conversion:
     sequence_length: int
     dtype: torch.dtype
     mixed: str = "head"
+    working: torch.dtype = torch.float32
 
     @property
     def geometry(self) -> HeadGeometry:
@@ -155,7 +166,7 @@ class Conversion:
             # All heads' Grams under each head's weights, in float32, once more as matrices for one group of all.
             return held + 2 * FLOAT * g.num_heads**3 * g.head_dim**2
         # Fusion alone makes them for one group after the other, here for the largest of equal groups.
-        members = math.ceil(1 / self.kv_ratio) if "least_squares" in parts else 0
+        members = math.ceil(g.num_heads / (g.num_kv_heads * self.kv_ratio) - 1e-9) if "least_squares" in parts else 0
         return held + 3 * DOUBLE * members**3 * g.head_dim**2
 
     def refining(self, size: Size) -> int:
@@ -173,7 +184,7 @@ def estimate(conversion: Conversion, *, base: int | None = None) -> Estimate:
     """Memory, disk and time of a conversion. `base`: bytes of the process before it starts (default: as it is now)."""
     size, g = Size.of(conversion.config), conversion.geometry
     base = models.memory_now() if base is None else base
-    width = torch.empty(0, dtype=conversion.dtype).element_size()
+    width, written = conversion.working.itemsize, conversion.dtype.itemsize
     tokens = conversion.used_tokens + conversion.eval_tokens
     stages = {name: base + READ + held for name, held in streamed_stages(conversion, size, width, tokens).items()}
     stages["texts"] = base + READING
@@ -184,10 +195,15 @@ def estimate(conversion: Conversion, *, base: int | None = None) -> Estimate:
     except ValueError as error:
         why_not = str(error)
     flops = operations(conversion, size, tokens)
-    rate = matmul_rate(conversion.dtype)
+    rate = matmul_rate(conversion.working)
     saved = 2 * g.num_layers * g.num_kv_heads * g.head_dim * g.hidden_size
-    kept = size.total - saved + round(saved * conversion.kv_ratio * g.num_heads / g.num_kv_heads)
+    kept = size.total - saved + round(saved * conversion.kv_ratio)
+    own = own_heads(g) * g.head_dim * written
     return Estimate(
+        kv_ratio=conversion.kv_ratio,
+        kv_ratio_asked=conversion.kv_ratio,
+        kv_bytes_per_token=round(own * conversion.kv_ratio),
+        kv_bytes_per_token_base=own,
         parameters=size.total,
         resident=resident,
         streamed=max(stages.values()),
@@ -195,7 +211,7 @@ def estimate(conversion: Conversion, *, base: int | None = None) -> Estimate:
         streamable=not why_not,
         why_not=why_not,
         available=available_bytes(),
-        disk=width * kept,
+        disk=written * kept,
         scratch=4 * width * tokens * g.hidden_size,
         flops=flops,
         rate=rate,
@@ -279,17 +295,26 @@ def matmul_rate(dtype: torch.dtype, size: int = 1024) -> float:
 
 
 def estimate_conversion(
-    model: str | Path, recipe: str | Recipe, kv_ratio: float, *, mixed: str = "head", **settings: Any
+    model: str | Path,
+    recipe: str | Recipe,
+    kv_ratio: float,
+    *,
+    mixed: str = "head",
+    nearest: bool = False,
+    **settings: Any,
 ) -> Estimate:
     """The estimate of `orchestrator.convert.convert_checkpoint` with these arguments; only config.json is read.
 
+    `nearest`: of `convert_curve`, which rounds down what the recipe cannot meet.
     Raises ConfigError, RecipeError or ValueError as that does.
     """
-    inputs = Inputs.check(model, recipe, [kv_ratio], config_only=True, **settings)
+    inputs = Inputs.check(model, recipe, [kv_ratio], config_only=True, nearest=nearest, **settings)
     config = checkpoint.load_config(inputs.model)
+    met = nearest_budget(inputs.recipe, kv_ratio, HeadGeometry.from_config(config)) if nearest else kv_ratio
     sizes = (inputs.calibration_tokens, inputs.eval_tokens, inputs.sequence_length)
-    found = estimate(Conversion(config, inputs.recipe, float(kv_ratio), *sizes, DTYPES[inputs.dtype], mixed))
-    return replace(found, available=available_bytes(device_of(inputs.device)))
+    kinds = DTYPES[inputs.dtype], mixed, DTYPES[models.working_dtype(inputs.dtype, inputs.device)]
+    found = estimate(Conversion(config, inputs.recipe, float(met), *sizes, *kinds))
+    return replace(found, kv_ratio_asked=float(kv_ratio), available=available_bytes(device_of(inputs.device)))
 
 
 def must_stream(model: str | Path, recipe: str | Recipe, kv_ratio: float, **settings: Any) -> bool:
@@ -308,6 +333,8 @@ def describe(found: Estimate) -> Mapping[str, str]:
     giga = 2.0**30
     largest = max(found.stages, key=lambda name: found.stages[name])
     return {
+        "cache": f"{percent(found.kv_ratio)} of the checkpoint's{unmet(found.to_dict())}: "
+        f"{found.kv_bytes_per_token:,} of {found.kv_bytes_per_token_base:,} KV bytes a token",
         "in memory": f"{found.resident / giga:.1f} GiB",
         "layer by layer": f"{found.streamed / giga:.1f} GiB (stage: {largest})" if found.streamable else found.why_not,
         "available now": f"{found.available / giga:.1f} GiB" if found.available else "unknown",

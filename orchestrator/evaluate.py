@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from attention import checkpoint
 from attention.modeling import plan_of
+from attention.precision import cast_weights, round_weights
 from orchestrator import models
 from orchestrator.models import Phases
 from trainers.evaluation import decode_speed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def compared_cache(model: PreTrainedModel, path: str | Path, base: PreTrainedModel | None) -> tuple[int, str]:
+    """Key and value heads that a checkpoint's KV ratio is a share of, and in words whose they are."""
+    if base is not None:
+        return plan_of(base).kv_heads, "the base's cache"
+    if (own := checkpoint.original_heads(path)) is not None:
+        return own, "the cache of the model that it was converted from"
+    return plan_of(model).kv_heads, "its own cache, as no other is known (give a base to compare with)"
 
 
 def evaluate_checkpoint(
@@ -20,26 +34,34 @@ def evaluate_checkpoint(
     eval_tokens: int = 16_384,
     sequence_length: int = 256,
     seed: int = 0,
-    dtype: str = "float32",
+    dtype: str = models.AUTO,
     device: str = "auto",
     speed_tokens: int = 32,
 ) -> dict[str, Any]:
     """Held-out loss (nats a token), rise and KL against `base` if given, KV bytes planned and held, tokens a second.
 
-    Raises ConfigError or DataError for what a user can mend.
+    `kv_ratio` is of the base's cache; without a base, of the model's that it was converted from; `kv_ratio_of` says so.
+    `dtype`: what the cache is held in, and what decodes for the speed (auto: the checkpoint's own); losses are computed
+    as `models.working_dtype` says. Raises ConfigError or DataError for what a user can mend.
     """
     phases = Phases()
-    for name in filter(None, (path, base)):
-        models.geometry_of(str(name), sequence_length, key="checkpoint")
+    geometry = models.geometry_of(str(path), sequence_length, key="checkpoint")
+    if base is not None:
+        models.check_same_words(models.geometry_of(str(base), sequence_length, key="base"), geometry, "base", str(base))
+    recipe = models.record_of(path).get("recipe")
+    dtype = models.written_dtype(path, dtype)
     tokenizer = models.load_tokenizer(base if base is not None else path)
     with phases("data"):
         sequences = models.texts(eval_data, "eval", tokenizer, eval_tokens, sequence_length, seed)
     with phases("load"):
-        model = models.load_model(path, dtype, device)
-        teacher = models.load_model(base, dtype, device) if base is not None else None
+        model = models.load_working(path, dtype, device)
+        teacher = models.load_working(base, dtype, device) if base is not None else None
     with phases("evaluate"):
+        round_weights(model, models.dtype_of(dtype))
         scored = models.score(model, sequences, teacher)
         loss_base = models.score(teacher, sequences).loss if teacher is not None else None
+    own, kind = compared_cache(model, path, teacher)
+    cast_weights(model, models.dtype_of(dtype))
     record = {
         "checkpoint": str(path),
         "base": None if base is None else str(base),
@@ -52,8 +74,9 @@ def evaluate_checkpoint(
         "plan_digest": plan_of(model).digest,
         "dtype": dtype,
         "seed": seed,
-        "recipe": models.record_of(path).get("recipe"),
-        **models.cache_facts(model),
+        "recipe": recipe,
+        "kv_ratio_of": kind,
+        **models.cache_facts(model, own),
     }
     if speed_tokens:
         with phases("speed"):

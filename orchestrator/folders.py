@@ -8,7 +8,7 @@
     trials.json, trials/<id>/         records; recipe, plan, converted and trained checkpoint of each trial
     mlflow.jsonl, driver.lock         what MLflow is told; who runs the search
     tune/, train/                     files of Ray Tune and Ray Train
-    promotion.json, promoted/         the promotion's steps and checkpoints
+    promotion.json, promoted/         the promotion's steps and checkpoints: `exported` (stock software), or `headfold`
     report.html
 """
 
@@ -21,10 +21,13 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
-from orchestrator.config import ConfigError
+from attention.replacing import checkpoint_around
+from orchestrator.config import ConfigError, read_yaml
 from orchestrator.remote import check_address, is_remote, working_folder
+from orchestrator.results import read_json
 
 
 def in_ray_job() -> bool:
@@ -53,15 +56,17 @@ def storage_path(storage: str) -> Path:
     return path if path.is_absolute() else (home() if in_ray_job() else Path.cwd()) / path
 
 
-def check_writable(folder: Path) -> None:
-    """Create `folder` and write a file into it. Raises ConfigError if either fails."""
+def check_writable(folder: Path, key: str = "storage") -> None:
+    """Create `folder` and write a file into it. Raises ConfigError if either fails, or if it lies in a checkpoint."""
+    if (around := checkpoint_around(folder.resolve() / "search")) is not None:
+        raise ConfigError(f"{key}: {str(folder)!r} lies within a checkpoint, {str(around)!r}; give a folder outside")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".headfold"):
             pass
     except OSError as error:
         raise ConfigError(
-            f"storage: cannot write to {str(folder)!r} ({error.strerror or error}); give a folder that can be written"
+            f"{key}: cannot write to {str(folder)!r} ({error.strerror or error}); give a folder that can be written"
         ) from None
 
 
@@ -92,20 +97,40 @@ class SearchFolder:
         """The newest search of that name. Raises ConfigError if there is none."""
         found = cls._of(storage, name)
         if not found:
-            raise ConfigError(f"--resume: no search named {name!r} in {storage}; start one without --resume")
+            raise ConfigError(f"--resume: no search named {name!r} in {storage}; {cls._told(storage)}")
         return found[-1]
 
     @classmethod
-    def unended(cls, storage: Path, name: str) -> SearchFolder | None:
-        """The newest search of that name if it was killed, or runs; None if it has ended."""
-        found = cls._of(storage, name)
-        return found[-1] if found and not found[-1].ended else None
+    def named(cls, storage: Path, folder: str) -> SearchFolder:
+        """The search in a folder of the storage, given by its name there or by its path. Raises ConfigError."""
+        for root in (storage / folder, Path(folder).expanduser().absolute()):
+            if (root / "search.yaml").is_file() and root.parent.resolve() == storage.resolve():
+                return cls(storage / root.name)
+        raise ConfigError(f"--resume: no search {folder!r} in {storage}; {cls._told(storage)}")
+
+    @classmethod
+    def unended(cls, storage: Path, name: str) -> list[SearchFolder]:
+        """The searches of that name that were killed, or run, oldest first."""
+        return [folder for folder in cls._of(storage, name) if not folder.ended]
+
+    @classmethod
+    def _told(cls, storage: Path) -> str:
+        """What can be resumed in a storage."""
+        found = sorted((cls(p.parent) for p in storage.glob("*/search.yaml")), key=lambda folder: folder.root.name)
+        if not found:
+            return "there is none at all; start one without --resume"
+        open_ones = [folder.root.name for folder in found if not folder.ended]
+        ended = [folder.root.name for folder in found if folder.ended]
+        return f"not ended: {', '.join(open_ones) or 'none'}; ended: {', '.join(ended) or 'none'}"
 
     @classmethod
     def _of(cls, storage: Path, name: str) -> list[SearchFolder]:
         """The searches of a name, oldest first."""
         found = [p.parent for p in storage.glob("*/search.yaml") if _belongs(p.parent.name, name)]
-        return [cls(root) for root in sorted(found, key=lambda root: (root / "search.yaml").stat().st_mtime)]
+        found = [root for root in found if (root / "origin.json").is_file()]  # which `fresh` has written
+        # By the number too: a file system's clock may be coarse
+        age = {root: ((root / "search.yaml").stat().st_mtime_ns, len(root.name), root.name) for root in found}
+        return [cls(root) for root in sorted(found, key=age.__getitem__)]
 
     @property
     def ended(self) -> bool:
@@ -129,7 +154,34 @@ class SearchFolder:
                 f"{str(root)!r} is not the folder of a search (it has no search.yaml); give the folder that "
                 "`headfold search` printed, e.g. runs/demo"
             )
+        folder.check_ratios()
         return folder
+
+    def stored(self) -> dict[str, Any]:
+        """The configuration as it was kept. Raises ConfigError if it is none any more."""
+        try:
+            record = read_yaml(self.snapshot.read_text(encoding="utf-8"))
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"{self.snapshot} cannot be read: {error}") from None
+        if not isinstance(record, dict):
+            raise ConfigError(f"{self.snapshot} must hold a mapping of sections, got {type(record).__name__}")
+        return record
+
+    @property
+    def other_ratios(self) -> bool:
+        """Whether the search is of a former version, whose ratios were shares of multi-head attention, and its model
+        has fewer KV heads than query heads, so that they meant another cache. Its own model was not at 1 then."""
+        base = read_json(self.base) if self.base.is_file() else {}
+        return base.get("kv_ratio", 1) != 1
+
+    def check_ratios(self) -> None:
+        """Raise ConfigError if the ratios in the folder do not mean what they mean now."""
+        if self.other_ratios:
+            raise ConfigError(
+                f"{self.root} was written by a former version of Headfold, in which a KV ratio was the share of "
+                "multi-head attention; now it is the share of the checkpoint's own KV cache, which is another one for "
+                "this model. Start a new search"
+            )
 
     @property
     def storage(self) -> Path:

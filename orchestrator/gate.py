@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +14,11 @@ import torch
 
 from attention import checkpoint
 from attention.export import compare, export
-from attention.modeling import plan_of
+from attention.modeling import PREFIX, plan_of
 from attention.plan import AttentionPlan
+from attention.precision import cast_weights, round_weights
 from orchestrator import models
-from orchestrator.config import ConfigError, SearchConfig
+from orchestrator.config import SearchConfig
 from orchestrator.folders import SearchFolder
 from orchestrator.trial import TrialContext
 from trainers.data import read_sequences
@@ -33,13 +35,14 @@ OK = "passed"
 class Checks:
     """What the gate measured, and why to refuse (no reason: passed).
 
-    `outcomes`: of each check by name, "passed" or its reasons. `plain`: stock transformers loads the export.
+    `outcomes`: of each check by name, "passed" or its reasons. `model`: the folder that was written; `plain`: stock
+    transformers loads it.
     """
 
     record: dict[str, Any] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
     outcomes: dict[str, str] = field(default_factory=dict)
-    exported: str | None = None
+    model: str | None = None
     plain: bool = False
     kv_bytes_per_token: int | None = None
     digests: dict[str, str] = field(default_factory=dict)
@@ -61,24 +64,35 @@ def check_candidate(entry: Entry, config: SearchConfig, context: TrialContext, f
     plan = AttentionPlan.from_json((folder.trial(entry.trial_id) / "plan.json").read_text(encoding="utf-8"))
     checks.digests = {"plan_digest": plan.digest, "trained_digest": checkpoint.weights_digest(entry.folder)}
     model = models.load_model(entry.folder)
+    round_weights(model, models.dtype_of(context.dtype))  # what is shipped; training may have computed in a wider dtype
     with checks.check("cache"):
-        _check_cache(model, plan, checks)
-    target = folder.promoted / f"{entry.trial_id}-{entry.steps}" / "exported"
+        _check_cache(model, plan, models.dtype_of(context.dtype), checks)
     with checks.check("export"):
         try:
-            _export(entry.folder, target, plan, context, checks)
+            _export(model, entry, plan, context, folder, checks)
         except ValueError as error:
             checks.reasons.append(f"export failed: {error}")
-    if checks.exported is not None:
+    if checks.model is not None:
         with checks.check("logits"):
-            _check_logits(model, target, config, context, checks)
-        checks.digests["weights_digest"] = checkpoint.weights_digest(target)
+            _check_logits(model, checks.model, config, context, checks)
+        checks.digests["weights_digest"] = checkpoint.weights_digest(checks.model)
     return checks
 
 
 def _check_loss(entry: Entry, config: SearchConfig, checks: Checks) -> None:
-    """Better than the baseline at the same budget after the same tokens."""
-    checks.record |= {"loss": entry.loss, "baseline_loss": entry.baseline_loss, "margin": config.promotion.margin}
+    """Better than the baseline at the same budget, each at its best measured step of equally many, and no worse than
+    its own untrained conversion. How far the original model is away is recorded."""
+    checks.record |= {
+        "loss": entry.loss,
+        "best_step": entry.best_step,
+        "shipped": entry.shipped,
+        "last_loss": entry.last_loss,
+        "untrained_loss": entry.untrained_loss,
+        "baseline_loss": entry.baseline_loss,
+        "baseline_step": entry.baseline_step,
+        "original_loss": entry.original_loss,
+        "margin": config.promotion.margin,
+    }
     if entry.recipe == config.search.baseline:
         checks.reasons.append(f"it is the baseline {entry.recipe} itself; nothing was better at this budget")
     elif entry.baseline_loss is None:
@@ -88,14 +102,24 @@ def _check_loss(entry: Entry, config: SearchConfig, checks: Checks) -> None:
     elif not entry.loss < entry.baseline_loss - config.promotion.margin:
         checks.reasons.append(
             f"held-out loss {entry.loss:.4f} is not below the baseline's {entry.baseline_loss:.4f} by more than "
-            f"{config.promotion.margin:g} after the same {entry.steps} steps"
+            f"{config.promotion.margin:g}, each at its best step of the same {entry.steps}"
+        )
+    elif entry.untrained_loss is not None and entry.loss > entry.untrained_loss:
+        checks.reasons.append(
+            f"held-out loss {entry.loss:.4f} is above the {entry.untrained_loss:.4f} of its own untrained conversion, "
+            "whose weights are gone"
         )
 
 
-def _check_cache(model: Any, plan: AttentionPlan, checks: Checks) -> None:
-    """The bytes that the cache really holds, against the plan of the trial."""
-    planned = plan.kv_bytes_per_token(model.dtype)
+def _check_cache(model: Any, plan: AttentionPlan, dtype: torch.dtype, checks: Checks) -> None:
+    """The bytes that the cache really holds in the dtype that is shipped, against the plan of the trial.
+
+    `model`: in float32, its weights rounded to `dtype`, and so again when this returns.
+    """
+    planned = plan.kv_bytes_per_token(dtype)
+    cast_weights(model, dtype)
     held = measure_cache(model, models.CACHE_TOKENS)
+    cast_weights(model, torch.float32)
     checks.kv_bytes_per_token = planned
     checks.record |= {
         "kv_bytes_per_token": planned,
@@ -109,26 +133,45 @@ def _check_cache(model: Any, plan: AttentionPlan, checks: Checks) -> None:
         )
 
 
-def _export(trained: str, target: Path, plan: AttentionPlan, context: TrialContext, checks: Checks) -> None:
-    """Plain GQA where the plan allows it, Headfold's own format otherwise (no stock format holds the plan)."""
-    try:
-        tokenizer = models.load_tokenizer(context.model)
-    except ConfigError:
-        tokenizer = None
-    checks.plain = plan.is_uniform_gqa
-    if plan.is_uniform_gqa:
-        report = export(trained, "gqa", target, tokenizer)
+def _export(
+    model: Any, entry: Entry, plan: AttentionPlan, context: TrialContext, folder: SearchFolder, checks: Checks
+) -> None:
+    """Plain GQA where plan and family allow it; else Headfold's own format, under a name that says so.
+
+    In the dtype of the search's checkpoint, whatever training has computed in.
+    """
+    trained, dtype = str(entry.folder), models.dtype_of(context.dtype)
+    place = folder.promoted / f"{entry.trial_id}-{entry.steps}"
+    if checkpoint.plain_form(model.config, plan) is not None:
+        target = _free(place / "exported")
+        report = export(trained, "gqa", target, context.model, dtype=dtype)
         checks.record |= {"export": "gqa", "exact": report.exact}
     else:
-        checkpoint.save(checkpoint.load(trained), target, tokenizer)
+        target = _free(place / "headfold")
+        whole = checkpoint.load(trained, torch.float32)
+        cast_weights(whole, dtype)
+        checkpoint.save(whole, target, context.model, record=checkpoint.carried(trained))
         checks.record |= {"export": "headfold", "exact": True}
-    checks.exported = str(target)
+    checks.model = str(target)
+    checks.plain = not checkpoint.load_config(target).model_type.startswith(PREFIX)
 
 
-def _check_logits(model: Any, target: Path, config: SearchConfig, context: TrialContext, checks: Checks) -> None:
-    """Logits of the exported checkpoint, read back, against the trained model's on held-out text, in float32."""
-    back = models.load_model(target)
-    tokens = read_sequences(context.eval_file)[:2]
+def _free(target: Path) -> Path:
+    """Without what a check that was killed has left there: the folder is the search's own."""
+    shutil.rmtree(target, ignore_errors=True)
+    return target
+
+
+def _check_logits(model: Any, target: str, config: SearchConfig, context: TrialContext, checks: Checks) -> None:
+    """Logits of the exported checkpoint, read back, against the trained model's on held-out text, in float32.
+
+    `model`: the trained one, its weights rounded to the dtype of the export. The export's own held-out loss is kept.
+    """
+    back = models.load_model(target, device=context.device)
+    held_out = read_sequences(context.eval_file)
+    checks.record["exported_loss"] = models.score(back, held_out).loss
+    back.to(model.device)
+    tokens = held_out[:2]
     with torch.no_grad():
         difference = (model(tokens).logits - back(tokens).logits).abs().max().item()
     random_difference, _ = compare(model, back)
@@ -139,9 +182,8 @@ def _check_logits(model: Any, target: Path, config: SearchConfig, context: Trial
             f"logits of the exported checkpoint differ from the trained model's by {difference:.2g}, allowed are "
             f"{config.promotion.logit_tolerance:g}"
         )
-    exported_plan = plan_of(back)
-    if checks.kv_bytes_per_token != exported_plan.kv_bytes_per_token(model.dtype):
+    served = plan_of(back).kv_bytes_per_token(models.dtype_of(context.dtype))
+    if checks.kv_bytes_per_token != served:
         checks.reasons.append(
-            f"the exported checkpoint serves {exported_plan.kv_bytes_per_token(model.dtype)} KV bytes a token, planned "
-            f"were {checks.kv_bytes_per_token}"
+            f"the exported checkpoint serves {served} KV bytes a token, planned were {checks.kv_bytes_per_token}"
         )

@@ -90,7 +90,7 @@ def _clear(storage_path: str) -> None:
 
 
 def train_in_group(
-    pool: str, job: TrainJob, on_report: Callable[[dict[str, Any]], None], *, reported: int = 0
+    pool: str, job: TrainJob, on_report: Callable[[dict[str, Any]], None], *, reported: int = -1
 ) -> TrainOutcome:
     """`run_training` on a standing group: the same job, reports and errors.
 

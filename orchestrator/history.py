@@ -3,7 +3,8 @@
 One JSON object a line, only ever appended, on disk before anybody acts on it. Events, by their `event`:
 
     trial   a searcher's suggestion: `trial` (its id), `config`
-    report  a trial's scores at a rung: `trial`, `result`, and the scheduler's `decision`
+    report  a trial's scores at a rung: `trial`, `result`, and the scheduler's `decision`; with `copy_of` in the result
+            the trial is stopped as a copy of that one
     promote a paused trial goes on: `trial`
     end     a trial has ended: `trial`, `error` (None, or what went wrong), `trace` (the place of its traceback), and
             `lost`: whether it was its machines that went wrong, so that another try may end otherwise
@@ -134,7 +135,7 @@ class History:
     """What a journal tells of a search so far, by trial id in the order of the suggestions.
 
     `results` are by step, `ends` are `end` events; `paused` trials wait to be promoted; `told` are the trials whose end
-    the searcher has learnt.
+    the searcher has learnt; `copies`: by trial, the first one that leads to the same model.
     """
 
     def __init__(self, events: Iterable[dict[str, Any]] = ()) -> None:
@@ -145,6 +146,7 @@ class History:
         self.ends: dict[str, dict[str, Any]] = {}
         self.paused: set[str] = set()
         self.told: set[str] = set()
+        self.copies: dict[str, str] = {}
         for event in events:
             self.events.append(event)
             self.add(event)
@@ -157,6 +159,8 @@ class History:
             step = int(event["result"]["step"])
             self.decisions[trial, step] = event["decision"]
             self.results.setdefault(trial, {})[step] = event["result"]
+            if "copy_of" in event["result"]:
+                self.copies[trial] = event["result"]["copy_of"]
             if event["decision"] == PAUSE:
                 self.paused.add(trial)
         elif kind == PROMOTE:

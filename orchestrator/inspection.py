@@ -21,11 +21,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from attention.calibration import cached_calibration
 from attention.geometry import HeadGeometry
+from attention.messages import one_of
 from attention.modeling import plan_of
 from attention.plan import AttentionPlan
+from attention.precision import round_weights
+from attention.ratios import ratio_of
 from orchestrator import models
 from orchestrator.config import ConfigError
 from orchestrator.convert import convert_with, planning_context
+from orchestrator.folders import check_writable
 from orchestrator.inputs import Inputs
 from search_spaces.agreement import agreement as measured_agreement
 from search_spaces.context import PlanningContext
@@ -80,9 +84,10 @@ def inspect_checkpoint(
 
     `sensitivity`: for each layer and side the rise of the loss by head count, when only that site is fused as `recipe`
     says. `similarity`: mean cosines of the stored heads of a layer, `raw` and `aligned`, `[U, U]`. `budgets`: what the
-    knapsack on these rises makes of each ratio. `recipes`: held-out loss of the model converted by each recipe of
-    `compare` at each ratio, before any refinement or training. `agreement`: Spearman of the layer-output score's ranks
-    with those of the loss, if asked for. A ratio that a recipe cannot meet stands for the largest budget below it.
+    knapsack on these rises makes of each ratio (of the checkpoint's own KV cache). `recipes`: held-out loss of the
+    model converted by each recipe of `compare` at each ratio, before any refinement or training. `agreement`:
+    Spearman of the layer-output score's ranks with those of the loss, if asked for. A ratio that a recipe cannot meet
+    stands for the largest budget below it; `kv_ratio_asked` and `kv_ratio` tell both.
 
     `counts`: any, powers_of_two or divisors; by default any up to 16 KV heads. `recipe_settings`: other choices of
     `recipe`; `sources`: texts, their tokens, dtype and device as `orchestrator.inputs.Inputs.check` takes them.
@@ -96,12 +101,13 @@ def inspect_checkpoint(
     if not kv_ratios:
         raise ConfigError("kv_ratio: expected at least one, e.g. 0.5")
     cache = Path(cache_dir) if cache_dir is not None else default_cache()
+    check_writable(cache, "cache")
     shared = {"sequence_length": sequence_length, "seed": seed, "cache_dir": cache}
     inputs = Inputs.check(model, chosen, kv_ratios, nearest=True, **shared, **sources)
     phases = inputs.phases
     sequences, held_out = inputs.texts()
     with phases("load"):
-        base = models.load_model(model, inputs.dtype, inputs.device)
+        base = models.load_working(model, inputs.dtype, inputs.device)
     with phases("calibrate"):
         calibration = cached_calibration(base, sequences, cache)
     context = planning_context(base, calibration, sequences, cache)
@@ -111,7 +117,7 @@ def inspect_checkpoint(
         plans, curves = _plans_and_curves(chosen, kv_ratios, context, seed)
     with phases("recipes"):
         loss = models.score(base, held_out).loss
-        costs = _recipes(others, plans, context, base, held_out, loss, seed, chosen.name)
+        costs = _recipes(others, plans, context, base, held_out, loss, seed, chosen.name, inputs.dtype)
     found = None
     if agreement:
         with phases("agreement"), progress("scoring moves both ways") as told:
@@ -119,14 +125,14 @@ def inspect_checkpoint(
             found = [site.to_dict() for site in sites]
     return {
         "model": str(model),
-        **_about(base, geometry),
+        **_about(base, geometry, inputs.dtype),
         "loss_base": loss,
         "eval_tokens": int(held_out.numel()),
         "calibration_tokens": int(sequences.numel()),
         "recipe": chosen.to_dict(),
         "sensitivity": [{"layer": layer} | sides for layer, sides in enumerate(curves)],
         "similarity": similarity,
-        "budgets": [_budget(*item, curves, base) for item in plans.items()],
+        "budgets": [_budget(*item, curves, base, inputs.dtype) for item in plans.items()],
         "recipes": costs,
         "agreement": found,
         "seed": seed,
@@ -136,8 +142,8 @@ def inspect_checkpoint(
     }
 
 
-def _about(base: PreTrainedModel, geometry: HeadGeometry) -> dict[str, Any]:
-    """What a checkpoint is, before anything is measured."""
+def _about(base: PreTrainedModel, geometry: HeadGeometry, dtype: str) -> dict[str, Any]:
+    """What a checkpoint is, before anything is measured; bytes are of a cache in `dtype`."""
     return {
         "family": geometry.family,
         "layers": geometry.num_layers,
@@ -147,8 +153,7 @@ def _about(base: PreTrainedModel, geometry: HeadGeometry) -> dict[str, Any]:
         "qk_norm": geometry.qk_norm,
         "rotary_dims": geometry.rotary.dims,
         "parameters": models.parameters(base),
-        "kv_ratio": geometry.kv_ratio,
-        "kv_bytes_per_token": plan_of(base).kv_bytes_per_token(base.dtype),
+        "kv_bytes_per_token": plan_of(base).kv_bytes_per_token(dtype),
     }
 
 
@@ -166,7 +171,7 @@ def sensitivity_recipe(
 def untrained(name: str) -> Recipe:
     """The named recipe as far as it goes without training or refinement. Raises RecipeError for an unknown one."""
     if name not in RECIPES:
-        raise ConfigError(f"compare: recipe must be one of {sorted(RECIPES)}, got {name!r}")
+        raise ConfigError(f"compare: {one_of('recipe', sorted(RECIPES), name)}")
     return RECIPES[name].with_changes(relaxation="none", refinement="none")
 
 
@@ -220,20 +225,20 @@ def _measured_counts(chosen: Recipe, geometry: HeadGeometry) -> int:
 
     counts = admissible_counts(chosen, geometry)
     stored = geometry.num_kv_heads
-    problem = AllocationProblem(geometry.num_layers, geometry.num_heads, stored, geometry.kv_ratio, counts)
+    problem = AllocationProblem(geometry.num_layers, geometry.num_heads, stored, 1, counts)
     return len(considered(problem, chosen.knobs("allocation")["counts"])) - 1  # all heads kept is 0 by definition
 
 
 def _budget(
-    asked: float, plan: AttentionPlan, curves: list[dict[str, dict[str, float]]], base: PreTrainedModel
+    asked: float, plan: AttentionPlan, curves: list[dict[str, dict[str, float]]], base: PreTrainedModel, dtype: str
 ) -> dict[str, Any]:
     heads = {side: [getattr(layer, f"{side}_heads") for layer in plan.layers] for side in SIDES}
     # All heads kept is not in the curves: nothing rises.
     rise = sum(curves[i][side].get(str(n), 0.0) for side, kept in heads.items() for i, n in enumerate(kept))
     return {
         "kv_ratio_asked": asked,
-        "kv_ratio": plan.kv_ratio,
-        "kv_bytes_per_token": plan.kv_bytes_per_token(base.dtype),
+        "kv_ratio": ratio_of(plan, plan_of(base).kv_heads),
+        "kv_bytes_per_token": plan.kv_bytes_per_token(dtype),
         **heads,
         "sum_of_rises": rise,
         "plan": json.loads(plan.to_json()),
@@ -249,6 +254,7 @@ def _recipes(
     loss: float,
     seed: int,
     planned: str,
+    dtype: str,
 ) -> list[dict[str, Any]]:
     """Held-out loss of every recipe at every ratio, one entry each; `why_not` where a recipe cannot be shown.
 
@@ -265,10 +271,11 @@ def _recipes(
                     budget: Fraction = nearest_budget(recipes[name], asked, context.geometry)
                     plan = make_plan(recipes[name], budget, context, np.random.default_rng(seed))
                 converted = convert_with(recipes[name], base, plan, context.calibration)
+                round_weights(converted, models.dtype_of(dtype))
                 scored = models.score(converted, held_out, base)
                 entry |= {
-                    "kv_ratio": plan.kv_ratio,
-                    "kv_bytes_per_token": plan.kv_bytes_per_token(base.dtype),
+                    "kv_ratio": ratio_of(plan, plan_of(base).kv_heads),
+                    "kv_bytes_per_token": plan.kv_bytes_per_token(dtype),
                     "loss": scored.loss,
                     "rise": scored.loss - loss,
                     "kl": scored.kl,

@@ -12,9 +12,11 @@ from rich.table import Table
 from attention.plan import AttentionPlan
 from orchestrator import figures
 from orchestrator.clock import clock
+from orchestrator.comparison import OF_THE_CHECKPOINT
+from orchestrator.outputs import write_page
 from orchestrator.page_tables import table, text
 from orchestrator.report import LIMIT, page, picture, section
-from orchestrator.results import number, percent
+from orchestrator.results import number, percent, unmet
 from orchestrator.tables import console
 
 SENSITIVITY = (
@@ -44,20 +46,20 @@ AGREEMENT = (
 
 
 def write_inspection(record: Mapping[str, Any], out: str | Path) -> Path:
-    """Write the page of a record of `inspect_checkpoint`; returns its path."""
+    """Write the page of a record of `inspect_checkpoint`; returns its path. Raises ConfigError for somebody's file."""
     content = build_page(record)
     if len(content.encode()) > LIMIT:
         raise RuntimeError(f"the page has {len(content.encode())} bytes, more than {LIMIT}; this is a bug")
-    path = Path(out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content, encoding="utf-8")
-    return path
+    return write_page(out, content)
 
 
 def build_page(record: Mapping[str, Any]) -> str:
     """The HTML of a record. No script, no network."""
     name = Path(record["model"]).name or record["model"]
-    plans = {f"{percent(b['kv_ratio'])} KV,": AttentionPlan.from_json(json.dumps(b["plan"])) for b in record["budgets"]}
+    plans = {
+        f"{percent(b['kv_ratio'])} of the checkpoint's KV,": AttentionPlan.from_json(json.dumps(b["plan"]))
+        for b in record["budgets"]
+    }
     drawn = len(figures.evenly(record["similarity"], figures.LAYERS))
     pairs = PAIRS if drawn == record["layers"] else f"{PAIRS} {drawn} of {record['layers']} layers are drawn."
     compared = figures.recipes_figure(record)
@@ -96,7 +98,7 @@ def lead(record: Mapping[str, Any]) -> str:
         mine = [e for e in record["recipes"] if e["kv_ratio_asked"] == asked and "rise" in e]
         if mine:
             best = min(mine, key=lambda entry: entry["rise"])
-            told += f" {percent(asked)} KV: {best['rise']:+.3f} by {best['recipe']}."
+            told += f" {percent(asked)} of the checkpoint's KV{unmet(budget)}: {best['rise']:+.3f} by {best['recipe']}."
     return told
 
 
@@ -109,7 +111,7 @@ def recipe_table(record: Mapping[str, Any]) -> str:
     return "<p>The lowest loss of each budget: bold.</p>" + table(RECIPE_COLUMNS, rows, len(RECIPE_COLUMNS))
 
 
-RECIPE_COLUMNS = ("recipe", "asked", "kept", "KV bytes", "loss", "rise", "KL", "time")
+RECIPE_COLUMNS = ("recipe", "asked of the checkpoint's KV", "kept", "KV bytes/token", "loss", "rise", "KL", "time")
 
 
 def _recipe_cells(entry: Mapping[str, Any]) -> list[str]:
@@ -186,8 +188,10 @@ def print_inspection(record: Mapping[str, Any]) -> None:
     rows = []
     for b in record["budgets"]:
         kept = " ".join(f"{k}/{v}" for k, v in zip(b["key"], b["value"], strict=True))
-        rows.append([percent(b["kv_ratio"]), f"{b['kv_bytes_per_token']:,}", f"{b['sum_of_rises']:+.3f}", kept])
-    out.print(_plain(("KV", "bytes/token", "sum", "layers from the first"), rows), "\n")
+        rows.append(
+            [percent(b["kv_ratio"]) + unmet(b), f"{b['kv_bytes_per_token']:,}", f"{b['sum_of_rises']:+.3f}", kept]
+        )
+    out.print(_plain((OF_THE_CHECKPOINT, "bytes/token", "sum", "layers from the first"), rows), "\n")
     out.print("Each recipe before refinement and training, on held-out text (* lowest of its budget):")
     rows = [["*" if _is_best(e, record) else "", *_recipe_cells(e)] for e in record["recipes"]]
     out.print(_plain(("", *RECIPE_COLUMNS), rows))

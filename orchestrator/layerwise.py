@@ -24,6 +24,7 @@ from attention.checkpoint import to_plain
 from attention.geometry import HeadGeometry
 from attention.grouped import cache_bytes
 from attention.plan import AttentionPlan, LayerPlan
+from attention.precision import cast_weights, round_weights
 from attention.windows import Head, LazyWeights, advance, feed, layer_prefix, of_layer, open_window, rows_of
 from orchestrator import models
 from orchestrator.convert import convert_with, refine_with
@@ -59,7 +60,8 @@ class Layer:
 @dataclass(frozen=True)
 class LayerwiseConversion:
     """What all layers share. `counts`, `generators`: of all layers (`search_spaces.planning`); `calibration`: C;
-    `plain`: whether layers are written in the plain family's form. `mixed`, `sample_tokens`: as in `calibrate`."""
+    `plain`: whether layers are written in the plain family's form; `dtype`: what is computed in, `written`: what
+    layers are rounded to before the converted stream runs through them. `mixed`, `sample_tokens`: as in `calibrate`."""
 
     weights: LazyWeights
     config: PretrainedConfig
@@ -69,6 +71,7 @@ class LayerwiseConversion:
     calibration: int
     plain: bool
     dtype: torch.dtype
+    written: torch.dtype
     device: torch.device
     batch_size: int = 8
     mixed: str = "head"
@@ -83,10 +86,12 @@ class LayerwiseConversion:
         feed(new, converted)
         with phases("refine"):
             fits = refine_with(self.recipe, window, new, rows, first=layer).fits
+        round_weights(new, self.written)
         with phases("carry on"):
             advance(window, original, self.batch_size)
             del window
             advance(new, converted, self.batch_size)
+        cast_weights(new, self.written)
         held = _cache_bytes(new, rows_of(converted, 1))
         with phases("save"):
             tensors = self._tensors(new, layer)
@@ -137,16 +142,19 @@ def _cache_bytes(model: PreTrainedModel, rows: Tensor) -> int:
 
 
 @torch.no_grad()
-def score(head: Head, original: Tensor, converted: Tensor, tokens: Tensor) -> dict[str, float]:
+def score(
+    head: Head, original: Tensor, converted: Tensor, tokens: Tensor, rounded: Head | None = None
+) -> dict[str, float]:
     """Held-out `loss_base`, `loss` and `kl` in nats a token, from the streams `[N, T, D]` that leave the last layer.
 
-    `tokens` `[N, T]` are the sequences that they belong to. Sums in float64, as in `trainers.evaluation.evaluate`.
+    `rounded`: the head of the converted model, where it is another than the original's. `tokens` `[N, T]` are the
+    sequences that they belong to. Sums in float64, as in `trainers.evaluation.evaluate`.
     """
     totals = torch.zeros(3, dtype=torch.float64)
     batch = max(1, LOGIT_BYTES // (4 * head.vocabulary * tokens.shape[1]))
     for rows in torch.arange(len(tokens)).split(batch):
         labels = tokens[rows].long().to(head.device)
-        base, logits = head(original[rows]), head(converted[rows])
+        base, logits = head(original[rows]), (rounded or head)(converted[rows])
         found = (
             language_modelling(base, labels),
             language_modelling(logits, labels),

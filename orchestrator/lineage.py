@@ -39,7 +39,10 @@ def lineage_of(
     folder: SearchFolder,
     parent: str,
 ) -> dict[str, Any]:
-    """The record of a candidate that the gate has seen. `digests`: those of plan, trained and exported weights."""
+    """The record of a candidate that the gate has seen. `digests`: those of plan, trained and exported weights.
+
+    `data.steps` and `data.position` are of the weights that are shipped, which may not be the last ones.
+    """
     base = read_json(folder.base)
     return {
         "model": {
@@ -68,7 +71,7 @@ def lineage_of(
             "source": config.data.section("train")[0],
             "digest": file_digest(context.train_file),
             "sequence_length": config.data.sequence_length,
-            "steps": entry.steps,
+            "steps": entry.best_step,
             "position": entry.data_position,
         },
         "checkpoint": {"trained": digests.get("trained_digest"), "exported": digests.get("weights_digest")},

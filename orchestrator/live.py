@@ -23,11 +23,12 @@ from rich.text import Text
 
 from orchestrator import results
 from orchestrator.clock import clock
+from orchestrator.comparison import OF_THE_CHECKPOINT
 from orchestrator.config import ConfigError, SearchConfig, parse_config
 from orchestrator.folders import SearchFolder
 from orchestrator.results import TrialRecord, compact, front, load_trials, number, percent, read_json
 
-STATES = (results.WAITING, results.RUNNING, results.DONE, results.STOPPED, results.FAILED, results.KILLED)
+STATES = (results.WAITING, results.RUNNING, *results.ENDED)
 POINTS = 12  # of the front, as many as a terminal has room for
 
 
@@ -89,7 +90,7 @@ def look(folder: SearchFolder, now: datetime | None = None) -> View:
         trials={name: sum(t.status == name for t in trials) for name in STATES},
         probes=sum(t.probe for t in trials),
         expected=told.get("trials"),
-        tokens=sum(int(t.last.get("tokens") or 0) for t in trials),
+        tokens=sum(int(t.last.get("tokens") or 0) for t in trials if t.copy_of is None),
         tokens_per_second=tokens_per_second(trials),
         unit=unit,
         hours_spent=spent,
@@ -123,7 +124,7 @@ def hours_spent(trials: Iterable[TrialRecord], config: SearchConfig | None) -> t
 
 def _trained(trial: TrialRecord) -> float:
     """Seconds that the workers of a trial have worked."""
-    return float(trial.last.get("seconds") or 0.0) if trial.step else 0.0
+    return float(trial.last.get("seconds") or 0.0) if trial.step and trial.copy_of is None else 0.0
 
 
 def tokens_per_second(trials: Iterable[TrialRecord]) -> float:
@@ -216,7 +217,12 @@ def picture(view: View) -> Group:
     parts: list[Any] = [Text(view.name, style="bold"), head]
     if view.front:
         table = Table(box=None, pad_edge=False, title="front so far", title_justify="left")
-        for name, justify in (("recipe", "left"), ("KV", "right"), ("bytes", "right"), ("steps", "right")):
+        for name, justify in (
+            ("recipe", "left"),
+            (OF_THE_CHECKPOINT, "right"),
+            ("bytes/token", "right"),
+            ("steps", "right"),
+        ):
             table.add_column(name, justify=justify)  # type: ignore[arg-type]
         table.add_column("loss", justify="right")
         table.add_column("rise", justify="right")

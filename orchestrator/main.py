@@ -6,11 +6,12 @@ work with 1, an interruption with 130.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 if sys.path and Path(sys.path[0] or ".").resolve() == REPOSITORY / "orchestrator":
@@ -19,6 +20,7 @@ if sys.path and Path(sys.path[0] or ".").resolve() == REPOSITORY / "orchestrator
 
 import typer  # noqa: E402
 
+from orchestrator import usage  # noqa: E402
 from orchestrator.verbs import checkpoints, estimates, inspecting, searches, training  # noqa: E402
 
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
@@ -33,6 +35,29 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+GOES_ON = {
+    "search": "a search that had begun goes on with the same command and --resume",
+    "train": "the same command goes on where it was stopped",
+    "promote": "the same command goes on where it was stopped",
+}
+
+
+def _told(verb: Callable[..., None]) -> Callable[..., None]:
+    """A verb whose interruption is told: Typer would end with its exit code and not a word."""
+
+    @functools.wraps(verb)
+    def called(**given: Any) -> None:
+        try:
+            verb(**given)
+        except KeyboardInterrupt as stop:
+            out, left = given.get("out"), "nothing was written"
+            if out is not None and os.path.lexists(out):
+                left = f"{out} is whole, as it was before or finished"
+            _fail(f"interrupted; {str(stop) or GOES_ON.get(verb.__name__, left)}", INTERRUPTED)
+
+    return called
+
+
 for verb in (
     searches.search,
     checkpoints.convert,
@@ -45,7 +70,7 @@ for verb in (
     inspecting.inspect,
     searches.report,
 ):
-    app.command()(verb)
+    app.command()(_told(verb))
 
 
 def _fail(message: str, code: int) -> NoReturn:
@@ -71,11 +96,17 @@ def run(arguments: Sequence[str] | None = None) -> None:
     """The installed command, with the process's arguments or those given. User errors are ValueErrors, here and in all
     packages below."""
     _quiet()
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        app(args=arguments, standalone_mode=True)
+        sys.exit(app(args=given, prog_name="headfold", standalone_mode=False) or 0)
     except KeyboardInterrupt:
         _fail("interrupted", INTERRUPTED)
     except Exception as error:
+        if not given and (show := getattr(error, "show", None)):  # the list of verbs
+            show()
+            sys.exit(USER_ERROR)
+        if message := usage.explained(error, given):
+            _fail(message, USER_ERROR)
         if os.environ.get("HEADFOLD_TRACEBACK"):
             raise
         if _mistake(error):

@@ -8,9 +8,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.clock import clock
-from orchestrator.comparison import COLUMNS, UNTOLD, Row, cells, footnote, seeds_of
+from orchestrator.comparison import COLUMNS, OF_THE_CHECKPOINT, UNTOLD, Row, cells, footnote, seeds_of
 from orchestrator.repetition import command_of
-from orchestrator.results import TrialRecord, front, number, percent, without_probes
+from orchestrator.results import (
+    POOLED_NOTE,
+    PROMOTION,
+    TrialRecord,
+    front,
+    number,
+    percent,
+    promotion_cells,
+    state_text,
+    untrained_text,
+    without_probes,
+)
 
 MOST_ROWS = 500
 """Trials that the table of a page holds; of more, the best of each budget."""
@@ -37,7 +48,6 @@ def trial_table(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> str:
     best, several = {t.trial_id for t in front(trials)}, len(seeds_of(trials)) > 1
     rows, shown = [], _shown(trials)
     for t in shown:
-        scored = bool(t.rungs)
         cells = [
             t.recipe,
             percent(t.kv_ratio),
@@ -45,11 +55,11 @@ def trial_table(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> str:
             f"{t.learning_rate:.1e}",
             *([UNTOLD if t.seed is None else str(t.seed)] if several else []),
             str(t.step),
-            number(t.rungs[0]["loss"]) if scored else "-",
+            untrained_text(t),
             number(t.loss),
             number(t.loss - base["loss"], "+.3f"),
             number(t.last.get("kl")),
-            t.status,
+            state_text(t),
             clock(sum(t.seconds.values())),
             t.trial_id,
         ]
@@ -57,8 +67,8 @@ def trial_table(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> str:
         rows.append((t.trial_id in best, "".join(f"<td>{text(c)}</td>" for c in cells) + note))
     names = (
         "recipe",
-        "budget",
-        "KV bytes",
+        OF_THE_CHECKPOINT,
+        "KV bytes/token",
         "rate",
         *(("seed",) if several else ()),
         "steps",
@@ -74,6 +84,10 @@ def trial_table(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> str:
     whole = "<p>On the front: bold.</p>" + table(names, rows)
     if len(shown) < len(trials):
         whole += f"<p>The best of each budget; {len(trials) - len(shown)} more are in trials.json.</p>"
+    if any(t.relaxes for t in shown):
+        whole += f"<p>{text(POOLED_NOTE)}.</p>"
+    if copies := sum(t.copy_of is not None for t in trials):
+        whole += f"<p>{copies} led to the same model as another trial and were not trained again.</p>"
     if probes:
         whole += f"<p>And {len(probes)} probes of the searcher, measured untrained ({text(probes[0].recipe)}).</p>"
     return whole
@@ -94,25 +108,21 @@ def promotion_table(promoted: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for p in promoted:
         reasons = "; ".join(p.get("reasons", ())) or str(p.get("model_uri") or p.get("folder") or "")
-        cells = [
-            p["recipe"],
-            percent(p["kv_ratio"]),
-            str(p.get("steps", "-")),
-            number(p.get("loss")),
-            number(p.get("baseline_loss")),
-            p.get("status", "-"),
-            str(p.get("version") or "-"),
-            p["trial_id"],
-        ]
+        if p.get("model_uri") and p.get("shipped"):
+            loads = "" if p.get("plain") else ", in Headfold's own format (not for stock transformers)"
+            reasons += f": the {p['shipped']}{loads}"
+        cells = [*promotion_cells(p), p["trial_id"]]
         rows.append(
             (
                 p.get("status") == "promoted",
                 "".join(f"<td>{text(c)}</td>" for c in cells) + f'<td class="text">{text(reasons)}</td>',
             )
         )
-    return table(
-        ("recipe", "budget", "steps", "loss", "baseline", "state", "version", "trial", "where, or why not"), rows
+    told = (
+        "Held-out loss: of the untrained conversion, of the best measured step (which is shipped), after the last "
+        "step, of the baseline at its own best step, and of the original model."
     )
+    return f"<p>{text(told)}</p>" + table((*PROMOTION, "trial", "where, or why not"), rows)
 
 
 def repeat_table(points: Sequence[TrialRecord], snapshot: str) -> str:
@@ -138,7 +148,7 @@ def repeat_table(points: Sequence[TrialRecord], snapshot: str) -> str:
             if command
             else f"<p>No command makes this plan; it lies in trials/{text(trial.trial_id)}/plan.json.</p>"
         )
-        head = f"{trial.recipe}, {percent(trial.kv_ratio)} KV: {number(trial.loss)}"
+        head = f"{trial.recipe}, {percent(trial.kv_ratio)} of the checkpoint's KV: {number(trial.loss)}"
         parts.append(f"<details><summary>{text(head)}</summary><dl>{told}</dl>{how}</details>")
     return "\n".join(parts)
 

@@ -102,10 +102,10 @@ class Pool:
 
     # ---- for the holders of leases ----------------------------------------------------------------------------
 
-    async def lease(self, job: str, reported: int = 0) -> tuple[int, float]:
+    async def lease(self, job: str, reported: int = -1) -> tuple[int, float]:
         """Have a job done by a group; its number, and how often its holder must say that it is alive, in seconds.
 
-        Milestones up to step `reported` are not told again.
+        Milestones up to step `reported` are not told again; step 0 is one where a relaxation took all steps.
         """
         parsed, now = TrainJob.from_json(job), time.monotonic()
         settings = parsed.settings

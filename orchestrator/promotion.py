@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from attention.messages import near
 from orchestrator import tables
 from orchestrator.cluster import Demand, concurrency, connected
 from orchestrator.config import ConfigError, SearchConfig, parse_config
@@ -41,7 +40,7 @@ def select(trials: Sequence[TrialRecord], how: str, top: int) -> list[TrialRecor
 def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int | None = None) -> PromoteOutcome:
     """`headfold promote`: promote from the folder of a search that has run.
 
-    Raises ConfigError if the folder is none, a trial id is unknown, or the cluster is too small.
+    Raises ConfigError if the folder is none, a trial id is unknown or of a baseline, or the cluster is too small.
     """
     from orchestrator.search import trial_context
     from orchestrator.validate import validate_search
@@ -50,6 +49,7 @@ def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int |
     warn_of_pickles(folder)
     config = _stored_config(folder)
     records = load_trials(folder.trials_file)
+    _check_ended(folder, records)
     chosen = _chosen(records, list(trials), top, config)
     prepared = validate_search(config)
     with (
@@ -68,36 +68,60 @@ def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int |
             promotion = promote(config, context, folder, tracker, parent, parallel, chosen)
         tracker.flush()
     tables.print_promotion(promotion)
-    return PromoteOutcome(folder.root, promotion)
+    return PromoteOutcome(folder.root, promotion, tuple(trial.trial_id for trial in chosen))
 
 
 def _address(folder: SearchFolder) -> str:
     """The `storage` that the search was started with, if this folder is still its working folder."""
-    storage = str(yaml.safe_load(folder.snapshot.read_text(encoding="utf-8")).get("storage"))
+    storage = str(folder.stored().get("storage"))
     return storage if is_remote(storage) and storage_path(storage) == folder.storage else str(folder.storage)
 
 
 def _stored_config(folder: SearchFolder) -> SearchConfig:
     """The snapshot of a search. Its tracking address has lost its password; the environment may give it."""
-    record = yaml.safe_load(folder.snapshot.read_text(encoding="utf-8"))
+    record = folder.stored()
     record["storage"] = str(folder.storage)
+    model, tracking = (part if isinstance(part := record.get(key), dict) else {} for key in ("model", "tracking"))
     base = read_json(folder.base) if folder.base.exists() else {}
     if "model" in base:
-        record["model"]["path"] = base["model"]
+        record["model"] = model | {"path": base["model"]}
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if uri:
-        record["tracking"]["uri"] = uri
-    elif "***@" in str(record["tracking"].get("uri")):
+        record["tracking"] = tracking | {"uri": uri}
+    elif "***@" in str(tracking.get("uri")):
         raise ConfigError("tracking.uri is stored without its password; set MLFLOW_TRACKING_URI to the whole address")
     return parse_config(record, where=str(folder.snapshot))
 
 
+def _check_ended(folder: SearchFolder, records: Sequence[TrialRecord]) -> None:
+    """Raises ConfigError for a search that has not come as far as a trial that can be promoted."""
+    missing = [file.name for file in (folder.base, folder.state) if not file.is_file()]
+    if missing or not any(trial.usable for trial in records):
+        why = f"it has no {missing[0]}" if missing else "no trial of it has a result"
+        raise ConfigError(
+            f"nothing can be promoted from {str(folder.root)!r}: {why}; continue the search with "
+            "`headfold search CONFIG --resume`"
+        )
+
+
 def _chosen(records: Sequence[TrialRecord], ids: list[str], top: int | None, config: SearchConfig) -> list[TrialRecord]:
     usable = {t.trial_id: t for t in records if t.usable}
+    copies = {t.trial_id: t.copy_of for t in records if t.copy_of is not None}
+    if known := [trial_id for trial_id in ids if trial_id in copies]:
+        first = copies[known[0]]
+        raise ConfigError(f"--trial: {known[0]!r} led to the same model as {first}; promote that one: --trial {first}")
     unknown = [trial_id for trial_id in ids if trial_id not in usable]
     if unknown:
         raise ConfigError(
-            f"--trial: {unknown[0]!r} is no finished trial of this search; there are {sorted(usable) or 'none'}"
+            f"--trial: {unknown[0]!r} is no finished trial of this search{near(unknown[0], usable)}; there are "
+            f"{sorted(usable) or 'none'}"
+        )
+    baselines = [trial_id for trial_id in ids if usable[trial_id].recipe == config.search.baseline]
+    if baselines:
+        others = sorted(i for i, t in usable.items() if t.recipe != config.search.baseline)
+        raise ConfigError(
+            f"--trial: {baselines[0]!r} is a trial of the baseline {config.search.baseline}, which others must beat "
+            f"and which is never promoted itself; choose among {', '.join(others) or 'none: there is no other'}"
         )
     if ids:
         return [usable[trial_id] for trial_id in ids]

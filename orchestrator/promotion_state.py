@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from orchestrator.reading import ConfigError
 from orchestrator.results import read_json, write_json
 
 PENDING, TRAINED, PASSED, REGISTERED = "pending", "trained", "passed", "registered"
@@ -17,9 +18,14 @@ BASELINE, CANDIDATE = "baseline", "candidate"
 class Entry:
     """One trial's way through the promotion: pending → trained → passed → registered → promoted.
 
-    Ends as refused by the gate, or failed in training. `steps` are cumulative; losses in nats a token; `reasons`: why
-    refused or failed, or why not yet registered; `gate`: the outcome of each check by name; `data_position`: sequences
-    of the training data taken so far.
+    Ends as refused by the gate, or failed in training. `steps` are cumulative; losses are held out, in nats a token;
+    `reasons`: why refused or failed, or why not yet registered; `gate`: the outcome of each check by name.
+
+    What is shipped is the best measured step: `loss`, `kl`, `folder` and `data_position` (sequences of the training
+    data) are of it, `best_step` says which it is and `shipped` what, in words; `last_loss` is that after all `steps`,
+    `untrained_loss` that of the conversion before any. `baseline_loss` is of the baseline's best measured step,
+    `baseline_step`; `original_loss` of the original model. `model`: the folder that the gate has written; `exported`:
+    the same, if stock transformers loads it (`plain`).
     """
 
     trial_id: str
@@ -30,9 +36,16 @@ class Entry:
     status: str = PENDING
     loss: float | None = None
     kl: float | None = None
+    best_step: int | None = None
+    shipped: str | None = None
+    last_loss: float | None = None
+    untrained_loss: float | None = None
     baseline_loss: float | None = None
+    baseline_step: int | None = None
+    original_loss: float | None = None
     folder: str | None = None
     data_position: int | None = None
+    model: str | None = None
     exported: str | None = None
     plain: bool = False
     kv_bytes_per_token: int | None = None
@@ -62,10 +75,15 @@ class PromotionState:
     @classmethod
     def load(cls, path: Path) -> PromotionState:
         record = read_json(path) if path.exists() else {}
-        candidates, baselines = (
-            {key: Entry(**entry) for key, entry in record.get(kind, {}).items()} for kind in ("candidates", "baselines")
-        )
-        return cls(candidates, baselines, record.get("exported"), [Entry(**e) for e in record.get("earlier", [])])
+        try:
+            candidates, baselines = (
+                {key: Entry(**entry) for key, entry in record.get(kind, {}).items()}
+                for kind in ("candidates", "baselines")
+            )
+            earlier = [Entry(**entry) for entry in record.get("earlier", [])]
+        except (TypeError, AttributeError) as error:
+            raise ConfigError(f"{path} does not hold the state of a promotion: {error}") from None
+        return cls(candidates, baselines, record.get("exported"), earlier)
 
     def save(self, path: Path) -> None:
         write_json(path, self.to_dict())
@@ -90,14 +108,17 @@ def _goal(entry: Entry) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class PromoteOutcome:
-    """What `promote_search` returns. `exit_code` is 0 if at least one candidate was promoted and nothing failed."""
+    """What `promote_search` returns. `chosen`: the trials that it was to promote; `exit_code` is 0 if at least one of
+    them was promoted and nothing failed."""
 
     folder: Path
     promotion: dict[str, Any]
+    chosen: tuple[str, ...]
 
     @property
     def exit_code(self) -> int:
-        states = [c["status"] for c in self.promotion["candidates"].values()]
+        candidates = self.promotion["candidates"]
+        states = [candidates[trial_id]["status"] for trial_id in self.chosen]
         return 0 if PROMOTED in states and not self.promotion["failed"] else 1
 
     def to_dict(self) -> dict[str, Any]:

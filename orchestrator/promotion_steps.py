@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from attention import checkpoint
 from orchestrator import results
 from orchestrator.config import SearchConfig
 from orchestrator.folders import SearchFolder
@@ -29,6 +30,7 @@ from orchestrator.promotion_state import (
 )
 from orchestrator.registry import gate_tags, register, settle_aliases
 from orchestrator.results import TrialRecord, write_json
+from orchestrator.shipping import Measured, best_model
 from orchestrator.tracking import Tracker, TrackingError
 from orchestrator.training import Training, run_all
 from orchestrator.trial import TrialContext
@@ -75,18 +77,33 @@ class PromotionSteps:
         known = self.tracker.logged_steps(entry.run_id, "loss")
         for report in training.reports():
             if report["step"] not in known:
-                self.tracker.metrics(entry.run_id, report, step=report["step"])
-        if metrics is None:
-            entry.status, entry.reasons = FAILED, [error or "unknown error"]
-            self.tracker.tags(entry.run_id, {"error": error})
+                own = {name: value for name, value in report.items() if not name.startswith("best_")}
+                self.tracker.metrics(entry.run_id, own, step=report["step"])
+        trial = self.trials[entry.trial_id]
+        best = None
+        if metrics is not None:
+            best = best_model(trial, self.folder.trial(entry.trial_id), training.reports())
+        if metrics is None or best is None:
+            entry.status, entry.reasons = FAILED, [error or "no weights are left of any step that was measured"]
+            self.tracker.tags(entry.run_id, {"error": entry.reasons[0]})
             self.tracker.end(entry.run_id, results.FAILED)
             return
-        entry.status, entry.folder = TRAINED, metrics["folder"]
-        entry.loss, entry.kl = metrics["loss"], metrics.get("kl")
-        trial = self.trials[entry.trial_id]
-        entry.data_position = metrics.get("data_position") or trial.last.get("data_position")
+        self._take_best(entry, best, metrics["loss"])
         if entry.role == BASELINE:
             self.tracker.end(entry.run_id, results.DONE)
+
+    def _take_best(self, entry: Entry, best: Measured, last_loss: float) -> None:
+        """The best of all that was measured on a trial's way is what is shipped, and what a baseline counts with."""
+        entry.status, entry.folder, entry.best_step, entry.shipped = TRAINED, str(best.folder), best.step, best.what
+        entry.loss, entry.kl, entry.data_position, entry.last_loss = best.loss, best.kl, best.position, last_loss
+        entry.untrained_loss = (self.trials[entry.trial_id].untrained or {}).get("loss")
+        entry.original_loss = self.context.base_loss
+        if best.step == 0:
+            label = f"{entry.recipe} {entry.kv_ratio:.0%}"
+            print(f"promotion: {label}: no training made it better; what counts is the {best.what}", flush=True)
+        assert entry.run_id is not None
+        self.tracker.metrics(entry.run_id, losses_of(entry), step=entry.steps)
+        self.tracker.tags(entry.run_id, {"shipped": best.what})
 
     def _run(self, entry: Entry) -> str:
         """The MLflow run of an entry: the one that a killed promotion had started, else a new one."""
@@ -110,23 +127,25 @@ class PromotionSteps:
         if entry.status != TRAINED:
             return
         baseline = self.state.baselines.get(f"{entry.kv_ratio:g}")
-        trained = baseline is not None and baseline.folder is not None
-        entry.baseline_loss = baseline.loss if baseline is not None and trained else None
+        if baseline is not None and baseline.folder is not None:
+            entry.baseline_loss, entry.baseline_step = baseline.loss, baseline.best_step
         checks = check_candidate(entry, self.config, self.context, self.folder)
         entry.gate, entry.checks, entry.reasons = checks.outcomes, checks.record, list(checks.reasons)
-        entry.exported, entry.plain, entry.kv_bytes_per_token = checks.exported, checks.plain, checks.kv_bytes_per_token
+        entry.model, entry.plain, entry.kv_bytes_per_token = checks.model, checks.plain, checks.kv_bytes_per_token
+        entry.exported = entry.model if entry.plain else None
         trial = self.trials[entry.trial_id]
         given = (self.config, self.context, self.folder, self.parent)
         entry.lineage = lineage_of(entry, trial, checks.digests, *given)
-        if entry.exported is not None:
-            write_json(Path(entry.exported) / LINEAGE, entry.lineage)
+        if entry.model is not None:
+            write_json(Path(entry.model) / LINEAGE, entry.lineage)
+            checkpoint.write_digests(entry.model)
         self._log_check(entry)
         entry.status = REFUSED if entry.reasons else PASSED
         self.save()
 
     def _log_check(self, entry: Entry) -> None:
         assert entry.run_id is not None
-        self.tracker.metrics(entry.run_id, {"loss": entry.loss, "baseline_loss": entry.baseline_loss}, step=entry.steps)
+        self.tracker.metrics(entry.run_id, {"loss": entry.last_loss, **losses_of(entry)}, step=entry.steps)
         told = gate_tags(entry) | {"reasons": "; ".join(entry.reasons)} | lineage_tags(entry.lineage)
         self.tracker.tags(entry.run_id, told)
         self.tracker.text(entry.run_id, yaml.safe_dump(entry.checks, sort_keys=True), "gate.yaml")
@@ -157,3 +176,16 @@ class PromotionSteps:
                 assert entry.run_id is not None
                 self.tracker.tags(entry.run_id, {"gate": PROMOTED, "version": entry.version})
                 self.tracker.end(entry.run_id, results.DONE)
+
+
+def losses_of(entry: Entry) -> dict[str, float | int | None]:
+    """What a promotion compares, by the names of its metrics in MLflow."""
+    return {
+        "untrained_loss": entry.untrained_loss,
+        "best_loss": entry.loss,
+        "best_step": entry.best_step,
+        "last_loss": entry.last_loss,
+        "baseline_loss": entry.baseline_loss,
+        "baseline_step": entry.baseline_step,
+        "original_loss": entry.original_loss,
+    }

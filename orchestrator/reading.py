@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
+import re
 import reprlib
 import types
 import typing
@@ -13,8 +13,19 @@ from typing import Annotated, Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from attention.messages import near, reason
+
 DEEPEST, MOST = 32, 20_000
 """Levels and values of a configuration: one of more is no configuration, or unfolds to one by YAML's references."""
+
+
+TOLD = 12  # mistakes of one file that are told
+IN_WORDS = {
+    "model_type": "expected a section, with keys and values of its own",
+    "dict_type": "expected keys and values",
+    "list_type": "expected a list, e.g. [0.5, 0.25]",
+    "too_short": "expected at least 1 value",
+}
 
 
 class ConfigError(ValueError):
@@ -43,17 +54,27 @@ def read_yaml(text: str) -> Any:
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
     except Exception as error:  # e.g. !!int "", 2026-99-99: its constructors raise what they happen to meet
-        raise ValueError(f"a value cannot be read ({type(error).__name__}: {str(error)[:200]})") from None
+        raise ValueError(f"a value cannot be read ({type(error).__name__}: {reason(error)})") from None
+
+
+def read_override(override: str, example: str = "search.samples=4") -> tuple[str, Any]:
+    """Key and value of `section.key=value`. Raises ConfigError for anything else."""
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise ConfigError(f"an override must read key=value, e.g. {example}, got {shown(override)}")
+    if not all(key.split(".")):
+        raise ConfigError(f"an override's key reads like {example.partition('=')[0]}, got {shown(override)}")
+    try:
+        return key, read_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"{key}: the value {shown(text)} is not valid YAML: {error}") from None
 
 
 def apply_override(record: dict[str, Any], override: str) -> None:
     """Set one `section.key=value` in place. Raises ConfigError if it has no `=` or walks through a plain value."""
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"an override must read key=value, e.g. search.samples=4, got {shown(override)}")
-    *parents, last = parts = key.strip().split(".")
-    if not all(parts):
-        raise ConfigError(f"an override's key reads like search.samples, got {shown(override)}")
+    key, value = read_override(override)
+    *parents, last = key.split(".")
     node = record
     for depth, parent in enumerate(parents):
         if node.get(parent) is None:
@@ -61,10 +82,7 @@ def apply_override(record: dict[str, Any], override: str) -> None:
         node = node[parent]
         if not isinstance(node, dict):
             raise ConfigError(f"override {shown(override)}: {'.'.join(parents[: depth + 1])} is a value, not a section")
-    try:
-        node[last] = read_yaml(text)
-    except ValueError as error:
-        raise ConfigError(f"{key.strip()}: the value {shown(text)} is not valid YAML: {error}") from None
+    node[last] = value
 
 
 def parse_section(section: type[Parsed], record: Mapping[str, Any], where: str) -> Parsed:
@@ -73,10 +91,10 @@ def parse_section(section: type[Parsed], record: Mapping[str, Any], where: str) 
     try:
         return section.model_validate(record)
     except ValidationError as error:
-        lines = [_explain(item, section) for item in error.errors(include_url=False)]
-        raise ConfigError(
-            f"{where} cannot be used:\n" + "\n".join(f"  {line}" for line in dict.fromkeys(lines))
-        ) from None
+        lines = list(dict.fromkeys(_explain(item, section) for item in error.errors(include_url=False)))
+        if len(lines) > TOLD:
+            lines[TOLD:] = [f"and {len(lines) - TOLD} more"]
+        raise ConfigError(f"{where} cannot be used:\n" + "\n".join(f"  {line}" for line in lines)) from None
 
 
 def _check_size(record: Any, where: str) -> None:
@@ -100,27 +118,18 @@ def shown(value: Any) -> str:
     return short.repr(value)
 
 
-def cut(message: Any) -> str:
-    """What a part below says of a value, without all of a long one."""
-    text = str(message)
-    return text if len(text) <= 800 else f"{text[:500]} ... {text[-200:]}"
-
-
 def _explain(item: Any, root: type[BaseModel]) -> str:
     place = [part for part in item["loc"] if part not in ("literal['auto']", "constrained-int")]
     path = ".".join(shown(part) if part == "" or not isinstance(part, (str, int)) else str(part) for part in place)
     if item["type"] == "extra_forbidden":
         allowed = sorted(_fields_at(place[:-1], root))
-        return f"{path}: unknown key{_suggest(str(place[-1]), allowed)}; allowed here: {', '.join(allowed)}"
+        return f"{path}: unknown key{near(str(place[-1]), allowed)}; allowed here: {', '.join(allowed)}"
     if item["type"] == "missing":
         return f"{path}: required, but not given"
-    message = item["msg"].removeprefix("Value error, ")
+    message: str = IN_WORDS.get(item["type"]) or item["msg"].removeprefix("Value error, ")
+    if item["type"] == "literal_error":
+        message += near(item["input"], re.findall("'(.*?)'", item["ctx"]["expected"]))
     return f"{path}: got {shown(item['input'])}; {message[:1].lower()}{message[1:]}"
-
-
-def _suggest(word: str, allowed: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, allowed, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _fields_at(place: Sequence[Any], root: type[BaseModel]) -> Iterable[str]:

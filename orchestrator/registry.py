@@ -11,6 +11,7 @@ from orchestrator.folders import SearchFolder
 from orchestrator.gate import OK
 from orchestrator.lineage import lineage_tags
 from orchestrator.promotion_state import PROMOTED, REFUSED, REGISTERED, Entry, PromotionState
+from orchestrator.results import percent
 from orchestrator.tracking import Tracker
 
 
@@ -24,22 +25,30 @@ def gate_tags(entry: Entry) -> dict[str, str]:
     return {"gate": OK if passed else REFUSED} | {f"gate.{name}": outcome for name, outcome in entry.gate.items()}
 
 
+def format_of(entry: Entry) -> str:
+    """What loads the model that was written."""
+    return "stock transformers" if entry.plain else "Headfold's own format, not stock transformers"
+
+
 def register(entry: Entry, config: SearchConfig, folder: SearchFolder, tracker: Tracker) -> None:
     """Make the version, with lineage and gate as its tags. Raises TrackingError if the registry refuses."""
-    assert entry.exported is not None and entry.run_id is not None
+    assert entry.model is not None and entry.run_id is not None
     tags = {
         "recipe": entry.recipe,
         "kv_ratio": entry.kv_ratio,
         "kv_bytes_per_token": entry.kv_bytes_per_token,
         "loss": entry.loss,
+        "untrained_loss": entry.untrained_loss,
+        "last_loss": entry.last_loss,
         "baseline_loss": entry.baseline_loss,
+        "shipped": entry.shipped,
+        "format": format_of(entry),
         **gate_tags(entry),
         **lineage_tags(entry.lineage),
     }
-    description = f"{entry.recipe} at {entry.kv_ratio:.0%} of the KV cache, from search {folder.root.name}"
-    entry.version = tracker.register(
-        model_name(config), entry.exported, entry.run_id, tags=tags, description=description
-    )
+    share = f"{percent(entry.kv_ratio)} of the original's KV cache"
+    description = f"{entry.recipe} at {share}, from search {folder.root.name}"
+    entry.version = tracker.register(model_name(config), entry.model, entry.run_id, tags=tags, description=description)
     entry.status = REGISTERED
 
 

@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
+from attention.messages import reason
 from orchestrator.config import ConfigError
 from orchestrator.head import back_up
 
@@ -82,8 +83,7 @@ def open_address(storage: str) -> tuple[Any, str]:
         if scheme in NATIVE:
             return fs.FileSystem.from_uri(storage)
     except (ValueError, NotImplementedError, OSError) as error:
-        reason = str(error).strip().splitlines()[0][:300]
-        raise ConfigError(f"storage: cannot use {Mirror.told(storage)}: {reason}") from None
+        raise ConfigError(f"storage: cannot use {Mirror.told(storage)}: {reason(error)}") from None
     from fsspec.core import url_to_fs
 
     try:
@@ -111,8 +111,7 @@ class Mirror:
             made._write(PROBE, b"")
             filesystem.delete_file(made._at(PROBE))
         except Exception as error:  # each file system raises its own kinds
-            reason = str(error).strip().splitlines()[0][:300]
-            raise ConfigError(f"storage: cannot write to {made.told(storage)}: {reason}") from None
+            raise ConfigError(f"storage: cannot write to {made.told(storage)}: {reason(error)}") from None
         return made
 
     @staticmethod
@@ -274,6 +273,5 @@ def _try_to_push(mirror: Mirror, told: str, failed: list[str]) -> None:
         failed.clear()
     except Exception as error:  # each file system raises its own kinds
         if not failed:
-            reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
-            logger.warning("storage: cannot send to %s: %s; the files are in %s", told, reason, mirror.local)
+            logger.warning("storage: cannot send to %s: %s; the files are in %s", told, reason(error), mirror.local)
         failed.append(str(error))

@@ -34,6 +34,7 @@ def command_of(trial: TrialRecord, snapshot: str) -> str | None:
         "search.recipes": [arm_of(trial)],
         "search.baseline": trial.recipe,
         "search.budgets": [trial.kv_ratio],
+        "search.kv_heads": [],
         "search.learning_rates": [trial.learning_rate],
         "search.samples": 0,
         "search.choices": {},

@@ -11,8 +11,18 @@ from orchestrator import figures
 from orchestrator.clock import clock
 from orchestrator.comparison import Row, compare, several_seeds
 from orchestrator.folders import SearchFolder
+from orchestrator.outputs import GENERATOR, check_file, write_page
 from orchestrator.page_tables import comparison_table, promotion_table, repeat_table, table, text, trial_table
-from orchestrator.results import TrialRecord, best_per_budget, front, load_trials, percent, read_json, without_probes
+from orchestrator.results import (
+    TrialRecord,
+    best_per_budget,
+    front,
+    load_trials,
+    percent,
+    read_json,
+    without_probes,
+    write_text,
+)
 
 LIMIT = 3_000_000
 MOST_POINTS = 30  # of the front, of which the page says how to make them again
@@ -35,7 +45,7 @@ SIMILARITY = (
 
 PROXY = (
     "Of the trials that were trained to the last rung, by budget; rho is Spearman's rank correlation. Trials that were "
-    "stopped early are not among them: "
+    "stopped early are not among them, nor relaxations, of which rung 0 measures a model that they never train from: "
 )
 TIMELINE = "A row a trial: pale until it is measured untrained, full while its workers train; a stroke is a rung."
 PHASES = (
@@ -67,15 +77,20 @@ dt { color: #444; } dd { margin: 0; overflow-wrap: anywhere; }
 def write_report(search: str | Path, out: str | Path | None = None) -> dict[str, Any]:
     """Write the page of a search folder.
 
-    Returns its path and size, and the rows of `comparison.compare`. Raises ConfigError if `search` is none.
+    Returns its path and size, and the rows of `comparison.compare`. Raises ConfigError if `search` is none, or
+    if `out` is a file that we did not write.
     """
     folder = SearchFolder.existing(search)
+    if out is not None:
+        check_file(out, "page", "out")
     content = build_page(folder)
     if len(content.encode()) > LIMIT:
         raise RuntimeError(f"the report has {len(content.encode())} bytes, more than {LIMIT}; this is a bug")
     path = Path(out) if out is not None else folder.report
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content, encoding="utf-8")
+    if out is None and folder.origin.is_file():
+        write_text(path, content)  # the search's own page, whatever version of Headfold wrote it
+    else:
+        write_page(path, content)
     trials = load_trials(folder.trials_file)
     rows = compare(trials, read_json(folder.base)) if trials and folder.base.exists() else []
     return {
@@ -109,7 +124,7 @@ def page(title: str, body: str) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{text(title)}</title><style>{STYLE}</style></head>\n"
+        f"{GENERATOR}<title>{text(title)}</title><style>{STYLE}</style></head>\n"
         f"<body>\n{body}\n</body></html>\n"
     )
 
@@ -164,7 +179,7 @@ def _measured_sections(trials: Sequence[TrialRecord]) -> list[str]:
 
 def _course_sections(trials: Sequence[TrialRecord]) -> list[str]:
     """How the search went: what rung 0 foretold, when trials ran, where their time went."""
-    trials = without_probes(trials)
+    trials = [t for t in without_probes(trials) if t.copy_of is None]  # whose scores are not its own
     told = [
         f"at {percent(budget)} the best untrained ends {a['regret']:.3f} nats above the best of {a['trials']:.0f}"
         for budget, a in figures.proxy_agreement(trials).items()
@@ -190,7 +205,8 @@ def _promoted(folder: SearchFolder) -> list[dict[str, Any]]:
 
 def _lead(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> str:
     told = [
-        f"{percent(budget)} KV: {trial.loss:.3f} ({trial.loss - base['loss']:+.3f}) by {trial.recipe}"
+        f"{percent(budget)} of the checkpoint's KV: {trial.loss:.3f} ({trial.loss - base['loss']:+.3f}) by "
+        f"{trial.recipe}"
         for budget, trial in best_per_budget(trials).items()
     ]
     return (

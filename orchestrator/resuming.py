@@ -97,6 +97,8 @@ class JournaledScheduler(FIFOScheduler):
             return TrialScheduler.STOP if stopped else TrialScheduler.CONTINUE
         kept = result_of(result)
         decision = self.inner.on_trial_result(tune_controller, trial, kept)
+        if trial.trial_id in self.inner.copies:
+            kept["copy_of"] = self.inner.copies[trial.trial_id]
         self._journal.append(REPORT, trial=trial.trial_id, result=kept, decision=decision)
         self._history.add({"event": REPORT, "trial": trial.trial_id, "result": kept, "decision": decision})
         self.fresh = key

@@ -17,12 +17,12 @@ from typing import Any
 
 import yaml
 
-from orchestrator import results, tables
+from orchestrator import models, results, tables
 from orchestrator.base import locate_model, prepare_base
 from orchestrator.candidates import Candidate
 from orchestrator.cluster import Demand, capacity, concurrency, connected
 from orchestrator.comparison import compare
-from orchestrator.config import ConfigError, SearchConfig
+from orchestrator.config import ConfigError, SearchConfig, parse_config
 from orchestrator.distances import prepare
 from orchestrator.folders import SearchFolder, in_ray_job, storage_path
 from orchestrator.lock import SearchLock
@@ -91,12 +91,12 @@ class SearchOutcome:
         }
 
 
-def search(config: SearchConfig, *, resume: bool = False) -> SearchOutcome:
+def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome:
     """Run a search from its configuration to its report.
 
     Everything that a user can get wrong is checked before the first process of a trial starts; raises ConfigError,
     DataError or TrackingError. A trial that fails does not end the search. Interrupted by Ctrl-C, it keeps its state:
-    run it again with `resume`.
+    run it again with `resume`, which goes on with the newest search of the name, or with the one whose folder it names.
     """
     if in_ray_job():
         config = _at_home(config)
@@ -104,12 +104,12 @@ def search(config: SearchConfig, *, resume: bool = False) -> SearchOutcome:
         return _search(config, resume)
 
 
-def _search(config: SearchConfig, resume: bool) -> SearchOutcome:
+def _search(config: SearchConfig, resume: bool | str) -> SearchOutcome:
     """As `search`, in the folder of the storage."""
-    prepared = validate_search(config)
     storage = storage_path(config.storage)
-    uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
     folder = _earlier(config, storage, resume)
+    prepared = validate_search(config)
+    uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
     opened = Tracker.open(uri, config.tracking.experiment, storage) if folder is None else None
     with connected() as resources:
         parallel = concurrency(resources, Demand.of(config), config.resources.max_concurrent)
@@ -140,24 +140,21 @@ def _at_home(config: SearchConfig) -> SearchConfig:
     return config.model_copy(update={"storage": str(path)})
 
 
-def _earlier(config: SearchConfig, storage: Path, resume: bool) -> SearchFolder | None:
+def _earlier(config: SearchConfig, storage: Path, resume: bool | str) -> SearchFolder | None:
     """The search to go on with; None for a new one.
 
     A job that is submitted again goes on with what it has begun: same name, same settings of the trials, not ended.
     Raises ConfigError if another driver runs the search of that name, or if there is none to resume, or with other
     settings.
     """
-    unended = SearchFolder.unended(storage, config.name)
-    if not resume and unended is not None:
-        SearchLock(unended.lock).acquire(f"search {unended.root.name!r}").release()
-        if in_ray_job() and not _changed(unended, config):
-            print(f"goes on with the search of this name that has not ended: {unended.root}", flush=True)
-            warn_of_pickles(unended)
-            return unended
-        print(f"note: {unended.root} has not ended; the same command with --resume goes on with it", flush=True)
     if not resume:
-        return None
-    folder = SearchFolder.newest(storage, config.name)
+        return _begun(config, storage)
+    named = isinstance(resume, str)
+    folder = SearchFolder.named(storage, resume) if named else SearchFolder.newest(storage, config.name)
+    folder.check_ratios()
+    if others := [f.root.name for f in SearchFolder.unended(storage, config.name) if f != folder]:
+        told = f"not ended either: {', '.join(others)} (--resume NAME)"
+        print(f"note: goes on with {folder.root.name}; {told}", flush=True)
     changed = _changed(folder, config)
     if changed:
         raise ConfigError(
@@ -166,6 +163,24 @@ def _earlier(config: SearchConfig, storage: Path, resume: bool) -> SearchFolder 
         )
     warn_of_pickles(folder)
     return folder
+
+
+def _begun(config: SearchConfig, storage: Path) -> SearchFolder | None:
+    """What a new job that is a Ray job goes on with; everybody else is told of searches that have not ended."""
+    unended = SearchFolder.unended(storage, config.name)
+    newest = SearchFolder.newest(storage, config.name) if unended else None
+    if newest is not None and newest in unended:
+        SearchLock(newest.lock).acquire(f"search {newest.root.name!r}").release()
+        if in_ray_job() and not newest.other_ratios and not _changed(newest, config):
+            print(f"goes on with the search of this name that has not ended: {newest.root}", flush=True)
+            warn_of_pickles(newest)
+            return newest
+    for folder in unended:
+        print(
+            f"note: {folder.root} has not ended; the same command with --resume {folder.root.name} goes on with it",
+            flush=True,
+        )
+    return None
 
 
 def _fresh(config: SearchConfig, storage: Path) -> SearchFolder:
@@ -185,8 +200,9 @@ def _record(config: SearchConfig) -> dict[str, Any]:
 
 def _changed(folder: SearchFolder, config: SearchConfig) -> list[str]:
     """The sections that trials depend on and in which a search in `folder` differs from the configuration."""
-    before, record = yaml.safe_load(folder.snapshot.read_text(encoding="utf-8")), _record(config)
-    return [name for name in SECTIONS_OF_TRIALS if before.get(name) != record[name]]
+    # Read as a configuration, so that a key which is newer than the snapshot has its default there
+    before, record = _record(parse_config(folder.stored(), where=str(folder.snapshot))), _record(config)
+    return [name for name in SECTIONS_OF_TRIALS if before[name] != record[name]]
 
 
 def _version(package: str) -> str | None:
@@ -232,9 +248,8 @@ def _closing_run(tracker: SpooledTracker, run: str, folder: SearchFolder) -> Ite
         ended = {"ended": status[-1]} if status[-1] != results.KILLED else {}
     except (KeyboardInterrupt, SystemExit):
         status[:] = [results.KILLED]
-        print(
-            f"\ninterrupted; continue with the same command and --resume (state is in {folder.root})", file=sys.stderr
-        )
+        how = f"continue with the same command and --resume {folder.root.name}"
+        print(f"\ninterrupted; {how} (state is in {folder.root})", file=sys.stderr)
         raise
     except BaseException:
         status[:] = [results.FAILED]
@@ -287,7 +302,7 @@ def trial_context(config: SearchConfig, prepared: Prepared, folder: SearchFolder
     return TrialContext(
         folder=str(folder.root),
         model=base["model"],
-        dtype=config.model.dtype,
+        dtype=models.written_dtype(base["model"], config.model.dtype),
         train_file=str(prepared.train_file),
         eval_file=str(prepared.eval_file),
         calibration_file=str(prepared.calibration_file),

@@ -26,6 +26,7 @@ from transformers import PretrainedConfig
 
 from attention import checkpoint
 from attention.geometry import HeadGeometry
+from attention.precision import DTYPES
 from orchestrator import models
 from orchestrator.candidates import candidate_space, named_candidates, searcher_settings
 from orchestrator.cluster import Demand, concurrency
@@ -114,7 +115,7 @@ class Work:
 
 def _trainings(config: SearchConfig) -> int:
     """Full trainings of the promotion: candidates, and the baseline at each budget."""
-    budgets, own = len(config.search.budgets), config.promotion
+    budgets, own = len(config.search.budgets or config.search.kv_heads), config.promotion
     if not own.enabled or not own.steps:
         return 0
     return budgets * (2 if own.select == "front" else own.top + 1)
@@ -208,7 +209,7 @@ def measured_rate(model_config: PretrainedConfig, config: SearchConfig) -> float
 
     train, length = config.train, config.data.sequence_length
     device = torch.device("cuda" if train.gpus_per_worker else "cpu")
-    dtype = torch.bfloat16 if train.dtype == "bf16" else torch.float32
+    dtype = DTYPES[train.dtype]
     model: Any = AutoModelForCausalLM.from_config(model_config, dtype=dtype).to(device)
     rows = max(1, min(train.rows, FEW_TOKENS // length))
     batch = torch.zeros(rows, length, dtype=torch.long, device=device)
@@ -233,7 +234,7 @@ def measured_rate(model_config: PretrainedConfig, config: SearchConfig) -> float
 def planning_seconds(config: SearchConfig, model_config: PretrainedConfig, size: Size, geometry: HeadGeometry) -> float:
     """Seconds of planning and converting: the operations of all candidates at the rate of a matrix product here."""
     named = named_candidates(config, geometry)
-    rate = matmul_rate(models.DTYPES[config.model.dtype])
+    rate = matmul_rate(_kinds(config)[1])
     made = [_conversion(model_config, c.recipe, c.kv_ratio, config) for c in named]
     each = [operations(c, size, 0) / rate for c in made]
     return sum(each) + config.search.samples * (sum(each) / len(each))
@@ -245,7 +246,7 @@ def planning_seconds(config: SearchConfig, model_config: PretrainedConfig, size:
 def worker_bytes(model_config: Any, size: Size, train: TrainSettings, config: SearchConfig) -> int:
     """Peak memory of one training worker, libraries included: weights, gradients and optimiser state as far as its
     ZeRO stage leaves them whole, the teacher, activations, and the logits of a micro-batch."""
-    width = 2 if train.dtype == "bf16" else FLOAT
+    width = DTYPES[train.dtype].itemsize
     # Adam's two moments in float32, and a float32 copy of the weights (ZeRO keeps a flat one of its share)
     parts = {"optimiser": 12.0, "gradients": float(width), "weights": float(width)}
     split = {0: (), 1: ("optimiser",), 2: ("optimiser", "gradients"), 3: ("optimiser", "gradients", "weights")}
@@ -266,7 +267,7 @@ def worker_bytes(model_config: Any, size: Size, train: TrainSettings, config: Se
 
 def driver_bytes(model_config: PretrainedConfig, config_size: Size, config: SearchConfig) -> int:
     """Peak memory of a trial's own process: its largest conversion, libraries included."""
-    width = torch.empty(0, dtype=models.DTYPES[config.model.dtype]).element_size()
+    width = _kinds(config)[1].itemsize
     geometry = HeadGeometry.from_config(model_config)
     made = {(c.recipe, c.kv_ratio) for c in named_candidates(config, geometry)}
     peaks = [resident_peak(_conversion(model_config, r, b, config), config_size, width) for r, b in made]
@@ -274,24 +275,33 @@ def driver_bytes(model_config: PretrainedConfig, config_size: Size, config: Sear
 
 
 def disk_bytes(size: Size, config: SearchConfig, work: Work) -> int:
-    """Bytes in the storage in the end, if no trial is stopped: of each trial its converted and its trained weights and
-    the training checkpoints that are kept (Adam's moments with them), of each promotion the same and its export; token
-    files."""
-    width = torch.empty(0, dtype=models.DTYPES[config.model.dtype]).element_size()
-    trained = 2 if config.train.dtype == "bf16" else FLOAT
+    """Bytes in the storage in the end, if no trial is stopped: of each trial its converted and its trained weights, the
+    best ones of an earlier rung and the training checkpoints that are kept (Adam's moments with them), of each
+    promotion the same and its export; token files."""
+    width = _kinds(config)[0].itemsize
+    trained = DTYPES[config.train.dtype].itemsize
     state = trained + 12  # a float32 copy and two moments besides, of float32 weights too
     full = max(1, work.trials - work.probes)
     rungs = min(KEEP, len(config.rungs.steps) - 1)
-    of_trials = full * size.total * (width + (trained + rungs * state if rungs else 0))
+    best = rungs > 1
+    of_trials = full * size.total * (width + ((1 + best) * trained + rungs * state if rungs else 0))
     texts = 4 * sum(config.data.section(split)[1] for split in ("train", "eval", "calibration"))
-    promotion = 2 * trained + min(KEEP, config.promotion.evaluations) * state
+    kept = min(KEEP, config.promotion.evaluations)
+    promotion = (1 + (kept > 1)) * trained + width + kept * state
     return round(of_trials + work.trainings * size.total * promotion + texts)
 
 
 def _conversion(model_config: PretrainedConfig, recipe: Any, ratio: float, config: SearchConfig) -> Conversion:
     tokens, held_out = config.data.calibration.tokens, config.data.eval.tokens
-    dtype = models.DTYPES[config.model.dtype]
-    return Conversion(model_config, recipe, ratio, tokens, held_out, config.data.sequence_length, dtype)
+    dtype, working = _kinds(config)
+    sizes = (tokens, held_out, config.data.sequence_length)
+    return Conversion(model_config, recipe, ratio, *sizes, dtype, working=working)
+
+
+def _kinds(config: SearchConfig) -> tuple[torch.dtype, torch.dtype]:
+    """Dtypes of what a search's conversions write, and of what they compute in."""
+    written = models.written_dtype(config.model.path, config.model.dtype)
+    return DTYPES[written], DTYPES[written] if config.resources.driver_gpus else torch.float32
 
 
 def _free(storage: Path) -> int:

@@ -32,7 +32,7 @@ class Similarities:
         from orchestrator.convert import planning_context
         from trainers.data import read_sequences
 
-        model = models.load_model(self.model, self.dtype, self.device)
+        model = models.load_working(self.model, self.dtype, self.device)
         tokens = read_sequences(self.calibration_file)
         calibration = cached_calibration(model, tokens, self.calibration_cache)
         context = planning_context(model, calibration, tokens, None)

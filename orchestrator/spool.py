@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from attention.messages import reason
 from orchestrator.tracking import Tracker, TrackingError, default_uri, is_away, redact
 
 logger = logging.getLogger(__name__)
@@ -310,4 +311,4 @@ def _experiment(spool: Path) -> str | None:
 
 
 def _first_line(error: Exception) -> str:
-    return (redact(str(error)).strip().splitlines() or [type(error).__name__])[0][:200]
+    return reason(error, redact)

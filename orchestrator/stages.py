@@ -6,7 +6,10 @@ Legend: N sequences of T tokens, D model dim.
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,12 +18,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from attention.plan import AttentionPlan, LayerPlan
+from attention.replacing import OutputError, entries
 from attention.shards import shard_path, write_shard
 from orchestrator.layerwise import Layer
 from orchestrator.models import Phases
 from orchestrator.results import read_json, write_json
 
 STATE = "state.json"
+OWN = re.compile(
+    r"state\.json|\.state\.json\..*\.new|(streams-\d{5}|result/model-\d+-of-\d+)\.(safetensors|part)|result"
+)
 
 
 @dataclass
@@ -35,21 +42,31 @@ class Stage:
     layers: list[dict[str, Any]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     note: str = ""
+    finishing: bool = False
 
     @classmethod
-    def open(cls, folder: Path, identity: dict[str, Any]) -> Stage:
-        """What an earlier run of this very conversion has left, or a fresh start; `note` says which, if it matters."""
-        identity, note = json.loads(json.dumps(identity)), ""
-        if (folder / STATE).is_file():
-            known = read_json(folder / STATE)
+    def open(cls, folder: Path, identity: dict[str, Any], overwrite: bool = False) -> Stage:
+        """What an earlier run of this very conversion has left, or a fresh start; `note` says which, if it matters.
+
+        Raises OutputError if finished layers of another conversion lie there, unless `overwrite` gives them up.
+        """
+        identity, note, known = json.loads(json.dumps(identity)), "", check_stage(folder)
+        if known and known["layers"]:
             stage = cls(folder, identity, known["layers"], known["seconds"])
             if known["identity"] == identity and stage._streams().is_file():
                 stage.note = f"going on after layer {stage.reached} of an earlier run in {folder}"
                 return stage
+            if not overwrite:
+                raise OutputError(
+                    f"out: {folder} holds {stage.reached} finished layers of another conversion; its command goes on "
+                    "with them; add --overwrite to give them up, or give another folder"
+                )
             note = f"{folder} holds another conversion; starting over"
         shutil.rmtree(folder, ignore_errors=True)
         stage = cls(folder, identity, note=note)
-        stage.result.mkdir(parents=True)
+        folder.mkdir()
+        stage._write()
+        stage.result.mkdir()
         return stage
 
     @property
@@ -80,11 +97,55 @@ class Stage:
         self.layers.append(done.facts())
         write_shard(self._streams(), {"original": original, "converted": converted})
         self.seconds = dict(phases)
-        record = {"identity": self.identity, "layers": self.layers, "seconds": self.seconds}
-        write_json(self.folder / STATE, record)
+        self._write()
         before.unlink(missing_ok=True)
+
+    def finish(self) -> None:
+        """Note that from now on `result` gets what is not a layer."""
+        self.finishing = True
+        self._write()
+
+    def leave(self) -> str:
+        """Go away if no layer is done. Returns what is left, in words."""
+        layers = len((check_stage(self.folder) or {}).get("layers", ()))
+        if not layers:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            return "nothing was written"
+        return f"{layers} finished layer(s) are kept in {self.folder}; the same command goes on after them"
+
+    def _write(self) -> None:
+        record = {"identity": self.identity, "layers": self.layers, "seconds": self.seconds}
+        write_json(self.folder / STATE, record | {"finishing": self.finishing})
 
     def plan(self, head_dim: int) -> AttentionPlan:
         """The plan of the layers that are done."""
         found = (LayerPlan(tuple(item["key_map"]), tuple(item["value_map"])) for item in self.layers)
         return AttentionPlan(tuple(found), head_dim)
+
+
+def check_stage(folder: Path) -> dict[str, Any] | None:
+    """The state of what an earlier run has left in `folder`; None if it has left nothing.
+
+    Raises OutputError if anything there is not of a streamed conversion.
+    """
+    if not os.path.lexists(folder):
+        return None
+    known: Any = {}
+    if folder.is_dir() and (folder / STATE).is_file():
+        try:
+            known = read_json(folder / STATE)
+        except ValueError:
+            known = {}
+    ours = isinstance(known, dict) and {"identity", "layers", "seconds"} <= known.keys()
+    for name, mode in entries(folder) if folder.is_dir() and not folder.is_symlink() else [("", 0)]:
+        if stat.S_ISDIR(mode):
+            fits = name == "result"
+        else:
+            within = ours and bool(OWN.fullmatch(name) or (known.get("finishing") and name.startswith("result/")))
+            fits = stat.S_ISREG(mode) and within
+        if not fits:
+            raise OutputError(
+                f"out: {str(folder / name)!r} is in the way: a conversion layer by layer is kept there until it is "
+                "complete; move it, or give another folder"
+            )
+    return known if ours else None

@@ -26,20 +26,26 @@ from transformers import PretrainedConfig
 
 from attention import checkpoint, garbage
 from attention.geometry import HeadGeometry
-from attention.modeling import headfold_config
+from attention.messages import reason
+from attention.modeling import headfold_config, plan_of_config
 from attention.plan import AttentionPlan, LayerPlan
+from attention.ratios import own_heads, ratio_of
+from attention.replacing import check_folder, parents_made
 from attention.shards import complete
-from attention.windows import Head, LazyWeights, check_windows, embed
+from attention.stock_files import GENERATION, TOKENIZER_FILES
+from attention.windows import Head, LazyWeights, check_windows, embed, stored_outer_names
 from orchestrator import models
 from orchestrator.clock import clock
 from orchestrator.config import ConfigError
+from orchestrator.convert import what_it_is
 from orchestrator.inputs import Inputs
 from orchestrator.layerwise import LayerwiseConversion, score
-from orchestrator.stages import Stage
+from orchestrator.outputs import Interrupted
+from orchestrator.stages import Stage, check_stage
 from search_spaces.planning import LOOKS_AT_WEIGHTS, counts_of, site_generators
 from search_spaces.recipe import Recipe
 
-FORMAT = 1  # of what is kept on the way
+FORMAT = 2  # of what is kept on the way; 1: ratios of multi-head attention, shards in the dtype of the work
 BATCH, ATTENTION_BYTES = 8, 128 * 2**20  # sequences run at once; less if their attention weights would take more
 
 
@@ -78,6 +84,7 @@ def stream_checkpoint(
     *,
     mixed: str = "head",
     progress: Callable[[str], None] = say,
+    overwrite: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """`orchestrator.convert.convert_checkpoint`, layer by layer from disk to disk: the same plan and weights, and the
@@ -85,16 +92,25 @@ def stream_checkpoint(
 
     `mixed="pooled"` keeps one moment of mixed inputs for all heads of a layer, which takes less memory (see
     `attention.calibration.calibrate`). Raises ConfigError, DataError, PlanError or ValueError for what a user can mend,
-    before any weight is read.
+    before any weight is read, and OutputError as `convert_checkpoint` does. With `overwrite` finished layers of another
+    conversion to `out` are given up.
     """
-    inputs = Inputs.check(model, recipe, [kv_ratio], **settings)
     if out is None:
         raise ConfigError("out: a streamed conversion is written layer by layer; give it a folder with --out")
+    place = check_folder(out, overwrite=overwrite, reads=[model])
+    check_stage(stage_of(place))
+    inputs = Inputs.check(model, recipe, [kv_ratio], **settings)
     config = checkpoint.load_config(inputs.model)
     check_streamable(inputs.recipe, config)
-    kinds = models.dtype_of(inputs.dtype), models.device_of(inputs.device)
-    job = Streaming(inputs, float(kv_ratio), Path(out).absolute(), config, mixed, *kinds)
+    working = models.dtype_of(models.working_dtype(inputs.dtype, inputs.device))
+    kinds = working, models.dtype_of(inputs.dtype), models.device_of(inputs.device)
+    job = Streaming(inputs, float(kv_ratio), place, config, mixed, *kinds, overwrite)
     return job.run(*inputs.texts(), progress)
+
+
+def stage_of(out: Path) -> Path:
+    """Where a conversion to `out` is kept until it is complete."""
+    return out.with_name(f".{out.name}.streaming")
 
 
 def local_folder(model: str) -> Path:
@@ -104,14 +120,14 @@ def local_folder(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.model", "*.txt"]))
+        return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", *TOKENIZER_FILES, GENERATION]))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model: {model!r} cannot be fetched: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"model: {model!r} cannot be fetched: {reason(error)}") from None
 
 
 @dataclass(frozen=True)
 class Streaming:
-    """One streamed conversion, checked. `config` is the checkpoint's; `out` absolute."""
+    """One streamed conversion, checked. `config` is the checkpoint's; `out` absolute; `dtype`: what is computed in."""
 
     inputs: Inputs
     kv_ratio: float
@@ -119,7 +135,9 @@ class Streaming:
     config: PretrainedConfig
     mixed: str
     dtype: torch.dtype
+    written: torch.dtype
     device: torch.device
+    overwrite: bool
 
     @property
     def recipe(self) -> Recipe:
@@ -132,36 +150,53 @@ class Streaming:
     def run(self, sequences: Tensor, held_out: Tensor, progress: Callable[[str], None]) -> dict[str, Any]:
         """Convert, measure, write. `sequences` and `held_out` `[., T]`: calibration and evaluation tokens."""
         garbage.settle()
-        phases = self.inputs.phases
         source = local_folder(self.inputs.model)
         weights = LazyWeights(source, self.config)
         used = sequences if self.recipe.needs & {"statistics", "sequences", "model"} else sequences[:0]
         tokens = torch.cat([used, held_out])
-        stage = self._stage(source, tokens, len(used))
+        work = self._work(weights, len(used), tokens.shape[1])
+        with parents_made(self.out):
+            stage = self._stage(source, tokens, len(used))
+            try:
+                record = self._carry_out(stage, work, tokens, len(used), progress)
+                return record | {"calibration_tokens": int(sequences.numel())}
+            except KeyboardInterrupt:
+                raise Interrupted(stage.leave()) from None
+            except Exception:
+                progress(stage.leave())
+                raise
+
+    def _carry_out(
+        self, stage: Stage, work: LayerwiseConversion, tokens: Tensor, calibration: int, progress: Callable[[str], None]
+    ) -> dict[str, Any]:
+        """Go on from what the stage has. The first `calibration` of `tokens` `[N, T]` are no evaluation tokens."""
+        phases, held_out = self.inputs.phases, tokens[calibration:]
         if stage.note:
             progress(stage.note)
         phases.update({name: phases.get(name, 0.0) + spent for name, spent in stage.seconds.items()})
-        work = self._work(weights, len(used), tokens.shape[1])
         original, converted = self._layers(stage, work, tokens, progress)
         with phases("evaluate"):
-            head = Head(weights, self.config, self.dtype, self.device)
-            scores = score(head, original[len(used) :], converted[len(used) :], held_out)
-        del original, converted, head
+            head, weights = Head(work.weights, self.config, self.dtype, self.device), work.weights
+            after = self._rounds(weights) and Head(weights.rounded(self.written), self.config, self.dtype, self.device)
+            scores = score(head, original[calibration:], converted[calibration:], held_out, after or None)
+        del original, converted, head, after
         plan = stage.plan(self.geometry.head_dim)
-        about = {"recipe": self.recipe.to_dict(), "seed": self.inputs.seed}
-        more: dict[str, Any] = {"plain": work.plain, "dtype": self.dtype, "tokenizer": self.inputs.tokenizer}
+        own = own_heads(self.geometry)
+        about = {"recipe": self.recipe.to_dict(), "seed": self.inputs.seed, **checkpoint.original_note(own)}
         with phases("save"):
-            sizes = complete(stage.result, weights, self.config, plan, record=about, **more)
-            checkpoint.put_in_place(stage.result, self.out)
+            form: dict[str, Any] = {"plain": work.plain, "dtype": self.written}
+            stage.finish()
+            sizes = complete(stage.result, work.weights, self.config, plan, record=about, **form)
+            checkpoint.put_in_place(stage.result, self.out, overwrite=self.overwrite)
             shutil.rmtree(stage.folder, ignore_errors=True)
         return {
             "model": self.inputs.model,
             **scores,
             "rise": scores["loss"] - scores["loss_base"],
             "eval_tokens": len(held_out) * (held_out.shape[1] - 1),
-            "calibration_tokens": int(sequences.numel()),
-            "kv_ratio": plan.kv_ratio,
-            "kv_bytes_per_token": plan.kv_bytes_per_token(self.dtype),
+            "kv_ratio": ratio_of(plan, own),
+            "kv_bytes_per_token": plan.kv_bytes_per_token(self.written),
+            "kv_bytes_per_token_base": plan_of_config(self.config).kv_bytes_per_token(self.written),
             "cache_bytes_measured": sum(layer["cache_bytes"] for layer in stage.layers),
             "cache_tokens": stage.layers[0]["cache_tokens"],
             "parameters": sizes["parameters"],
@@ -174,6 +209,7 @@ class Streaming:
             "fits": [fit for layer in stage.layers for fit in layer["fits"]],
             "streamed": True,
             "peak_memory": models.memory_peak(),
+            **what_it_is(self.out, self.inputs.dtype),
             "out": str(self.out),
             "seconds": dict(phases),
         }
@@ -189,6 +225,9 @@ class Streaming:
             with phases("load"):
                 original = embed(work.weights, self.config, tokens, self.dtype, self.device, work.batch_size)
                 converted = original.clone()
+                if self._rounds(work.weights):
+                    rounded, made_of = work.weights.rounded(self.written), (self.dtype, self.device, work.batch_size)
+                    converted = embed(rounded, self.config, tokens, *made_of)
         started, begun = time.perf_counter(), stage.reached
         for layer in range(begun, layers):
             done = work.convert(layer, original, converted, phases)
@@ -198,6 +237,10 @@ class Streaming:
             errors = (f"{f['step']} {f['before']:.2e} -> {min(f['before'], f['after']):.2e}" for f in done.fits)
             progress(", ".join([f"layer {layer + 1}/{layers}", *errors, f"{clock(left)} left"]))
         return original, converted
+
+    def _rounds(self, weights: LazyWeights) -> bool:
+        """Whether what lies outside of the layers is rounded when it is written."""
+        return not weights.holds_only(stored_outer_names(self.config), self.written)
 
     def _work(self, weights: LazyWeights, calibration: int, length: int) -> LayerwiseConversion:
         counts = counts_of(self.recipe, self.kv_ratio, self.geometry)
@@ -213,6 +256,7 @@ class Streaming:
             calibration,
             plain=equal and self._has_plain(counts[0][0]),
             dtype=self.dtype,
+            written=self.written,
             device=self.device,
             batch_size=batch_size(self.geometry.num_heads, length),
             mixed=self.mixed,
@@ -238,7 +282,7 @@ class Streaming:
             "settings": [self.inputs.seed, self.inputs.dtype, self.mixed],
             "tokens": [*tokens.shape, calibration, hashlib.sha256(tokens.numpy().tobytes()).hexdigest()],
         }
-        return Stage.open(self.out.with_name(f".{self.out.name}.streaming"), identity)
+        return Stage.open(stage_of(self.out), identity, self.overwrite)
 
 
 def batch_size(num_heads: int, length: int) -> int:

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from orchestrator import comparison, results
-from orchestrator.results import TrialRecord, front, number
+from orchestrator.comparison import OF_THE_CHECKPOINT
+from orchestrator.results import TrialRecord, front, number, percent
 
 if TYPE_CHECKING:
     from orchestrator.search import SearchOutcome
@@ -25,24 +26,23 @@ def trial_table(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> Table
     """All trials but probes by budget and loss; those on the front carry a star. Losses in nats a token."""
     table = Table(box=None, pad_edge=False)
     for name, justify in (
-        ("", "left"), ("recipe", "left"), ("KV", "right"), ("bytes/token", "right"), ("rate", "right"),
+        ("", "left"), ("recipe", "left"), (OF_THE_CHECKPOINT, "right"), ("bytes/token", "right"), ("rate", "right"),
         ("steps", "right"), ("untrained", "right"), ("loss", "right"), ("rise", "right"), ("state", "left"),
     ):  # fmt: skip
         table.add_column(name, justify=justify)  # pyright: ignore[reportArgumentType]
     best = {t.trial_id for t in front(trials)}
     for t in sorted(results.without_probes(trials), key=lambda t: (-t.kv_ratio, t.loss)):
-        scored = bool(t.rungs)
         table.add_row(
             "*" if t.trial_id in best else "",
             t.recipe,
-            f"{t.kv_ratio:.1%}",
+            percent(t.kv_ratio),
             "-" if t.kv_bytes_per_token is None else str(t.kv_bytes_per_token),
             f"{t.learning_rate:.1e}",
             str(t.step),
-            number(t.rungs[0]["loss"]) if scored else "-",
+            results.untrained_text(t),
             number(t.loss),
             number(t.loss - base["loss"], "+.3f"),
-            t.status,
+            results.state_text(t),
         )
     return table
 
@@ -51,11 +51,16 @@ def print_trials(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> None
     out = console()
     out.print(f"\nTrials (* on the front; the untouched model has {base['loss']:.3f} nats a token):")
     out.print(trial_table(trials, base))
+    if any(t.relaxes for t in trials):
+        out.print(results.POOLED_NOTE, markup=False)
+    if copies := sum(t.copy_of is not None for t in trials):
+        out.print(f"{copies} led to the same model as another trial and were not trained again", markup=False)
     if probes := [t for t in trials if t.probe]:
         out.print(f"and {len(probes)} probes of the searcher, measured untrained ({probes[0].recipe})")
     for trial in (t for t in trials if t.status == results.FAILED):
         trace = f" (trace: {trial.error_log})" if trial.error_log else ""
-        print(f"trial {trial.trial_id} ({trial.recipe}, {trial.kv_ratio:.0%} KV) failed: {trial.error}{trace}")
+        which = f"{trial.recipe}, {percent(trial.kv_ratio)} of the checkpoint's KV"
+        print(f"trial {trial.trial_id} ({which}) failed: {trial.error}{trace}")
 
 
 def comparison_table(rows: Sequence[comparison.Row]) -> Table:
@@ -80,25 +85,32 @@ def print_comparison(rows: Sequence[comparison.Row]) -> None:
 
 
 def promotion_table(candidates: Sequence[Mapping[str, Any]]) -> Table:
-    """What was promoted, and why not what was not."""
+    """What was promoted, and why not what was not: the columns of `results.PROMOTION`."""
     table = Table(box=None, pad_edge=False)
-    for name in ("recipe", "KV", "steps", "loss", "baseline", "state", "version", "where, or why not"):
+    for name in (*results.PROMOTION, "where, or why not"):
         table.add_column(name, overflow="fold")
     for c in candidates:
         where = "; ".join(c.get("reasons", ())) or str(c.get("model_uri") or "")
-        table.add_row(
-            c["recipe"], f"{c['kv_ratio']:.1%}", str(c.get("steps", "-")), number(c.get("loss")),
-            number(c.get("baseline_loss")), c.get("status", "-"), str(c.get("version") or "-"), where,
-        )  # fmt: skip
+        table.add_row(*results.promotion_cells(c), where)
     return table
 
 
 def print_promotion(promotion: Mapping[str, Any]) -> None:
     candidates = list(promotion.get("candidates", {}).values())
     if candidates:
-        out = console()
-        out.print("\nPromotion:")
+        out = console(150)
+        out.print("\nPromotion (held-out loss; the best measured step is shipped):")
         out.print(promotion_table(candidates))
+        for c in candidates:
+            if c.get("model_uri") and c.get("shipped"):
+                print(f"{c['recipe']} {results.percent(c['kv_ratio'])} KV: the {c['shipped']}, {_format(c)}")
+
+
+def _format(candidate: Mapping[str, Any]) -> str:
+    """Where a promoted model lies, and what loads it."""
+    if candidate.get("plain"):
+        return f"exported for stock transformers to {candidate.get('model')}"
+    return f"in Headfold's own format, which stock transformers does not load, in {candidate.get('model')}"
 
 
 def print_outcome(outcome: SearchOutcome) -> None:
@@ -108,7 +120,8 @@ def print_outcome(outcome: SearchOutcome) -> None:
     out = console()
     out.print()
     if outcome.interrupted:
-        out.print("interrupted: the state is saved; run the same command with --resume to go on", markup=False)
+        how = f"--resume {outcome.folder.name}"
+        out.print(f"interrupted: the state is saved; run the same command with {how} to go on", markup=False)
     if failed:
         out.print(f"warning: {failed} of {len(outcome.trials)} trials failed; their errors are above and in MLflow")
     if not outcome.front:

@@ -15,11 +15,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.results import DONE, FAILED, KILLED, RUNNING, STOPPED
+from attention.messages import reason
+from orchestrator.results import COPY, DONE, FAILED, KILLED, RUNNING, STOPPED
 
 ERROR_LENGTH = 4000
 PARAM_LENGTH = 500
-STATUS = {DONE: "FINISHED", STOPPED: "FINISHED", FAILED: "FAILED", KILLED: "KILLED", RUNNING: "RUNNING"}
+STATUS = {
+    DONE: "FINISHED",
+    STOPPED: "FINISHED",
+    COPY: "FINISHED",
+    FAILED: "FAILED",
+    KILLED: "KILLED",
+    RUNNING: "RUNNING",
+}
 REFUSED = (
     "INVALID_PARAMETER_VALUE",
     "RESOURCE_DOES_NOT_EXIST",
@@ -90,7 +98,7 @@ class Tracker:
         except Exception as error:
             raise TrackingError(
                 f"tracking.uri: cannot use the MLflow store at {redact(address)}: "
-                f"{redact(str(error)).strip().splitlines()[0][:300]}; leave it out for a "
+                f"{reason(error, redact)}; leave it out for a "
                 "sqlite store in the storage folder"
             ) from None
         return cls(address, identity)
@@ -211,9 +219,7 @@ class Tracker:
         try:
             yield
         except MlflowException as error:
-            raise TrackingError(
-                f"the registry at {self.address} refused {name}: {redact(str(error)).strip().splitlines()[0][:300]}"
-            ) from None
+            raise TrackingError(f"the registry at {self.address} refused {name}: {reason(error, redact)}") from None
 
     def _version(self, name: str, folder: str, run_id: str, tags: Mapping[str, Any], description: str) -> str:
         for known in self.client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'"):

@@ -10,7 +10,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,19 +19,24 @@ from pydantic import Field
 
 from attention import checkpoint, conversion
 from attention.composition import reset
+from attention.messages import near
 from attention.modeling import headfold_config, plan_of_config
 from attention.plan import AttentionPlan, Composition
+from attention.replacing import check_folder
 from orchestrator import models
 from orchestrator.clock import clock
 from orchestrator.cluster import Demand, concurrency, connected
 from orchestrator.config import ConfigError, Section, apply_override, parse_section
-from orchestrator.folders import check_writable, storage_path
+from orchestrator.folders import storage_path
 from orchestrator.remote import is_remote
 from orchestrator.results import read_json, write_json
 from orchestrator.training import milestone_log, read_milestones
 from orchestrator.trial import prepare_process
+from orchestrator.validate import check_machine
+from search_spaces.composition.dcmha import composition_of
+from trainers import synthetic_corpus
 from trainers.checkpoints import CheckpointStore
-from trainers.data import sequence_file
+from trainers.data import check_source, sequence_file
 from trainers.settings import TrainSettings
 from trainers.worker import TrainJob, run_training
 
@@ -102,7 +107,10 @@ def check(
     seed: int = 0,
     device: str = "auto",
 ) -> Scratch:
-    """Everything that can be wrong, before anything is read or started but configs. Raises ConfigError or PlanError."""
+    """Everything that can be wrong, before anything is read or started but configs.
+
+    Raises ConfigError or PlanError, and DataError for a source of text that there is not.
+    """
     section = _section(recipe, overrides, learning_rate, seed, device)
     models.geometry_of(str(like), sequence_length, key="like", weights=False)
     models.load_tokenizer(like)
@@ -110,14 +118,16 @@ def check(
         if value < 1:
             raise ConfigError(f"{name}: got {value}; it must be at least 1")
     config = checkpoint.load_config(like)
-    composed = Composition(**section.composition) if section.recipe == "dcformer" else None
+    composed = composition_of(section.composition) if section.recipe == "dcformer" else None
     plan = replace(plan_of_config(config), composition=composed)
     headfold_config(config, plan)  # whether the plan fits
     wanted = steps * section.train.batch_size * sequence_length
     if is_remote(str(out)):
         raise ConfigError(f"out: got {str(out)!r}; it must be a folder of this machine or one that it mounts")
+    tokens = min(wanted, TRAIN_TOKENS) if train_tokens is None else train_tokens
+    check_source(train_data, "train", tokens, sequence_length)
+    check_source(eval_data, "eval", eval_tokens, sequence_length)
     target = storage_path(str(out))
-    check_writable(target.parent)
     return Scratch(
         like=str(Path(like).absolute()) if Path(like).is_dir() else str(like),
         recipe=section.recipe,
@@ -127,7 +137,7 @@ def check(
         eval_every=max(1, steps // 10) if eval_every is None else eval_every,
         train_data=train_data,
         eval_data=eval_data,
-        train_tokens=min(wanted, TRAIN_TOKENS) if train_tokens is None else train_tokens,
+        train_tokens=tokens,
         eval_tokens=eval_tokens,
         sequence_length=sequence_length,
         out=target,
@@ -146,10 +156,10 @@ def _section(recipe: str, overrides: Sequence[str], learning_rate: float, seed: 
         gpus = float(models.device_of(device).type == "cuda")
         record["train"] = {"gpus_per_worker": gpus} | train | {"learning_rate": learning_rate, "seed": seed}
     section = parse_section(TrainSection, record, "this training")
-    known = {f.name: f.default for f in fields(Composition)}
+    known = {"windowed": False} | {f.name: f.default for f in fields(Composition)}
     for name, value in section.composition.items():
         if name not in known:
-            raise ConfigError(f"composition.{name}: unknown setting; there are {', '.join(known)}")
+            raise ConfigError(f"composition.{name}: unknown setting{near(name, known)}; there are {', '.join(known)}")
         if type(value) is not type(known[name]):
             kind = "true or false" if isinstance(known[name], bool) else "a whole number"
             raise ConfigError(f"composition.{name}: got {value!r}; it must be {kind}")
@@ -163,26 +173,36 @@ def _section(recipe: str, overrides: Sequence[str], learning_rate: float, seed: 
 
 
 def train_from_scratch(
-    like: str | Path, out: str | Path, *, progress: Callable[[str], None] = print, **settings: Any
+    like: str | Path,
+    out: str | Path,
+    *,
+    progress: Callable[[str], None] = print,
+    overwrite: bool = False,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Train a model with the architecture and the tokenizer of `like` from random weights and save it in `out`.
 
     `settings` are those of `check`; `recipe` "dcformer" composes heads dynamically (paper 002) from the paper's
     initialisation, "transformer" does not. With one seed both start from the same weights, composition apart, and see
-    the same text. `progress` is told each milestone in words. Returns one record: losses in nats a token at each
-    milestone, tokens, tokens a second of training, parameters, seconds.
+    the same text. `out` must be free, hold this very training, or with `overwrite` a checkpoint that we wrote; its
+    `out.training` is never replaced by another. `progress` is told each milestone in words. Returns one record: losses
+    in nats a token at each milestone, tokens, tokens a second of training, parameters, seconds; measured on
+    `synthetic:NAME` also `answers`: accuracy and perplexity of the answers alone, over `count` examples and by task
+    (paper 002, Table 5).
     """
     plan = check(like, out, **settings)
-    _check_folder(plan)
+    _check_folder(plan, overwrite)
     total = plan.steps * plan.settings.batch_size * plan.sequence_length
     progress(f"training: {plan.recipe}, {plan.steps} steps, {total} tokens; in {plan.folder}")
     log = plan.folder / "milestones.jsonl"
     mark, metrics = plan.folder / "scratch.json", _ended(plan)
     if metrics is None:
+        asked = plan.settings
+        demand = Demand(0, 0, asked.num_workers, asked.cpus_per_worker, asked.gpus_per_worker)
+        check_machine(demand)  # before a cluster is started, which takes longer than what can be refused here
+        prepare_process()
         with connected() as resources:
-            asked = plan.settings
-            concurrency(resources, Demand(0, 0, asked.num_workers, asked.cpus_per_worker, asked.gpus_per_worker))
-            prepare_process()
+            concurrency(resources, demand)
             job = _prepare(plan)
             with _told(log, plan.steps, progress):
                 metrics = run_training(job, callbacks=[milestone_log(str(log))]).metrics
@@ -190,6 +210,7 @@ def train_from_scratch(
     write_json(mark, known)
     return {
         **plan.to_dict(),
+        **_answers(plan),
         "out": str(plan.out),
         "plan_digest": plan.plan.digest,
         "seed": plan.settings.seed,
@@ -199,6 +220,15 @@ def train_from_scratch(
         **{name: metrics[name] for name in MEASURED},
         "milestones": [{name: point[name] for name in MEASURED} for point in read_milestones(log)],
     }
+
+
+def _answers(plan: Scratch) -> dict[str, Any]:
+    """How the trained model answers the held-out synthetic tasks, if that is what it was measured on."""
+    if not plan.eval_data.startswith(synthetic_corpus.PREFIX):
+        return {}
+    model = checkpoint.load(plan.out)
+    name = plan.eval_data.removeprefix(synthetic_corpus.PREFIX)
+    return {"answers": asdict(synthetic_corpus.score(model, models.load_tokenizer(plan.like), name))}
 
 
 def _ended(plan: Scratch) -> dict[str, Any] | None:
@@ -211,8 +241,8 @@ def _ended(plan: Scratch) -> dict[str, Any] | None:
     return reports[-1] if written else None
 
 
-def _check_folder(plan: Scratch) -> None:
-    """Raises ConfigError unless `out` is free, or holds this very training."""
+def _check_folder(plan: Scratch, overwrite: bool) -> None:
+    """Raises ConfigError or OutputError unless `out` may be written, or holds this very training."""
     mark, record = plan.folder / "scratch.json", plan.to_dict()
     if mark.is_file():
         known = read_json(mark)
@@ -223,21 +253,26 @@ def _check_folder(plan: Scratch) -> None:
             )
         if known.get("finished") and not plan.out.is_dir():
             raise ConfigError(f"out: {plan.out} was trained and is gone; remove {plan.folder} to train it again")
-    elif plan.out.exists():
-        raise ConfigError(f"out: {plan.out} exists and is not a training of this command; give another folder")
+        if _ended(plan) is None:
+            check_folder(plan.out, overwrite=True, reads=[plan.like])
+    else:
+        check_folder(plan.out, overwrite=overwrite, reads=[plan.like])
+        check_folder(plan.folder, reads=[plan.like])
 
 
 def _prepare(plan: Scratch) -> TrainJob:
     """The job, with its untrained model and its texts on disk; those of an earlier start are taken as they are."""
     mark = plan.folder / "scratch.json"
+    if not mark.is_file():
+        write_json(mark, plan.to_dict())  # first, so that what a kill leaves is known as ours
     tokenizer = models.load_tokenizer(plan.like)
     cut: dict[str, Any] = {"sequence_length": plan.sequence_length, "seed": plan.settings.seed}
     cut["cache_dir"] = plan.folder / "data"
     train_file = sequence_file(plan.train_data, tokenizer, split="train", tokens=plan.train_tokens, **cut)
     eval_file = sequence_file(plan.eval_data, tokenizer, split="eval", tokens=plan.eval_tokens, **cut)
-    if not mark.is_file():
+    if "parameters" not in read_json(mark):
         model = untrained(plan.like, plan.plan, plan.settings.seed)
-        checkpoint.save(model, plan.folder / "untrained", tokenizer)
+        checkpoint.save(model, plan.folder / "untrained", plan.like)
         write_json(mark, {**plan.to_dict(), "parameters": models.parameters(model)})
     return TrainJob(
         model_dir=str(plan.folder / "untrained"),

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.callbacks import last_error
 from orchestrator.candidates import Candidate
@@ -19,18 +19,20 @@ from orchestrator.resuming import LOSSES, lost
 from orchestrator.trial import TrialContext, prepare_process, relaxation_spec
 from trainers.worker import TrainJob, run_training
 
+if TYPE_CHECKING:
+    from trainers.relaxations.stage import RelaxationSpec
+
 POLL_SECONDS = 10.0
 Done = Callable[["Training", "dict[str, Any] | None", "str | None"], None]
 
 
 @dataclass(frozen=True)
 class Training:
-    """One trial's way to `total` steps. `job` None: the trial has got there already, its weights lie in `folder`."""
+    """One trial's way to `total` steps. `job` None: the trial has got there already."""
 
     trial_id: str
     label: str
     total: int
-    folder: Path
     start: int
     loss: float
     kl: float | None
@@ -45,14 +47,14 @@ class Training:
         label = f"{trial.recipe} {trial.kv_ratio:.0%}"
         kl = trial.last.get("kl")
         if trial.step == total:
-            weights = own / ("trained" if total else "converted")
-            return cls(trial.trial_id, label, total, weights, total, trial.loss, kl, None)
+            return cls(trial.trial_id, label, total, total, trial.loss, kl, None)
         saved = trial.last.get("checkpoint_path")
         start = trial.step if saved and Path(saved).is_dir() else 0
         target = folder.promoted / f"{trial.trial_id}-{total}"
         candidate = Candidate.from_config(read_json(own / "recipe.json"))
         # The steps of a relaxation count, but lie before the run that goes on
-        before = _relaxation_steps(context, candidate, own) if start else 0
+        spec = _relaxation(context, candidate, own) if start else None
+        before = spec.total_steps if spec else 0
         model = Path(str(trial.last["relaxed_dir"])) if before else own / "converted"
         job = TrainJob(
             model_dir=str(model),
@@ -64,21 +66,27 @@ class Training:
             run_name=f"promote-{trial.trial_id}-{total}",
             milestones=tuple(m - before for m in milestones(start, total, config.promotion.evaluations)),
             settings=context.settings(candidate.recipe, trial.learning_rate),
+            keep_best=True,
             start_step=start - before,
-            schedule_offset=before,
+            schedule_offset=spec.scheduled_steps if spec else 0,
             resume_from=saved if start else None,
             seed=candidate.seed,
         )
-        return cls(trial.trial_id, label, total, target / "trained", start, trial.loss, kl, job)
+        return cls(trial.trial_id, label, total, start, trial.loss, kl, job)
 
     @property
     def log(self) -> Path:
         """Milestones as they come, one JSON object a line."""
-        return self.folder.parent / "milestones.jsonl"
+        assert self.job is not None
+        return Path(self.job.out_dir).parent / "milestones.jsonl"
 
     def reports(self) -> list[dict[str, Any]]:
-        """The milestones so far, each step once."""
-        return [] if self.job is None else read_milestones(self.log)
+        """The milestones so far, each step once, in steps of the trial: those of a relaxation before it count."""
+        if self.job is None:
+            return []
+        before = self.job.schedule_offset
+        told = read_milestones(self.log)
+        return [r | {key: r[key] + before for key in ("step", "best_step") if key in r} for r in told]
 
 
 def read_milestones(log: Path) -> list[dict[str, Any]]:
@@ -89,11 +97,11 @@ def read_milestones(log: Path) -> list[dict[str, Any]]:
     return list({line["step"]: line for line in lines}.values())
 
 
-def _relaxation_steps(context: TrialContext, candidate: Candidate, folder: Path) -> int:
+def _relaxation(context: TrialContext, candidate: Candidate, folder: Path) -> RelaxationSpec | None:
     steps = context.relaxation_steps(candidate.recipe)
     if not steps:
-        return 0
-    return relaxation_spec(candidate.recipe, (folder / "plan.json").read_text(encoding="utf-8"), steps).total_steps
+        return None
+    return relaxation_spec(candidate.recipe, (folder / "plan.json").read_text(encoding="utf-8"), steps)
 
 
 def milestones(start: int, total: int, evaluations: int) -> tuple[int, ...]:
@@ -107,14 +115,14 @@ def run_all(
 ) -> None:
     """Run the trainings, at most `parallel` at a time; `done(training, metrics or None, error)` after each.
 
-    On standing groups of the pool `groups`; None: each on workers of its own. `metrics` has loss, kl and folder (of the
-    trained checkpoint). One that fails does not end the others; one that loses its machines goes on from its last
+    On standing groups of the pool `groups`; None: each on workers of its own. `metrics` has loss and kl after the last
+    step. One that fails does not end the others; one that loses its machines goes on from its last
     checkpoint.
     """
     import ray
 
     for training in (t for t in trainings if t.job is None):
-        done(training, {"loss": training.loss, "kl": training.kl, "folder": str(training.folder)}, None)
+        done(training, {"loss": training.loss, "kl": training.kl}, None)
     waiting = [t for t in trainings if t.job is not None]
     own = config.resources
     task: Any = ray.remote(num_cpus=own.driver_cpus, max_retries=0)(_train)
@@ -162,8 +170,7 @@ def _train(job: str, log: str, groups: str | None = None) -> dict[str, Any]:
             outcome = train_in_group(groups, parsed, lambda report: append_milestone(log, report))
     if outcome is None:
         outcome = run_training(parsed, callbacks=[milestone_log(log)])
-    told = {key: outcome.metrics.get(key) for key in ("loss", "kl", "data_position")}
-    return {**told, "folder": parsed.out_dir}
+    return {key: outcome.metrics.get(key) for key in ("loss", "kl", "data_position")}
 
 
 def append_milestone(path: str, report: dict[str, Any]) -> None:

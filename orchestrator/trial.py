@@ -17,6 +17,7 @@ from ray.tune.integration.ray_train import TuneReportCallback
 
 from orchestrator.candidates import Candidate
 from orchestrator.cluster import ray_train_intervals
+from orchestrator.copies import work_digest
 from orchestrator.results import read_json, write_json
 from orchestrator.schedulers.halving import rung_resource
 from trainers.settings import TrainSettings
@@ -36,13 +37,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+OF_RUNG_0 = ("phases", "pooled", "work_digest")
+"""What only the first report of a trial holds: where its time went, whether it is of a pooled model that the trial's
+relaxation does not start from, and what it would go on to train (`orchestrator.copies`)."""
+
 KEEP_BELOW = 500_000_000
 """Parameters up to which the untouched model stays in a trial's process, for the next trial there."""
 
 
 @dataclass(frozen=True)
 class TrialContext:
-    """What all trials of a search share; plain values, paths absolute and visible to every node."""
+    """What all trials of a search share; plain values, paths absolute and visible to every node.
+
+    `dtype`: name of the one that checkpoints are written in and bytes are counted in.
+    """
 
     folder: str
     model: str
@@ -76,11 +84,19 @@ class TrialContext:
         return TrainSettings.model_validate(self.train | recipe.training | {"learning_rate": learning_rate})
 
     def relaxation_steps(self, recipe: Recipe) -> int:
-        """Training steps of a trial that its relaxation takes, of those up to the last rung; 0 without one."""
+        """Training steps of a trial that its relaxation takes, of those up to the last rung; 0 without one.
+
+        All of them only with a fraction of 1, which leaves no recovery; otherwise the last one at most is left to it.
+        """
         if recipe.relaxation == "none" or len(self.rungs) == 1:
             return 0
-        total = self.rungs[-1]
-        return min(total - 1, max(1, round(recipe.knobs("relaxation")["fraction"] * total)))
+        total, knobs = self.rungs[-1], recipe.knobs("relaxation")
+        if steps := knobs.get("steps"):
+            if steps >= total:
+                raise ValueError(f"relaxation.steps must be below the last rung {total}, got {steps}")
+            return steps
+        fraction = knobs["fraction"]
+        return total if fraction == 1 else min(total - 1, max(1, round(fraction * total)))
 
     def at_rung(self, step: int) -> dict[str, Any]:
         """What ASHA needs to know of a report at `step`."""
@@ -100,7 +116,7 @@ class ReportRungs:
 
     def complete(self, metrics: dict[str, Any]) -> dict[str, Any] | None:
         """The report for Tune; None if it has been told."""
-        first = metrics | {"step": metrics["step"] + self._before}
+        first = metrics | {key: metrics[key] + self._before for key in ("step", "best_step") if key in metrics}
         if first["step"] in self._told:
             return None
         self._told.add(first["step"])
@@ -133,13 +149,15 @@ def run_trial(config: dict[str, Any], context: TrialContext) -> None:
     facts = known_facts(config, folder)
     if facts is None:
         facts = _untrained(config, context, folder)
+        if len(context.rungs) > 1 and not config.get("probe"):
+            facts["work_digest"] = work_digest(training_job(context, folder, config, ""), folder)
         if math.isfinite(facts["loss"]):
             write_json(folder / "facts.json", facts)
     tune.report(facts | context.at_rung(0))
     if len(context.rungs) > 1 and not config.get("probe"):
         job = training_job(context, folder, config, str(trial_id))
         before = job.relaxation.total_steps if job.relaxation else 0
-        told = {k: v for k, v in facts.items() if k != "phases"}
+        told = {k: v for k, v in facts.items() if k not in OF_RUNG_0}
         carry_out(job, ReportRungs(context, told, before), context.groups)
 
 
@@ -181,6 +199,8 @@ def _untrained(config: dict[str, Any], context: TrialContext, folder: Path) -> d
     """Plan, convert, save and measure; the report of rung 0."""
     from attention import checkpoint
     from attention.plan import AttentionPlan
+    from attention.precision import cast_weights, round_weights
+    from attention.ratios import own_heads
     from orchestrator import distances, models
     from orchestrator.convert import plan_and_convert, planning_context, relaxation_start
 
@@ -193,24 +213,29 @@ def _untrained(config: dict[str, Any], context: TrialContext, folder: Path) -> d
     phase = context.search_phase(candidate)
     found = distances.read(phase.file(context.calibration_cache)) if phase else None
     planning = planning_context(base, calibration, calibration_tokens, context.calibration_cache, found)
+    own_cache = own_heads(planning.geometry)
     given = None if candidate.plan is None else AttentionPlan.from_json(candidate.plan)
     converted, plan = plan_and_convert(recipe, kv_ratio, planning, candidate.seed, phases, given)
     write_json(folder / "recipe.json", candidate.config())
     (folder / "plan.json").write_text(plan.to_json() + "\n", encoding="utf-8")
+    written = models.dtype_of(context.dtype)
     with phases("evaluate"):
+        round_weights(converted, written)  # what is measured is what is written
         scored = models.score(converted, held_out, teacher)
         # What a searcher decides by is measured on other tokens than what the search is judged by.
         own = {} if given is None else {"calibration_loss": models.score(converted, calibration_tokens).loss}
+    cast_weights(converted, written)
     if not candidate.probe:
         with phases("save"):
-            record = {"recipe": recipe.to_dict(), "seed": candidate.seed}
-            tokenizer = models.load_tokenizer(context.model)
-            checkpoint.save(converted, folder / "converted", tokenizer, record=record)
+            original = checkpoint.original_note(own_cache)
+            record = {"recipe": recipe.to_dict(), "seed": candidate.seed, **original}
+            checkpoint.save(converted, folder / "converted", context.model, record=record)
             if context.relaxation_steps(recipe):
-                checkpoint.save(relaxation_start(recipe, base, plan, calibration), folder / "start", tokenizer)
+                start = relaxation_start(recipe, base, plan, calibration)
+                checkpoint.save(start, folder / "start", context.model, record=original)
     with phases("similarity"):
         similarity = _similarity(context, planning, plan)
-    measured = models.cache_facts(converted)
+    measured = models.cache_facts(converted, own_cache)
     if models.parameters(base) > KEEP_BELOW:
         shared_parts.cache_clear()
     return {
@@ -225,6 +250,7 @@ def _untrained(config: dict[str, Any], context: TrialContext, folder: Path) -> d
         "step": 0,
         "tokens": 0,
         "seed": candidate.seed,
+        **({"pooled": True} if context.relaxation_steps(recipe) else {}),
         "phases": dict(phases),
         "seconds": sum(phases.values()),
     }
@@ -258,7 +284,7 @@ def shared_parts(
     from trainers.data import read_sequences
     from trainers.evaluation import Remembering
 
-    base = models.load_model(model, dtype, device)
+    base = models.load_working(model, dtype, device)
     tokens = read_sequences(calibration_file)
     calibration = cached_calibration(base, tokens, calibration_cache)
     return base, calibration, tokens, read_sequences(eval_file), Remembering(base)
@@ -268,13 +294,16 @@ def training_job(context: TrialContext, folder: Path, config: dict[str, Any], tr
     """The brief fine-tuning of a trial: from its converted checkpoint through the rungs above 0.
 
     With a relaxation it starts from the unfused heads, and the rungs that lie within the relaxation are left out: until
-    it has collapsed there is no model to measure.
+    it has collapsed there is no model to measure. One that takes all steps is measured collapsed, at the last rung.
     """
     from trainers.worker import TrainJob
 
     candidate = Candidate.from_config(config)
     recipe, steps = candidate.recipe, context.relaxation_steps(candidate.recipe)
-    spec = relaxation_spec(recipe, (folder / "plan.json").read_text(encoding="utf-8"), steps) if steps else None
+    settings = context.settings(recipe, candidate.learning_rate)
+    spec = (
+        relaxation_spec(recipe, (folder / "plan.json").read_text(encoding="utf-8"), steps, settings) if steps else None
+    )
     before = spec.total_steps if spec else 0
     return TrainJob(
         model_dir=str(folder / ("start" if spec else "converted")),
@@ -284,20 +313,36 @@ def training_job(context: TrialContext, folder: Path, config: dict[str, Any], tr
         out_dir=str(folder / "trained"),
         storage_path=str(Path(context.folder) / "train"),
         run_name=trial_id,
-        milestones=tuple(rung - before for rung in context.rungs[1:] if rung > before),
-        settings=context.settings(recipe, candidate.learning_rate),
+        milestones=tuple(rung - before for rung in context.rungs[1:] if rung > before) or (0,),
+        settings=settings,
         seed=candidate.seed,
+        keep_best=True,
         relaxation=spec,
     )
 
 
-def relaxation_spec(recipe: Recipe, plan: str, steps: int) -> RelaxationSpec:
-    """The relaxation of a recipe towards `plan` (JSON) in at most `steps` steps, shared evenly by its stages."""
+def relaxation_spec(recipe: Recipe, plan: str, steps: int, settings: TrainSettings | None = None) -> RelaxationSpec:
+    """The relaxation of a recipe towards `plan` (JSON) in at most `steps` steps, shared evenly by its stages.
+
+    `settings`: of the trial's training, of which the recipe may change batch and rate for the relaxation.
+    """
     from attention.plan import AttentionPlan
     from search_spaces.planning import relaxed_stages
     from search_spaces.relaxation import OWN
     from trainers.relaxations.stage import RelaxationSpec
 
     plans = relaxed_stages(recipe, AttentionPlan.from_json(plan))
-    knobs = {name: value for name, value in recipe.knobs("relaxation").items() if name not in OWN}
-    return RelaxationSpec(recipe.relaxation, tuple(p.to_json() for p in plans), max(1, steps // len(plans)), knobs)
+    chosen = recipe.knobs("relaxation")
+    changed = {name: chosen[name] for name in ("batch_size", "learning_rate") if chosen.get(name)}
+    own = None
+    if settings is not None and changed:
+        own = TrainSettings.model_validate(settings.model_dump() | changed | {"tuning": "full"})
+    return RelaxationSpec(
+        recipe.relaxation,
+        tuple(p.to_json() for p in plans),
+        max(1, steps // len(plans)),
+        {name: value for name, value in chosen.items() if name not in OWN},
+        own,
+        own_schedule=chosen.get("own_schedule", False),
+        regroup_steps=chosen.get("regroup_steps", 0),
+    )

@@ -11,6 +11,7 @@ from typing import Any
 from orchestrator.callbacks import SearchLog, last_error
 from orchestrator.cluster import Demand, Room
 from orchestrator.config import SearchConfig
+from orchestrator.copies import CopyingSearcher
 from orchestrator.folders import SearchFolder
 from orchestrator.history import History, Journal, JournalError, unwritable
 from orchestrator.resuming import JournaledScheduler, JournaledSearch, disk_failed, replay, settle
@@ -42,11 +43,12 @@ def run_trials(
     history = History(journal.events())
     database = str(folder.root / "optuna.journal")
     problem = replace(prepared.problem, similarities=similarities_of(context), database=database)
-    searcher = make_searcher(config.search.searcher, problem)
-    expected, rungs = trials_of(searcher, problem), len(context.rungs)
+    own = make_searcher(config.search.searcher, problem)
+    expected, rungs = trials_of(own, problem), len(context.rungs)
     log = SearchLog(folder.trials_file, tracker, parent_run, expected, rungs, context.base_loss)
-    log.waits = history.paused.__contains__
+    log.waits, log.copy_of = history.paused.__contains__, history.copies.get
     scheduler = scheduler_of(config, expected)
+    searcher = CopyingSearcher(own, scheduler.copies)
     scheduler.slots.capacity = Room(Demand.of(config), config.resources.max_concurrent).trials
     settle(journal, history, rungs)
     log.reconcile(history)

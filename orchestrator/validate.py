@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from attention import checkpoint
 from attention.geometry import HeadGeometry
 from orchestrator import models
 from orchestrator.candidates import candidate_space, named_candidates, searcher_settings
@@ -37,22 +38,19 @@ def validate_search(config: SearchConfig) -> Prepared:
     """
     length = config.data.sequence_length
     geometry = models.geometry_of(config.model.path)
+    models.check_own_cache(checkpoint.load_config(config.model.path), geometry, config.model.path, "model.path")
     _check_length(length, config.model.path, geometry)
     if config.model.teacher:
         teacher = models.geometry_of(config.model.teacher, key="model.teacher")
         _check_length(length, config.model.teacher, teacher)
-        if teacher.vocab_size != geometry.vocab_size:
-            raise ConfigError(
-                f"model.teacher: {config.model.teacher!r} has {teacher.vocab_size} tokens in its vocabulary, the model "
-                f"{geometry.vocab_size}; distillation compares their logits, so they must be the same"
-            )
+        models.check_same_words(teacher, geometry, "model.teacher", config.model.teacher)
     named = named_candidates(config, geometry)
     space = candidate_space(config, geometry)
     own = searcher_settings(config)
     problem = SearchProblem(space, named, config.search.samples, config.search.seed, own, tuple(config.seeds))
     check_searcher(config, problem)
     check_scheduler(config)
-    check_machine(config)
+    check_machine(Demand.of(config), config.resources.max_concurrent)
     storage = storage_path(config.storage)
     check_writable(storage)
     files = token_files(config, storage / "cache")
@@ -85,12 +83,12 @@ def local_resources() -> dict[str, float]:
     return {"CPU": float(get_num_cpus()), "GPU": float(torch.cuda.device_count())}
 
 
-def check_machine(config: SearchConfig) -> None:
+def check_machine(demand: Demand, limit: int | Literal["auto"] = "auto") -> None:
     """Where Ray will be started on this machine alone: whether a trial fits it. Raises ConfigError before it is."""
     import ray
 
     if not ray.is_initialized() and not os.environ.get("RAY_ADDRESS"):
-        concurrency(local_resources(), Demand.of(config), config.resources.max_concurrent)
+        concurrency(local_resources(), demand, limit)
 
 
 def check_searcher(config: SearchConfig, problem: SearchProblem) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from attention.permissions import honour_umask
+
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
@@ -29,4 +31,5 @@ def write_whole(file: Path, content: bytes) -> None:
     handle, name = tempfile.mkstemp(dir=file.parent, suffix=".part")
     with os.fdopen(handle, "wb") as stream:
         stream.write(content)
+    honour_umask(name)
     Path(name).replace(file)

@@ -6,11 +6,13 @@ their first member. Equal partitions are therefore equal tuples, in any process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 Partition = tuple[tuple[int, ...], ...]
+Sizes = Callable[[int, int], Sequence[int]]
+"""From heads and groups to the sizes of the groups."""
 
 
 def canonical(groups: Iterable[Iterable[int]]) -> Partition:
@@ -31,18 +33,32 @@ def group_sizes(num_heads: int, groups: int) -> list[int]:
     return [small + 1] * more + [small] * (groups - more)
 
 
-def cut(order: Sequence[int], groups: int) -> Partition:
-    """Consecutive pieces of `order`, of sizes that differ by at most one."""
+def full_sizes(num_heads: int, groups: int) -> list[int]:
+    """As many full groups as fit and the rest in one smaller group (paper 003, Alg. 1: `P[i : i + m]`; Table 1).
+
+    32 heads in 6 groups are [6, 6, 6, 6, 6, 2], in 11 groups ten of 3 and one of 2. Where no size m gives so many
+    groups (8 heads in 5), sizes differ by at most one, as in `group_sizes`.
+    """
+    check_groups(num_heads, groups)
+    size = -(-num_heads // groups)
+    rest = num_heads - size * (groups - 1)
+    return [size] * (groups - 1) + [rest] if rest > 0 else group_sizes(num_heads, groups)
+
+
+def cut(order: Sequence[int], sizes: Sequence[int]) -> Partition:
+    """Consecutive pieces of `order`, of these sizes."""
     pieces, start = [], 0
-    for size in group_sizes(len(order), groups):
+    for size in sizes:
         pieces.append(order[start : start + size])
         start += size
     return canonical(pieces)
 
 
-def random_partition(num_heads: int, groups: int, generator: np.random.Generator) -> Partition:
-    """A uniformly drawn partition into groups of (nearly) equal size."""
-    return cut([int(h) for h in generator.permutation(num_heads)], groups)
+def random_partition(
+    num_heads: int, groups: int, generator: np.random.Generator, sizes: Sizes = group_sizes
+) -> Partition:
+    """A uniformly drawn partition into groups of (nearly) equal size, or of what `sizes` says."""
+    return cut([int(h) for h in generator.permutation(num_heads)], sizes(num_heads, groups))
 
 
 def expand(partition: Partition, units: Sequence[Sequence[int]]) -> Partition:

@@ -9,7 +9,6 @@ its own, spawned in a fixed order, so that the draws of one site do not depend o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property, partial
 from itertools import islice
@@ -20,6 +19,7 @@ import numpy as np
 
 from attention.geometry import HeadGeometry
 from attention.plan import AttentionPlan, LayerPlan
+from attention.ratios import own_cache, own_heads
 from search_spaces.allocation import AllocationProblem, Counts
 from search_spaces.context import PlanningContext
 from search_spaces.costs import GroupCost, Objective
@@ -28,7 +28,7 @@ from search_spaces.grouping import GroupingProblem, neighbour_partition
 from search_spaces.partitions import Partition
 from search_spaces.prices import prices_of_site
 from search_spaces.recipe import AXES, Recipe
-from search_spaces.rules import nothing_to_fuse, sharing_saves_no_cache
+from search_spaces.rules import keeps_everything, nothing_to_fuse, sharing_saves_no_cache
 from search_spaces.sharing import SharingProblem, share_count
 from search_spaces.site import SIDES, Site, plan_of_sites
 
@@ -38,10 +38,10 @@ LOOKS_AT_WEIGHTS = frozenset({"measure", "group_cost", "model"})  # needs of an 
 def make_plan(
     recipe: Recipe, kv_ratio: float | Fraction, context: PlanningContext, generator: np.random.Generator
 ) -> AttentionPlan:
-    """The plan of `recipe` that keeps exactly `kv_ratio` of the KV heads of MHA.
+    """The plan of `recipe` that keeps exactly `kv_ratio` of the checkpoint's own KV heads.
 
-    Raises ValueError if the budget cannot be met exactly (naming the admissible ratios), exceeds the checkpoint's own,
-    or if a part of the recipe lacks what it needs.
+    Raises ValueError if the budget cannot be met exactly (naming the admissible ratios), or if a part of the
+    recipe lacks what it needs.
     """
     check_budget(recipe, kv_ratio, context.geometry)
     return _Planner(recipe, kv_ratio, context, *site_generators(generator, context.geometry.num_layers)).plan()
@@ -111,23 +111,24 @@ def admissible_counts(recipe: Recipe, geometry: HeadGeometry) -> tuple[int, ...]
     return tuple(g for g in range(1, stored + 1) if not recipe.equal_groups or stored % g == 0)
 
 
-def check_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> None:
+def check_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry, dtype: Any = None) -> None:
     """Raise ValueError if the budget cannot be met, as far as can be told without weights, naming the nearest that can.
 
-    Cheap: for config checks.
+    Cheap: for config checks. `dtype`: of the cache, where it is known, for the message.
     """
     try:
         require_budget(recipe, kv_ratio, geometry)
     except ValueError as error:
-        raise ValueError(f"{error}; {_nearest(recipe, kv_ratio, geometry)}") from None
+        raise ValueError(f"{error}; {own_cache(geometry, dtype)}; {_nearest(recipe, kv_ratio, geometry)}") from None
 
 
 def _nearest(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> str:
-    """In words: the next budgets below and above that the recipe can meet."""
-    heads = 2 * geometry.num_layers * geometry.num_heads
-    whole = min(max(int(kv_ratio * heads), 0), heads)
+    """In words: the next budgets below and above that the recipe can meet and that change something."""
+    heads = own_heads(geometry)
+    most = heads - bool(keeps_everything(recipe.sharing, recipe.composition, 1))
+    whole = min(max(int(kv_ratio * heads), 0), most)
     found = []
-    for totals in (range(whole, 0, -1), range(whole + 1, heads + 1)):
+    for totals in (range(whole, 0, -1), range(whole + 1, most + 1)):
         found += islice((t for t in totals if _can_meet(recipe, Fraction(t, heads), geometry)), 1)
     if not found:
         return f"recipe {recipe.name} can meet no kv_ratio on this checkpoint"
@@ -150,13 +151,13 @@ def require_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeo
         if reason:
             raise ValueError(reason)
     if recipe.sharing != "none":
+        if geometry.num_kv_heads < geometry.num_heads:
+            raise ValueError(
+                f"sharing={recipe.sharing} gives a query head the weights of another with the key and value of its "
+                f"own, and this checkpoint has {geometry.num_kv_heads} KV heads for {geometry.num_heads} query heads; "
+                "it takes a multi-head checkpoint"
+            )
         share_count(recipe.knobs("sharing")["alpha"], geometry.num_layers, geometry.num_heads)
-    if kv_ratio > geometry.kv_ratio + 1e-6:  # a ratio may have been typed with a few digits
-        raise ValueError(
-            f"kv_ratio {float(kv_ratio):g} is above the checkpoint's own {geometry.kv_ratio:g} "
-            f"({geometry.num_kv_heads} KV heads for {geometry.num_heads} query heads); ratios are relative to "
-            "multi-head attention"
-        )
     part = AXES["allocation"].get(recipe.allocation)
     if "any_count" in part.needs and recipe.equal_groups:
         raise ValueError(
@@ -176,14 +177,17 @@ def require_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeo
     if problem.total < 2 * geometry.num_layers:
         raise ValueError(
             f"kv_ratio {float(kv_ratio):g} is {problem.total} heads, fewer than one key and one value head in each of "
-            f"{geometry.num_layers} layers; the least is {1 / geometry.num_heads:g}"
+            f"{geometry.num_layers} layers; the least is {1 / geometry.num_kv_heads:g}"
         )
     part(problem, **recipe.knobs("allocation"))
 
 
-def nearest_budget(recipe: Recipe, kv_ratio: float, geometry: HeadGeometry) -> Fraction:
-    """The largest share of the KV heads, at most `kv_ratio`, that the recipe can keep. Raises ValueError if none."""
-    heads = 2 * geometry.num_layers * geometry.num_heads
+def nearest_budget(recipe: Recipe, kv_ratio: float, geometry: HeadGeometry, dtype: Any = None) -> Fraction:
+    """The largest share of the checkpoint's KV heads, at most `kv_ratio`, that the recipe can keep.
+
+    Raises ValueError if there is none; `dtype`: as in `check_budget`.
+    """
+    heads = own_heads(geometry)
     reason = None
     for total in range(int(kv_ratio * heads + 1e-6), 2 * geometry.num_layers - 1, -1):
         try:
@@ -193,7 +197,8 @@ def nearest_budget(recipe: Recipe, kv_ratio: float, geometry: HeadGeometry) -> F
             reason = reason or str(error)
     raise ValueError(
         f"recipe {recipe.name} has no budget of at most {kv_ratio:g}: "
-        f"{reason or f'the least is one key and one value head a layer, {1 / geometry.num_heads:g}'}"
+        f"{reason or f'the least is one key and one value head a layer, {1 / geometry.num_kv_heads:g}'}; "
+        f"{own_cache(geometry, dtype)}"
     )
 
 
@@ -239,7 +244,7 @@ class _Planner:
         recipe, context = self.recipe, self.context
         part = AXES["sharing"].get(recipe.sharing)
         found = part(SharingProblem(context.heads, context.mlps), **recipe.knobs("sharing"))
-        return replace(plan, shares=found.shares, mlp_shares=found.mlp_shares)
+        return found.on(plan)
 
     def counts(self) -> Counts:
         """(key heads, value heads) of each layer, from the allocation part, checked against the budget."""

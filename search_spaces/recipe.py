@@ -11,6 +11,7 @@ from typing import Any
 from attention.alignment import ALIGNMENT
 from attention.axes import Axis, Part
 from attention.fusion import FUSION
+from attention.messages import near, one_of
 from attention.refinement import REFINEMENT
 from search_spaces.axes import (
     ALLOCATION,
@@ -33,6 +34,7 @@ AXES: dict[str, Axis] = {
     )
 }
 BY = (*SIDES, "both")
+CHOSEN = (*AXES, "together", "by")
 
 
 class RecipeError(ValueError):
@@ -68,7 +70,7 @@ class Recipe:
     def __post_init__(self) -> None:
         given = dict(self.settings)
         if self.by not in BY:
-            raise RecipeError(f"recipe {self.name}: by must be one of {list(BY)}, got {self.by!r}")
+            raise RecipeError(f"recipe {self.name}: {one_of('by', BY, self.by)}")
         if not isinstance(self.together, bool):
             raise RecipeError(f"recipe {self.name}: together must be true or false, got {self.together!r}")
         full: dict[str, Any] = {}
@@ -82,7 +84,7 @@ class Recipe:
         unknown = sorted(set(given) - set(full))
         if unknown:
             raise RecipeError(
-                f"recipe {self.name}: setting {unknown[0]!r} belongs to no chosen part; "
+                f"recipe {self.name}: setting {unknown[0]!r} belongs to no chosen part{near(unknown[0], full)}; "
                 f"there are {sorted(full) or 'none'}"
             )
         object.__setattr__(self, "settings", tuple(sorted(full.items())))
@@ -105,7 +107,7 @@ class Recipe:
 
     @property
     def equal_groups(self) -> bool:
-        """True if the grouping only makes groups of one size."""
+        """True if the grouping only makes groups of one size: its knob says so, or the part can do no other."""
         return "equal_groups" in GROUPING.get(self.grouping).needs or bool(self.knobs("grouping").get("equal_sizes"))
 
     @property
@@ -154,12 +156,16 @@ class Recipe:
         """This recipe with other choices. `settings` (or "axis.knob" keys) are merged; settings of parts that are no
         longer chosen fall away; what the new grouping does not use is set to None. Raises RecipeError."""
         dotted = {key: changes.pop(key) for key in list(changes) if "." in key}
-        unknown = sorted(set(changes) - {field.name for field in fields(self)})
+        unknown = sorted(set(changes) - {*CHOSEN, "settings"})
         if unknown:
             raise RecipeError(
-                f"recipe {self.name}: no field {unknown[0]!r}; there are {[f.name for f in fields(self)]}"
+                f"recipe {self.name}: no field {unknown[0]!r}{near(unknown[0], CHOSEN)}; there are {list(CHOSEN)}, and "
+                "settings like grouping.iterations"
             )
-        new = {**dict(changes.pop("settings", {})), **dotted}
+        settings = changes.pop("settings", {})
+        if not isinstance(settings, Mapping):
+            raise RecipeError(f"recipe {self.name}: settings must map 'axis.knob' to values, got {settings!r}")
+        new = {**settings, **dotted}
         replaced = {axis for axis in AXES if axis in changes and changes[axis] != getattr(self, axis)}
         old = {k: v for k, v in self.settings if k.split(".")[0] not in replaced}
         chosen = {name: changes.get(name, getattr(self, name)) for name in ("grouping", "objective", "similarity")}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from attention.messages import one_of
 from search_spaces.recipe import AXES, BY, Recipe, RecipeError
 
 __all__ = ["AXES", "BY", "RECIPES", "Recipe", "RecipeError", "recipe"]
@@ -40,7 +41,11 @@ NAMED = (
         alignment="procrustes",
         relaxation="hard_concrete",
         by="value",
-        settings=(("recovery.distillation", "kl_bild"), ("recovery.distillation_weight", 1.0)),
+        settings=(
+            ("recovery.decay", "zero"),
+            ("recovery.distillation", "kl_bild"),
+            ("recovery.distillation_weight", 1.0),
+        ),
         source="Jin 2024 (paper 001): value similarity by distance (Table 1), L0 masks, KL + BiLD",
     ),
     Recipe("directshare", sharing="direct", source="Cao 2024 (paper 004): heads share weights, none is grouped"),
@@ -88,11 +93,11 @@ NAMED = (
 RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in NAMED}
 
 
-def recipe(name: str, **overrides: Any) -> Recipe:
+def recipe(name: str, /, **overrides: Any) -> Recipe:
     """A named recipe, with other choices where `overrides` say so (see `Recipe.with_changes`).
 
     Raises RecipeError with the known names for an unknown one.
     """
     if name not in RECIPES:
-        raise RecipeError(f"recipe must be one of {sorted(RECIPES)}, got {name!r}")
+        raise RecipeError(one_of("recipe", sorted(RECIPES), name))
     return RECIPES[name].with_changes(**overrides)

@@ -127,6 +127,13 @@ def nothing_to_fuse(relaxation: str, kv_ratio: float | Fraction) -> str | None:
     return None
 
 
+def keeps_everything(sharing: str, composition: str, kv_ratio: float | Fraction) -> str | None:
+    """Why a conversion at this ratio would leave the checkpoint as it is, or None."""
+    if kv_ratio == 1 and sharing == "none" and composition == "none":
+        return "kv_ratio 1 keeps the whole cache of the checkpoint and changes nothing; give less than 1, e.g. 0.5"
+    return None
+
+
 RULES = (
     (("relaxation", "kv_ratio"), nothing_to_fuse),
     (("sharing", "relaxation"), _drawn_together),

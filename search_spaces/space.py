@@ -18,6 +18,7 @@ import numpy as np
 
 from attention.axes import Knob
 from attention.geometry import HeadGeometry
+from attention.messages import near
 from search_spaces.domains import ORDER, Domain, Point, by_field, with_condition
 from search_spaces.planning import require_budget
 from search_spaces.recipes import AXES, BY, RECIPES, Recipe, RecipeError
@@ -66,14 +67,14 @@ class JointSpace:
             self._options[name] = ((None,) if name in OPTIONAL else ()) + usable
         for name, allowed in self.choices.items():
             if name not in self._options or name == "kv_ratio":
-                raise ValueError(
-                    f"choices are for the fields {sorted(set(self._options) - {'kv_ratio'})}, got {name!r}"
-                )
+                fields = sorted(set(self._options) - {"kv_ratio"})
+                raise ValueError(f"choices are for the fields {fields}, got {name!r}{near(name, fields)}")
             if not allowed:
                 raise ValueError(f"{name}: expected at least one of {list(self._options[name])}, got an empty list")
             unknown = [c for c in allowed if c not in self._options[name]]
             if unknown:
-                raise ValueError(f"{name} must be among {list(self._options[name])}, got {unknown[0]!r}")
+                options = list(self._options[name])
+                raise ValueError(f"{name} must be among {options}, got {unknown[0]!r}{near(unknown[0], options)}")
             # "Not used" stays open: whether a field is used is decided by the fields before it.
             unused = (None,) if name in OPTIONAL else ()
             self._options[name] = tuple(dict.fromkeys((*unused, *allowed)))

@@ -91,7 +91,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def patience(item: pytest.Item) -> float:
         limit = item.get_closest_marker("timeout")
-        return (limit.args[0] if limit else 900.0) if item.get_closest_marker("slow") else 0.0
+        long = item.get_closest_marker("slow") or item.get_closest_marker("extended")
+        return (limit.args[0] if limit else 900.0) if long else 0.0
 
     longest: dict[Path, float] = {}
     for item in items:

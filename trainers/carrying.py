@@ -15,14 +15,15 @@ import torch
 import torch.distributed as dist
 
 from attention import checkpoint, garbage
-from trainers import memory
+from attention.messages import reason
+from trainers import best, memory
 from trainers.checkpoints import CheckpointStore, as_directory
 from trainers.data import read_sequences
 from trainers.evaluation import Evaluation, evaluate
 from trainers.job import TrainJob
 from trainers.loop import TrainingDiverged, train
 from trainers.losses import objective
-from trainers.models import DTYPES, load_teacher, tokenizer_beside
+from trainers.models import DTYPES, load_teacher
 from trainers.stream import BatchStream
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def carry_out(job: TrainJob, link: Link) -> dict[str, Any]:
     except RuntimeError as error:
         if not memory.is_shortage(error):
             raise
-        cause = str(error).splitlines()[0]
+        cause = reason(error)
     memory.lower(fitting, cause, already=bool(notes))
     if link.world_size > 1:
         raise memory.MicroBatchLoweredError(f"rank {link.rank}: {cause}")
@@ -74,6 +75,11 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
     store = CheckpointStore(job.storage_path, job.run_name, link.rank, link.world_size)
     newest, reports, damage = store.newest_whole()
     last = job.milestones[-1]
+    if newest is not None and not _agreed(link, link.rank == 0 and best.is_there(reports[-1], job.out_dir)):
+        damage.append(
+            f"the weights of the best step {reports[-1]['best_step']} are damaged: trained from the beginning"
+        )
+        newest, reports = None, []
     for known in reports:
         if not link.report(known, known["step"] == last):
             return {"stopped": known["step"]}
@@ -97,6 +103,8 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
         else:
             start = 0
         worker.metrics = reports[-1] if reports else {}
+        if last == 0 and not reports:
+            worker.report_collapsed()
         try:
             step = train(
                 engine,
@@ -114,7 +122,7 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
             return {"diverged": str(error)}
         if worker.stopped:
             return {"stopped": step}
-        if start == last:
+        if start == last and reports:
             worker.finish(worker.metrics)  # killed between its last checkpoint and here, or the weights were lost
         return {"metrics": worker.metrics, "checkpoint": worker.metrics["checkpoint_path"]}
 
@@ -183,6 +191,12 @@ class _Worker:
         self.train_seconds += self._lap()
         self.steps += 1
 
+    def report_collapsed(self) -> None:
+        """The one report of a training that is a relaxation and no recovery: its speed and loss are those of that."""
+        assert self.relaxed is not None  # the job has checked it
+        losses = [point["train_loss"] for point in self.relaxed.history]
+        self.report(0, sum(losses) / max(1, len(losses)))
+
     def report(self, step: int, train_loss: float) -> None:
         """Measure, save, and report: every worker takes part, rank 0's numbers count."""
         job, tokens_a_step = self.job, self.job.settings.batch_size * self.sequence_length
@@ -192,7 +206,7 @@ class _Worker:
             "kl": measured.kl,
             "step": step,
             "tokens": self.earlier_tokens + step * tokens_a_step,
-            "tokens_per_second": self.steps * tokens_a_step / self.train_seconds,
+            "tokens_per_second": self._speed(tokens_a_step),
             "train_loss": train_loss,
             "data_position": self.stream.state_dict()["position"],
             "first_step_at": self.first_step_at,
@@ -207,6 +221,8 @@ class _Worker:
                 "relaxation_history": self.relaxed.history,
             }
         last = step == job.milestones[-1]
+        if job.keep_best:
+            self._keep_if_best(metrics, last)
         if last:
             self.finish(metrics)
         self._lap()
@@ -214,6 +230,10 @@ class _Worker:
         state = {"step": step, "stream": self.stream.state_dict(), "train_file": job.train_file}
         state["seconds"] = self.seconds
         self.store.save(step, lambda folder: self.engine.save(folder, state), metrics)
+        if job.keep_best and self.link.rank == 0:
+            kept, reports = self.store.read()
+            going_on = {k.step for k in kept}
+            best.remove_others(job.out_dir, [metrics] if last else [r for r in reports if r["step"] in going_on])
         self.metrics = metrics
         self.stopped = not self.link.report(metrics, last)
         self._lap()
@@ -221,14 +241,37 @@ class _Worker:
 
     def finish(self, metrics: dict[str, Any]) -> None:
         """Write the finished weights as a checkpoint of their own, before the report says that they are there."""
+        self._write(self.job.out_dir)
+        if self.link.rank == 0:
+            metrics["out_dir"] = self.job.out_dir
+            metrics["weights_digest"] = checkpoint.weights_digest(self.job.out_dir)
+        dist.barrier()
+
+    def _keep_if_best(self, metrics: dict[str, Any], last: bool) -> None:
+        """Write the weights down if none were better so far, and add to the report which are the best."""
+        known, step = {key: self.metrics[key] for key in best.KEYS if key in self.metrics}, metrics["step"]
+        if best.is_better(metrics["loss"], known):
+            out = self.job.out_dir if last else best.folder_of(self.job.out_dir, step)
+            known = dict(zip(best.KEYS, (step, metrics["loss"], metrics["kl"], out), strict=True))
+            if not last:  # the finished weights are written in any case
+                self._write(out)
+        metrics |= known
+
+    def _write(self, folder: str) -> None:
+        """The weights as they are now, by rank 0; all workers take part."""
         weights = self.engine.weights()
         if self.link.rank == 0:
             model = checkpoint.load(self.job.model_dir, DTYPES[self.job.settings.dtype])
             model.load_state_dict(weights)
-            checkpoint.save(model, self.job.out_dir, tokenizer_beside(self.job.model_dir))
-            metrics["out_dir"] = self.job.out_dir
-            metrics["weights_digest"] = checkpoint.weights_digest(self.job.out_dir)
+            source = self.job.model_dir
+            checkpoint.save(model, folder, source, record=checkpoint.carried(source))
         dist.barrier()
+
+    def _speed(self, tokens_a_step: int) -> float:
+        """Tokens a second since the last milestone; of the relaxation, with its own measuring, where it was all."""
+        if self.steps or self.relaxed is None:
+            return self.steps * tokens_a_step / self.train_seconds
+        return self.relaxed.tokens / self.relaxed.seconds
 
     def _evaluate(self) -> Evaluation:
         return evaluate(

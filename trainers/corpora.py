@@ -1,11 +1,12 @@
-"""Where text comes from: the standard library of this interpreter, local files, or a hub data set, as documents.
+"""Where text comes from, as documents: this interpreter's standard library, local files, a hub data set, or tasks.
 
 A *source* is one of
 - `stdlib`: the Python standard library's source, one document a file, without its tests;
 - a local file, folder or glob of .txt, .jsonl, .json or .parquet;
 - a hub data set, `name`, `name@subset`;
-and the last two may end in `:split`. Text that belongs to no split, or to `train`, is divided by the md5 rule below;
-text of any other split (`validation`, `test`) is held out as a whole.
+- `synthetic:NAME`: the tasks of paper 002, see `trainers.synthetic_corpus`;
+and files and data sets may end in `:split`. Text that belongs to no split, or to `train`, is divided by the md5 rule
+below; text of any other split (`validation`, `test`) is held out as a whole.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+from attention.messages import reason
+from trainers import synthetic_corpus
 
 Side = Literal["train", "held_out"]
 
@@ -40,10 +44,10 @@ def held_out(identity: str) -> bool:
 
 @dataclass(frozen=True)
 class Corpus:
-    """One source, resolved: `kind` is stdlib, files or hub; `fingerprint` changes when the text may have changed."""
+    """One source, resolved: `kind` is stdlib, files, hub or synthetic; `fingerprint` changes when the text may have."""
 
     source: str
-    kind: Literal["stdlib", "files", "hub"]
+    kind: Literal["stdlib", "files", "hub", "synthetic"]
     name: str
     fingerprint: str
     split: str | None = None
@@ -66,6 +70,8 @@ class Corpus:
             )
         if self.kind == "stdlib":
             return self._library(side, seed)
+        if self.kind == "synthetic":
+            return synthetic_corpus.documents(self.name, side == "train", seed)
         return self._datasets(side, text_field, seed)
 
     def _library(self, side: Side, seed: int | None) -> Iterator[str]:
@@ -92,9 +98,13 @@ class Corpus:
 
 def resolve(source: str) -> Corpus:
     """The corpus that a source names. Raises DataError when local files are named but missing or of no known type."""
+    if not source.strip():
+        raise DataError("a source of text has no name; give 'stdlib', local text or a hub data set")
     if source == "stdlib":
         files = tuple(library_files())
         return Corpus(source, "stdlib", source, _digest(platform.python_version(), *map(_stamp, files)), files=files)
+    if source.startswith(synthetic_corpus.PREFIX):
+        return _synthetic(source)
     name, split = _split_off(source)
     try:
         files = _local_files(name)
@@ -110,6 +120,15 @@ def resolve(source: str) -> Corpus:
         raise DataError(f"{source!r} is neither 'stdlib', nor local text, nor a hub name like owner/name@subset:split")
     hub_name, _, subset = name.partition("@")
     return Corpus(source, "hub", hub_name, _digest(name, split or "train"), split, subset or None)
+
+
+def _synthetic(source: str) -> Corpus:
+    name = source.removeprefix(synthetic_corpus.PREFIX)
+    try:
+        synthetic_corpus.tasks_of(name, True)
+    except ValueError as error:
+        raise DataError(str(error)) from None
+    return Corpus(source, "synthetic", name, _digest(name, synthetic_corpus.fingerprint()))
 
 
 def library_root() -> Path:
@@ -148,9 +167,10 @@ def _local_files(name: str) -> tuple[Path, ...]:
 
 def _open(corpus: Corpus) -> Any:
     """The source as a streaming data set, so that text is never copied and its size does not matter."""
-    from datasets import disable_progress_bars, load_dataset
+    from datasets import disable_progress_bars, load_dataset, logging
 
     disable_progress_bars()
+    logging.set_verbosity(logging.CRITICAL)  # what goes wrong is raised as well, and told once
     try:
         if corpus.kind == "hub":
             return load_dataset(corpus.name, corpus.subset, split=corpus.split or "train", streaming=True)
@@ -162,7 +182,7 @@ def _open(corpus: Corpus) -> Any:
         return load_dataset(builder, data_files={"train": names}, split="train", streaming=True, **options)
     except Exception as error:  # the library raises a dozen types, of its own and of its HTTP client
         raise DataError(
-            f"{corpus.source}: cannot be opened as a data set: {type(error).__name__}: {str(error).splitlines()[0]}; "
+            f"{corpus.source}: cannot be opened as a data set: {type(error).__name__}: {reason(error)}; "
             "expected 'stdlib', local .txt, .jsonl, .json or .parquet, or a hub name that this machine can reach"
         ) from error
 
@@ -180,7 +200,7 @@ def _texts(stream: Any, text_field: str, corpus: Corpus) -> Iterator[str]:
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{corpus.source}: reading failed: {type(error).__name__}: {str(error)[:200]}") from error
+        raise DataError(f"{corpus.source}: reading failed: {type(error).__name__}: {reason(error)}") from error
 
 
 def _stamp(file: Path) -> str:

@@ -18,10 +18,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from attention.permissions import honour_umask
 from trainers.corpora import Corpus, DataError, resolve
 from trainers.stream import BatchStream
 
-__all__ = ["BatchStream", "DataError", "load_sequences", "read_sequences", "sequence_file", "write_sequences"]
+__all__ = [
+    "BatchStream",
+    "DataError",
+    "check_source",
+    "load_sequences",
+    "read_sequences",
+    "sequence_file",
+    "write_sequences",
+]
 
 Split = Literal["train", "eval", "calibration"]
 SPLITS = ("train", "eval", "calibration")
@@ -79,6 +88,12 @@ def sequence_file(
     return file
 
 
+def check_source(source: str, split: Split, tokens: int, sequence_length: int) -> None:
+    """What can be known before a text is read. Raises DataError as `sequence_file` does."""
+    _check(split, tokens, sequence_length)
+    resolve(source)
+
+
 def write_sequences(sequences: Tensor, file: str | Path) -> None:
     """Save `[N, T]` token ids as int32, atomically: a reader sees the whole file or none."""
     target = Path(file)
@@ -87,6 +102,7 @@ def write_sequences(sequences: Tensor, file: str | Path) -> None:
     os.close(handle)
     try:
         save_file({"sequences": sequences.to(torch.int32).contiguous()}, name)
+        honour_umask(name)
         Path(name).replace(target)
     except BaseException:
         Path(name).unlink(missing_ok=True)

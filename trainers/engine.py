@@ -61,8 +61,8 @@ class Engine:
         *,
         schedule_offset: int = 0,
     ) -> None:
-        if not 0 <= schedule_offset < total_steps:
-            raise ValueError(f"expected 0 <= schedule_offset < total_steps, got {schedule_offset} and {total_steps}")
+        if not 0 <= schedule_offset <= total_steps:
+            raise ValueError(f"expected 0 <= schedule_offset <= total_steps, got {schedule_offset} and {total_steps}")
         _group_of_one()
         if dist.get_world_size() != settings.num_workers:
             raise ValueError(f"settings say num_workers {settings.num_workers}, the group has {dist.get_world_size()}")
@@ -148,8 +148,8 @@ class Engine:
     def weights(self) -> dict[str, Tensor]:
         """All weights and persistent buffers on the CPU, whole, on rank 0; an empty dict on the others.
 
-        With bf16 these are the weights that the model computes with, not the optimiser's fp32 copies. Adapters are
-        merged: names and shapes are those of the model that was given.
+        With bfloat16 these are the weights that the model computes with, not the optimiser's float32 copies. Adapters
+        are merged: names and shapes are those of the model that was given.
         """
         result: dict[str, Tensor] = {}
         for name, tensor in self._engine.module.state_dict(keep_vars=True).items():
@@ -202,14 +202,15 @@ def _layout(settings: TrainSettings) -> dict[str, Any]:
 
 
 def _config(settings: TrainSettings) -> dict[str, Any]:
-    optimizer = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay, "torch_adam": True}
+    optimizer: dict[str, Any] = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
+    optimizer |= {"betas": [settings.beta1, settings.beta2], "torch_adam": True}
     return {
         "train_batch_size": settings.batch_size,
         "train_micro_batch_size_per_gpu": settings.rows,
         "gradient_accumulation_steps": settings.accumulation,
         "gradient_clipping": settings.gradient_clipping,
         "zero_optimization": {"stage": settings.zero_stage},
-        "bf16": {"enabled": settings.dtype == "bf16"},
+        "bf16": {"enabled": settings.dtype == "bfloat16"},
         "optimizer": {"type": "AdamW", "params": optimizer},
         "steps_per_print": 10**9,
     }
@@ -226,8 +227,8 @@ def _parameter_groups(
     rest = [p for p in trained if id(p) not in special]
     result = [{"params": rest, "weight_decay": settings.weight_decay, SCALE: 1.0}] if rest else []
     for group in groups:
-        scale = group.learning_rate / settings.learning_rate
-        result.append({"params": list(group.parameters), "weight_decay": group.weight_decay, SCALE: scale})
+        scale, decay = group.options(settings.learning_rate)
+        result.append({"params": list(group.parameters), "weight_decay": decay, SCALE: scale})
     return result
 
 

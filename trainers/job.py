@@ -26,10 +26,16 @@ class TrainJob:
 
     `relaxation`: a stage before all this: from `model_dir`, which is not converted yet, to a collapsed checkpoint in
     `relaxed_dir`, where the training then starts. Its steps are not counted in the milestones; its tokens are in the
-    report. One learning-rate schedule spans both: stage i is trained from position `i steps` on, the training after
-    them from `relaxation.total_steps` on. A stage that ends early leaves the rest of its positions unused, so that the
-    rate of a step depends on the job alone and the schedule ends where it was planned to. `schedule_offset`: the
-    schedule's steps that lie before step 0, for a job that goes on behind the relaxation of an earlier one.
+    report. One learning-rate schedule spans both, unless the relaxation has its own: stage i is trained from position
+    `i steps` on, the training after them from `relaxation.total_steps` on. A stage that ends early leaves the rest of
+    its positions unused, so that the rate of a step depends on the job alone and the schedule ends where it was planned
+    to. `schedule_offset`: the schedule's steps that lie before step 0, for a job that goes on behind the relaxation of
+    an earlier one.
+
+    `keep_best`: also keep the weights of the milestone with the lowest held-out loss (`trainers.best`); the reports
+    then have `best_step`, `best_loss`, `best_kl` and `best_dir`.
+
+    Milestones (0,) after a relaxation measure the collapsed model and end there: no recovery.
 
     A `run_name` that already exists under `storage_path` continues that run: the same job run twice does nothing
     twice, and two different jobs need two names.
@@ -50,11 +56,13 @@ class TrainJob:
     resume_from: str | None = None
     seed: int = 0
     max_failures: int = 1
+    keep_best: bool = False
     relaxation: RelaxationSpec | None = None
 
     def __post_init__(self) -> None:
         steps = (self.start_step, *self.milestones)
-        if not self.milestones or any(b <= a for a, b in pairwise(steps)):
+        collapsed_only = self.milestones == (0,) and (self.relaxation is not None or self.schedule_offset > 0)
+        if not collapsed_only and (not self.milestones or any(b <= a for a, b in pairwise(steps))):
             raise ValueError(f"milestones must rise from above start_step {self.start_step}, got {self.milestones}")
         if self.total_steps is not None and self.total_steps < self.milestones[-1]:
             raise ValueError(f"total_steps must reach the last milestone {self.milestones[-1]}, got {self.total_steps}")
@@ -65,7 +73,7 @@ class TrainJob:
         if self.relaxation and self.resume_from is not None:
             raise ValueError(
                 "a job that resumes has its relaxation behind it: set model_dir to the earlier job's relaxed_dir, "
-                "schedule_offset to its relaxation.total_steps and relaxation to None"
+                "schedule_offset to its relaxation.scheduled_steps and relaxation to None"
             )
         if self.schedule_offset < 0 or (self.schedule_offset and self.relaxation):
             raise ValueError(
@@ -82,7 +90,7 @@ class TrainJob:
     @property
     def schedule_steps(self) -> int:
         """The length of the learning-rate schedule, over the relaxation and all that follows."""
-        before = self.relaxation.total_steps if self.relaxation else self.schedule_offset
+        before = self.relaxation.scheduled_steps if self.relaxation else self.schedule_offset
         return before + (self.milestones[-1] if self.total_steps is None else self.total_steps)
 
     def after_relaxation(self, model_dir: str) -> TrainJob:
@@ -90,7 +98,7 @@ class TrainJob:
         if self.relaxation is None:
             return self
         total = self.milestones[-1] if self.total_steps is None else self.total_steps
-        offset = self.relaxation.total_steps
+        offset = self.relaxation.scheduled_steps
         return replace(self, model_dir=model_dir, relaxation=None, total_steps=total, schedule_offset=offset)
 
     @property

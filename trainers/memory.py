@@ -55,7 +55,7 @@ def lower(job: TrainJob, cause: str, already: bool) -> None:
     file = _note(job)
     fresh = file.with_name(f".{file.name}.{os.getpid()}.new")
     file.parent.mkdir(parents=True, exist_ok=True)
-    fresh.write_text(json.dumps({"rows": rows, "cause": cause[:500]}))
+    fresh.write_text(json.dumps({"rows": rows, "cause": cause}))
     fresh.replace(file)
 
 

@@ -1,4 +1,4 @@
-"""Reading what a training job names: dtypes, the teacher, the tokenizer beside a checkpoint."""
+"""Reading what a training job names: dtypes, the teacher."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from attention import checkpoint
+from attention.precision import DTYPES
 from trainers.job import TrainJob
 from trainers.settings import TrainSettings
 
 KEEP_BELOW = 500_000_000
 """Parameters up to which a teacher stays in a worker's process for the next job there."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def load_teacher(job: TrainJob, settings: TrainSettings, device: torch.device, *, always: bool = False) -> Any:
@@ -37,13 +37,3 @@ def _teacher(folder: str, stamp: int, dtype: str, device: torch.device) -> Any:
 def _stamp(folder: str) -> int:
     """Changes when a file in the folder does."""
     return max((file.stat().st_mtime_ns for file in Path(folder).glob("*")), default=0)
-
-
-def tokenizer_beside(folder: str) -> Any:
-    """The tokenizer beside a checkpoint, if it has one, to travel on with the weights."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError):
-        return None

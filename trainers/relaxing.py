@@ -6,6 +6,7 @@ begins, so that a worker which comes back after a kill goes on from the last tra
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -20,20 +21,22 @@ import torch
 import torch.distributed as dist
 
 from attention import checkpoint
+from attention.plan import AttentionPlan
 from trainers.data import read_sequences
 from trainers.engine import Engine
 from trainers.evaluation import evaluate
 from trainers.job import TrainJob
 from trainers.loop import train
 from trainers.losses import objective
-from trainers.models import DTYPES, load_teacher, tokenizer_beside
+from trainers.models import DTYPES, load_teacher
+from trainers.regrouping import next_stage
 from trainers.relaxations.base import Relaxation
 from trainers.relaxations.stage import RelaxationSpec, relaxed_objective
 from trainers.stream import BatchStream
 
 LATEST = "latest.json"
 OUTCOME = "outcome.json"
-HISTORY_POINTS = 40  # entries of the history of a stage
+HISTORY_POINTS = 40  # entries of the history of a stage, about; its last step is always one
 
 
 @dataclass(frozen=True)
@@ -102,13 +105,17 @@ class _Stage:
         if position is not None:
             self.stream.load_state_dict(position)
         self.history: list[dict[str, float]] = []
+        self.last_loss = 0.0
         self.seconds, self._last = 0.0, time.perf_counter()
 
     def carry_out(self) -> None:
+        self.plan = self._regrouped()
         relaxation = self._install()
         groups = relaxation.parameter_groups()
         # One schedule over all stages and the recovery; what an earlier stage did not use of it stays unused.
         offset, total = self.index * self.spec.steps, self.job.schedule_steps
+        if self.spec.own_schedule:
+            offset, total = 0, self.spec.steps
         engine = Engine(relaxation.model, self.settings, total, groups, schedule_offset=offset)
         with closing(engine):
             start = self._resume(engine)
@@ -124,6 +131,8 @@ class _Stage:
                 until=relaxation.finished if relaxation.stop_early else None,
             )
             metrics = relaxation.metrics()
+            if self.history and self.history[-1]["step"] < steps:
+                self.history.append({"step": steps, "train_loss": self.last_loss, **metrics})
             weights, device = engine.weights(), engine.device
         self._collapse(weights)
         loss = self._evaluate(device)
@@ -146,7 +155,21 @@ class _Stage:
 
     def _install(self) -> Relaxation:
         model = checkpoint.load(self.model_dir, DTYPES[self.settings.dtype])
-        return self.spec.install(model, self.index, self.job.seed)
+        return self.spec.install(model, self.index, self.job.seed, self.plan)
+
+    def _regrouped(self) -> AttentionPlan | None:
+        """The plan of a stage that is grouped anew, found once and kept beside the stage; None: the spec's."""
+        if not self.spec.regroup_steps or self.index == len(self.spec.plans) - 1:
+            return None
+        file = self.folder / "plan.json"
+        if not file.exists():
+            dist.barrier()  # until all have looked
+            model = checkpoint.load(self.model_dir, DTYPES[self.settings.dtype])
+            found = next_stage(model, self.spec, self.index, self.settings, copy.deepcopy(self.stream))
+            if self.rank == 0:
+                _write(file, json.loads(found.to_json()))
+            dist.barrier()
+        return AttentionPlan.from_json(file.read_text())
 
     def _resume(self, engine: Engine) -> int:
         latest = self.folder / LATEST
@@ -158,6 +181,7 @@ class _Stage:
         return engine.steps_done
 
     def _on_step(self, engine: Engine, relaxation: Relaxation, step: int, loss: float) -> None:
+        self.last_loss = loss
         if step % max(1, self.spec.steps // HISTORY_POINTS) == 0:
             self.history.append({"step": step, "train_loss": loss, **relaxation.metrics()})
         if step % self.spec.save_every == 0 and step < self.spec.steps:
@@ -181,7 +205,8 @@ class _Stage:
         if self.rank == 0:
             whole = self._install()
             whole.model.load_state_dict(weights)
-            checkpoint.save(whole.collapsed_model(), self.folder / "collapsed", tokenizer_beside(self.model_dir))
+            made, source = whole.collapsed_model(), self.model_dir
+            checkpoint.save(made, self.folder / "collapsed", source, record=checkpoint.carried(source))
         dist.barrier()
 
     def _evaluate(self, device: torch.device) -> float:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
+
+from attention.dtype_names import full_name
 
 LONGEST = 4096
 """Characters of a text in a configuration: that of the longest path."""
@@ -41,22 +43,26 @@ class TrainSettings(Strict):
     """The optimiser, its schedule, the batch, and the machinery. An impossible combination cannot be constructed.
 
     `batch_size`: sequences a step over all workers. `micro_batch`: sequences that one worker holds in memory at once
-    (None: all of its share). `zero_stage`: what DeepSpeed splits over workers: 0 nothing, 1 optimiser state, 2 and
-    gradients, 3 and weights. `distillation`: "kl" mixes KL(untouched model ‖ model) into the loss with the weight
-    `distillation_weight`, "kl_bild" KL + BiLD (paper 001); the language-modelling loss keeps the rest. `tuning`: "full"
-    trains all weights, "lora" adapters of rank `lora_rank`, scaled by `lora_alpha / lora_rank`, beside frozen weights;
-    the trained checkpoint has them merged. A relaxation always trains all weights.
+    (None: all of its share). `dtype`: what training computes in; what a promotion ships has the checkpoint's own.
+    `zero_stage`: what DeepSpeed splits over workers: 0 nothing, 1 optimiser state, 2 and gradients, 3 and weights.
+    `distillation`: "kl" mixes KL(original model ‖ model) into the loss with the weight `distillation_weight`,
+    "kl_bild" KL + BiLD (paper 001); the language-modelling loss keeps the rest. `tuning`: "full" trains all weights,
+    "lora" adapters of rank `lora_rank`, scaled by `lora_alpha / lora_rank`, beside frozen weights; the trained
+    checkpoint has them merged. A relaxation always trains all weights. `beta1`, `beta2`: AdamW's; paper 002 (App. C)
+    trains from scratch with 0.9 and 0.95.
     """
 
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
     batch_size: Annotated[int, Field(ge=1)] = 8
     micro_batch: Annotated[int | None, Field(ge=1)] = None
     gradient_clipping: Annotated[float, Field(gt=0)] = 1.0
     zero_stage: Literal[0, 1, 2, 3] = 1
-    dtype: Literal["fp32", "bf16"] = "fp32"
+    dtype: Annotated[Literal["float32", "bfloat16"], BeforeValidator(full_name)] = "float32"
     distillation: Literal["none", "kl", "kl_bild"] = "none"
     distillation_weight: Annotated[float, Field(gt=0, le=1)] = 0.5
     tuning: Literal["full", "lora"] = "full"
@@ -69,10 +75,10 @@ class TrainSettings(Strict):
 
     @model_validator(mode="after")
     def _possible(self) -> TrainSettings:
-        if self.dtype == "bf16" and self.zero_stage == 0:
+        if self.dtype == "bfloat16" and self.zero_stage == 0:
             raise ValueError(
-                "dtype bf16 needs zero_stage 1, 2 or 3, got 0: DeepSpeed's plain bf16 optimiser takes wrong first "
-                "steps; set zero_stage=1 or dtype=fp32"
+                "dtype bfloat16 needs zero_stage 1, 2 or 3, got 0: DeepSpeed's plain bfloat16 optimiser takes wrong "
+                "first steps; set zero_stage=1 or dtype=float32"
             )
         rows = self.num_workers * self.rows
         if self.batch_size % rows:

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
+from attention.messages import one_of
 from attention.plan import LayerPlan
 
 
@@ -65,7 +66,6 @@ def family_of(config: Any) -> Family:
     model_type = str(getattr(config, "model_type", None)).removeprefix("headfold_")
     if model_type not in families():
         raise ValueError(
-            f"model type must be one of {sorted(families())}, got {model_type!r}; "
-            "see CONTRIBUTING.md for how to add a family"
+            f"{one_of('model type', sorted(families()), model_type)}; see CONTRIBUTING.md for how to add a family"
         )
     return families()[model_type]

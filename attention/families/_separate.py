@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
 from attention.plan import LayerPlan
-from attention.shared_weights import SharedRows
+from attention.shared_weights import SharedColumns, SharedRows
 
 
 def geometry(config: Any, *, family: str, qkv_bias: bool, output_bias: bool, qk_norm: bool = False) -> HeadGeometry:
@@ -101,8 +101,17 @@ def write_qkv(module: Any, heads: LayerHeads) -> None:
 @torch.no_grad()
 def write(module: Any, heads: LayerHeads) -> None:
     write_qkv(module, heads)
-    output = output_projection(module)
-    output.weight.copy_(heads.o.permute(1, 0, 2).reshape(output.weight.shape))
+    write_output(output_projection(module), heads)
+
+
+@torch.no_grad()
+def write_output(output: Any, heads: LayerHeads) -> None:
+    """Copy the output projection; columns that it borrows are left to their lender."""
+    weight = heads.o.permute(1, 0, 2).flatten(1)
+    if isinstance(output, SharedColumns):
+        output.write(weight, heads.o_bias)
+        return
+    output.weight.copy_(weight)
     if output.bias is not None and heads.o_bias is not None:
         output.bias.copy_(heads.o_bias)
 

@@ -101,13 +101,11 @@ def write(module: Any, heads: LayerHeads) -> None:
     if isinstance(module, UnevenGPTNeoXAttention):
         _separate.write(module, heads)
         return
-    fused, dense = module.query_key_value, module.dense
+    fused = module.query_key_value
     fused.weight.copy_(torch.stack([heads.q, heads.k, heads.v], 1).reshape(fused.weight.shape))
-    dense.weight.copy_(heads.o.permute(1, 0, 2).reshape(dense.weight.shape))
     if fused.bias is not None and heads.q_bias is not None and heads.k_bias is not None and heads.v_bias is not None:
         fused.bias.copy_(torch.stack([heads.q_bias, heads.k_bias, heads.v_bias], 1).reshape(-1))
-    if dense.bias is not None and heads.o_bias is not None:
-        dense.bias.copy_(heads.o_bias)
+    _separate.write_output(module.dense, heads)
 
 
 FAMILY = Family(

@@ -23,16 +23,7 @@ from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.modeling import plan_of
 from attention.plan import AttentionPlan, LayerPlan
-
-Pairs = dict[tuple[int, int], list[int]]
-
-
-def pairs_of(layer: LayerPlan) -> Pairs:
-    """Query heads by the distinct (key head, value head) pair that they read, in order of first appearance."""
-    pairs: Pairs = {}
-    for head, pair in enumerate(zip(layer.key_map, layer.value_map, strict=True)):
-        pairs.setdefault(pair, []).append(head)
-    return pairs
+from attention.stock_form import pairs_of, stock_shape
 
 
 def _take(x: Tensor | None, index: list[int | None]) -> Tensor | None:
@@ -89,8 +80,9 @@ def written_out(plan: AttentionPlan) -> tuple[str, ...]:
     """A note about shared weights, which stock formats do not have; none if nothing is shared."""
     if not plan.is_shared:
         return ()
+    heads = len({(s.layer, s.head) for s in plan.head_shares})
     return (
-        f"{len(plan.shares)} shared heads and {len(plan.mlp_shares)} shared MLP blocks are written out: stock formats "
+        f"{heads} shared heads and {len(plan.mlp_shares)} shared MLP blocks are written out: stock formats "
         "hold a copy of its own for every layer, so the file and the memory are those of the unshared model",
     )
 
@@ -105,11 +97,10 @@ def lower(model: PreTrainedModel) -> Lowered:
         lowered = lower(unshare(model))
         return replace(lowered, notes=(*lowered.notes, *written_out(plan)))
     if plan.is_uniform_gqa:
-        plain = checkpoint.to_plain(model) if hasattr(model, "plan") else model
-        return Lowered(plain, exact=True, notes=("heads permuted; nothing added",))
-    per_layer = [pairs_of(layer) for layer in plan.layers]
-    kv_heads = max(len(p) for p in per_layer)
-    width = max(len(members) for p in per_layer for members in p.values())
+        if not hasattr(model, "plan"):
+            return Lowered(model, exact=True, notes=("the model has this form already",))
+        return Lowered(checkpoint.to_plain(model), exact=True, notes=("heads permuted; nothing added",))
+    kv_heads, width = stock_shape(plan)
     stock = _stock_model(model, kv_heads * width, kv_heads)
     family, stock_family = family_of(model.config), family_of(stock.config)
     geometry = HeadGeometry.from_config(model.config)

@@ -17,6 +17,7 @@ from attention.axes import Knob
 from attention.families import family_of
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
+from attention.modeling import plan_of
 from attention.refinement.axis import REFINEMENT, LayerFit, RefinementReport
 from attention.refinement.capture import Record, held_out, run_to
 
@@ -87,8 +88,14 @@ def heal_layer(
 ) -> LayerFit:
     """Refit the output projection of one layer of `converted` in place, if that helps on held-out sequences.
 
-    The layer is reported as number `first + layer`.
+    The layer is reported as number `first + layer`. Raises ValueError for a model whose layers share output
+    projections.
     """
+    if shares := plan_of(converted).output_shares:
+        raise ValueError(
+            f"a refit of one layer's output projection would change the {len(shares)} heads that share theirs in other "
+            "layers; train the whole model, or leave sharing.output false"
+        )
     family, geometry = family_of(converted.config), HeadGeometry.from_config(converted.config)
     models = (original, converted)
     modules = tuple(family_of(m.config).attention_modules(m)[layer] for m in models)

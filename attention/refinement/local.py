@@ -191,7 +191,7 @@ def fit_layer(
     The layer is seeded and reported as number `first + layer`. Works on a float32 copy of the layer whatever the dtype
     of the model. Raises ValueError for a model with shared heads, whose weights serve other layers as well.
     """
-    if shares := plan_of(converted).shares:
+    if shares := plan_of(converted).head_shares:
         raise ValueError(
             f"a local fit trains each layer alone, and {len(shares)} heads of this model are shared among layers; "
             "train the whole model, or use refinement=heal"

@@ -17,7 +17,8 @@ CONTINUE, PAUSE, STOP = TrialScheduler.CONTINUE, TrialScheduler.PAUSE, TrialSche
 
 @dataclass(eq=False)
 class FakeTrial:
-    """What a scheduler sees of a trial of Tune's. `curve`: the losses at the rungs that it reports; None: it skips."""
+    """What a scheduler sees of a trial of Tune's. `curve`: the losses at the rungs that it reports; None: it skips.
+    `first`: what its report at rung 0 holds besides."""
 
     trial_id: str
     curve: list[float | None]
@@ -25,6 +26,11 @@ class FakeTrial:
     kv_bytes: float
     status: str = Trial.PENDING
     done: int = 0  # rungs behind it
+    first: dict[str, Any] = field(default_factory=dict)
+
+    def report(self, rung: int) -> dict[str, Any]:
+        told = {"loss": self.curve[rung], "kv_bytes_per_token": self.kv_bytes, "rung": rung}
+        return told | (self.first if rung == 0 else {})
 
     def set_status(self, status: str) -> None:
         self.status = status
@@ -116,7 +122,7 @@ class VirtualTune:
             return
         loss, trial.done = trial.curve[rung], rung + 1
         assert loss is not None
-        result = {"loss": loss, "kv_bytes_per_token": trial.kv_bytes, "rung": rung, **self.extra(trial, loss)}
+        result = trial.report(rung) | self.extra(trial, loss)
         decision = self.scheduler.on_trial_result(self, trial, result)
         self.events.append(("report", trial, result, decision))
         self.decisions[trial.trial_id, rung] = decision
@@ -150,8 +156,7 @@ def told_again(tune: VirtualTune, scheduler: RungScheduler) -> VirtualTune:
             scheduler.on_trial_add(back, own)
             for rung in range(own.done if own.status == Trial.PENDING else 0):  # it reports from the beginning
                 if own.curve[rung] is not None and rung < len(own.curve) - 1:
-                    result = {"loss": own.curve[rung], "kv_bytes_per_token": own.kv_bytes, "rung": rung}
-                    assert scheduler.on_trial_result(back, own, result) == CONTINUE
+                    assert scheduler.on_trial_result(back, own, own.report(rung)) == CONTINUE
             if own.status == Trial.PENDING:
                 back._begin(own)
     return back

@@ -92,7 +92,7 @@ def tokens_figure(rows: Sequence[Row], base: Mapping[str, Any]) -> Figure:
                 for axes in (whole, close):
                     handles[name] = _curve(axes, row["curve"], usual, styles[name])
             _zoom(close, here, base)
-            whole.set_title(f"{percent(budget)} of the KV cache", fontsize=10, loc="left")
+            whole.set_title(f"{percent(budget)} of the checkpoint's KV cache", fontsize=10, loc="left")
             close.set_title("from close by", fontsize=10, loc="left")
             for axes in (whole, close):
                 handles["untouched"] = axes.axhline(base["loss"], color="#888888", ls="--", lw=1.2)

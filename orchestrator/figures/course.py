@@ -27,7 +27,8 @@ def proxy_agreement(trials: Sequence[TrialRecord]) -> dict[float, Agreement]:
     """How well the untrained loss ranks the trials of a budget that came to the last rung.
 
     By budget, falling: `trials`, `rho` (Spearman's rank correlation of the losses at rung 0 and at the last rung), and
-    `regret`: nats that the best at rung 0 ends above the best of all. Budgets of fewer than LEAST trials are left out.
+    `regret`: nats that the best at rung 0 ends above the best of all. Budgets of fewer than LEAST trials are left out,
+    and so are relaxations, of which rung 0 measures a model that they never train from.
     """
     found: dict[float, Agreement] = {}
     for budget, pairs in _pairs(trials).items():
@@ -45,7 +46,7 @@ def _pairs(trials: Sequence[TrialRecord]) -> dict[float, list[tuple[float, float
     found: dict[float, list[tuple[float, float]]] = {}
     for t in sorted(trials, key=lambda t: -t.kv_ratio):
         first = next((r["loss"] for r in t.rungs if r["step"] == 0 and r["loss"] is not None), math.inf)
-        if last and t.usable and t.step == last and math.isfinite(first):
+        if last and t.usable and not t.relaxes and t.step == last and math.isfinite(first):
             found.setdefault(t.kv_ratio, []).append((first, t.loss))
     return found
 
@@ -67,7 +68,9 @@ def proxy_figure(trials: Sequence[TrialRecord]) -> Figure | None:
             firsts, lasts = _ranks([a for a, _ in pairs]), _ranks([b for _, b in pairs])
             look: dict[str, Any] = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
             axes.plot(firsts, lasts, ls="", ms=6, alpha=0.8, **look)
-            name = f"{percent(budget)} KV: rho = {agreement['rho']:+.2f}, {agreement['trials']} trials"
+            name = (
+                f"{percent(budget)} of the checkpoint's KV: rho = {agreement['rho']:+.2f}, {agreement['trials']} trials"
+            )
             handles[name] = Line2D([], [], ls="", **look)
             most = max(most, len(pairs))
         axes.plot([1, most], [1, most], color="#888888", lw=1, ls="--", zorder=0)

@@ -12,6 +12,8 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib.figure import Figure
 
+from orchestrator.outputs import SOFTWARE
+
 # Colours that stay apart for colour-blind eyes (Okabe and Ito, then some of Tol's), each with a marker of its own.
 COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"),
@@ -59,5 +61,5 @@ def svg(figure: Figure) -> str:
 
 
 def save_png(figure: Figure, path: str | Path) -> Path:
-    figure.savefig(path, format="png", dpi=130)
+    figure.savefig(path, format="png", dpi=130, metadata={"Software": SOFTWARE})
     return Path(path)

@@ -128,7 +128,7 @@ def recipes_figure(record: Mapping[str, Any]) -> Figure | None:
                 ms=7,
                 **look,
             )
-            handles[f"{percent(ratio)} KV"] = Line2D([], [], ls="", **look)
+            handles[f"{percent(ratio)} of the checkpoint's KV"] = Line2D([], [], ls="", **look)
         axes.set_xscale("log")
         low, high = axes.get_xlim()
         axes.set_xlim(min(low, 0.01), max(high, 1.0))

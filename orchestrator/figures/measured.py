@@ -99,7 +99,9 @@ def relaxation_figure(trials: Sequence[TrialRecord]) -> Figure | None:
             for axes in row[len(found) :]:
                 axes.set_visible(False)
         figure.supxlabel("step of the relaxation", fontsize=9)
-        handles = {f"{percent(b)} KV": Line2D([], [], color=colour) for b, colour in colours.items()}
+        handles = {
+            f"{percent(b)} of the checkpoint's KV": Line2D([], [], color=colour) for b, colour in colours.items()
+        }
         figure.legend(
             list(handles.values()), list(handles), loc="outside upper right", ncols=len(handles), frameon=False
         )

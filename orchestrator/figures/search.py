@@ -85,7 +85,7 @@ def rungs_figure(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> Figu
             steps, losses = [step for step, _ in scored], [loss for _, loss in scored]
             axes.plot(steps, losses, ls=lines[trial.kv_ratio], ms=5, lw=1.4, label=label, **looks[name])
         for budget, line in lines.items():
-            axes.plot([], [], ls=line, color="#444444", label=f"{percent(budget)} KV")
+            axes.plot([], [], ls=line, color="#444444", label=f"{percent(budget)} of the checkpoint's KV")
         axes.axhline(base["loss"], color="#888888", lw=1)
         axes.set_xlabel("training steps")
         axes.set_ylabel("held-out loss, nats a token")

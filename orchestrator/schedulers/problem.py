@@ -58,6 +58,11 @@ class RungScheduler(FIFOScheduler):
     not finite is stopped at once. A rung that a trial reports again, because it continues from a checkpoint or was
     restarted, counts once and stays decided.
 
+    A report that is `pooled` is of a model which the trial never trains from: its relaxation starts from unfused heads.
+    It holds nobody and does not count; the first rung behind the relaxation does. A trial whose `work_digest` another
+    one has told before would be trained to the same model: it is stopped, as a copy of that one (`copies`: by copy, the
+    first), and does not count.
+
     The state is a function of the events alone, in their order: trials added, reports, promotions, ends. Tune brings a
     scheduler back as it was when the search began and never asks it to `save` [ray 2.60], so a resumed search tells a
     fresh one the events again, each promotion by `on_trial_promoted`.
@@ -67,6 +72,8 @@ class RungScheduler(FIFOScheduler):
         super().__init__()
         self.problem, self.slots = problem, problem.slots
         self._decisions: dict[tuple[str, int], str] = {}
+        self._works: dict[str, str] = {}
+        self.copies: dict[str, str] = {}
 
     # ---- what a subclass says ---------------------------------------------------------------------------------
 
@@ -99,6 +106,10 @@ class RungScheduler(FIFOScheduler):
 
     def _judge(self, trial: Any, result: dict) -> str:
         quality, rung = result.get(self.problem.objectives[0]), result.get("rung")
+        if self._is_copy(trial, result.get("work_digest")):
+            return TrialScheduler.STOP
+        if result.get("pooled"):
+            return TrialScheduler.CONTINUE
         if quality is not None and not math.isfinite(quality):
             return TrialScheduler.STOP  # NaN would pass every comparison
         if quality is None or rung is None or not self.counts(trial) or rung >= self.problem.rungs - 1:
@@ -140,5 +151,17 @@ class RungScheduler(FIFOScheduler):
         self.slots.free(trial.trial_id)
 
     def counts(self, trial: Any) -> bool:
-        config = trial.config
-        return self.problem.rungs > 1 and config.get("recipe") not in self.problem.protected and "plan" not in config
+        return self.problem.rungs > 1 and not self._protected(trial) and "plan" not in trial.config
+
+    def _protected(self, trial: Any) -> bool:
+        return trial.config.get("recipe") in self.problem.protected
+
+    def _is_copy(self, trial: Any, work: str | None) -> bool:
+        """Whether another trial, the first with this work, does it. A protected trial always does its own."""
+        if work is None:
+            return False
+        first = self._works.setdefault(work, trial.trial_id)
+        if first == trial.trial_id or self._protected(trial):
+            return False
+        self.copies[trial.trial_id] = first
+        return True

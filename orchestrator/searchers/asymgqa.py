@@ -175,11 +175,11 @@ def make_chains(problem: SearchProblem, walk: Recipe, chains: int) -> dict[float
         except ValueError as error:
             raise ConfigError(f"search.budgets: {error}") from None
         admissible = admissible_counts(walk, geometry)
-        counts[budget] = uniform(geometry.num_layers, geometry.num_heads, budget, admissible=admissible)
+        counts[budget] = uniform(geometry.num_layers, geometry.num_kv_heads, budget, admissible=admissible)
     sites = {budget: list(searched_sites(counts[budget], geometry.num_kv_heads)) for budget in counts}
     moves = spread(problem.samples, sites, chains, walk.knobs("grouping")["iterations"])
-    settings = {k: v for k, v in walk.knobs("grouping").items() if k != "iterations"}
-    settings["symmetric"] = walk.equal_groups
+    settings = {k: v for k, v in walk.knobs("grouping").items() if k not in ("iterations", "equal_sizes")}
+    settings["symmetric"] = walk.grouping == "walk_symmetric"
     generators = iter(np.random.default_rng(problem.seed).spawn(len(counts) * chains))
     return {
         budget: [

@@ -9,7 +9,10 @@ it was made before; nothing is ever stored as running, so that no kill leaves a 
 
 A trial that is paused or stopped at an early rung is told with the loss that it had there, and again when it gets
 further; its highest rung counts. An early loss is above what full training would give, and only trials that were behind
-at the same rung stay there, so the estimator errs on the safe side. A trial that diverged or failed is not told of.
+at the same rung stay there, so the estimator errs on the safe side. A trial that diverged or failed is not told of, nor
+the loss of a pooled model that a relaxation never trains from.
+
+In which order results came makes no difference to a proposal, only which were there: they are told by trial number.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ from search_spaces.space import Domain
 NEAR = 10
 """Variations of a proposal in one decision that may repeat an earlier candidate too, before two are changed."""
 RECENT, BEST = 150, 50
-"""Results that a proposal rests on: the newest, and the best by rank. More would make each slower than the one before,
-without end, and TPE weighs old results down anyway."""
+"""Results that a proposal rests on: those of the newest trials, and the best of the others by rank. With all of them
+TPE would be slower each time, and it weighs old results down anyway."""
 DIRECTIONS = [optuna.study.StudyDirection.MINIMIZE] * len(OBJECTIVES)
 STUDY, SUGGESTION, DROPPED = "headfold", "suggestion:", "dropped:"
 
@@ -72,8 +75,7 @@ class FrontSearch(Searcher):
         self._problem, self._made = problem, 0
         self._points: dict[str, Point] = {}
         self._tried: set[Any] = set()
-        self._seen: dict[str, Observation] = {}  # by trial; told last, last
-        self._best: list[str] = []
+        self._seen: dict[str, Observation] = {}  # by trial
         self._dropped: set[str] = set()
         self._memory = Memory(problem.database) if problem.database else None
         if self._memory is not None:
@@ -112,7 +114,7 @@ class FrontSearch(Searcher):
         self._points.pop(trial_id, None)
 
     def save(self, checkpoint_path: str) -> None:
-        own = ("_made", "_points", "_tried", "_best", "_dropped")
+        own = ("_made", "_points", "_tried", "_dropped")
         state = {name: getattr(self, name) for name in own}
         seen = {trial: asdict(observation) for trial, observation in self._seen.items()}
         Path(checkpoint_path).write_bytes(pickle.dumps(state | {"_seen": seen}))
@@ -128,32 +130,25 @@ class FrontSearch(Searcher):
     def _tell(self, trial_id: str, result: Mapping[str, Any]) -> None:
         values = tuple(float(result.get(name, math.nan)) for name in OBJECTIVES)
         point, rung = self._points.get(trial_id), int(result.get("rung", 0))
-        if point is None or trial_id in self._dropped:
+        if point is None or trial_id in self._dropped or result.get("pooled"):
             return
         if not all(map(math.isfinite, values)):
             return
         known = self._seen.get(trial_id)
         if known is not None and known.rung >= rung:
             return
-        self._seen.pop(trial_id, None)  # the newest last
         self._seen[trial_id] = Observation(point, values, rung)
         if self._memory is not None:
             self._memory.tell(trial_id, self._seen[trial_id], distributions(self._problem.space, point))
 
     def _window(self) -> list[Observation]:
-        """What a proposal rests on, at most RECENT + BEST results, the oldest first."""
-        if len(self._seen) > RECENT + BEST:
-            recent: list[str] = []
-            for trial in reversed(self._seen):
-                recent.append(trial)
-                if len(recent) == RECENT + BEST:
-                    break
-            pool = list(dict.fromkeys([*(t for t in self._best if t in self._seen), *reversed(recent)]))
-            kept = pareto.select([self._seen[trial].values for trial in pool], BEST)
-            self._best = [pool[place] for place in sorted(kept)]
-            shown = dict.fromkeys([*self._best, *reversed(recent[:RECENT])])
-            return [self._seen[trial] for trial in shown]
-        return list(self._seen.values())
+        """What a proposal rests on, at most RECENT + BEST results, by trial number: a function of what is known."""
+        seen = [self._seen[trial] for trial in sorted(self._seen, key=lambda trial: (len(trial), trial))]
+        if len(seen) <= RECENT + BEST:
+            return seen
+        older = seen[:-RECENT]
+        kept = sorted(pareto.select([observation.values for observation in older], BEST))
+        return [*(older[place] for place in kept), *seen[-RECENT:]]
 
     # ---- proposals --------------------------------------------------------------------------------------------
 

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from orchestrator.verbs.options import CALIBRATED, HELD_OUT, JsonFile, Overrides, finish, recipe_settings, with_options
+from orchestrator.verbs.options import (
+    CALIBRATED,
+    HELD_OUT,
+    JsonFile,
+    KVHeads,
+    KVRatios,
+    Overrides,
+    Overwrite,
+    finish,
+    recipe_settings,
+    with_options,
+)
 
 
 @with_options(*CALIBRATED)
 def convert(
     model: Annotated[str, typer.Option(help="Folder with safetensors, or hub name.")],
     recipe: Annotated[str, typer.Option(help="Named recipe, e.g. gqa, asymgqa, align, headfold.")],
-    kv_ratio: Annotated[
-        str,
-        typer.Option(
-            help="Share of the KV cache of multi-head attention to keep, in (0, 1]; or several, e.g. 0.5,0.25, from "
-            "one calibration."
-        ),
-    ],
+    kv_ratio: KVRatios = None,
+    kv_heads: KVHeads = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for the checkpoint (for several ratios: kv-RATIO in it, curve.json, curve.png)."),
@@ -33,6 +40,7 @@ def convert(
             "where the model would not fit in memory: see the verb estimate)."
         ),
     ] = None,
+    overwrite: Overwrite = False,
     json: JsonFile = None,
     *,
     options: dict[str, Any],
@@ -40,26 +48,38 @@ def convert(
     """Convert one checkpoint, without a cluster and without training; prints the loss before and after."""
     from orchestrator.config import ConfigError
     from orchestrator.convert import convert_checkpoint
-    from orchestrator.curve import convert_curve, parse_ratios
+    from orchestrator.curve import convert_curve, convert_into, is_curve
+    from orchestrator.inputs import asked_ratios
+    from orchestrator.outputs import check_results
+    from orchestrator.results import percent, unmet
 
-    ratios = parse_ratios(kv_ratio)
-    settings = options | {"recipe_settings": recipe_settings(overrides)}
+    ratios = asked_ratios(model, kv_ratio, kv_heads)
+    check_results(json, folder=out)
+    if out is None:
+        print("no --out: what is converted is measured, and nothing of it will be saved", file=sys.stderr, flush=True)
+    settings = options | {"recipe_settings": recipe_settings(overrides), "overwrite": overwrite}
     if stream and len(ratios) > 1:
         raise ConfigError("stream: one ratio at a time is converted layer by layer; give one --kv-ratio")
     if len(ratios) > 1:
         record = convert_curve(model, recipe, ratios, out, **settings)
         points = [record | point for point in record["points"]]
+    elif out is not None and is_curve(out):
+        record = convert_into(model, recipe, ratios[0], out, stream=stream, **settings)
+        points = [record]
     else:
         record = convert_checkpoint(model, recipe, ratios[0], out, stream=stream, **settings)
         points = [record]
     for point in points:
         print(
-            f"{recipe} at {point['kv_ratio']:.3f} KV: held-out loss {point['loss_base']:.3f} before, "
-            f"{point['loss']:.3f} after ({point['rise']:+.3f} nats a token), KL {point['kl']:.3f}; "
-            f"{point['kv_bytes_per_token']} KV bytes a token"
+            f"{recipe} at {percent(point['kv_ratio'])} of the checkpoint's KV cache{unmet(point)}: held-out loss "
+            f"{point['loss_base']:.3f} before, {point['loss']:.3f} after ({point['rise']:+.3f} nats a token), "
+            f"KL {point['kl']:.3f}; {point['kv_bytes_per_token']} KV bytes a token, "
+            f"{point['kv_bytes_per_token_base']} before"
         )
+        if out is not None:
+            print(point["format_note"])
     if out is not None:
-        print(f"checkpoint: {out}" if len(ratios) == 1 else f"checkpoints, curve.json and curve.png: {out}")
+        print(f"checkpoint: {record['out']}" if len(ratios) == 1 else f"checkpoints, curve.json and curve.png: {out}")
     finish(record, json)
 
 
@@ -74,13 +94,17 @@ def evaluate(
 ) -> None:
     """Held-out loss, KL to the base, KV bytes planned and allocated, prefill and decode speed."""
     from orchestrator.evaluate import evaluate_checkpoint
+    from orchestrator.outputs import check_results
+    from orchestrator.results import percent
 
+    check_results(json)
     record = evaluate_checkpoint(checkpoint, base, speed_tokens=speed_tokens, **options)
     print(f"held-out loss {record['loss']:.3f} nats a token over {record['eval_tokens']} tokens")
     if base is not None:
         print(f"untouched model {record['loss_base']:.3f}, rise {record['rise']:+.3f}, KL {record['kl']:.3f}")
     print(
-        f"KV ratio {record['kv_ratio']:.3f}: {record['kv_bytes_per_token']} bytes a token planned, "
+        f"KV cache: {percent(record['kv_ratio'])} of {record['kv_ratio_of']}; "
+        f"{record['kv_bytes_per_token']} bytes a token planned, "
         f"{record['cache_bytes_measured']} held after {record['cache_tokens']} tokens"
     )
     if speed_tokens:
@@ -92,20 +116,31 @@ def evaluate(
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder of a converted checkpoint.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint, converted or not.")],
     target: Annotated[str, typer.Option(help="Stock format to lower to, e.g. gqa.")],
     out: Annotated[Path, typer.Option(help="Folder for the exported checkpoint.")],
+    allow_larger_cache: Annotated[
+        bool, typer.Option("--allow-larger-cache", help="Export even if the stock form takes more KV cache.")
+    ] = False,
+    overwrite: Overwrite = False,
     json: JsonFile = None,
 ) -> None:
     """Lower a checkpoint to a stock format: exact or not, KV bytes before and after."""
     from orchestrator.convert import export_checkpoint
+    from orchestrator.outputs import check_results
+    from orchestrator.results import percent
 
-    record = export_checkpoint(checkpoint, target, out)
+    check_results(json, folder=out)
+    allowed = {"allow_larger_cache": allow_larger_cache, "overwrite": overwrite}
+    record = export_checkpoint(checkpoint, target, out, **allowed)
+    original = record["kv_bytes_per_token_original"]
     print(
         f"{record['model_type']} in {out}: {'exact' if record['exact'] else 'not exact'}, largest logit difference "
         f"{record['max_logit_difference']:.2g}; KV bytes a token {record['kv_bytes_per_token_before']} before, "
-        f"{record['kv_bytes_per_token_after']} after ({record['kv_bytes_per_token_mha']} with multi-head attention)"
+        f"{record['kv_bytes_per_token_after']} after"
+        + ("" if original is None else f" ({percent(record['kv_bytes_per_token_after'] / original)} of the original's)")
     )
+    print(record["format_note"])
     for note in record["notes"]:
         print(f"note: {note}")
     finish(record, json)

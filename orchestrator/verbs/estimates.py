@@ -8,10 +8,19 @@ from typing import Annotated, Any
 
 import typer
 
-from orchestrator.verbs.options import SIZES, JsonFile, Overrides, finish, recipe_settings, with_options
+from orchestrator.verbs.options import (
+    SIZES,
+    JsonFile,
+    KVHeads,
+    KVRatios,
+    Overrides,
+    finish,
+    recipe_settings,
+    with_options,
+)
 
 OF_SEARCH = "a search: headfold estimate CONFIG [KEY=VALUE]..."
-OF_CONVERSION = "a conversion: headfold estimate --model M --recipe R --kv-ratio X"
+OF_CONVERSION = "a conversion: headfold estimate --model M --recipe R --kv-ratio 0.5,0.25 (or --kv-heads 4,2)"
 
 
 @with_options(*SIZES)
@@ -25,9 +34,8 @@ def estimate(
         str | None, typer.Option(help="Of a conversion: folder with config.json, or hub name; no weights are read.")
     ] = None,
     recipe: Annotated[str | None, typer.Option(help="Named recipe, e.g. gqa, asymgqa, align, headfold.")] = None,
-    kv_ratio: Annotated[
-        float | None, typer.Option(help="Share of the KV cache of multi-head attention to keep, in (0, 1].")
-    ] = None,
+    kv_ratio: KVRatios = None,
+    kv_heads: KVHeads = None,
     overrides: Overrides = None,
     json: JsonFile = None,
     *,
@@ -35,23 +43,30 @@ def estimate(
 ) -> None:
     """Say what a search or a conversion will take before it runs: tokens, hours, peak memory, disk."""
     from orchestrator.config import ConfigError
+    from orchestrator.outputs import check_results
 
+    check_results(json)
     given = list(search or [])
     if config is None and given and "=" not in given[0]:
         config = Path(given.pop(0))
     if config is not None:
-        if model or recipe or kv_ratio:
+        if model or recipe or kv_ratio or kv_heads:
             raise ConfigError(f"estimate: expected one of two, {OF_SEARCH}, or {OF_CONVERSION}; got parts of both")
         finish(_search(config, given), json)
         return
-    if model is None or recipe is None or kv_ratio is None:
+    if model is None or recipe is None or (kv_ratio is None and kv_heads is None):
         raise ConfigError(f"estimate: expected {OF_SEARCH}, or {OF_CONVERSION}")
     from orchestrator.estimate import describe, estimate_conversion
+    from orchestrator.inputs import asked_ratios
 
-    found = estimate_conversion(model, recipe, kv_ratio, recipe_settings=recipe_settings(overrides), **options)
-    for name, value in describe(found).items():
-        print(f"{name}: {value}")
-    finish(found.to_dict(), json)
+    settings: dict[str, Any] = options | {"recipe_settings": recipe_settings(overrides)}
+    ratios = asked_ratios(model, kv_ratio, kv_heads)
+    settings["nearest"] = len(ratios) > 1  # as `convert` takes several
+    points = [estimate_conversion(model, recipe, ratio, **settings) for ratio in ratios]
+    for number, point in enumerate(points):
+        print("\n" * bool(number) + "\n".join(f"{name}: {value}" for name, value in describe(point).items()))
+    records = [point.to_dict() for point in points]
+    finish(records[0] if len(records) == 1 else {"points": records}, json)
 
 
 def _search(file: Path, changes: list[str]) -> dict[str, Any]:

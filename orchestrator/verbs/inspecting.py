@@ -7,13 +7,23 @@ from typing import Annotated, Any
 
 import typer
 
-from orchestrator.verbs.options import CALIBRATED, JsonFile, Overrides, finish, recipe_settings, with_options
+from orchestrator.verbs.options import (
+    CALIBRATED,
+    JsonFile,
+    KVHeads,
+    KVRatios,
+    Overrides,
+    finish,
+    recipe_settings,
+    with_options,
+)
 
 
 @with_options(*CALIBRATED)
 def inspect(
     checkpoint: Annotated[str, typer.Argument(help="Folder with safetensors, or hub name.")],
-    kv_ratio: Annotated[str, typer.Option(help="Budgets to lay out, e.g. 0.5,0.25.")] = "0.5,0.25",
+    kv_ratio: KVRatios = None,
+    kv_heads: KVHeads = None,
     recipe: Annotated[str, typer.Option(help="Recipe whose grouping and fusion the single places get.")] = "headfold",
     compare: Annotated[
         str | None, typer.Option(help="Recipes to convert by, e.g. gqa,headfold; 'none' converts by none.")
@@ -35,17 +45,16 @@ def inspect(
     options: dict[str, Any],
 ) -> None:
     """Which heads matter and which are alike, what budgets would keep, what recipes would cost: one page."""
-    from orchestrator.config import ConfigError
-    from orchestrator.curve import parse_ratios
+    from orchestrator.inputs import asked_ratios
     from orchestrator.inspection import COMPARED, inspect_checkpoint
     from orchestrator.inspection_page import print_inspection, write_inspection
+    from orchestrator.outputs import check_results
 
-    if out.is_dir():
-        raise ConfigError(f"out: {str(out)!r} is a folder; name a file, e.g. {str(out / 'inspection.html')!r}")
+    check_results(json, page=out)
     names = COMPARED if compare is None else [name.strip() for name in compare.split(",") if name.strip() != "none"]
     record = inspect_checkpoint(
         checkpoint,
-        kv_ratios=parse_ratios(kv_ratio),
+        kv_ratios=asked_ratios(checkpoint, kv_ratio, kv_heads, "0.5,0.25", "checkpoint"),
         recipe=recipe,
         compare=names,
         counts=counts,

@@ -10,8 +10,19 @@ from typing import Annotated, Any
 import typer
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result to this file as one JSON object.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the folder of --out if Headfold wrote all of it, and nothing else.")
+]
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file, e.g. configs/demo.yaml.")]
 ConfigOverrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. search.samples=4")]
+KVRatios = Annotated[
+    str | None,
+    typer.Option(help="Share of the checkpoint's own KV cache to keep, below 1; or several, e.g. 0.5,0.25."),
+]
+KVHeads = Annotated[
+    str | None,
+    typer.Option(help="In its place: how many of the checkpoint's KV heads a layer, on average; e.g. 4,2."),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Other choices of the recipe, e.g. refinement=heal; repeatable."),
@@ -33,11 +44,17 @@ SHARED: dict[str, tuple[Any, Any]] = {
         Annotated[str, typer.Option(help="Text to measure the held-out loss on; the same kinds of source.")],
         "stdlib",
     ),
-    "calibration_tokens": (Annotated[int, typer.Option(min=2)], 16_384),
-    "eval_tokens": (Annotated[int, typer.Option(min=2)], 16_384),
+    "calibration_tokens": (Annotated[int, typer.Option(min=2, help="Tokens to calibrate on.")], 16_384),
+    "eval_tokens": (Annotated[int, typer.Option(min=2, help="Tokens to measure the held-out loss on.")], 16_384),
     "sequence_length": (Annotated[int, typer.Option(min=2, help="Tokens a sequence.")], 256),
-    "seed": (Annotated[int, typer.Option(min=0)], 0),
-    "dtype": (Annotated[str, typer.Option(help="float32, bfloat16 or float16.")], "float32"),
+    "seed": (Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of plans and of which text is taken.")], 0),
+    "dtype": (
+        Annotated[
+            str,
+            typer.Option(help="Of what is written: auto (the checkpoint's own), float32, bfloat16 (bf16) or float16."),
+        ],
+        "auto",
+    ),
     "device": (Annotated[str, typer.Option(help="auto, cpu or cuda.")], "auto"),
 }
 """Type and default of the options that verbs share, by name."""
@@ -72,21 +89,14 @@ def with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., N
 
 def recipe_settings(overrides: list[str] | None) -> dict[str, Any]:
     """`axis=part` and `axis.knob=value` as `search_spaces.recipes.recipe` takes them."""
-    from orchestrator.config import apply_override
+    from orchestrator.reading import read_override
 
-    found: dict[str, Any] = {}
-    for override in overrides or []:
-        # One flat level: a recipe's own keys have dots.
-        one: dict[str, Any] = {}
-        key, equals, value = override.partition("=")
-        apply_override(one, f"value{equals}{value}")
-        found[key.strip()] = one["value"]
-    return found
+    return dict(read_override(override, "refinement=heal") for override in overrides or [])
 
 
 def finish(record: dict[str, Any], file: Path | None) -> None:
     """Write a verb's result where `--json` asks for it."""
     if file is not None:
-        from orchestrator.results import write_json
+        from orchestrator.outputs import write_result
 
-        write_json(file, record)
+        write_result(file, record)

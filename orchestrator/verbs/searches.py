@@ -13,19 +13,39 @@ from orchestrator.verbs.options import ConfigFile, ConfigOverrides, JsonFile, fi
 def search(
     config: ConfigFile,
     overrides: ConfigOverrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the newest search of this name.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Continue the newest search of this name; with a NAME after it the one in that folder, e.g. demo-2.",
+        ),
+    ] = False,
     json: JsonFile = None,
 ) -> None:
     """Run a search: baselines, trials, Pareto front, promotion, report."""
     from orchestrator.config import load_config
 
-    settings = load_config(config, overrides or [])  # before the imports below: a mistake is told in a second
+    changes, named = _split(overrides or [], resume)
+    settings = load_config(config, changes)  # before the imports below: a mistake is told in a second
+    from orchestrator.outputs import check_results
+
+    check_results(json)
     from orchestrator.search import search as run_search
 
-    outcome = run_search(settings, resume=resume)
+    outcome = run_search(settings, resume=named or resume)
     finish(outcome.to_dict(), json)
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)
+
+
+def _split(words: list[str], resume: bool) -> tuple[list[str], str | None]:
+    """The overrides among some words, and the search that --resume names: the one word that is no override."""
+    from orchestrator.reading import ConfigError
+
+    names = [word for word in words if "=" not in word or (Path(word) / "search.yaml").is_file()] if resume else []
+    if len(names) > 1:
+        raise ConfigError(f"--resume: got the names {' and '.join(names)}; give one")
+    return [word for word in words if word not in names], next(iter(names), None)
 
 
 def promote(
@@ -35,8 +55,10 @@ def promote(
     json: JsonFile = None,
 ) -> None:
     """Continue the chosen trials to the full training, pass the gate, register. Finished steps are not repeated."""
+    from orchestrator.outputs import check_results
     from orchestrator.promotion import promote_search
 
+    check_results(json)
     outcome = promote_search(search, trials=trial or [], top=top)
     finish(outcome.to_dict(), json)
     if outcome.exit_code:
@@ -56,11 +78,13 @@ def watch(
 
     from orchestrator import live
     from orchestrator.folders import SearchFolder
+    from orchestrator.outputs import check_results
 
     folder = SearchFolder.existing(search)
     if json is not None and str(json) == "-":
         print(encoder.dumps(live.look(folder).to_dict(), indent=1))
         return
+    check_results(json)
     finish(live.watch(folder, every=every, once=once or json is not None).to_dict(), json)
 
 
@@ -70,9 +94,11 @@ def report(
     json: JsonFile = None,
 ) -> None:
     """Write one self-contained page: front, comparison over seeds, trials, rungs, head budgets."""
+    from orchestrator.outputs import check_results
     from orchestrator.report import write_report
     from orchestrator.tables import print_comparison
 
+    check_results(json, page=out)
     written = write_report(search, out)
     print_comparison(written["comparison"])
     print(f"report: {written['report']}")

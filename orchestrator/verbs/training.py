@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from orchestrator.verbs.options import HELD_OUT, JsonFile, finish, with_options
+from orchestrator.verbs.options import HELD_OUT, JsonFile, Overwrite, finish, with_options
 
 
 @with_options(*HELD_OUT)
@@ -28,17 +28,21 @@ def train(
     eval_every: Annotated[
         int | None, typer.Option(min=1, help="Steps between measurements and checkpoints (default: a tenth).")
     ] = None,
+    overwrite: Overwrite = False,
     json: JsonFile = None,
     *,
     options: dict[str, Any],
 ) -> None:
     """Train from random weights, with Ray Train and DeepSpeed; run again, it goes on where it was stopped."""
+    from orchestrator.outputs import check_results
     from orchestrator.train import train_from_scratch
 
+    check_results(json, folder=out)
     record = train_from_scratch(
         like,
         out,
         progress=lambda line: print(line, flush=True),
+        overwrite=overwrite,
         recipe=recipe,
         steps=steps,
         learning_rate=learning_rate,
@@ -49,5 +53,9 @@ def train(
         **options,
     )
     print(f"held-out loss {record['loss']:.3f} nats a token after {record['tokens']} tokens")
+    if found := record.get("answers"):
+        print(
+            f"answers to {found['count']} examples: {found['accuracy']:.1%} right, perplexity {found['perplexity']:.2f}"
+        )
     print(f"checkpoint: {record['out']}")
     finish(record, json)

@@ -19,10 +19,11 @@ def dha_greedy(
 ) -> tuple[int, ...]:
     """Heads for each layer, `total` in all, more where the loss is greater (paper 000, App. B.4, Alg. 5).
 
-    `quanta` (small, large): every layer starts with `small`; the `first` layers of greatest loss are raised to `large`
-    while the total allows; then `small` more goes to the layer of greatest loss / heads until nothing is left. Ties go
-    to the earlier layer. No layer gets more than `cap` heads (default: no limit). The text calls it dynamic programming
-    and keeps no cap and no remainder; here both are errors to be told.
+    `quanta` (small, large): every layer starts with `small`; the `first` layers of greatest loss are raised to `large`,
+    but as printed only as many as whole `large` fit into what is left (line 10: R // 16, though each takes 12); then
+    `small` more goes to the layer of greatest loss / heads until nothing is left. Ties go to the earlier layer. No
+    layer gets more than `cap` heads (default: no limit). The text calls it dynamic programming and keeps no cap and no
+    remainder; here both are errors to be told.
 
     Raises ValueError if the total is too small, cannot be given out in steps of `small`, or exceeds the cap.
     """
@@ -41,10 +42,9 @@ def dha_greedy(
         )
     given = [small] * layers
     left = total - small * layers
-    for layer in sorted(range(layers), key=lambda i: (-losses[i], i))[:first]:
-        raised = min(large, limit)
-        if raised - small <= left:
-            given[layer], left = raised, left - (raised - small)
+    raised = min(large, limit)
+    for layer in sorted(range(layers), key=lambda i: (-losses[i], i))[: min(first, left // large)]:
+        given[layer], left = raised, left - (raised - small)
     while left >= small:
         open_layers = [i for i in range(layers) if given[i] + small <= limit]
         if not open_layers:
@@ -67,18 +67,31 @@ def dha_greedy(
         Knob("small", "int", 0, "heads that every layer has, and the step; 0: an eighth of the heads", low=0),
         Knob("large", "int", 0, "heads of the layers of greatest loss; 0: half of the heads", low=0),
         Knob("first", "int", 1, "how many layers are raised to `large` at once", low=0),
+        Knob("key_share", "float", 0.5, "share of all heads that are keys, the rest are values", low=0.05, high=0.95),
     ),
     needs=("group_cost", "apart", "any_count"),
 )
-def dha(problem: AllocationProblem, *, small: int = 0, large: int = 0, first: int = 1) -> Counts:
-    """Greedy, once for keys and once for values, half of the total each (an odd head goes to the keys).
+def dha(
+    problem: AllocationProblem, *, small: int = 0, large: int = 0, first: int = 1, key_share: float = 0.5
+) -> Counts:
+    """Greedy, once for keys and once for values, each with a budget of its own: `key_share` of the total for the keys
+    (what is no whole head goes to the keys). The paper has the keys and values of a layer apart (sec. 3.2 and 4.3: more
+    for critical keys) and is **silent** on the split of the total; half each is the default.
 
     The default quanta are the paper's 4 and 16 of 32 heads in proportion, less where the total or the heads ask for it.
+    Raises ValueError if a side has fewer heads than layers, or more than the checkpoint.
     """
     if problem.loss is None:
         raise ValueError("allocation=dha needs a loss for each layer; choose an objective with a group cost")
+    values = int(problem.total * (1 - key_share) + 1e-9)
+    least, most = problem.num_layers, problem.num_layers * problem.stored
     sides = []
-    for side, total in (("key", problem.total - problem.total // 2), ("value", problem.total // 2)):
+    for side, total in (("key", problem.total - values), ("value", values)):
+        if not least <= total <= most:
+            raise ValueError(
+                f"allocation.key_share {key_share:g} of {problem.total} heads gives {total} {side} heads, expected "
+                f"{least} to {most} for {problem.num_layers} layers; choose a share nearer to 0.5"
+            )
         step = small or _step(problem, total)
         quanta = (step, large or max(step, problem.stored // 2 // step * step))
         losses = [problem.loss(layer, side) for layer in range(problem.num_layers)]

@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from attention.ratios import whole_heads
+
 Counts = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class AllocationProblem:
-    """Spread `kv_ratio` of the `2 L H` heads of MHA over `num_layers` layers.
+    """Spread `kv_ratio` of the `2 L U` heads of the checkpoint over `num_layers` layers.
 
     `admissible`: head counts that the grouping can make of one site, ascending, at most U. `loss(layer, side)`: what
     it costs to have one head only there; `curve(layer, side, counts)`: measured rise of the loss for each of these
@@ -34,17 +36,4 @@ class AllocationProblem:
     @property
     def total(self) -> int:
         """Key heads plus value heads over all layers. Raises ValueError unless the ratio gives a whole number."""
-        return whole_heads(self.kv_ratio, 2 * self.num_layers * self.num_heads)
-
-
-def whole_heads(kv_ratio: float | Fraction, heads: int) -> int:
-    """`kv_ratio * heads` as an integer. Raises ValueError unless the ratio is in (0, 1] and the product whole."""
-    if not 0 < kv_ratio <= 1:
-        raise ValueError(f"kv_ratio must lie in (0, 1], got {float(kv_ratio)}")
-    exact = float(kv_ratio) * heads
-    if abs(exact - round(exact)) > 1e-6 * heads or round(exact) < 1:
-        raise ValueError(
-            f"kv_ratio {float(kv_ratio):g} of {heads} heads is {exact:g}, not a whole number; "
-            f"choose a multiple of 1/{heads}"
-        )
-    return round(exact)
+        return whole_heads(self.kv_ratio, 2 * self.num_layers * self.stored)

@@ -10,4 +10,4 @@ from search_spaces.axes import ALLOCATION
 @ALLOCATION.part("single", source="Shazeer 2019, multi-query attention")
 def single(problem: AllocationProblem) -> Counts:
     """One head a layer and side; any other budget is refused with the one that fits."""
-    return uniform(problem.num_layers, problem.num_heads, problem.kv_ratio, admissible=(1,))
+    return uniform(problem.num_layers, problem.stored, problem.kv_ratio, admissible=(1,))

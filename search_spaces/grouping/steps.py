@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from search_spaces.partitions import Partition, canonical, random_partition
+from search_spaces.partitions import Partition, canonical, full_sizes, random_partition
 
 
 class WalkStep(NamedTuple):
@@ -36,9 +36,10 @@ def propose(
     """One move of the walk (paper 003, App. A, Alg. 1 and 2). At least two groups.
 
     A random head a goes to the group of b, one of its `neighbours` most similar heads outside its own group. In return
-    a random member of that group, possibly b itself, takes the place of a: always if `symmetric`, else with
-    probability `preserve`, and always when a is alone, since a group may not vanish. (The paper's text has a larger
-    `preserve` unbalance more, its pseudo-code less; this follows the pseudo-code.)
+    another random member of that group (sec. 2.1: "another head b' in group B"; b only where it is alone there) takes
+    the place of a: always if `symmetric`, else with probability `preserve`, and always when a is alone, since a group
+    may not vanish. (Were b to go back, a and b would end apart, and with two groups similarity would decide nothing.
+    The paper's text has a larger `preserve` unbalance more, its pseudo-code less; this follows the pseudo-code.)
     """
     owner = {head: index for index, group in enumerate(partition) for head in group}
     a = int(generator.integers(len(owner)))
@@ -51,7 +52,8 @@ def propose(
     keeps_sizes = generator.random() < preserve
     groups = [list(group) for group in partition]
     if symmetric or keeps_sizes or len(groups[home]) == 1:
-        back = groups[target][int(generator.integers(len(groups[target])))]
+        others = [head for head in groups[target] if head != b] or [b]
+        back = others[int(generator.integers(len(others)))]
         groups[target].remove(back)
         groups[home].append(back)
     groups[home].remove(a)
@@ -65,7 +67,8 @@ class Walk:
 
     `propose_next` and `tell` alternate; together they are the body of the loop of paper 003, Alg. 1 and 2. Plain
     values and a generator: pickled and read back, the walk goes on with the same decisions. `count` heads are put into
-    `groups` groups, at least two and fewer than `count`. Probabilities and `neighbours` as in `asym_walk`.
+    `groups` groups, at least two and fewer than `count`; it starts at random ones of `full_sizes`. Probabilities and
+    `neighbours` as in `asym_walk`.
     """
 
     count: int
@@ -86,14 +89,14 @@ class Walk:
     def __post_init__(self) -> None:
         if self.neighbours < 1:
             raise ValueError(f"neighbours must be at least 1, got {self.neighbours}")
-        self.current = random_partition(self.count, self.groups, self.generator)
+        self.current = random_partition(self.count, self.groups, self.generator, full_sizes)
 
     def propose_next(self, similarity: np.ndarray) -> Partition:
         """The partition to score next; the same again until `tell`. `similarity` `[n, n]`, higher is closer."""
         if self.pending is None:
             self._was_reset = bool(self.generator.random() < self.reset)
             if self._was_reset:
-                self.current = random_partition(self.count, self.groups, self.generator)
+                self.current = random_partition(self.count, self.groups, self.generator, full_sizes)
             self.pending = propose(
                 self.current,
                 similarity,

@@ -12,7 +12,7 @@ import numpy as np
 
 from attention.axes import Knob
 from search_spaces.axes import GROUPING
-from search_spaces.grouping.problem import Grouping, GroupingProblem
+from search_spaces.grouping.problem import EQUAL_SIZES, Grouping, GroupingProblem
 from search_spaces.grouping.steps import Walk
 from search_spaces.partitions import Partition
 
@@ -33,9 +33,9 @@ def asym_walk(
     """Search a partition of high score (paper 003, App. A, Alg. 1 and 2, with the defects named in `propose` mended).
 
     `similarity` `[n, n]`, higher is closer; `score(partition)`, higher is better, any sign (the best starts at none).
-    The walk starts, and restarts with probability `reset` before an iteration, at random groups of equal size (sizes
-    differ by one where `groups` does not divide n), also when asymmetric. It moves to what it tried if that beats the
-    best, or with probability `accept`. Returns (best partition, best score, trace of `WalkStep`).
+    The walk starts, and restarts with probability `reset` before an iteration, at random groups of equal size (the last
+    one smaller where that size does not divide n: `full_sizes`), also when asymmetric. It moves to what it tried if
+    that beats the best, or with probability `accept`. Returns (best partition, best score, trace of `WalkStep`).
 
     Raises ValueError for an impossible number of groups or a score that is not a number.
     """
@@ -73,11 +73,16 @@ def _walk(problem: GroupingProblem, generator: np.random.Generator, symmetric: b
 @GROUPING.part(
     "walk_symmetric",
     source="Chen 2024 (paper 003), sec. 2.1, Alg. 1",
-    knobs=_KNOBS,
-    needs=("similarity", "objective", "equal_groups"),
+    knobs=(*_KNOBS, EQUAL_SIZES),
+    needs=("similarity", "objective"),
 )
-def walk_symmetric(problem: GroupingProblem, generator: np.random.Generator, **knobs: Any) -> Grouping:
-    """The walk by swaps: group sizes are kept."""
+def walk_symmetric(
+    problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool = True, **knobs: Any
+) -> Grouping:
+    """The walk by swaps: group sizes are kept. Without `equal_sizes` one group may be smaller than the others, as in
+    Table 1 (sizes of 3 and 6 for 32 heads)."""
+    if equal_sizes:
+        problem.check_equal()
     return _walk(problem, generator, True, knobs)
 
 

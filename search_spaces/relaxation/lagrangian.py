@@ -8,16 +8,19 @@ from dataclasses import replace
 from attention.plan import AttentionPlan, LayerPlan
 from attention.relaxation_knobs import LAGRANGIAN
 from search_spaces.axes import RELAXATION
-from search_spaces.relaxation import FRACTION, STAGES
+from search_spaces.relaxation import BATCH, FRACTION, RATE, REGROUP, SCHEDULE, STAGES, STEPS
 
 
 @RELAXATION.part(
-    "lagrangian", source="Chen 2024 (paper 000), sec. 4.2 and App. B.2", knobs=(FRACTION, STAGES, *LAGRANGIAN)
+    "lagrangian",
+    source="Chen 2024 (paper 000), sec. 4.2 and App. B.2; sec. 5.1 and Table 4 for how it is trained",
+    knobs=(FRACTION, STAGES, REGROUP, STEPS, BATCH, RATE, SCHEDULE, *LAGRANGIAN),
 )
 def lagrangian(plan: AttentionPlan, *, halving: bool = False, **knobs: object) -> tuple[AttentionPlan, ...]:
     """The plan itself or, with `halving`, first groups of two, of four, ... that make up its groups.
 
-    The paper groups anew at every stage; here every stage is a part of the last one, whose groups were searched for.
+    Every stage is a part of the last one, whose groups were searched for. Which heads of a group come first is cut here
+    in their order; with `regroup_steps` the training finds it anew at every stage, as the paper does.
     """
     if not halving:
         return (plan,)

@@ -88,11 +88,12 @@ def match_parts(layers: Sequence[Sequence[Tensor]], alpha: float | Fraction) -> 
     return resolve_shares(match.share for match in best_matches(similarities(layers), heads)[:count])
 
 
-def match_heads(heads: Sequence[LayerHeads], alpha: float | Fraction) -> tuple[HeadShare, ...]:
+def match_heads(heads: Sequence[LayerHeads], alpha: float | Fraction, sides: str = "qk") -> tuple[HeadShare, ...]:
     """The α·L·H heads that resemble an earlier head most by their query and key weights, and those heads (Alg. 1).
 
-    `heads`: multi-head layers, one entry a layer (lift others). Q, K and V all follow the one match; biases play no
-    part in it (**silent**). Raises ValueError for grouped heads and for an impossible `alpha`.
+    `heads`: multi-head layers, one entry a layer (lift others). `sides`: whose weights are compared, of "q", "k", "v";
+    those of Eq. 3 unless asked otherwise. Q, K and V all follow the one match; biases play no part in it (**silent**).
+    Raises ValueError for grouped heads and for an impossible `alpha`.
     """
     for index, layer in enumerate(heads):
         if not layer.q.shape[0] == layer.k.shape[0] == layer.v.shape[0]:
@@ -100,7 +101,7 @@ def match_heads(heads: Sequence[LayerHeads], alpha: float | Fraction) -> tuple[H
                 f"layer {index}: sharing compares query heads with a key and a value head each, got "
                 f"{layer.k.shape[0]} key and {layer.v.shape[0]} value heads for {layer.q.shape[0]} query heads"
             )
-    return match_parts([(layer.q, layer.k) for layer in heads], alpha)
+    return match_parts([[getattr(layer, side) for side in sides] for layer in heads], alpha)
 
 
 def match_blocks(mlps: Sequence[MlpWeights], num_blocks: int, alpha: float | Fraction) -> tuple[HeadShare, ...]:

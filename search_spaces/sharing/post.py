@@ -5,10 +5,12 @@ The plan is DirectShare's. What differs is training: until the heads are shared,
 
 from __future__ import annotations
 
+from typing import Any
+
 from search_spaces.axes import SHARING
 from search_spaces.sharing.problem import KNOBS, Sharing, SharingProblem, match
 
 
 @SHARING.part("post", source="Cao 2024 (paper 004), PostShare: the matches of DirectShare", knobs=KNOBS)
-def post(problem: SharingProblem, *, alpha: float, mlp: bool) -> Sharing:
-    return match(problem, alpha, mlp)
+def post(problem: SharingProblem, **knobs: Any) -> Sharing:
+    return match(problem, **knobs)

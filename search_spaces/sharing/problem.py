@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from attention.axes import Knob
 from attention.heads import LayerHeads
 from attention.mlp import MlpWeights
-from attention.plan import HeadShare
+from attention.plan import AttentionPlan, HeadShare
 from search_spaces.sharing.matching import match_blocks, match_heads
+
+MATCHES = ("qk", "q", "k", "v", "qkv", "apart")
 
 
 @dataclass(frozen=True)
@@ -22,20 +24,41 @@ class SharingProblem:
 
 @dataclass(frozen=True)
 class Sharing:
-    """Shared heads and shared MLP blocks, each sorted and resolved to roots, as a plan takes them."""
+    """Shared heads and shared MLP blocks, each sorted and resolved to roots; fields are those of a plan."""
 
     shares: tuple[HeadShare, ...] = ()
     mlp_shares: tuple[HeadShare, ...] = ()
+    query_shares: tuple[HeadShare, ...] = ()
+    key_shares: tuple[HeadShare, ...] = ()
+    value_shares: tuple[HeadShare, ...] = ()
+    output_shares: tuple[HeadShare, ...] = ()
+
+    def on(self, plan: AttentionPlan) -> AttentionPlan:
+        """The plan with these shares."""
+        return replace(plan, **{f.name: getattr(self, f.name) for f in fields(self)})
 
 
 # At most half: more than a two-layer model can share, of which the first layer has no earlier one.
 KNOBS = (
     Knob("alpha", "float", 0.3, "part of all heads that use the weights of another", low=0.05, high=0.5, searched=True),
     Knob("mlp", "bool", False, "share the same part of the MLP, in as many blocks as there are heads"),
+    Knob(
+        "match", "choice", "qk", "weights by which heads are matched; apart: each projection by itself", choices=MATCHES
+    ),
+    Knob("output", "bool", False, "share the head's columns of the output projection too (the paper's 90.4 %)"),
 )
 
 
-def match(problem: SharingProblem, alpha: float, mlp: bool) -> Sharing:
-    """The best α·L·H matches of heads, and of MLP blocks if `mlp`."""
+def match(problem: SharingProblem, *, alpha: float, mlp: bool, match: str, output: bool) -> Sharing:
+    """The best α·L·H matches of heads, and of MLP blocks if `mlp`.
+
+    `match`: one of the six functions of the paper's ablation ("Head-wise Matching Functions"): W_q, W_k, W_v, each
+    projection by itself ("apart"), W_q ‖ W_k ‖ W_v, and W_q ‖ W_k, its own. `output`: **silent** is by what an output
+    projection is matched; it follows the head's match, and that of its values where projections are matched apart.
+    """
     blocks = match_blocks(problem.mlps(), problem.heads[0].num_heads, alpha) if mlp else ()
-    return Sharing(match_heads(problem.heads, alpha), blocks)
+    if match == "apart":
+        q, k, v = (match_heads(problem.heads, alpha, side) for side in "qkv")
+        return Sharing((), blocks, q, k, v, v if output else ())
+    found = match_heads(problem.heads, alpha, match)
+    return Sharing(found, blocks, output_shares=found if output else ())

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from attention import checkpoint
 from attention.composition import (
@@ -35,6 +35,9 @@ VARIANTS = {
     "key side": Composition(query_side=False),
     "before": Composition(after_softmax=False),
     "after": Composition(before_softmax=False),
+    "projections": Composition(gate=False),
+    "gates": Composition(projection=False),
+    "projections in groups, one side": Composition(gate=False, groups=2, key_side=False),
     "static base": Composition(static_base=True),
     "talking heads": Composition(query_side=False, key_side=False, static_base=True),
     "groups": Composition(rank=1, groups=2),
@@ -101,11 +104,13 @@ def loop_compose(compose: Compose, a: Tensor, x_q: Tensor, x_k: Tensor) -> Tenso
                     for side, x in ((compose.query, x_q[b, t]), (compose.key, x_k[b, s])):
                         if side is None:
                             continue
-                        down, up = loop_weights(side, x.tolist(), group)
-                        for r in range(side.rank):
-                            total += sum(old[j] * down[r][j] for j in range(size)) * up[r][place]
-                        gate = sum(float(x[d]) * float(side.w_gate[d, head]) for d in range(D))
-                        total += old[place] * math.tanh(gate)
+                        if side.w_1 is not None:
+                            down, up = loop_weights(side, x.tolist(), group)
+                            for r in range(side.rank):
+                                total += sum(old[j] * down[r][j] for j in range(size)) * up[r][place]
+                        if side.w_gate is not None:
+                            gate = sum(float(x[d]) * float(side.w_gate[d, head]) for d in range(D))
+                            total += old[place] * math.tanh(gate)
                     out[b, head, t, s] = total
     return out
 
@@ -226,6 +231,22 @@ def test_extra_parameters_worked_example() -> None:
     R, d = 2, 64
     assert extra / model == pytest.approx(2 * R / (3 * d) + 4 * R**2 / (3 * d**2) + 1 / (3 * d), rel=1e-12)
     assert (2 * R + 1) / (3 * d) == pytest.approx(0.026, abs=5e-4)
+
+
+def test_a_part_of_the_branches_has_its_own_parameters_and_nothing_else() -> None:
+    """Table 9: W_1 and W_2 of both sides and places, or W_g alone; at decoding 2R or 1 value a head, side and place."""
+    R, D_, H_ = 2, 32, 4
+    both, projections, gates = (Composition(**s) for s in ({}, {"gate": False}, {"projection": False}))
+    assert extra_parameters(projections, 1, H_, D_) == 4 * (D_ * 2 * R * H_ + (2 * R * H_) ** 2)
+    assert extra_parameters(gates, 1, H_, D_) == 4 * D_ * H_
+    assert [c.cached_values(H_) for c in (both, projections, gates)] == [40, 32, 8]
+    with pytest.raises(PlanError, match="at least one of projection and gate"):
+        Composition(projection=False, gate=False)
+    plan = AttentionPlan(MAPS, 8, (), both)
+    assert "gate" not in plan.to_json()  # plans from before there was a choice keep their digests
+    for settings in (projections, gates):
+        plan = AttentionPlan(MAPS, 8, (), settings)
+        assert AttentionPlan.from_json(plan.to_json()) == plan
 
 
 # ---- in a model --------------------------------------------------------------------------------------------------
@@ -373,11 +394,13 @@ def test_save_and_load(tiny_model, settings: Composition, tmp_path) -> None:
 
 @torch.no_grad()
 def test_missing_parameters_are_initialised(tiny_model, tmp_path) -> None:
-    """A config edited to have composition: transformers reports what is missing, and none of it is garbage."""
+    """A config edited to have composition: we refuse it, and what transformers starts afresh is not garbage."""
     plain = convert(tiny_model("llama"), AttentionPlan(MAPS, 8))
     plain.config.attention_plan["composition"] = {"static_base": True, "qk_norm": True}
     plain.save_pretrained(tmp_path)
-    model = checkpoint.load(tmp_path)
+    with pytest.raises(ValueError, match="lacks .*composition"):
+        checkpoint.load(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
     for module in compositions(model):
         assert float(module.before.query.w_1.std()) == pytest.approx(math.sqrt(2 / (32 + 16)), rel=0.2)
         assert float(module.after.base.std()) == pytest.approx(0.5, rel=0.6)

@@ -1,6 +1,7 @@
 """Shared heads and MLP blocks: the same model as one with the heads copied by hand, with every weight held once."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from attention import checkpoint, export, mlp
 from attention.conversion import assemble, convert, read_layers, unshare
@@ -110,6 +112,64 @@ def test_logits_are_those_of_heads_copied_by_hand(name: str, tiny_model) -> None
     assert parameters(model) - parameters(shared) == saved_parameters(model, plan) > 0
     ids = shared.generate(IDS[:, :5], max_new_tokens=6, do_sample=False)
     assert torch.equal(ids, wanted.generate(IDS[:, :5], max_new_tokens=6, do_sample=False))
+
+
+# Queries, values and outputs follow shares of their own; keys share nothing.
+APART = AttentionPlan(LAYERS, 8, query_shares=SHARES[:2], value_shares=SHARES[2:6], output_shares=SHARES[5:])
+WITH_OUTPUT = AttentionPlan(LAYERS, 8, SHARES, output_shares=SHARES)
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "gpt_neox", "phi"])
+@pytest.mark.parametrize("plan", [APART, WITH_OUTPUT], ids=["apart", "with output"])
+@torch.no_grad()
+def test_projections_and_outputs_that_share_by_themselves(
+    name: str, plan: AttentionPlan, tiny_model, tmp_path: Path
+) -> None:
+    model = four(tiny_model, name)
+    copied = copy.deepcopy(model)
+    family, geometry = family_of(model.config), HeadGeometry.from_config(model.config)
+    modules = family.attention_modules(copied)
+    for side in "qkvo":
+        for s in plan.shares_of(side):
+            source, target = (family.read(modules[i], geometry).to(copy=True) for i in (s.source_layer, s.layer))
+            for part in (side, f"{side}_bias"):
+                if part != "o_bias" and getattr(target, part) is not None:
+                    getattr(target, part)[s.head] = getattr(source, part)[s.source_head]
+            family.write(modules[s.layer], target)
+    shared: Any = convert(model, plan)
+    assert torch.allclose(logits(shared), logits(copied), atol=1e-4)
+    assert not torch.allclose(logits(shared), logits(model), atol=1e-2)
+    assert parameters(model) - parameters(shared) == saved_parameters(model, plan) > 0
+    back = checkpoint.load(checkpoint.save(shared, tmp_path / "shared"))
+    assert plan_of(back) == plan and torch.equal(logits(back), logits(shared))
+    assert torch.allclose(logits(unshare(back)), logits(shared), atol=1e-4)
+
+
+def test_the_papers_share_of_the_parameters_of_a_llama_2_7b() -> None:
+    """Table "Statistics of Memory Reduction": 6.09B of 6.74B at 30 % of the heads, which takes the outputs too."""
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, vocab_size=32000
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    shares = tuple(HeadShare(layer, head, 0, head) for layer in range(1, 32) for head in range(32))[:307]
+    heads = AttentionPlan((LayerPlan.identity(32),) * 32, 128, shares)
+    whole = parameters(model)
+    assert whole == 6_738_415_616
+    assert saved_parameters(model, heads) == 307 * 3 * 128 * 4096
+    saved = saved_parameters(model, replace(heads, output_shares=shares))
+    assert saved == 307 * 4 * 128 * 4096
+    assert f"{(whole - saved) / 1e9:.2f}B of {whole / 1e9:.2f}B" == "6.09B of 6.74B"
+
+
+def test_outputs_of_a_gpt2_are_refused_and_a_refit_of_shared_ones(tiny_model) -> None:
+    with pytest.raises(ValueError, match="output projections of gpt2 cannot be shared"):
+        convert(four(tiny_model, "gpt2"), WITH_OUTPUT)
+    with pytest.raises(PlanError, match="shares are of whole heads"):
+        AttentionPlan(LAYERS, 8, SHARES, query_shares=SHARES)
+    shared = convert(four(tiny_model, "llama"), WITH_OUTPUT)
+    with pytest.raises(ValueError, match="9 heads that share theirs in other layers"):
+        refine("heal", shared, shared, IDS)
 
 
 def test_blocks_of_a_gpt2_are_refused(tiny_model) -> None:

@@ -78,6 +78,7 @@ def test_closed_forms_before_any_training(ratio: float, converted: Converted) ->
     assert converted("least_squares", ratio)[2] < neighbour - 1.5
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("ratio", "margin"), [(0.5, 0.04), (0.25, 0.15)])
 def test_heads_where_they_are_measured_to_matter(ratio: float, margin: float, converted: Converted) -> None:
     """The joint knapsack over keys and values of all layers, against as many heads everywhere."""
@@ -95,16 +96,19 @@ def after_50_steps(converted: Converted, corpus: Corpus) -> dict[str, float]:
     }
 
 
+@pytest.mark.extended
 def test_align_keeps_its_lead_after_50_steps(after_50_steps: dict[str, float]) -> None:
     assert after_50_steps["align"] < after_50_steps["gqa"] - 0.3
 
 
+@pytest.mark.extended
 def test_least_squares_untrained_is_below_neighbour_trained(
     after_50_steps: dict[str, float], converted: Converted
 ) -> None:
     assert converted("least_squares", 0.25, **KNAPSACK)[2] < after_50_steps["gqa"]
 
 
+@pytest.mark.extended
 def test_least_squares_untrained_is_below_neighbour_after_200_steps(converted: Converted, corpus: Corpus) -> None:
     """At 1e-3, the best of the grid after 50 steps."""
     trained = recovered(copy.deepcopy(converted("gqa", 0.25)[1]), corpus, 200, 1e-3)
@@ -112,6 +116,7 @@ def test_least_squares_untrained_is_below_neighbour_after_200_steps(converted: C
     assert converted("least_squares", 0.25, **KNAPSACK)[2] < trained
 
 
+@pytest.mark.extended
 def test_dha_from_aligned_heads_beats_dha_from_raw_heads(
     demo_model: PreTrainedModel, calibration: Calibration, corpus: Corpus
 ) -> None:

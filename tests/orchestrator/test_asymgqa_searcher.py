@@ -252,7 +252,7 @@ def test_settings_and_choices_reach_the_walk(demo_dir: Path) -> None:
         ({}, 5, r"search\.samples: got 5, .* 32 probes with one move a site and 320 "),
         ({}, 321, r"search\.samples: got 321, "),
         ({"settings": {"searcher.chains": 1}}, 15, r"search\.samples: got 15, .* 16 probes"),
-        ({"settings": {"searcher.chain": 1}}, 64, "has no setting 'chain'; it has .*chains"),
+        ({"settings": {"searcher.chain": 1}}, 64, "has no setting 'chain' .did you mean chains.*; it has .*chains"),
         ({"settings": {"searcher.chains": 0}}, 64, "chains must lie in"),
         ({"choices": {"grouping": ["exact"], "objective": ["least_squares"]}}, 64, r"search\.choices: .*objective"),
         ({"choices": {"grouping": ["walk_symmetric", "walk_asymmetric"]}}, 64, "one value for grouping"),

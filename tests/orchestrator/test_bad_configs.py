@@ -147,7 +147,7 @@ def test_bad_configurations_are_refused_by_name(checked: Any, demo_dir: Path, tm
     assert not list(tmp_path.glob("runs/small*")), "nothing of a search may exist after a refusal"
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_two_thousand_bad_configurations_are_refused_by_name(checked: Any, demo_dir: Path, tmp_path: Path) -> None:
     run_configs(2000, 1, checked, demo_dir, tmp_path)
 

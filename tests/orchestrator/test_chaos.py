@@ -18,7 +18,7 @@ from chaos import KINDS, MORE_KINDS, Arena, Killer, arena, schedule, undisturbed
 from search_process import LITTLE
 
 from orchestrator.history import END, REPORT, TRIAL
-from orchestrator.results import DONE, STOPPED, load_trials, read_json
+from orchestrator.results import COPY, DONE, STOPPED, load_trials, read_json, stored_trials
 from orchestrator.tracking import Tracker
 
 KILLS = int(os.environ.get("HEADFOLD_CHAOS_KILLS", "5"))
@@ -102,7 +102,7 @@ def test_a_search_ends_in_an_exported_checkpoint(calm: dict[str, Any], tmp_path:
     place: Arena = calm["place"]
     outcome, trials = place.outcome, load_trials(place.search / "trials.json")
     assert outcome["folder"] == str(place.search)
-    assert {t.status for t in trials} <= {DONE, STOPPED}
+    assert {t.status for t in trials} <= {DONE, STOPPED, COPY}
     assert {"STOP", "CONTINUE"} == {decision for *_, decision in calm["decisions"]}
     losses = {t.recipe: t.loss for t in trials}
     assert losses["least_squares"] < losses["gqa"] - 1
@@ -154,7 +154,7 @@ def check_mlflow(place: Arena) -> None:
     assert set(names) - {run.info.run_id for run in children} == {tracker_run(names, parent)}
     assert {run.info.status for run in names.values()} == {"FINISHED"}
     trials = [run for run in children if run.data.tags["headfold.kind"] == "trial"]
-    records = {t.trial_id: t for t in load_trials(place.search / "trials.json")}
+    records = {t.trial_id: t for t in stored_trials(place.search / "trials.json")}
     assert sorted(run.data.tags["trial_id"] for run in trials) == sorted(records)
     for run in trials:
         points = tracker.client.get_metric_history(run.info.run_id, "loss")

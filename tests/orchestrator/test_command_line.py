@@ -7,10 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from attention import checkpoint
+from attention.conversion import convert
+from attention.plan import AttentionPlan, LayerPlan
 from orchestrator import main
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -177,6 +181,8 @@ def test_convert_evaluate_and_export_hand_on_to_each_other(tmp_path: Path, demo_
     assert converted["cache_bytes_measured"] == converted["cache_tokens"] * converted["kv_bytes_per_token"]
     assert converted["rise"] == pytest.approx(converted["loss"] - converted["loss_base"])
     assert converted["rise"] > 1
+    assert (converted["dtype"], converted["kv_bytes_per_token"]) == ("bfloat16", 4096 // 4)
+    assert (converted["format"], converted["loads_in"]) == ("stock", ["transformers", "vLLM", "llama.cpp"])
 
     assert run_here("evaluate", tmp_path / "c", "--base", demo_dir, *sizes, "--json", tmp_path / "evaluate.json") == 0
     evaluated = json.loads((tmp_path / "evaluate.json").read_text())
@@ -190,5 +196,19 @@ def test_convert_evaluate_and_export_hand_on_to_each_other(tmp_path: Path, demo_
     exported = json.loads((tmp_path / "export.json").read_text())
     assert exported["model_type"] == "llama"
     assert exported["exact"] is True
-    assert exported["kv_bytes_per_token_after"] * 4 == exported["kv_bytes_per_token_mha"]
-    assert (tmp_path / "e" / "tokenizer.json").is_file()
+    assert exported["kv_bytes_per_token_after"] * 4 == exported["kv_bytes_per_token_original"]
+    assert (tmp_path / "e" / "tokenizer.json").read_bytes() == (demo_dir / "tokenizer.json").read_bytes()
+
+
+def test_an_export_that_grows_the_cache_ends_with_2_and_both_numbers(
+    tmp_path: Path, tiny_model: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    layer = LayerPlan((0, 0, 1, 1), (0, 1, 0, 1))
+    source = checkpoint.save(convert(tiny_model("llama"), AttentionPlan((layer,) * 2, 8)), tmp_path / "apart")
+    options = ["export", source, "--target", "gqa", "--out", tmp_path / "out"]
+    assert run_here(*options) == 2
+    told = capfd.readouterr().err
+    assert all(said in told for said in ("512 KV bytes a token", "the plan 256", "--allow-larger-cache"))
+    assert not (tmp_path / "out").exists()
+    assert run_here(*options, "--allow-larger-cache") == 0
+    assert "a stock Llama checkpoint: transformers, vLLM and llama.cpp load it" in capfd.readouterr().out

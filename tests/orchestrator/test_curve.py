@@ -6,13 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from attention import calibration as calibrating
 from attention import checkpoint
 from attention.modeling import plan_of
 from orchestrator import convert, models
 from orchestrator.config import ConfigError
-from orchestrator.curve import convert_curve, parse_ratios
+from orchestrator.curve import convert_curve
+from orchestrator.inputs import parse_ratios
 from search_spaces.context import PlanningContext
 from search_spaces.recipes import recipe
 
@@ -41,7 +43,7 @@ def test_one_calibration_and_one_measurement_for_all_ratios(
     assert written["points"] == json.loads(json.dumps(points))
     assert (tmp_path / "out" / "curve.png").read_bytes()[:4] == b"\x89PNG"
     for point in points:
-        saved = checkpoint.load(tmp_path / "out" / f"kv-{point['kv_ratio_asked']:g}")
+        saved = checkpoint.load(tmp_path / "out" / f"kv-{point['kv_ratio_asked']:g}", torch.float32)
         assert plan_of(saved).kv_ratio == point["kv_ratio"]
     held_out = models.texts("stdlib", "eval", models.load_tokenizer(demo_dir), 2048, 128, 0)
     assert models.score(saved, held_out).loss == pytest.approx(losses[-1], abs=1e-4)

@@ -15,7 +15,7 @@ import torch
 
 from attention import checkpoint, conversion
 from attention.plan import AttentionPlan, LayerPlan
-from orchestrator import gate, promotion, promotion_steps
+from orchestrator import gate, models, promotion, promotion_steps, tables
 from orchestrator.config import ConfigError, SearchConfig, parse_config
 from orchestrator.folders import SearchFolder
 from orchestrator.gate import check_candidate
@@ -27,14 +27,16 @@ from orchestrator.promotion_state import (
     REGISTERED,
     TRAINED,
     Entry,
+    PromoteOutcome,
     PromotionState,
 )
 from orchestrator.promotion_steps import PromotionSteps
 from orchestrator.results import DONE, TrialRecord, load_trials, read_json, save_trials, write_json
+from orchestrator.shipping import best_model
 from orchestrator.tracking import Tracker, TrackingError
 from orchestrator.training import milestones
 from orchestrator.trial import TrialContext
-from trainers.data import write_sequences
+from trainers.data import read_sequences, write_sequences
 
 HALF = LayerPlan((0, 0, 1, 1), (0, 0, 1, 1))
 APART = LayerPlan((0, 0, 1, 1), (0, 1, 0, 1))
@@ -101,9 +103,41 @@ def test_a_sound_candidate_passes_and_is_exported_as_a_plain_model(
     checks = check_candidate(entry(folder), config, context, folder)
     assert checks.reasons == []
     assert checks.plain
+    assert Path(checks.model or "").name == "exported"
     assert checks.record["cache_bytes_measured"] == checks.record["kv_bytes_per_token"] * checks.record["cache_tokens"]
     assert checks.record["max_logit_difference"] <= 1e-4
-    assert checkpoint.load_config(checks.exported or "").model_type == "llama"
+    assert checkpoint.load_config(checks.model or "").model_type == "llama"
+
+
+@pytest.mark.parametrize("name", ["head", "apart"])
+def test_the_export_has_the_dtype_of_the_checkpoint_and_agrees_with_the_rounded_weights(
+    name: str, config: SearchConfig, folder: SearchFolder, context: TrialContext
+) -> None:
+    """Trained in float32, shipped in bfloat16: bytes and held-out loss are those of what is shipped."""
+    context = dataclasses.replace(context, dtype="bfloat16")
+    checks = check_candidate(entry(folder, name), config, context, folder)
+    assert checks.reasons == []
+    assert checks.record["max_logit_difference"] <= 1e-4
+    assert checks.kv_bytes_per_token == plan(HALF).kv_bytes_per_token("bfloat16")
+    assert checks.record["cache_bytes_measured"] == checks.kv_bytes_per_token * checks.record["cache_tokens"]
+    exported = checkpoint.load(checks.model or "")
+    assert exported.dtype == torch.bfloat16
+    shipped = models.score(exported.float(), read_sequences(context.eval_file))
+    assert checks.record["exported_loss"] == pytest.approx(shipped.loss, abs=1e-6)
+
+
+def test_a_check_that_was_killed_is_made_anew_and_keeps_the_trained_weights(
+    config: SearchConfig, folder: SearchFolder, context: TrialContext
+) -> None:
+    place = folder.promoted / "head-4"
+    shutil.copytree(folder.trial("head") / "trained", place / "trained")
+    candidate = dataclasses.replace(entry(folder), folder=str(place / "trained"))
+    first = check_candidate(candidate, config, context, folder)
+    (Path(first.model or "") / "lineage.json").write_text("{}")  # the kill came right after
+    again = check_candidate(candidate, config, context, folder)
+    assert again.reasons == []
+    assert again.model == first.model == str(place / "exported")
+    assert checkpoint.intact(place / "trained")
 
 
 def test_a_plan_without_a_stock_form_is_kept_in_our_own(
@@ -112,7 +146,8 @@ def test_a_plan_without_a_stock_form_is_kept_in_our_own(
     checks = check_candidate(entry(folder, "apart"), config, context, folder)
     assert checks.reasons == []
     assert not checks.plain
-    assert checkpoint.load_config(checks.exported or "").model_type == "headfold_llama"
+    assert Path(checks.model or "").name == "headfold", "only what stock transformers loads is called exported"
+    assert checkpoint.load_config(checks.model or "").model_type == "headfold_llama"
 
 
 @pytest.mark.parametrize(
@@ -154,7 +189,7 @@ def test_a_cache_that_is_larger_than_planned_is_refused(
 def test_an_export_with_other_logits_is_refused(
     config: SearchConfig, folder: SearchFolder, context: TrialContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def spoilt(source: str, target: str, out: Path, tokenizer: Any = None) -> Any:
+    def spoilt(source: str, target: str, out: Path, tokenizer: Any = None, **_: Any) -> Any:
         model = checkpoint.load(source)
         with torch.no_grad():
             model.get_output_embeddings().weight += 1e-2
@@ -216,6 +251,127 @@ def test_the_best_is_registered_with_its_evidence_and_the_rest_told(
     kinds = sorted(run.data.tags["headfold.kind"] for run in tracker.children(parent))
     assert kinds == ["promotion baseline", "promotion candidate"]
     assert {run.info.status for run in tracker.children(parent)} == {"FINISHED"}
+
+
+def worse_with_training(folder: SearchFolder, name: str, recipe: str, losses: tuple[float, ...]) -> TrialRecord:
+    """A trial of 4 steps whose untrained conversion lies beside its trained weights, and its best rung too."""
+    own = folder.trial(name)
+    shutil.copytree(own / "trained", own / "converted")
+    found = trial(name, recipe, losses[-1])
+    found.rungs = [{"step": step, "loss": loss} for step, loss in zip((0, 2, 4), losses, strict=True)]
+    best = min((2, 4), key=lambda step: losses[step // 2])
+    place = own / "trained" if best == 4 else own / "trained.best" / "step-000002"
+    if best == 2:
+        shutil.copytree(own / "trained", place)
+    found.rungs[-1] |= {"best_step": best, "best_loss": losses[best // 2], "best_kl": 0.1, "best_dir": str(place)}
+    return found
+
+
+@pytest.mark.usefixtures("no_training")
+@pytest.mark.parametrize(
+    ("losses", "best", "what", "place"),
+    [
+        ((2.243, 2.3, 2.249), 0, "untrained conversion", "converted"),
+        ((2.5, 2.2, 2.249), 2, "step 2", "trained.best/step-000002"),
+        ((2.5, 2.3, 2.249), 4, "step 4", "trained"),
+    ],
+)
+def test_the_best_measured_step_is_shipped(
+    config: SearchConfig,
+    context: TrialContext,
+    folder: SearchFolder,
+    tracker: Tracker,
+    capsys: pytest.CaptureFixture[str],
+    losses: tuple[float, ...],
+    best: int,
+    what: str,
+    place: str,
+) -> None:
+    head = worse_with_training(folder, "head", "headfold", losses)
+    base = worse_with_training(folder, "base", "gqa", (4.0, 2.8, 2.9))
+    save_trials(folder.trials_file, [head, base])
+    state = promoted(config, context, folder, tracker, tracker.start("search"))
+    (candidate,) = state["candidates"].values()
+    told = {
+        "status": PROMOTED,
+        "loss": min(losses),
+        "best_step": best,
+        "shipped": what,
+        "untrained_loss": losses[0],
+        "last_loss": 2.249,
+        "baseline_loss": 2.8,
+        "baseline_step": 2,
+        "original_loss": 2.0,
+        "folder": str(folder.trial("head") / place),
+    }
+    assert {key: candidate[key] for key in told} == told
+    assert candidate["checks"]["untrained_loss"] == losses[0] and candidate["lineage"]["data"]["steps"] == best
+    run = tracker.client.get_run(candidate["run_id"])
+    metrics = ("untrained_loss", "best_loss", "best_step", "last_loss", "baseline_loss", "original_loss")
+    assert [run.data.metrics[name] for name in metrics] == [losses[0], min(losses), best, 2.249, 2.8, 2.0]
+    assert tracker.client.get_model_version_by_alias("small", "kv50").tags["shipped"] == what
+    tables.print_promotion(state)
+    printed = capsys.readouterr().out
+    assert f"the {what}, exported for stock transformers" in printed
+    assert ("no training made it better" in printed) == (best == 0)
+    row = next(line.split() for line in printed.splitlines() if line.startswith("headfold  50%"))
+    numbers = [f"{losses[0]:.3f}", f"{min(losses):.3f}", str(best), "2.249", "2.800", "2.000"]
+    assert row[:9] == ["headfold", "50%", "4", *numbers]
+
+
+def test_what_is_worse_than_its_own_untrained_conversion_is_refused(
+    config: SearchConfig, folder: SearchFolder, context: TrialContext
+) -> None:
+    """Only where the untrained weights are gone."""
+    (reason,) = check_candidate(entry(folder, untrained_loss=2.05), config, context, folder).reasons
+    assert "above the 2.0500 of its own untrained conversion" in reason
+
+
+def test_of_a_relaxation_it_is_said_which_model_is_shipped(folder: SearchFolder) -> None:
+    own = folder.trial("head")
+    shutil.copytree(own / "trained", own / "converted")
+    shutil.copytree(own / "trained", folder.root / "collapsed")
+    relaxed = {"relaxation_steps": 2, "relaxed_dir": str(folder.root / "collapsed"), "collapsed_loss": 3.0}
+    rungs = [{"step": 0, "loss": 2.5, "pooled": True}, {"step": 4, "loss": 2.6, **relaxed}]
+    found = trial("head", "dha", 2.6)
+    found.rungs = rungs
+
+    def best(reports: list[dict[str, Any]]) -> tuple[int, str, str]:
+        model = best_model(found, own, reports)
+        assert model is not None
+        return model.step, model.folder.name, model.what
+
+    assert best([]) == (0, "converted", "pooled conversion, untrained: not what its relaxation trains from")
+    rungs[1]["collapsed_loss"] = 2.4
+    assert best([]) == (2, "collapsed", "relaxed model before any recovery")
+    better = {
+        "step": 8,
+        "loss": 2.2,
+        "best_step": 6,
+        "best_loss": 2.1,
+        "best_kl": 0.1,
+        "best_dir": str(own / "trained"),
+    }
+    assert best([better]) == (6, "trained", "step 6")
+
+
+@pytest.mark.usefixtures("no_training")
+def test_a_model_in_our_own_format_is_not_called_exported(
+    config: SearchConfig,
+    context: TrialContext,
+    folder: SearchFolder,
+    tracker: Tracker,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    save_trials(folder.trials_file, [trial("apart", "headfold", 2.2), trial("base", "gqa", 2.9)])
+    state = promoted(config, context, folder, tracker, tracker.start("search"))
+    (candidate,) = state["candidates"].values()
+    assert candidate["status"] == PROMOTED and candidate["model"].endswith("/headfold")
+    assert candidate["exported"] is None and state["exported"] is None
+    assert not list(folder.storage.rglob("exported"))
+    assert "not stock" in tracker.client.get_model_version_by_alias("small", "kv50").tags["format"]
+    tables.print_promotion(state)
+    assert "in Headfold's own format, which stock transformers does not load" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("no_training")
@@ -459,6 +615,18 @@ def test_trials_are_selected_by_budget_or_by_front() -> None:
     assert [t.trial_id for t in promotion.select(trials, "best_per_budget", 1)] == ["a", "e"]
     assert [t.trial_id for t in promotion.select(trials, "best_per_budget", 2)] == ["a", "b", "e", "d"]
     assert [t.trial_id for t in promotion.select(trials, "front", 1)] == ["e"]
+
+
+def test_a_baseline_is_not_promoted(folder: SearchFolder, config: SearchConfig) -> None:
+    trials = [trial("a", "gqa", 2.0), trial("b", "headfold", 2.1)]
+    with pytest.raises(ConfigError, match="--trial: 'a' is a trial of the baseline gqa, .* choose among b"):
+        promotion._chosen(trials, ["b", "a"], None, config)
+
+
+def test_the_exit_code_is_of_the_trials_that_were_asked_for(tmp_path: Path) -> None:
+    """One that was promoted earlier says nothing of one that is refused now."""
+    found = {"candidates": {"a": {"status": PROMOTED}, "b": {"status": REFUSED}}, "failed": []}
+    assert [PromoteOutcome(tmp_path, found, chosen).exit_code for chosen in (("a",), ("b",), ("a", "b"))] == [0, 1, 0]
 
 
 def test_an_unknown_trial_is_refused(folder: SearchFolder, config: SearchConfig) -> None:

@@ -71,6 +71,45 @@ def test_a_relaxation_takes_its_share_of_the_steps(
         # The paper's shares of the whole training: T reaches 0 at 30 %, masks freeze at 80 %
         assert job.relaxation.knobs["target_fraction"] * taken == pytest.approx(30)
         assert job.relaxation.knobs["freeze_fraction"] * taken == pytest.approx(80)
+        assert job.settings.rate(100, 100) == 0  # sec. 4.1: the cosine ends at 0
+
+
+def test_a_fusion_stage_of_its_own(context: TrialContext, tmp_path: Path, demo_model) -> None:
+    """Paper 000, sec. 5.1 and Table 4: steps, batch, rate and schedule of the fusion stage, not the recovery's."""
+    own = {"steps": 40, "batch_size": 2, "learning_rate": 2e-4, "own_schedule": True, "rate": 0.05}
+    chosen = recipe("dha", **{f"relaxation.{name}": value for name, value in own.items()})
+    (tmp_path / "plan.json").write_text(planned("dha", demo_model))
+    job = training_job(context, tmp_path, Candidate(chosen, 1.0, 1e-3).config(), "t1")
+    assert job.relaxation is not None and job.relaxation.total_steps == 40
+    assert job.milestones == (10, 60)  # rungs 50 and 100
+    fusing, recovering = job.relaxation_settings, job.settings
+    assert (fusing.batch_size, fusing.learning_rate, recovering.batch_size, recovering.learning_rate) == (
+        2,
+        2e-4,
+        4,
+        1e-3,
+    )
+    assert (job.relaxation.knobs["rate"], job.schedule_steps) == (0.05, 60)
+    assert job.after_relaxation("collapsed").schedule_offset == 0
+    with pytest.raises(ValueError, match="relaxation.steps must be below the last rung 100, got 100"):
+        context.relaxation_steps(recipe("dha", **{"relaxation.steps": 100}))
+
+
+def test_stages_are_grouped_anew_if_asked(context: TrialContext, tmp_path: Path, demo_model) -> None:
+    chosen = recipe("dha", **{"relaxation.halving": True, "relaxation.regroup_steps": 7})
+    spec = relaxation_spec(chosen, planned("dha", demo_model), 20)
+    assert (len(spec.plans), spec.steps, spec.regroup_steps) == (2, 10, 7)  # groups of four: 2x, 4x
+
+
+def test_a_relaxation_may_take_all_steps(context: TrialContext, tmp_path: Path, demo_model) -> None:
+    """The paper's PostShare: pull, then share, and that is the model. With less than all, one step at least is left."""
+    (tmp_path / "plan.json").write_text(planned("postshare", demo_model))
+    for fraction, taken, milestones in ((1.0, 100, (0,)), (0.999, 99, (1,))):
+        chosen = recipe("postshare", **{"relaxation.fraction": fraction})
+        job = training_job(context, tmp_path, Candidate(chosen, 1.0, 1e-3).config(), "t1")
+        assert job.relaxation is not None and (job.relaxation.total_steps, job.milestones) == (taken, milestones)
+        assert job.schedule_steps == 100
+        assert job.after_relaxation("collapsed").milestones == milestones
 
 
 def test_stages_of_two_four_eight(context: TrialContext, tmp_path: Path, demo_model) -> None:

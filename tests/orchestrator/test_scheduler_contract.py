@@ -95,6 +95,62 @@ def test_trials_that_skip_rungs_end(make: Any) -> None:
     assert ended(VirtualTune(make(), trials, 2).run())
 
 
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_relaxation_is_not_judged_by_a_model_that_it_never_trains_from(make: Any, workers: int, skips: bool) -> None:
+    """Whatever the pooled model scored, even nan: nobody is stopped for it, and nobody else for comparison with it."""
+
+    def run(pooled: float) -> VirtualTune:
+        trials = curves(24)
+        for t in trials[::3]:
+            t.first, t.curve[0] = {"pooled": True}, pooled
+            t.curve[1] = None if skips else t.curve[1]
+        return VirtualTune(make(), trials, workers).run()
+
+    bad, good, broken = run(99.0), run(0.0), run(float("nan"))
+    assert ended(bad)
+    relaxed = {t.trial_id for t in bad.trials if t.first}
+    assert {bad.decisions[name, 0] for name in relaxed} == {CONTINUE}
+    assert {(name, 2 if skips else 1) for name in relaxed} <= set(bad.decisions)
+    assert bad.decisions == good.decisions == broken.decisions
+
+
+def test_after_a_kill_a_relaxation_goes_on(make: Any) -> None:
+    trials = curves(24)
+    for t in trials[::3]:
+        t.first, t.curve[0] = {"pooled": True}, 99.0
+    first = VirtualTune(make(), trials, 4).run(20)
+    tune = told_again(first, make()).run()
+    assert ended(tune) and {tune.decisions[t.trial_id, 0] for t in trials[::3]} == {CONTINUE}
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_the_same_work_is_done_once_and_copies_do_not_count(make: Any, workers: int) -> None:
+    twins = [trial(100 + n, [0.5, 0.4, 0.3]) for n in range(3)]
+    for twin in twins:
+        twin.first = {"work_digest": "same"}
+    protected = trial(200, [3.0, 2.0, 1.0], recipe="gqa")
+    protected.first = {"work_digest": "same"}
+    scheduler = make(trials=28)
+    tune = VirtualTune(scheduler, [*twins, protected, *curves(24)], workers).run()
+    assert scheduler.copies == {"t101": "t100", "t102": "t100"}
+    assert [t.done for t in twins] == [RUNGS, 1, 1] and protected.done == RUNGS, "a baseline does its own work"
+    assert ended(tune)
+    if workers == 1:
+        alone = VirtualTune(make(trials=25), [twins[0], *curves(24)], 1)
+        twins[0].done, twins[0].status = 0, Trial.PENDING
+        own = {key: d for key, d in tune.decisions.items() if key[0] not in ("t101", "t102", "t200")}
+        assert own == alone.run().decisions
+    again = told_again(
+        VirtualTune(make(trials=28), [*fresh(twins), *curves(24)], workers).run(9), make(trials=28)
+    ).run()
+    assert again.scheduler.copies == {"t101": "t100", "t102": "t100"} and ended(again)
+
+
+def fresh(trials: list[FakeTrial]) -> list[FakeTrial]:
+    return [FakeTrial(t.trial_id, t.curve, t.config, t.kv_bytes, first=t.first) for t in trials]
+
+
 def test_fewer_trials_than_foretold_end(make: Any) -> None:
     assert ended(VirtualTune(make(trials=40), curves(9), 2).run())
 

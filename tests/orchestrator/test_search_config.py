@@ -42,6 +42,14 @@ def with_value(path: str, value: Any) -> dict[str, Any]:
         ("search.budgets", [float("nan")], ["search.budgets.0", "(0, 1]"]),
         ("search.budgets", [0.5, 0.5], ["search.budgets", "0.5 more than once"]),
         ("search.budgets", [], ["search.budgets", "at least 1"]),
+        ("search.kv_heads", [4], ["search.kv_heads", "got [4]", "not both"]),
+        ("search.kv_heads", [0], ["search.kv_heads.0", "got 0", "greater than 0"]),
+        ("search.kv_heads", [2.5], ["search.kv_heads.0", "got 2.5", "integer"]),
+        (
+            "search.recipes",
+            [{"recipe": "gqa", "budgets": [0.5], "kv_heads": [4]}],
+            ["search.recipes.0.kv_heads", "not both"],
+        ),
         ("search.recipes", ["gqa", "gqa"], ["search.recipes", "'gqa' more than once"]),
         ("search.learning_rates", [-1.0], ["search.learning_rates.0", "got -1.0", "greater than 0"]),
         ("rungs.steps", [5, 10], ["rungs.steps", "[5, 10]", "first rung must be 0"]),
@@ -63,7 +71,7 @@ def test_a_wrong_value_is_refused_with_path_value_and_what_is_allowed(path: str,
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("path", ["name", "model", "search", "model.path", "search.budgets"])
+@pytest.mark.parametrize("path", ["name", "model", "search", "model.path"])
 def test_a_missing_key_is_named(path: str) -> None:
     record = yaml.safe_load(yaml.safe_dump(GOOD))
     *parents, last = path.split(".")
@@ -73,6 +81,14 @@ def test_a_missing_key_is_named(path: str) -> None:
     del node[last]
     with pytest.raises(ConfigError, match=f"{path}: required"):
         parse_config(record)
+
+
+def test_budgets_or_kv_heads_must_be_there() -> None:
+    record = with_value("search.seed", 1)
+    del record["search"]["budgets"]
+    with pytest.raises(ConfigError, match=r"search.kv_heads: got \[\].*search.budgets.*search.kv_heads"):
+        parse_config(record)
+    assert parse_config(record | {"search": {"kv_heads": [4, 2]}}).search.kv_heads == [4, 2]
 
 
 def test_all_errors_are_told_at_once() -> None:

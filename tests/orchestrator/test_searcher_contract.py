@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +25,7 @@ from orchestrator.searchers import SEARCHERS, SearchProblem, trials_of
 from search_spaces.planning import check_budget
 from search_spaces.recipes import RECIPES, Recipe
 from search_spaces.site import SIDES
+from tests.conftest import REPOSITORY
 
 SAMPLES = {"grid": 0, "asymgqa": 70}
 CHOICES = {"grouping": ["exact"], "fusion": ["least_squares"], "objective": ["least_squares"]}
@@ -111,6 +118,49 @@ def test_the_same_seed_gives_the_same_suggestions(demo_dir: Path, name: str) -> 
     assert name == "grid" or runs[0] != runs[2]
 
 
+def in_waves(searcher: Searcher, backwards: bool, wave: int = 6) -> list[dict[str, Any]]:
+    """Suggestions, `wave` trials at a time, whose results come in the order of their start or the other way round."""
+    configs: list[dict[str, Any]] = []
+    while True:
+        running: dict[str, dict[str, Any]] = {}
+        while len(running) < wave and isinstance(config := searcher.suggest(f"t{len(configs)}"), dict):
+            running[f"t{len(configs)}"] = config
+            configs.append(config)
+        if not running:
+            return configs
+        for trial_id in sorted(running, key=lambda name: int(name[1:]), reverse=backwards):
+            complete(searcher, trial_id, running[trial_id])
+
+
+def test_the_order_of_results_changes_no_suggestion(demo_dir: Path, name: str) -> None:
+    """Only which results are known when a trial is suggested may do so."""
+    found = []
+    for backwards in (False, True):
+        task = problem(demo_dir, name, recipes=["gqa", "headfold"])
+        task = replace(task, samples=SAMPLES.get(name, 24))
+        found.append(in_waves(SEARCHERS.get(name)(task), backwards))
+    assert found[0] == found[1]
+
+
+def digest_of_draws(demo_dir: Path) -> str:
+    runs = [drive(SEARCHERS.get(name)(problem(demo_dir, name))) for name in ("optuna", "random")]
+    return hashlib.sha256(json.dumps(runs).encode()).hexdigest()
+
+
+def test_the_same_seed_gives_the_same_suggestions_in_another_process(demo_dir: Path) -> None:
+    """Whose strings, for one, have other hashes."""
+    module = "tests.orchestrator.test_searcher_contract"
+    code = f"import pathlib, {module} as own; print(own.digest_of_draws(pathlib.Path({str(demo_dir)!r})))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split()[-1] == digest_of_draws(demo_dir)
+
+
 def test_failed_trials_do_not_end_the_search(demo_dir: Path, name: str) -> None:
     task = problem(demo_dir, name)
     searcher = SEARCHERS.get(name)(task)
@@ -160,6 +210,19 @@ def test_a_grid_refuses_samples(demo_dir: Path) -> None:
     task = problem(demo_dir, "random")
     with pytest.raises(ConfigError, match=r"search\.samples"):
         SEARCHERS.get("grid")(task)
+
+
+def test_a_pooled_model_teaches_the_estimator_nothing(demo_dir: Path) -> None:
+    """Its loss says nothing of the relaxation that it was measured for."""
+    task = problem(demo_dir, "optuna", recipes=["gqa"], choices=CHOICES)
+    searcher: Any = SEARCHERS.get("optuna")(task)
+    drive(searcher, stop=len(task.named) + 1)
+    known = len(searcher._window())
+    searcher.suggest("relaxing")
+    searcher.on_trial_result("relaxing", {"loss": 9.0, "kv_bytes_per_token": 1, "rung": 0, "pooled": True})
+    assert len(searcher._window()) == known
+    searcher.on_trial_result("relaxing", {"loss": 2.0, "kv_bytes_per_token": 1, "rung": 1})
+    assert searcher._window()[-1].values == (2.0, 1.0)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, 1.0])

@@ -192,8 +192,12 @@ def test_a_group_of_two_takes_jobs_of_every_kind(pool: str, job: TrainJob, whole
     metrics = train_in_group(pool, relaxed, lambda r: None).metrics
     assert metrics["relaxation_steps"] == 4
     assert checkpoint.plan_of(checkpoint.load(relaxed.out_dir)) == HALVED
+    told: list[int] = []
+    alone = other(job, "alone", settings=two, model_dir=str(job.teacher_dir), relaxation=spec, milestones=(0,))
+    assert train_in_group(pool, alone, lambda r: told.append(r["step"])).metrics["relaxation_steps"] == 4
+    assert told == [0]  # no recovery: what the relaxation came to is the one report
     (group,) = state(pool)["groups"].values()
-    assert group == {"shape": (2, 0.9, 0.0), "jobs": 6, "busy": False}
+    assert group == {"shape": (2, 0.9, 0.0), "jobs": 7, "busy": False}
 
 
 @pytest.mark.slow

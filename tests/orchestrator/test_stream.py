@@ -112,7 +112,9 @@ RECIPES = [
 def test_the_demo_checkpoint_comes_out_the_same(
     recipe: str, changes: dict[str, Any], demo_dir: Path, tmp_path: Path
 ) -> None:
-    memory, streamed = both_ways(demo_dir, recipe, 0.25, tmp_path, recipe_settings=changes)
+    # In the float32 that both compute in: rounded to bfloat16, a weight on the edge may fall to either side
+    more: dict[str, Any] = {"recipe_settings": changes, "dtype": "float32"}
+    memory, streamed = both_ways(demo_dir, recipe, 0.25, tmp_path, **more)
     assert_same(memory, streamed, 2048)
     assert streamed["rise"] > 0.01
 
@@ -177,10 +179,11 @@ def test_a_killed_conversion_goes_on_at_the_layer_it_reached(
     assert all((tmp_path / "out" / n).read_bytes() == (tmp_path / "whole" / n).read_bytes() for n in names)
 
     done.clear()
-    with pytest.raises(KeyboardInterrupt):
-        stream_checkpoint(source, "headfold_gqa", 0.5, tmp_path / "out", **run)
+    with pytest.raises(KeyboardInterrupt, match="2 finished layer.s. are kept in"):
+        stream_checkpoint(source, "headfold_gqa", 0.5, tmp_path / "out", overwrite=True, **run)
     done.append(-1)
-    stream_checkpoint(source, "headfold_gqa", 0.25, tmp_path / "out", progress=said.append, **run)
+    again = {"progress": said.append, "overwrite": True, **run}
+    stream_checkpoint(source, "headfold_gqa", 0.25, tmp_path / "out", **again)
     assert done == [0, 1, -1, 0, 1, 2, 3]
     assert "starting over" in said[-5]
 
@@ -219,11 +222,15 @@ def test_a_streamed_conversion_needs_a_folder_and_layers_that_stand_alone(
 def test_a_converted_checkpoint_can_be_streamed_again(
     tiny_model: Tiny, demo_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    """Its maps are its own grouping: what is shared already stays together."""
+    """Its maps are its own grouping: what is shared already stays together. One in Headfold's own form is refused, as
+    its config does not say what it caches."""
     model = tiny_model("llama", vocab_size=2048)
     source = stored(model, tmp_path / "source", demo_tokenizer)
+    first = stream_checkpoint(source, "least_squares", 0.5, tmp_path / "first", **SMALL)
     changes = {"together": False, "refinement": "none"}
-    first = stream_checkpoint(source, "headfold_gqa", 0.5, tmp_path / "first", recipe_settings=changes, **SMALL)
+    apart = stream_checkpoint(source, "headfold_gqa", 0.5, tmp_path / "apart", recipe_settings=changes, **SMALL)
     shutil.rmtree(source)
-    memory, streamed = both_ways(Path(first["out"]), "least_squares", 0.25, tmp_path)
+    memory, streamed = both_ways(Path(first["out"]), "least_squares", 0.5, tmp_path)
     assert_same(memory, streamed, 2048)
+    with pytest.raises(ConfigError, match="keeps 8 of 16 key and value heads"):
+        stream_checkpoint(apart["out"], "least_squares", 0.25, tmp_path / "out", **SMALL)

@@ -19,11 +19,13 @@ from attention import checkpoint
 from attention.composition import compositions, extra_parameters
 from attention.modeling import plan_of, plan_of_config
 from attention.plan import Composition, PlanError
+from attention.replacing import OutputError
 from orchestrator import models
 from orchestrator.config import ConfigError
 from orchestrator.evaluate import evaluate_checkpoint
 from orchestrator.results import read_json
 from orchestrator.train import check, train_from_scratch, untrained
+from trainers.corpora import DataError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHORT: dict[str, Any] = {"learning_rate": 3e-3, "eval_tokens": 1024, "sequence_length": 32, "device": "cpu"}
@@ -83,7 +85,10 @@ def test_composition_starts_as_in_the_paper_and_not_as_an_identity(like: Path, t
     [
         ({"recipe": "gqa"}, "recipe: got 'gqa'.*'transformer' or 'dcformer'"),
         ({"overrides": ["composition.rank=2"]}, "composes no heads; use --recipe dcformer"),
-        ({"recipe": "dcformer", "overrides": ["composition.ranks=2"]}, "composition.ranks: unknown setting; there are"),
+        (
+            {"recipe": "dcformer", "overrides": ["composition.ranks=2"]},
+            "composition.ranks: unknown .*mean rank.*there are",
+        ),
         ({"recipe": "dcformer", "overrides": ["composition.rank=true"]}, "composition.rank: got True.*a whole number"),
         ({"recipe": "dcformer", "overrides": ["composition.qk_norm=1"]}, "composition.qk_norm: got 1.*true or false"),
         ({"overrides": ["train.tuning=lora"]}, "train.tuning: random weights"),
@@ -110,10 +115,19 @@ def test_what_does_not_fit_is_refused(like: Path, tmp_path: Path) -> None:
         check(like, tmp_path / "out", **{**ASKED, "recipe": "dcformer", "overrides": ["composition.groups=3"]})
     with pytest.raises(ConfigError, match="like: no checkpoint at '/none'"):
         check("/none", tmp_path / "out", **ASKED)
+    with pytest.raises(DataError, match="synthetic:induction: expected one of all, new-pairs"):
+        check(like, tmp_path / "out", **{**ASKED, "train_data": "synthetic:induction"})
     taken = tmp_path / "taken"
     taken.mkdir()
-    with pytest.raises(ConfigError, match="taken exists and is not a training of this command"):
+    (taken / "mine.txt").touch()
+    with pytest.raises(OutputError, match="Headfold did not write its 'mine.txt'"):
         train_from_scratch(like, taken, **ASKED)
+
+
+def test_a_window_as_the_paper_has_it(like: Path, tmp_path: Path) -> None:
+    changes = {"recipe": "dcformer", "overrides": ["composition.windowed=true", "train.beta2=0.95"]}
+    found = check(like, tmp_path / "out", **{**ASKED, **changes})
+    assert found.plan.composition == Composition(window=256) and found.settings.beta2 == 0.95
 
 
 def test_milestones_end_with_the_last_step(like: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from orchestrator.cluster import Demand, Room, concurrency
 from orchestrator.config import ConfigError, parse_config
 from orchestrator.folders import SearchFolder, storage_path
 from orchestrator.validate import validate_search
+from orchestrator.verbs.searches import _split
 
 SMALL = {"sequence_length": 32, "train": {"tokens": 640}, "eval": {"tokens": 320}, "calibration": {"tokens": 320}}
 
@@ -205,5 +206,47 @@ def test_a_second_search_of_one_name_gets_a_folder_of_its_own(tmp_path: Path) ->
     assert SearchFolder.newest(tmp_path, "demo").root in (first.root, second.root)
     with pytest.raises(ConfigError, match="no search named 'other'"):
         SearchFolder.newest(tmp_path, "other")
+
+
+def test_any_search_of_a_storage_can_be_resumed_by_name_or_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [SearchFolder.fresh(tmp_path / "runs", "demo") for _ in range(3)]
+    for folder in made:
+        folder.snapshot.write_text("")
+    made[2].state.write_text('{"ended": "done"}')
+    assert SearchFolder.unended(tmp_path / "runs", "demo") == made[:2]
+    monkeypatch.chdir(tmp_path)
+    for given in ("demo-2", "runs/demo-2", "runs/demo-2/", str(made[1].root)):
+        assert SearchFolder.named(tmp_path / "runs", given) == made[1]
+    elsewhere = SearchFolder.fresh(tmp_path / "others", "demo-7")
+    elsewhere.snapshot.write_text("")
+    for given in ("demo-9", str(elsewhere.root), "..", ""):
+        with pytest.raises(ConfigError, match=f"no search '{given}' in .*; not ended: demo, demo-2; ended: demo-3"):
+            SearchFolder.named(tmp_path / "runs", given)
+    with pytest.raises(ConfigError, match="there is none at all; start one without --resume"):
+        SearchFolder.named(tmp_path / "empty", "demo")
+
+
+@pytest.mark.parametrize(
+    ("words", "resume", "expected"),
+    [
+        (["a.b=1"], True, (["a.b=1"], None)),
+        (["a.b=1", "demo-2"], True, (["a.b=1"], "demo-2")),
+        (["demo-2"], False, (["demo-2"], None)),  # refused as an override
+    ],
+)
+def test_the_name_after_resume_is_told_from_overrides(
+    words: list[str], resume: bool, expected: tuple[list[str], str | None]
+) -> None:
+    assert _split(words, resume) == expected
+
+
+def test_two_names_to_resume_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--resume: got the names a and b; give one"):
+        _split(["a", "x=1", "b"], True)
+
+
+def test_a_folder_of_no_search_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not the folder of a search"):
         SearchFolder.existing(tmp_path)

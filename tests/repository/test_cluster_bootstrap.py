@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

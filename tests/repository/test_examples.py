@@ -33,8 +33,8 @@ def test_load_exported_runs_without_the_project(tmp_path: Path) -> None:
     done = _run("-S", "-P", script, str(DEMO), "--tokens", "8", cwd=tmp_path, PYTHONPATH=packages)
     assert done.returncode == 0, done.stderr
     assert "transformers.models.llama" in done.stdout
-    # 4 layers x (8 + 8) heads x 32 x 4 bytes
-    assert re.search(r"KV cache: \d+ bytes for \d+ tokens, 8192 a token", done.stdout)
+    # 4 layers x (8 + 8) heads x 32 x 2 bytes
+    assert re.search(r"KV cache: \d+ bytes for \d+ tokens, 4096 a token", done.stdout)
     assert "def read_lines" in done.stdout
 
 
@@ -44,7 +44,7 @@ def test_load_exported_refuses_where_the_project_is(tmp_path: Path) -> None:
     assert "can import Headfold's" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_train_demo_makes_a_checkpoint(tmp_path: Path) -> None:
     script = str(EXAMPLES / "train_demo.py")
     sizes = ["--steps", "2", "--tokens", "40000", "--eval-tokens", "4096"]
@@ -66,7 +66,7 @@ def test_train_demo_makes_a_checkpoint(tmp_path: Path) -> None:
     assert again.returncode != 0 and "exists" in again.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_train_second_makes_a_checkpoint_of_another_family(tmp_path: Path) -> None:
     script = str(EXAMPLES / "train_second.py")
     sizes = ["--steps", "2", "--tokens", "20000", "--eval-tokens", "4096", "--packages"]  # the standard library alone

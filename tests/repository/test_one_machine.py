@@ -18,7 +18,7 @@ import psutil
 import pytest
 from one_machine import REPOSITORY, OneMachine
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]
 
 STEPS = 30
 SCRIPT = REPOSITORY / "tests" / "repository" / "cluster_trials.py"

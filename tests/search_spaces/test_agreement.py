@@ -62,7 +62,7 @@ def test_nothing_to_swap_is_said(make_context) -> None:
         agreement(replace(make_context("llama"), calibration=None), np.random.default_rng(0))
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_thousand_cheap_iterations_beat_ten_of_the_papers(demo_model, demo_tokenizer) -> None:
     """The walk at 50 % KV from one seed: by the layer's output it may try a hundred times as often as by the loss of
     the whole model, and ends far lower on held-out tokens."""

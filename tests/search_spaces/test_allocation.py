@@ -40,7 +40,19 @@ def test_dha_by_hand() -> None:
 
 def test_dha_gives_on_loss_per_head_and_ties_to_the_earlier_layer() -> None:
     assert dha_greedy([1.0, 1.0, 1.0], 20, first=0) == (8, 8, 4)
-    assert dha_greedy([1.0, 1.0, 1.0], 24) == (16, 4, 4)  # 12 left are enough for one large
+    assert dha_greedy([1.0, 1.0, 1.0], 28) == (16, 8, 4)  # 16 left: one large, which takes 12
+
+
+@pytest.mark.parametrize("left", [12, 13, 14, 15, 16])
+def test_dha_raises_as_printed_only_where_16_are_left(left: int) -> None:
+    """Alg. 5, line 10: M16 = R // 16, so that with 12 <= R < 16 no layer gets 16, though the raise would take 12."""
+    if left % 4:
+        with pytest.raises(ValueError, match=f"{left % 4} of {8 + left} heads left"):
+            dha_greedy([1.0, 9.0], 8 + left)
+        return
+    # R = 12: loss / heads are 1/4, 9/4: +4; 1/4, 9/8: +4; 1/4, 9/12: +4. R = 16: 12 to the second, then 1/4 < 9/16.
+    assert dha_greedy([1.0, 9.0], 8 + left) == {12: (4, 16), 16: (4, 20)}[left]
+    assert dha_greedy([3.0, 4.0], 8 + left) == {12: (8, 12), 16: (8, 16)}[left]
 
 
 def test_dha_without_room_for_a_large_one() -> None:
@@ -191,3 +203,18 @@ def test_the_measured_best_of_the_finalists_is_taken() -> None:
     assert part(problem, finalists=1) == ((3, 1),)
     assert len(asked) == 2, "one finalist is not measured"
     assert part(dataclasses.replace(problem, final=None)) == ((3, 1),)
+
+
+@pytest.mark.parametrize(("share", "keys", "values"), [(0.5, 16, 16), (0.75, 24, 8), (0.25, 8, 24), (0.7, 23, 9)])
+def test_dha_gives_keys_and_values_budgets_of_their_own(share: float, keys: int, values: int) -> None:
+    """Half of the 64 heads of 4 layers of 8; what is no whole head (22.4) goes to the keys."""
+    part = ALLOCATION.get("dha")
+    counts = part(problem(8, 4, 0.5, list(range(1, 9))), **part.settings({"key_share": share}))
+    assert (sum(k for k, _ in counts), sum(v for _, v in counts)) == (keys, values)
+
+
+@pytest.mark.parametrize(("ratio", "share", "words"), [(0.25, 0.9, "1 value heads"), (0.75, 0.9, "44 key heads")])
+def test_dha_refuses_a_split_that_a_side_cannot_have(ratio: float, share: float, words: str) -> None:
+    part = ALLOCATION.get("dha")
+    with pytest.raises(ValueError, match=words):
+        part(problem(8, 4, ratio, list(range(1, 9))), **part.settings({"key_share": share}))

@@ -263,7 +263,7 @@ def test_what_was_priced_before_changes_no_annealing() -> None:
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("equal_sizes", [True, False])
 @pytest.mark.parametrize("kind", ["table", "key", "value"])
 def test_thirty_two_heads_beat_merging_and_neighbours(kind: str, equal_sizes: bool, tiny_model) -> None:

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from tests_helpers import quick, random_context, ratio_of
 
 from attention.plan import AttentionPlan
+from attention.ratios import own_heads
+from attention.ratios import ratio_of as share_of
 from search_spaces.planning import make_plan
 from search_spaces.recipes import RECIPES, recipe
 
@@ -36,7 +38,7 @@ def test_a_plan_meets_its_budget_or_is_refused_with_budgets_that_can_be_met(name
     seed = data.draw(st.integers(0, 2**32 - 1))
     if RECIPES[name].sharing != "none":
         stored, layers = heads, layers + 1  # a head is shared with one of an earlier layer
-    ratio = ratio_of(data.draw(st.sampled_from(KINDS)), heads, layers, np.random.default_rng(seed))
+    ratio = ratio_of(data.draw(st.sampled_from(KINDS)), stored, layers, np.random.default_rng(seed))
     chosen = quick(RECIPES[name], heads)
     context = random_context(heads, stored, layers)
     try:
@@ -52,10 +54,10 @@ def test_a_plan_meets_its_budget_or_is_refused_with_budgets_that_can_be_met(name
             return
         for text in filter(None, nearest.groups()):
             met = make_plan(chosen, float(text), context, np.random.default_rng(seed))
-            assert met.kv_heads / (2 * layers * heads) == pytest.approx(float(text), abs=1e-7)
+            assert met.kv_heads / (2 * layers * stored) == pytest.approx(float(text), abs=1e-7)
         return
-    assert plan.kv_heads == round(ratio * 2 * layers * heads)
-    assert plan.kv_ratio == pytest.approx(ratio, abs=1e-9)
+    assert plan.kv_heads == round(ratio * own_heads(context.geometry))
+    assert share_of(plan, own_heads(context.geometry)) == pytest.approx(ratio, abs=1e-9)
     assert (plan.num_layers, plan.num_heads) == (layers, heads)
     for layer in plan.layers:
         for head_map in (layer.key_map, layer.value_map):

@@ -137,18 +137,26 @@ def test_the_same_plan_in_any_process(tmp_path: Path) -> None:
 def test_a_gqa_checkpoint_keeps_its_shared_heads_together(make_context) -> None:
     context = make_context("qwen2", num_attention_heads=8, num_key_value_heads=4, head_dim=8, hidden_size=64)
     for name in ("gqa", "asymgqa", "align", "least_squares"):
-        plan = planned(name, 0.25, context)
-        assert plan.kv_ratio == 0.25
+        plan = planned(name, 0.5, context)
+        assert plan.kv_heads == 2 * 2 * 2  # half of the four KV heads that it has
         for layer in plan.layers:
             for head_map in (layer.key_map, layer.value_map):
                 assert all(head_map[2 * unit] == head_map[2 * unit + 1] for unit in range(4))
-    assert planned("least_squares", 0.5, context).layers[0].key_map == (0, 0, 1, 1, 2, 2, 3, 3)
+    assert planned("least_squares", 1.0, context).layers[0].key_map == (0, 0, 1, 1, 2, 2, 3, 3)
 
 
-def test_a_budget_above_the_checkpoints_own_is_refused(make_context) -> None:
-    context = make_context("llama", num_key_value_heads=2)
-    with pytest.raises(ValueError, match=r"kv_ratio 1 is above the checkpoint's own 0.5 \(2 KV heads for 4"):
-        planned("gqa", 1.0, context)
+def test_a_refusal_tells_what_the_checkpoint_has_and_the_nearest(make_context) -> None:
+    context = make_context("llama", num_attention_heads=8, num_key_value_heads=4, hidden_size=64)
+    for ratio, nearest in ((0.375, "0.25 or 0.5"), (0.9, "0.5"), (0.1, "0.25")):
+        with pytest.raises(ValueError, match=f"4 KV heads a layer for 8 query heads.*can meet is {nearest}$"):
+            planned("gqa", ratio, context)
+    with pytest.raises(ValueError, match="the least is 0.25"):
+        planned("asymgqa", 0.125, context)
+
+
+def test_heads_are_shared_across_layers_in_multi_head_checkpoints_only(make_context) -> None:
+    with pytest.raises(ValueError, match="2 KV heads for 4 query heads; it takes a multi-head checkpoint"):
+        planned("directshare", 1.0, make_context("llama", num_key_value_heads=2))
 
 
 def test_parts_without_what_they_need_say_so(demo_context) -> None:

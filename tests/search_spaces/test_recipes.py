@@ -40,7 +40,7 @@ def test_settings_are_completed_and_order_does_not_matter() -> None:
 
 def test_overrides_drop_what_the_new_choice_does_not_use() -> None:
     plain = recipe("asymgqa", grouping="neighbour")
-    assert plain.objective is None and plain.similarity is None and not plain.knobs("grouping")
+    assert plain.objective is None and plain.similarity is None and plain.knobs("grouping") == {"equal_sizes": True}
     symmetric = recipe("asymgqa", grouping="walk_symmetric")
     assert "preserve" not in symmetric.knobs("grouping")
     assert symmetric.objective == "layer"

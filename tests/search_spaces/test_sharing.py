@@ -143,6 +143,31 @@ def test_mlp_blocks_match_by_their_input_side() -> None:
     assert match_blocks(mlps, 4, Fraction(1, 8)) == (HeadShare(1, 1, 0, 2),)
 
 
+def test_the_six_matching_functions() -> None:
+    """The paper's ablation: each projection points to another earlier head, and each function follows what it reads."""
+    far, other = torch.eye(4)[:3].view(3, 1, 4), torch.eye(4)[[3, 3]].view(2, 1, 4)
+    one = LayerHeads(far, far, far, far.transpose(1, 2))
+    # One later head whose query is like head 0 of the earlier layer, its key like head 1, its value like head 2
+    two = LayerHeads(*(torch.cat([n * far[[j]], other]) for j, n in enumerate((1, 3, 4))), far.transpose(1, 2))
+    part = SHARING.get("direct")
+
+    def found(match: str, output: bool = False) -> Any:
+        knobs = part.settings({"alpha": 0.17, "match": match, "output": output})
+        return part(SharingProblem([one, two], lambda: ()), **knobs)
+
+    def to(head: int) -> tuple[HeadShare, ...]:
+        return (HeadShare(1, 0, 0, head),)
+
+    # ‖: the lengths decide, as 1, 3 and 4 are concatenated
+    assert {m: found(m).shares for m in ("q", "k", "v", "qk", "qkv")} == {
+        "q": to(0), "k": to(1), "v": to(2), "qk": to(1), "qkv": to(2),
+    }  # fmt: skip
+    apart = found("apart", output=True)
+    assert (apart.shares, apart.query_shares, apart.key_shares, apart.value_shares) == ((), to(0), to(1), to(2))
+    assert apart.output_shares == to(2)  # the output reads the values
+    assert found("qk", output=True).output_shares == to(1) and found("qk").output_shares == ()
+
+
 @pytest.mark.parametrize("name", SHARING.names())
 def test_every_part_gives_shares_that_a_plan_takes(name: str, tiny_model) -> None:
     model = tiny_model("llama", num_hidden_layers=3)

@@ -141,7 +141,7 @@ def slow_greedy(losses: list[float], total: int, small: int, large: int, cap: in
         return None
     first = max(range(len(losses)), key=lambda i: (losses[i], -i))
     more = min(large, cap) - small
-    if more <= left:
+    if left // large >= 1:  # line 10: as many 16's as fit whole, though each takes 12
         given[first] += more
         left -= more
     while left >= small:

@@ -152,11 +152,13 @@ def test_only_adapters_have_optimiser_state(engine: Any, tiny_model: Any, ids: T
         assert sum(each["exp_avg"].numel() for each in state.values()) == adapter_sizes
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (2, "fp32"), (3, "fp32"), (2, "bf16"), (3, "bf16")])
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(0, "float32"), (2, "float32"), (3, "float32"), (2, "bfloat16"), (3, "bfloat16")]
+)
 def test_resuming_is_exact(engine: Any, tiny_model: Any, ids: Tensor, tmp_path: Path, stage: int, dtype: str) -> None:
     model = convert(tiny_model("llama"), UNEVEN)
     kind = {"zero_stage": stage, "dtype": dtype}
-    if dtype == "bf16":
+    if dtype == "bfloat16":
         model = model.to(torch.bfloat16)  # type: ignore[arg-type]
     whole = engine(copy.deepcopy(model), **kind)
     expected = run(whole, BatchStream(ids, 8))

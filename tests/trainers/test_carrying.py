@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from attention import checkpoint
-from attention.plan import AttentionPlan, LayerPlan
+from attention.plan import AttentionPlan, HeadShare, LayerPlan
 from trainers import carrying
 from trainers.carrying import carry_out
 from trainers.checkpoints import CheckpointStore
@@ -206,6 +206,23 @@ def test_a_relaxation_that_runs_out_of_memory(other: TrainJob, small_memory: lis
     assert "trained with 4" in metrics["notes"][0]
 
 
+def test_a_relaxation_without_recovery(other: TrainJob, tmp_path: Path) -> None:
+    """Pull, then share: measured once, at step 0 behind the pull, with the weights that the pull has left."""
+    plan = AttentionPlan((LayerPlan.identity(4),) * 2, 8, (HeadShare(1, 0, 0, 2),))
+    spec = RelaxationSpec("pull_together", (plan.to_json(),), 4, {"rate": 0.5})
+    pulled = replace(other, model_dir=str(other.teacher_dir), relaxation=spec, milestones=(0,))
+    link = Alone()
+    metrics = carry_out(pulled, link)["metrics"]
+    assert link.steps == [0] and metrics["relaxation_steps"] == 4
+    assert metrics["loss"] == metrics["collapsed_loss"] and metrics["tokens"] == 4 * 8 * 16
+    assert metrics["tokens_per_second"] > 0 and metrics["train_loss"] > 0
+    assert [point["step"] for point in metrics["relaxation_history"]] == [1, 2, 3, 4]
+    assert metrics["relaxation_history"][-1]["distance"] < 0.1
+    assert checkpoint.plan_of(checkpoint.load(metrics["out_dir"])) == plan
+    again = Alone()
+    assert carry_out(pulled, again)["metrics"] == metrics and again.steps == [0]
+
+
 def test_which_micro_batch_is_tried(job: TrainJob, tmp_path: Path) -> None:
     def rows(**settings: Any) -> int | None:
         found = lowered(TrainSettings(**settings))
@@ -251,7 +268,7 @@ def held() -> dict[str, int]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize(("stage", "jobs"), [(1, 100), (3, 50)])
 def test_a_hundred_jobs_leave_nothing_in_a_process(other: TrainJob, stage: int, jobs: int) -> None:
     settings = other.settings.model_copy(update={"zero_stage": stage, "distillation": "kl"})

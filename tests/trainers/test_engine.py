@@ -22,7 +22,15 @@ from trainers.settings import TrainSettings
 from trainers.stream import BatchStream
 
 STEPS = 6
-KINDS = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")]
+KINDS = [
+    (0, "float32"),
+    (1, "float32"),
+    (2, "float32"),
+    (3, "float32"),
+    (1, "bfloat16"),
+    (2, "bfloat16"),
+    (3, "bfloat16"),
+]
 PLAN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)
 
 
@@ -78,11 +86,11 @@ def test_trains_as_plain_torch_does(engine: Any, tiny_model: Any, ids: Tensor, s
     built = engine(copy.deepcopy(model), zero_stage=stage, dtype=dtype)
     expected = plain_torch(model.train(), ids, built.settings)
     losses = run(built, ids)
-    assert losses == pytest.approx(expected, abs=1e-4 if dtype == "fp32" else 0.1)
+    assert losses == pytest.approx(expected, abs=1e-4 if dtype == "float32" else 0.1)
     assert expected[0] - expected[-1] > 0.3  # so that a step of the wrong size would show
     weights = built.weights()
     assert set(weights) == set(model.state_dict())
-    if dtype == "fp32":
+    if dtype == "float32":
         for name, tensor in model.state_dict().items():
             torch.testing.assert_close(weights[name], tensor, atol=2e-4, rtol=0)
 
@@ -95,8 +103,13 @@ def test_a_part_of_a_longer_training_takes_its_part_of_the_schedule(engine: Any,
         run(built, ids, 0, 1)
         rates.append(built._engine.optimizer.param_groups[0]["lr"])
     assert rates == [settings.rate(step, 12) for step in range(2, 6)]
-    with pytest.raises(ValueError, match="0 <= schedule_offset < total_steps, got 6 and 6"):
-        engine(schedule_offset=6)
+    with pytest.raises(ValueError, match="0 <= schedule_offset <= total_steps, got 7 and 6"):
+        engine(schedule_offset=7)
+
+
+def test_the_betas_are_those_of_the_settings(engine: Any) -> None:
+    for given, expected in (({}, (0.9, 0.999)), ({"beta2": 0.95}, (0.9, 0.95))):
+        assert tuple(engine(**given)._engine.optimizer.param_groups[0]["betas"]) == expected
 
 
 @pytest.mark.parametrize("micro_batch", [1, 4])
@@ -104,7 +117,7 @@ def test_accumulated_passes_are_one_step(engine: Any, ids: Tensor, micro_batch: 
     assert run(engine(micro_batch=micro_batch), ids) == pytest.approx(run(engine(), ids), abs=1e-4)
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "fp32"), (2, "bf16"), (3, "bf16")])
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "float32"), (2, "bfloat16"), (3, "bfloat16")])
 def test_resuming_is_exact(engine: Any, ids: Tensor, tmp_path: Path, stage: int, dtype: str) -> None:
     whole = run(engine(zero_stage=stage, dtype=dtype), ids)
     first, stream = engine(zero_stage=stage, dtype=dtype), BatchStream(ids, 8)

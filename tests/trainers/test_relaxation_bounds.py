@@ -34,7 +34,7 @@ STEPS = 40
 KNOBS: dict[str, dict[str, Any]] = {
     "lagrangian": {"rate": 0.05, "multiplier_start": 50.0, "tolerance": 0.0},
     "hard_concrete": {"rate": 0.5},
-    "pull_together": {"weight": 0.1},
+    "pull_together": {"rate": 0.05},
 }
 
 
@@ -59,7 +59,9 @@ def trained(relaxation: Any, ids: Tensor, stops: tuple[int, ...], rate: float = 
     own = relaxation.parameter_groups()
     special = {id(p) for group in own for p in group.parameters}
     groups = [{"params": [p for p in relaxation.model.parameters() if id(p) not in special], "lr": rate}]
-    groups += [{"params": list(g.parameters), "lr": g.learning_rate, "weight_decay": 0.0} for g in own]
+    for group in own:
+        scale, decay = group.options(rate)
+        groups.append({"params": list(group.parameters), "lr": scale * rate, "weight_decay": decay})
     optimizer, done = torch.optim.AdamW(groups), 0
     loss_fn = relaxed_objective(relaxation, objective(), lambda: done)
     for done in range(stops[-1]):
@@ -160,8 +162,9 @@ def masks_explain(relaxation: Any) -> list[float]:
 
 
 def distance_explains(relaxation: Any) -> list[float]:
-    """The later head takes over the earlier one's weights: the squares are the distance itself, all in layer 1."""
-    return [0.0, relaxation.penalty(0).item() / relaxation.weight]
+    """All blocks of a star become their mean: the squares are Σ‖W - C‖², at most Σ‖W_later - W_earlier‖², the distance
+    (the mean is nearer than any member), in layer 0 and layer 1 together."""
+    return [sum(star.distance().item() for star in relaxation.stars)] * 2
 
 
 EXPLAINED: dict[str, Callable[[Any], list[float]]] = {
@@ -175,13 +178,8 @@ EXPLAINED: dict[str, Callable[[Any], list[float]]] = {
 def draw_together(relaxation: Any, factor: float) -> None:
     """Scale what is left between the relaxed and the collapsed weights; 0 leaves no penalty."""
     if relaxation.plan.is_shared:
-        for site in relaxation._sites:
-            for share in site.shares:
-                later, earlier = (site.projections[layer] for layer in (share.layer, share.source_layer))
-                mine, theirs = (slice(b * site.size, (b + 1) * site.size) for b in (share.head, share.source_head))
-                for name in ("weight",) if later.bias is None else ("weight", "bias"):
-                    target = getattr(earlier, name)[theirs]
-                    getattr(later, name)[mine] = target + factor * (getattr(later, name)[mine] - target)
+        for star in relaxation.stars:
+            star.value.mul_(factor)
     elif hasattr(relaxation, "log_alpha"):
         z = factor * relaxation.masks()  # without noise σ(log α) · 1.2 - 0.1
         relaxation.log_alpha.value.copy_(((z + 0.1) / 1.2).logit())
@@ -202,7 +200,8 @@ def test_step_0_of_every_family(part: Part, family: str, tiny_model: Any, ids: T
     model = tiny_model(family)
     relaxation = made(part, model)
     assert relaxation.model.dtype == torch.float32
-    torch.testing.assert_close(logits(relaxation.model, ids), logits(model, ids), atol=1e-5, rtol=0)
+    # PostShare adds two products where the checkpoint has one
+    torch.testing.assert_close(logits(relaxation.model, ids), logits(model, ids), atol=5e-5, rtol=0)
 
 
 def test_every_part_says_what_its_penalty_explains() -> None:
@@ -251,9 +250,7 @@ def test_training_takes_the_change_away(part: Part, tiny_model: Any, ids: Tensor
     """Along one training the change of the logits falls with the root of the weights' change that is explained."""
     relaxation = made(part, tiny_model("llama", attention_bias=True))
     seen = []
-    # PostShare has no rate of its own: what it draws together are the model's weights.
-    rate = 1e-3 if relaxation.parameter_groups() else 5e-2
-    for step in trained(relaxation, ids, (0, STEPS), rate):
+    for step in trained(relaxation, ids, (0, STEPS)):
         relaxation.begin(step)
         gap = logits(relaxation.model, ids) - logits(relaxation.collapsed_model(), ids)
         seen.append((sum(EXPLAINED[part.name](relaxation)) ** 0.5, float(gap.square().mean().sqrt())))
@@ -266,14 +263,14 @@ def test_training_takes_the_change_away(part: Part, tiny_model: Any, ids: Tensor
 
 
 def test_shared_mlp_blocks_are_part_of_the_distance(tiny_model: Any, ids: Tensor) -> None:
-    """The penalty over its weight is the squared change of heads and of MLP blocks, nothing else."""
+    """The distance is that of the heads, as without shared blocks, and of the blocks of the MLP, nothing else."""
     plan = replace(SHARED, mlp_shares=(HeadShare(1, 1, 0, 1),))
     model = tiny_model("llama")
-    relaxation = made(RELAXATION.get("pull_together"), model, plan)
+    part = RELAXATION.get("pull_together")
     size, (first, second) = 48 // 4, model.model.layers
-    block, slow = slice(size, 2 * size), sum(changes(relaxation))
+    block, slow = slice(size, 2 * size), distance_explains(made(part, model))[0]
     for name in ("gate_proj", "up_proj"):
         gap = getattr(second.mlp, name).weight[block] - getattr(first.mlp, name).weight[block]
         slow += gap.square().sum().item()
     slow += (second.mlp.down_proj.weight[:, block] - first.mlp.down_proj.weight[:, block]).square().sum().item()
-    assert relaxation.penalty(0).item() == pytest.approx(relaxation.weight * slow, rel=1e-5)
+    assert distance_explains(made(part, model, plan))[0] == pytest.approx(slow, rel=1e-5)

@@ -30,7 +30,7 @@ STEPS, SAVE_EVERY, KILL_AT = 18, 6, 9
 KNOBS: dict[str, dict[str, Any]] = {
     "lagrangian": {"rate": 0.05, "tolerance": 0.0},
     "hard_concrete": {"rate": 0.3},
-    "pull_together": {"weight": 0.1},
+    "pull_together": {"rate": 0.1},
 }
 SPLITS = [(0, 1), (3, 2)]  # ZeRO stage, workers
 CASES = [(part.name, *split) for part in RELAXATION for split in SPLITS]

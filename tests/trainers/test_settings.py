@@ -32,11 +32,14 @@ def job(**changes: Any) -> TrainJob:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"dtype": "bf16", "zero_stage": 0}, "bf16 needs zero_stage 1, 2 or 3, got 0.*set zero_stage=1 or dtype=fp32"),
+        (
+            {"dtype": "bf16", "zero_stage": 0},
+            "bfloat16 needs zero_stage 1, 2 or 3, got 0.*zero_stage=1 or dtype=float32",
+        ),
         ({"batch_size": 8, "micro_batch": 3}, r"multiple of num_workers x micro_batch = 1 x 3 = 3, got 8"),
         ({"batch_size": 3, "num_workers": 2}, "got 3"),
         ({"batch_size": 2, "num_workers": 4}, "got 2"),
-        ({"dtype": "fp16"}, "'fp32' or 'bf16'"),
+        ({"dtype": "fp16"}, "'float32' or 'bfloat16'"),
         ({"zero_stage": 4}, "0, 1, 2 or 3"),
         ({"learning_rate": 0}, "greater than 0"),
         ({"lr": 1e-3}, "Extra inputs are not permitted"),
@@ -45,6 +48,11 @@ def job(**changes: Any) -> TrainJob:
 def test_impossible_settings_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         TrainSettings(**wrong)
+
+
+def test_both_names_of_a_dtype_are_one_setting() -> None:
+    assert TrainSettings(dtype="bf16") == TrainSettings(dtype="bfloat16")  # pyright: ignore[reportArgumentType]
+    assert TrainSettings(dtype="fp32").model_dump()["dtype"] == "float32"  # pyright: ignore[reportArgumentType]
 
 
 def test_batch_is_divided_over_workers_and_passes() -> None:
@@ -92,6 +100,13 @@ def test_impossible_jobs_are_refused(wrong: dict[str, Any], message: str) -> Non
     with pytest.raises(ValueError, match=message):
         job(**wrong)
     assert job(storage_path="s3://bucket/x").schedule_steps == 10
+
+
+def test_only_behind_a_relaxation_may_a_job_take_no_step() -> None:
+    assert job(relaxation=RELAXATION, milestones=(0,)).schedule_steps == 60
+    assert job(schedule_offset=60, milestones=(0,)).schedule_steps == 60
+    with pytest.raises(ValueError, match="milestones must rise from above start_step 0"):
+        job(milestones=(0,))
 
 
 def test_one_schedule_spans_relaxation_and_recovery() -> None:

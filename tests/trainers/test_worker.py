@@ -137,14 +137,18 @@ def test_divergence_reaches_the_caller_at_once(job: TrainJob, on_group: Any) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(0, "float32"), (1, "float32"), (2, "bfloat16"), (3, "float32"), (3, "bfloat16")]
+)
 def test_two_workers_at_every_zero_stage(
     job: TrainJob, whole: TrainOutcome, on_group: Any, stage: int, dtype: str
 ) -> None:
     settings = job.settings.model_copy(update={"num_workers": 2, "zero_stage": stage, "dtype": dtype, "micro_batch": 2})
     outcome = on_group(other(job, f"stage{stage}{dtype}", settings=settings))
-    assert outcome.metrics["loss"] == pytest.approx(whole.metrics["loss"], abs=0.01 if dtype == "fp32" else 0.1)
+    assert outcome.metrics["loss"] == pytest.approx(whole.metrics["loss"], abs=0.01 if dtype == "float32" else 0.1)
     measured = evaluate(checkpoint.load(outcome.metrics["out_dir"]), patterns(21, 1))
-    assert outcome.metrics["loss"] == pytest.approx(measured.loss, abs=1e-4 if dtype == "fp32" else 0.02)
+    assert outcome.metrics["loss"] == pytest.approx(measured.loss, abs=1e-4 if dtype == "float32" else 0.02)
     assert outcome.metrics["tokens"] == whole.metrics["tokens"]
-    assert checkpoint.load(outcome.metrics["out_dir"]).dtype == (torch.float32 if dtype == "fp32" else torch.bfloat16)
+    assert checkpoint.load(outcome.metrics["out_dir"]).dtype == (
+        torch.float32 if dtype == "float32" else torch.bfloat16
+    )

@@ -1,141 +1,171 @@
 """PostShare: before a later head takes over an earlier head's Q, K and V weights, a penalty draws the two together.
 
-Paper 004 (Cao 2024), section on PostShare. An MLP block is shared, and drawn, as a head is.
+Paper 004 (Cao 2024), section on PostShare: the loss is that of the language model plus the squared distance of the
+selected pairs. An MLP block is shared, and drawn, as a head is. Legend: a *star* is an earlier block and the m later
+ones that are to use its weights; C its mean, D_i what lies between its i-th later block and the earlier one.
 
-Where the paper is **silent**: the weight of the penalty, and whether biases count; they belong to the head and do.
-The penalty is a sum over pairs and elements, as printed, so the weight that fits falls with the size of a head.
+The earlier block is written as C - ΣD/(m + 1) and each later one as C + D_i - ΣD/(m + 1): the same weights, in
+coordinates in which the penalty is Σ‖D_i‖², a weight decay of the D_i. Both sides move, and the mean stays, as under
+the penalty's own gradient. Added to the loss under Adam the penalty's weight does nearly nothing, since Adam divides by
+it again: every weight moves by about the learning rate a step. AdamW's answer for weight decay (Loshchilov 2019, sec.
+2: decoupled) is taken here too: each step takes `rate` of every difference away, apart from what Adam does for the
+language model's loss. Without the latter a share (1 - rate)^2n of the squared distance is left after n steps at the
+peak.
+
+Where the paper is **silent**: the strength of the pull; whether biases count (they belong to the head, and do); what
+the shared weight is where a distance is left (the mean C, which changes the weights least).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from attention.conversion import assemble, read_layers
 from attention.heads import LayerHeads
-from attention.mlp import block_size, mlp_sites
-from attention.plan import AttentionPlan, HeadShare, PlanError
+from attention.plan import AttentionPlan, PlanError
 from attention.relaxation_knobs import PULL_TOGETHER
+from attention.shared_heads import SharedSite, shared_sites
+from attention.shared_weights import SharedColumns, SharedProjection, stored
 from trainers.groups import ParameterGroup
 from trainers.relaxations.axis import RELAXATION
-from trainers.relaxations.base import Relaxation, attention_modules, opened
+from trainers.relaxations.base import Learned, Relaxation, opened
 
-SIDES = ("q", "k", "v")
-
-
-def pull(later: Tensor, earlier: Tensor) -> Tensor:
-    """sum ‖W_later - W_earlier‖² over pairs, both `[pairs, ...]`."""
-    return (later - earlier).square().sum()
+Block = tuple[int, int]  # layer, head
 
 
-class Pulled(nn.Linear):
-    """A linear layer whose weight can also be read. By a call, since ZeRO 3 gathers weights around calls only."""
-
-    @classmethod
-    def of(cls, linear: nn.Linear) -> Pulled:
-        bias, like = linear.bias, linear.weight
-        new = cls(linear.in_features, linear.out_features, bias is not None, device=like.device, dtype=like.dtype)
-        new.load_state_dict({"weight": like} | ({} if bias is None else {"bias": bias}))
-        return new.train(linear.training)
-
-    def forward(self, input: Tensor | None = None) -> Tensor:
-        """The projection of `input`; without one the weight, with the bias as one more column if there is one."""
-        if input is not None:
-            return super().forward(input)
-        return self.weight.clone() if self.bias is None else torch.cat([self.weight, self.bias[:, None]], 1)
+def from_centre(apart: Tensor) -> Tensor:
+    """What a star's blocks have beside their mean, the earlier block first: D `[m, ...]` -> `[m + 1, ...]`, sum 0."""
+    return torch.cat([torch.zeros_like(apart[:1]), apart]) - apart.sum(0) / (len(apart) + 1)
 
 
-@dataclass(frozen=True)
-class Site:
-    """One projection of each layer that has a part in a share: `size` rows (or columns) a block."""
+class Star(Learned):
+    """The differences D `[m, size, width]` of the later blocks to the earlier one, at one projection.
 
-    shares: tuple[HeadShare, ...]
-    projections: dict[int, Pulled]
-    size: int
-    columns: bool = False
+    A block is `size` lines, the rows of a weight with the bias as last column, or its columns (`SharedColumns`, whose
+    bias belongs to no block).
+    """
+
+    def __init__(self, apart: Tensor) -> None:
+        super().__init__(apart)
+        self.register_buffer("start", apart.float().square().sum())
 
     def distance(self) -> Tensor:
-        """sum ‖W_later - W_earlier‖² over the shares; float32."""
-        weights = {layer: self._lines(projection) for layer, projection in self.projections.items()}
-        later = torch.cat([self._block(weights[s.layer], s.head) for s in self.shares])
-        earlier = torch.cat([self._block(weights[s.source_layer], s.source_head) for s in self.shares])
-        return pull(later, earlier)
+        """Σ‖W_later - W_earlier‖², float32."""
+        return self().float().square().sum()
 
-    def _lines(self, projection: Pulled) -> Tensor:
-        """Rows, or columns without the bias: an output bias belongs to no block."""
-        lines = projection().float()
-        return lines[:, : projection.in_features].T if self.columns else lines
 
-    def _block(self, lines: Tensor, block: int) -> Tensor:
-        return lines[block * self.size : (block + 1) * self.size]
+class Beside:
+    """Adds to the output of one shared or lending projection what its blocks have beside the shared weights.
+
+    `parts`: for each block its star and its place there (0: the earlier block).
+    """
+
+    def __init__(self, site: SharedSite, parts: dict[int, tuple[Star, int]], device: torch.device) -> None:
+        self.columns, self.parts, size = site.kind is SharedColumns, parts, site.size
+        self.places = torch.cat([torch.arange(b * size, (b + 1) * size, device=device) for b in parts])
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        stars = {id(star): from_centre(star()) for star, _ in self.parts.values()}  # by a call, for ZeRO 3
+        lines = torch.cat([stars[id(star)][place] for star, place in self.parts.values()])
+        if self.columns:
+            return output + F.linear(args[0].index_select(-1, self.places), lines.T)
+        x = args[0]
+        extra = F.linear(x, lines[:, : x.shape[-1]], lines[:, -1] if lines.shape[1] > x.shape[-1] else None)
+        return output.index_add(-1, self.places, extra)
 
 
 class PullTogether(Relaxation):
-    """PostShare's post-training, over the plan's shared heads and MLP blocks."""
-
-    start: Tensor
+    """PostShare's post-training: the shared model of the plan, and beside it the differences, which shrink."""
 
     def __init__(
-        self, model: PreTrainedModel, plan: AttentionPlan, sites: Sequence[Site], *, weight: float, tolerance: float
-    ) -> None:
+        self, model: PreTrainedModel, plan: AttentionPlan, stars: Sequence[Star], *, rate: float, tolerance: float
+    ):
         super().__init__(model, plan)
-        self.weight, self.tolerance, self._sites = weight, tolerance, tuple(sites)
-        self._latest: Tensor | None = None
-        with torch.no_grad():
-            start = self.distance()
-        self.register_buffer("start", start)
+        self.stars, self.rate, self.tolerance = nn.ModuleList(stars), rate, tolerance
+        self._left: float | None = None
 
-    def distance(self) -> Tensor:
-        """The sum over all projections; float32."""
-        return torch.stack([site.distance() for site in self._sites]).sum()
+    def remaining(self) -> float:
+        """The squared distance of all pairs over that at step 0."""
+        with torch.no_grad():
+            stars: list[Any] = list(self.stars)
+            now = torch.stack([star.distance() for star in stars]).sum()
+            return float(now / torch.stack([star.start.float() for star in stars]).sum())
 
     def penalty(self, step: int) -> Tensor:
-        distance = self.distance()
-        self._latest = distance.detach()
-        return self.weight * distance
+        """Nothing: what the penalty would do is the groups' `shrink`."""
+        return torch.zeros((), device=self.model.device)
 
     def finished(self) -> bool:
-        """The pairs, as of the last penalty, are as near to each other as the tolerance asks for."""
-        return self._latest is not None and float(self._latest) <= self.tolerance * float(self.start)
+        """The pairs, as of the last `metrics`, are as near to each other as the tolerance asks for."""
+        return self._left is not None and self._left <= self.tolerance
 
-    @torch.no_grad()
     def metrics(self) -> dict[str, float]:
-        """distance: the squared distance of the pairs over that at step 0."""
-        return {"distance": float(self.distance() / self.start)}
+        """distance: what is left of the squared distance of the pairs, 1 at step 0."""
+        self._left = self.remaining()
+        return {"distance": self._left}
 
     def parameter_groups(self) -> list[ParameterGroup]:
-        return []
+        return [ParameterGroup(tuple(self.stars.parameters()), None, shrink=self.rate)]
 
     @torch.no_grad()
     def collapse(self) -> list[LayerHeads]:
-        """Every later head is given the Q, K and V weights of its earlier head, which itself is not shared. Shared MLP
-        blocks are no heads: `collapsed_model` shares them, as the plan says."""
-        layers = super().collapse()
-        for share in self.plan.shares:
-            earlier, later = layers[share.source_layer], layers[share.layer]
-            changes = {}
-            for name in (*SIDES, *(f"{side}_bias" for side in SIDES)):
-                if (rows := getattr(later, name)) is not None:
-                    changes[name] = rows.clone()
-                    changes[name][share.head] = getattr(earlier, name)[share.source_head]
-            layers[share.layer] = replace(later, **changes)
-        return layers
+        """Every head with the weights that it shares. MLP blocks are no heads: `collapsed_model` shares them."""
+        return read_layers(self.model)
 
     def _collapsed(self, layer: int, heads: LayerHeads) -> LayerHeads:
         return heads
 
 
-def _pulled(shares: Sequence[HeadShare], parents: Sequence[Any], name: str, size: int, columns: bool = False) -> Site:
-    """Make the projections called `name` readable in all layers of `shares`."""
-    layers = sorted({layer for s in shares for layer in (s.layer, s.source_layer)})
-    for layer in layers:
-        setattr(parents[layer], name, Pulled.of(getattr(parents[layer], name)))
-    projections = {layer: getattr(parents[layer], name) for layer in layers}
-    return Site(tuple(shares), projections, size, columns)
+# ---- making room in a model -----------------------------------------------------------------------------------
+
+
+def _lines(projection: Any, columns: bool) -> Tensor:
+    """A projection's weight, the features of its blocks first, with the biases of rows as last column."""
+    if columns:
+        return projection.weight.detach().T
+    bias = projection.bias
+    return projection.weight.detach() if bias is None else torch.cat([projection.weight, bias[:, None]], 1).detach()
+
+
+def _stars_of(site: SharedSite) -> dict[Block, list[Block]]:
+    found: dict[Block, list[Block]] = {}
+    for share in site.shares:
+        found.setdefault((share.source_layer, share.source_head), []).append((share.layer, share.head))
+    return found
+
+
+def _centre(projection: Any, block: int, size: int, mean: Tensor, columns: bool) -> None:
+    """Make `mean` `[size, width]` the weight of a block that `projection` owns."""
+    start = projection.offset(block) if isinstance(projection, SharedProjection) else block * size
+    weight, bias = stored(projection)
+    assert weight is not None  # it owns the block
+    lines = weight.data.T if columns else weight.data
+    lines[start : start + size] = mean[:, : lines.shape[1]]
+    if bias is not None and not columns:
+        bias.data[start : start + size] = mean[:, -1]
+
+
+def _part(site: SharedSite, plain: SharedSite) -> Iterator[Star]:
+    """Move the lent blocks of one projection to the means of their stars and put the differences beside them."""
+    columns, size = site.kind is SharedColumns, site.size
+    parts: dict[int, dict[int, tuple[Star, int]]] = {}
+    for earlier, later in _stars_of(site).items():
+        members = [earlier, *later]
+        blocks = torch.stack([_lines(plain.projection(i), columns)[b * size : (b + 1) * size] for i, b in members])
+        star = Star(blocks[1:] - blocks[0])
+        _centre(site.projection(earlier[0]), earlier[1], size, blocks.double().mean(0).to(blocks.dtype), columns)
+        for place, (layer, block) in enumerate(members):
+            parts.setdefault(layer, {})[block] = (star, place)
+        yield star
+    for layer, own in parts.items():
+        projection = site.projection(layer)
+        projection.register_forward_hook(Beside(site, own, projection.weight.device))
 
 
 @RELAXATION.part("pull_together", source="Cao 2024 (paper 004): PostShare", knobs=PULL_TOGETHER, needs=("shares",))
@@ -145,7 +175,7 @@ def install(
     *,
     steps: int,
     generator: torch.Generator | None = None,
-    weight: float = 0.01,
+    rate: float = 0.3,
     tolerance: float = 1e-4,
 ) -> PullTogether:
     """Relax a copy of `model` towards the shares of `plan`; nothing is random, and no schedule depends on `steps`.
@@ -154,20 +184,13 @@ def install(
     """
     if not plan.is_shared:
         raise PlanError("relaxation=pull_together needs a plan with shared heads or MLP blocks, got none")
-    new, old = opened(model, plan)
+    plain, old = opened(model, plan)
     if not all(layer.is_identity for layer in (*old.layers, *plan.layers)):
         raise PlanError(
             "relaxation=pull_together shares whole heads, query, key and value; model and plan must keep one key and "
             "one value head a query head"
         )
-    sites = []
-    if plan.shares:
-        modules = attention_modules(new)
-        sites += [_pulled(plan.shares, modules, f"{side}_proj", plan.head_dim) for side in SIDES]
-    if plan.mlp_shares:
-        mlps = mlp_sites(new)
-        size = block_size(mlps[0].neurons, plan.num_heads)
-        for name in mlps[0].names:
-            columns = name == mlps[0].output
-            sites.append(_pulled(plan.mlp_shares, [site.module for site in mlps], name, size, columns))
-    return PullTogether(new, plan, sites, weight=weight, tolerance=tolerance)
+    new = assemble(plain, plan, read_layers(plain))
+    pairs = zip(shared_sites(new, plan), shared_sites(plain, plan), strict=True)
+    stars = [star for site, own in pairs for star in _part(site, own)]
+    return PullTogether(new, plan, stars, rate=rate, tolerance=tolerance)

@@ -24,9 +24,13 @@ class RelaxationSpec:
     """Which relaxation, towards what, for how long.
 
     `plans`: JSON of the plan to reach, or of several, each coarser than the one before, reached one after the other
-    (DHA's 2x, 4x, 8x: paper 000, App. B.2; there each plan is searched for in between, here they are given); every one
-    takes up to `steps` steps. `knobs` are the part's. `settings`: of this training; None for those of the job.
-    `save_every`: steps between training checkpoints, which a killed run resumes from.
+    (DHA's 2x, 4x, 8x: paper 000, App. B.2); every one takes up to `steps` steps. `knobs` are the part's. `settings`: of
+    this training; None for those of the job. `save_every`: steps between training checkpoints, which a killed run
+    resumes from.
+
+    `own_schedule`: each stage has a learning-rate schedule of its own, and so has what follows (paper 000, Table 4);
+    else one spans all. `regroup_steps`: so many steps before each stage but the last say which heads of a group are
+    fused first (`trainers.regrouping`); 0: as `plans` have it. For "lagrangian" alone.
     """
 
     name: str
@@ -35,12 +39,19 @@ class RelaxationSpec:
     knobs: Mapping[str, Any] = field(default_factory=dict)
     settings: TrainSettings | None = None
     save_every: int = 50
+    own_schedule: bool = False
+    regroup_steps: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plans", tuple(self.plans))
         object.__setattr__(self, "knobs", RELAXATION.get(self.name).settings(self.knobs))
         if self.steps < 1 or self.save_every < 1:
             raise ValueError(f"steps and save_every must be at least 1, got {self.steps} and {self.save_every}")
+        if self.regroup_steps < 0 or (self.regroup_steps and self.name != "lagrangian"):
+            raise ValueError(
+                "regroup_steps is for relaxation=lagrangian, whose mixes tell distances, and at least 0; got "
+                f"{self.regroup_steps} with {self.name}"
+            )
         if self.settings is not None and self.settings.tuning != "full":
             raise ValueError(f"a relaxation trains all weights: its tuning must be full, got {self.settings.tuning!r}")
         if not self.plans:
@@ -55,6 +66,11 @@ class RelaxationSpec:
         """Steps of all stages together, if none ends early."""
         return len(self.plans) * self.steps
 
+    @property
+    def scheduled_steps(self) -> int:
+        """Positions that the relaxation takes on the schedule of what follows it."""
+        return 0 if self.own_schedule else self.total_steps
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `RelaxationSpec.from_dict` is the inverse."""
         settings = None if self.settings is None else self.settings.model_dump()
@@ -66,9 +82,10 @@ class RelaxationSpec:
         settings = record.get("settings")
         return cls(**{**record, "settings": None if settings is None else TrainSettings(**settings)})
 
-    def install(self, model: PreTrainedModel, stage: int, seed: int) -> Relaxation:
-        """The relaxation of one stage on a copy of `model`, lifted first where the plan splits what it shares."""
-        plan = AttentionPlan.from_json(self.plans[stage])
+    def install(self, model: PreTrainedModel, stage: int, seed: int, plan: AttentionPlan | None = None) -> Relaxation:
+        """The relaxation of one stage on a copy of `model`, lifted first where the plan splits what it shares. `plan`:
+        to take in the place of the stage's."""
+        plan = plan or AttentionPlan.from_json(self.plans[stage])
         if not is_coarser(plan_of(model), plan):
             model = lifted(model)
         generator = torch.Generator().manual_seed(seed * 1_000_003 + stage)

@@ -1,0 +1,78 @@
+"""The dtype of a checkpoint: what a folder is stored in, and rounding to it.
+
+What is written has a checkpoint's own dtype unless another is asked for. What is worked on is wider where that is a
+16-bit one, so weights are rounded once, at the end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Dtypes that a checkpoint is worked on and written in, by name."""
+STORED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # as safetensors calls them
+
+
+class DtypeError(ValueError):
+    """A dtype that is unknown, or that nothing says. The message names what is possible."""
+
+
+def own_dtype(config: Any, source: str | Path) -> torch.dtype:
+    """The dtype of the checkpoint at `source`: what its config says, as transformers reads it, else what most of its
+    weights are stored in. Raises DtypeError if neither is known, or if it is none of DTYPES."""
+    found = getattr(config, "dtype", None)
+    name = str(found).removeprefix("torch.") if found is not None else _most_stored(Path(source))
+    if name is None:
+        raise DtypeError(f"the config of {str(source)!r} says no dtype; name one of {sorted(DTYPES)}")
+    if name not in DTYPES:
+        raise DtypeError(f"{str(source)!r} is stored in {name}; name one of {sorted(DTYPES)} to convert it to")
+    return DTYPES[name]
+
+
+def _most_stored(folder: Path) -> str | None:
+    """The floating-point dtype of most numbers in a folder's safetensors; None if there are none."""
+    from safetensors import SafetensorError, safe_open
+
+    counts: Counter[str] = Counter()
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (not a dict)
+                    part = file.get_slice(name)
+                    counts[part.get_dtype()] += torch.Size(part.get_shape()).numel()
+        except (OSError, SafetensorError):
+            continue  # a file that cannot be read is told of when it is loaded
+    known = [kind for kind, _ in counts.most_common() if kind in STORED]
+    return STORED[known[0]] if known else None
+
+
+@torch.no_grad()
+def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give all floating-point weights another dtype, in place; what a checkpoint does not store stays as it is.
+
+    Not `model.to(dtype)`, which would round the frequencies of rotary embeddings too.
+    """
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            stored = name not in module._non_persistent_buffers_set
+            if stored and isinstance(buffer, Tensor) and buffer.is_floating_point():
+                setattr(module, name, buffer.to(dtype))
+    if (config := getattr(model, "config", None)) is not None:
+        config.dtype = dtype
+
+
+@torch.no_grad()
+def round_weights(model: Any, dtype: torch.dtype) -> None:
+    """Round all weights to what `dtype` can hold, in place; the model computes in its own dtype as before."""
+    working = model.dtype
+    if working != dtype:
+        cast_weights(model, dtype)
+        cast_weights(model, working)

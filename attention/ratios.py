@@ -1,0 +1,71 @@
+"""Shares of a checkpoint's own KV cache: the one place where ratios and numbers of heads are turned into each other.
+
+Legend: L layers, H query heads a layer, U KV heads a layer that the checkpoint stores (H for a multi-head one).
+
+A *KV ratio*, wherever a user gives or reads one, is kept key and value heads over the 2 L U of the checkpoint: 0.5
+halves the cache that is there, whether the checkpoint shares heads already (U < H) or not. What composition caches
+besides heads is not in it, but in the bytes.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+from attention.geometry import HeadGeometry
+from attention.plan import BYTES, AttentionPlan
+
+ROUNDING = 2e-6  # of a ratio that was typed, or kept as a decimal
+
+
+def own_heads(geometry: HeadGeometry) -> int:
+    """Key heads plus value heads of the checkpoint as it is, over all layers: 2 L U."""
+    return 2 * geometry.num_layers * geometry.num_kv_heads
+
+
+def ratio_of(plan: AttentionPlan, own: int) -> float:
+    """The share that `plan` keeps of the `own_heads` of a checkpoint."""
+    return float(Fraction(plan.kv_heads, own))
+
+
+def whole_heads(kv_ratio: float | Fraction, heads: int) -> int:
+    """`kv_ratio * heads` as an integer. Raises ValueError unless the ratio is in (0, 1] and the product whole."""
+    if not 0 < kv_ratio <= 1:
+        raise ValueError(f"kv_ratio must lie in (0, 1], got {float(kv_ratio)}")
+    exact = float(kv_ratio) * heads
+    if abs(exact - round(exact)) > 1e-6 * heads or round(exact) < 1:
+        raise ValueError(
+            f"kv_ratio {float(kv_ratio):g} of {heads} heads is {exact:g}, not a whole number; "
+            f"choose a multiple of 1/{heads}"
+        )
+    return round(exact)
+
+
+def ratio_of_kv_heads(kv_heads: int, geometry: HeadGeometry) -> float:
+    """The ratio that keeps `kv_heads` of the checkpoint's U KV heads, a layer on average.
+
+    Raises ValueError unless it is an integer from 1 to U - 1.
+    """
+    own = geometry.num_kv_heads
+    if type(kv_heads) is not int or not 1 <= kv_heads < own:
+        raise ValueError(
+            f"got {kv_heads}, but {own_cache(geometry)}: "
+            + (f"give 1 to {own - 1} of them to keep" if own > 1 else "there are none to share")
+        )
+    return kv_heads / own
+
+
+def is_met(asked: float, kept: float) -> bool:
+    """Whether a ratio that was asked for is the one that is kept, up to the digits that were typed."""
+    return abs(asked - kept) <= ROUNDING
+
+
+def own_cache(geometry: HeadGeometry, dtype: Any = None) -> str:
+    """The checkpoint's own cache in words; bytes where `dtype` (a torch dtype or its name) is known."""
+    heads = geometry.num_kv_heads
+    shared = "" if heads == geometry.num_heads else f" for {geometry.num_heads} query heads"
+    words = f"the checkpoint has {heads} KV head{'s' * (heads > 1)} a layer{shared}, {geometry.num_layers} layers"
+    name = str(dtype).removeprefix("torch.")
+    if name in BYTES:
+        words += f", {own_heads(geometry) * geometry.head_dim * BYTES[name]:,} KV bytes a token in {name}"
+    return words

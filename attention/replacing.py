@@ -1,0 +1,277 @@
+"""Folders that are written, and what may be replaced by them: only what Headfold has written itself.
+
+Whatever `checkpoint.write_atomically` puts in place holds `digests.json`, the SHA-256 of every other file. What that
+list names is ours; anything else there is somebody's own, and a folder that holds any of it is never replaced. Even
+then no file is removed that the list does not name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+DIGESTS = "digests.json"
+LONGEST = 64  # characters of a file's name in a checkpoint
+
+
+class OutputError(ValueError):
+    """A place that nothing may be written to. The message names it, what is there, and what to do."""
+
+
+def check_folder(
+    folder: str | Path, *, overwrite: bool = False, reads: Iterable[str | Path] = (), key: str = "out"
+) -> Path:
+    """The absolute path of a folder that is about to be written. To be called before any work.
+
+    It must be free or empty; with `overwrite` it may be one that we wrote, unchanged since. Never: a file, a link, a
+    mount, the current or the home folder or what they lie in, one of `reads` (the model, where it is a local folder),
+    what it lies in, or a folder within a checkpoint. That it can be written is tried, without a trace. Raises
+    OutputError, whose message starts with `key`.
+    """
+    try:
+        place = resolved(folder)
+        _check_place(place, reads, key)
+        if os.path.lexists(place):
+            _check_kind(place, key)
+        recover(place)
+        _check_content(place, overwrite, key)
+        _try(place)
+    except OutputError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:
+        raise cannot_write(folder, error, key) from None
+    return place
+
+
+def cannot_write(place: str | Path, error: Exception, key: str) -> OutputError:
+    """What a user is told of an error of the system: no permission, no room, a parent that is a file, a loop."""
+    why = error.strerror if isinstance(error, OSError) else error
+    return OutputError(f"{key}: cannot write to {str(place)!r} ({why}); give another place")
+
+
+def resolved(path: str | Path) -> Path:
+    """The absolute path, links in what it lies in followed; a link at its end is left as it is."""
+    path = Path(path)
+    return path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
+
+
+def _check_place(place: Path, reads: Iterable[str | Path], key: str) -> None:
+    for source in reads:
+        if Path(source).exists():
+            if _holds(place, source):
+                raise OutputError(f"{key}: {str(place)!r} is, or contains, what is read: {str(source)!r}")
+            if _holds(source, place):
+                raise OutputError(f"{key}: {str(place)!r} lies within what is read: {str(source)!r}")
+    if (around := checkpoint_around(place)) is not None:
+        raise OutputError(f"{key}: {str(place)!r} lies within a checkpoint, {str(around)!r}; give a place outside")
+    for name, where in (("the current folder", Path.cwd), ("your home folder", Path.home)):
+        try:
+            own = where()
+        except (OSError, RuntimeError):
+            continue  # there is none
+        if _holds(place, own):
+            raise OutputError(f"{key}: {str(place)!r} is, or contains, {name}; name a new folder within it")
+
+
+def checkpoint_around(place: Path) -> Path | None:
+    """The checkpoint that a place lies in: the nearest folder above it with a config and safetensors."""
+    with contextlib.suppress(OSError):
+        for folder in place.parents:
+            if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+                return folder
+    return None
+
+
+def _holds(folder: str | Path, inside: str | Path) -> bool:
+    """Whether `inside` is `folder`, or lies in it, by whatever path either is reached."""
+    if not Path(folder).exists():
+        return False
+    place = Path(inside).resolve()
+    return any(p.exists() and p.samefile(folder) for p in (place, *place.parents))
+
+
+def _check_kind(place: Path, key: str) -> None:
+    mode = place.lstat().st_mode
+    if stat.S_ISLNK(mode):
+        raise OutputError(f"{key}: {str(place)!r} is a link to {str(place.readlink())!r}; name a folder itself")
+    if not stat.S_ISDIR(mode):
+        raise OutputError(f"{key}: {str(place)!r} is a file; name a folder")
+    if place.is_mount():
+        raise OutputError(f"{key}: {str(place)!r} is a mount of its own; name a new folder within it")
+
+
+def _check_content(place: Path, overwrite: bool, key: str) -> None:
+    if not place.is_dir() or not any(place.iterdir()):
+        return
+    if (other := foreign(place)) is not None:
+        raise OutputError(
+            f"{key}: {str(place)!r} is not empty, and Headfold did not write its {other!r}; nothing in it is replaced: "
+            "give another folder"
+        )
+    if not overwrite:
+        raise OutputError(
+            f"{key}: {str(place)!r} holds what Headfold wrote earlier; add --overwrite to replace it, or give another "
+            "folder"
+        )
+    if (other := changed(place)) is not None:
+        raise OutputError(
+            f"{key}: {str(place / other)!r} was changed after Headfold wrote it, and is not replaced: give another "
+            "folder"
+        )
+    spare = spare_of(place)
+    if os.path.lexists(spare) and not _left_by_us(spare):
+        raise OutputError(f"{key}: {str(spare)!r} is in the way; move it, or give another folder")
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """What `digests.json` of a folder names, file by SHA-256; empty if there is none that can be read."""
+    try:
+        found = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    sound = isinstance(found, dict) and all(re.fullmatch("[0-9a-f]{64}", str(digest)) for digest in found.values())
+    return found if sound else {}
+
+
+def stranger(folder: Path) -> str | None:
+    """The first thing in a folder that we did not write: a file that the list lacks, a link, an empty folder."""
+    if folder.is_symlink() or not folder.is_dir():
+        return folder.name
+    ours = digests(folder)
+    known = ours.keys() | {DIGESTS} if ours else ours.keys()
+    for name, mode in entries(folder):
+        if stat.S_ISDIR(mode) or not stat.S_ISREG(mode) or name not in known:
+            return name
+    return None
+
+
+def foreign(folder: Path) -> str | None:
+    """`stranger`, or the list itself where nothing that it names is there: then it is somebody's file of that name."""
+    listed = any((folder / name).exists() for name in digests(folder))
+    return stranger(folder) or (None if listed else DIGESTS)
+
+
+def changed(folder: Path) -> str | None:
+    """The first file of a folder whose bytes are not those that the list names. Reads them all."""
+    ours = digests(folder)
+    return next((name for name, _ in entries(folder) if name in ours and sha256(folder / name) != ours[name]), None)
+
+
+def entries(folder: Path) -> Iterator[tuple[str, int]]:
+    """Path and mode of all in a folder, sorted; folders only where they are empty. Links are not followed."""
+    for entry in sorted(folder.iterdir()):
+        mode, empty = entry.lstat().st_mode, True
+        for name, kind in entries(entry) if stat.S_ISDIR(mode) else ():
+            empty = False
+            yield f"{entry.name}/{name}", kind
+        if empty:
+            yield entry.name, mode
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def remove(folder: Path) -> None:
+    """Remove the files that the list of a folder names, the list last, and the folders that they leave empty.
+
+    What else is there stays, and with it the folders that it lies in.
+    """
+    ours = digests(folder)
+    names = [name for name, mode in entries(folder) if name in ours and stat.S_ISREG(mode)]
+    for name in [*names, *([DIGESTS] if ours else [])]:
+        (folder / name).unlink(missing_ok=True)
+    above = {parent for name in names for parent in (folder / name).parents if folder in (parent, *parent.parents)}
+    for empty in sorted(above | {folder}, reverse=True):
+        with contextlib.suppress(OSError):
+            empty.rmdir()
+
+
+def spare_of(folder: Path) -> Path:
+    """Where the old folder lies while a new one takes its place."""
+    return folder.with_name(f".{folder.name}.old")
+
+
+def recover(folder: Path) -> None:
+    """If a save was killed between its two renames, put the old folder back."""
+    spare = spare_of(folder)
+    if os.path.lexists(folder) or not spare.is_dir():
+        return
+    if _left_by_us(spare) and all((spare / name).exists() for name in digests(spare)):
+        spare.rename(folder)
+
+
+def _left_by_us(spare: Path) -> bool:
+    """Whether a spare folder is what a killed swap has left, and not somebody's folder of that name."""
+    return stranger(spare) is None and bool(digests(spare))
+
+
+def swap(fresh: Path, folder: Path, overwrite: bool = True) -> None:
+    """Rename a finished folder to `folder` on the same disk; what was there steps aside first, and then goes.
+
+    Raises OutputError, with nothing changed, if what is there is not ours, or is and must not be replaced.
+    """
+    recover(folder)
+    if os.path.lexists(folder):
+        _check_kind(folder, "out")
+        if any(folder.iterdir()) and (not overwrite or foreign(folder) is not None):
+            raise OutputError(f"out: {str(folder)!r} is not empty any more; nothing was written: give another folder")
+    spare = spare_of(folder)
+    try:
+        if folder.is_dir() and any(folder.iterdir()):
+            if os.path.lexists(spare):
+                if not _left_by_us(spare):
+                    raise OutputError(f"out: {str(spare)!r} is in the way; move it, or give another folder")
+                remove(spare)
+            folder.rename(spare)
+        fresh.rename(folder)
+    except BaseException:
+        recover(folder)
+        raise
+    if spare.is_dir() and _left_by_us(spare):
+        remove(spare)
+
+
+def unused(folder: Path) -> Path:
+    """A name beside `folder` that nothing has, for what is being written."""
+    names = (f".{folder.name}.{os.getpid()}{'' if n == 0 else f'-{n}'}.new" for n in range(10_000))
+    return next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
+
+
+@contextmanager
+def parents_made(folder: Path, keep: bool = True) -> Iterator[None]:
+    """Make what `folder` lies in; if the body fails, or without `keep`, what was made and is empty goes again."""
+    missing = [parent for parent in folder.parents if not parent.exists()]
+    done = False
+    try:
+        for parent in reversed(missing):
+            parent.mkdir(exist_ok=True)
+        yield
+        done = keep
+    finally:
+        for parent in [] if done else missing:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+
+
+def _try(folder: Path) -> None:
+    """Do what writing a folder begins with, and undo it. Raises OSError if any of it fails."""
+    with parents_made(folder, keep=False):
+        trial = unused(folder)
+        if not os.path.lexists(folder):
+            folder.mkdir()  # the name itself
+            folder.rmdir()
+        trial.mkdir()
+        try:
+            (trial / ("x" * LONGEST)).touch()
+            (trial / ("x" * LONGEST)).unlink()
+        finally:
+            trial.rmdir()

@@ -1,0 +1,56 @@
+"""What the name of a checkpoint stands for: a folder of this machine, or a model of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read. The message names the path and what to do."""
+
+
+def is_folder(source: str | Path) -> bool:
+    """Whether `source` is a checkpoint's folder; False means that the hub is to be asked for it.
+
+    Raises CheckpointError, without asking the hub, for a folder without config.json, a file, and a path that is not
+    there: a name that no hub model can have, or one whose first part is a folder here (`models/x` beside `models/`).
+    """
+    name, path = str(source), Path(source)
+    if name and path.is_dir():
+        if not (path / "config.json").is_file():
+            raise CheckpointError(
+                f"no checkpoint at {name!r}: the folder has no config.json; give the folder in which config.json and "
+                "the safetensors files lie"
+            )
+        return True
+    wanted = "expected a folder with config.json and safetensors, or a hub name"
+    if name and path.exists():
+        raise CheckpointError(f"no checkpoint at {name!r}: it is a file; {wanted}")
+    first = name.split("/")[0]
+    if not HUB_NAME.fullmatch(name):
+        raise CheckpointError(f"no checkpoint at {name!r}: there is no folder of that name; {wanted}")
+    if first != name and Path(first).is_dir():
+        raise CheckpointError(
+            f"no checkpoint at {name!r}: the folder {first!r} is here, and has no {name.removeprefix(first + '/')!r}; "
+            "for the hub's model of that name, run where there is no such folder"
+        )
+    return False
+
+
+def only_cached(source: str | Path) -> bool:
+    """Whether `source` is a hub name and the hub out of reach, so that only the cache can have it. See `is_folder`."""
+    return not is_folder(source) and not hub_answers()
+
+
+def hub_answers() -> bool:
+    """Whether the hub can be reached: one question, where the loaders repeat theirs for most of a minute."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception:  # offline mode, no network, no name service, a proxy that refuses: all mean no
+        return False
+    return True

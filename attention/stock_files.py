@@ -1,0 +1,97 @@
+"""What lies beside the weights, so that a folder is read elsewhere as the original's is.
+
+transformers 5 keeps the rotary embedding in `rope_parameters`. Older ones, and tools that read config.json themselves,
+look for `rope_theta`, `rope_scaling` and `torch_dtype`, and silently take defaults where they are not: both forms are
+written. Tokenizer files are copied byte for byte, since saving them anew names classes that older ones do not know.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from attention.messages import reason
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model*",
+    "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "tekken.json", "spiece.model", "sentencepiece*.model",
+    "chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja",
+)  # fmt: skip
+GENERATION = "generation_config.json"
+
+
+def folder_of(source: str | Path) -> Path:
+    """The folder that a checkpoint's small files are in; for a hub name its snapshot in the hub's cache.
+
+    Raises ValueError if the hub does not give them.
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=[*TOKENIZER_FILES, GENERATION]))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the tokenizer files of {str(source)!r} cannot be fetched: {reason(error)}") from None
+
+
+def copy_files(source: str | Path, folder: Path) -> None:
+    """Copy the tokenizer, its chat templates and the generation config of `source` (folder or hub name), as they are.
+
+    What `folder` has of them goes first, so that two sets never mix; a source without a tokenizer copies none.
+    """
+    origin = folder_of(source)
+    for pattern in (*TOKENIZER_FILES, GENERATION):
+        found = [file for file in sorted(origin.glob(pattern)) if file.is_file()]
+        if pattern != GENERATION or found:
+            for old in folder.glob(pattern):
+                old.unlink()
+        for file in found:
+            target = folder / file.relative_to(origin)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)
+
+
+def put_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """The tokenizer beside a checkpoint: copied from a folder or hub name, or an object of transformers saved."""
+    if isinstance(tokenizer, (str, Path)):
+        copy_files(tokenizer, folder)
+        return
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    if fields.get("tokenizer_class") == "TokenizersBackend":  # what transformers 5 calls it, and 4 does not know
+        fields["tokenizer_class"] = "PreTrainedTokenizerFast"
+        fields.pop("backend", None)
+    if isinstance(fields.get("extra_special_tokens"), list):  # names to tokens for transformers 4
+        fields["additional_special_tokens"] = fields.pop("extra_special_tokens")
+    _write(file, fields)
+
+
+def write_both_forms(folder: Path) -> None:
+    """Complete config.json by what transformers 4 and other tools read in the place of transformers 5's fields."""
+    file = folder / "config.json"
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    _write(file, fields | older_form(fields))
+
+
+def older_form(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of transformers 4 that say what these of transformers 5 do; empty for a model without either."""
+    found: dict[str, Any] = {"torch_dtype": fields["dtype"]} if fields.get("dtype") else {}
+    rope = fields.get("rope_parameters")
+    if not rope or "rope_theta" not in rope:
+        return found
+    scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
+    found["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
+    part = rope.get("partial_rotary_factor")
+    if str(fields.get("model_type")).endswith("gpt_neox"):
+        names = ("rotary_emb_base", "rotary_pct")
+    else:
+        names = ("rope_theta", "partial_rotary_factor")
+    return found | {names[0]: rope["rope_theta"]} | ({names[1]: part} if part is not None else {})
+
+
+def _write(file: Path, fields: dict[str, Any]) -> None:
+    file.write_text(json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")

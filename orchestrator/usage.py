@@ -1,0 +1,42 @@
+"""What is wrong with a command line itself, in one message: an unknown verb or option, a missing or impossible value.
+
+Typer tells it in three blocks, without the value that it refuses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from attention.messages import near
+
+
+def explained(error: Any, arguments: Sequence[str]) -> str | None:
+    """The message for an error of typer; None for any other error. `arguments`: those of the command line."""
+    if not hasattr(error, "format_message"):
+        return None
+    if (context := getattr(error, "ctx", None)) is None:
+        return f"{error.format_message()}; see `headfold --help`"
+    command: str = context.command_path
+    message = error.format_message().rstrip(".").replace(": Input should", ": it must")
+    if (option := getattr(error, "option_name", None)) and message.startswith("No such"):
+        known = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
+        message = f"no such option {option!r}{near(option, known)}"
+    elif verb := re.match("No such command '(.*?)'", message):
+        known = sorted(context.command.commands)
+        message = f"no such verb {verb[1]!r}{near(verb[1], known)}; there are {', '.join(known)}"
+    elif (parameter := getattr(error, "param", None)) is not None and message.startswith("Invalid value"):
+        message += "".join(f", got {value!r}" for value in _values(parameter.opts, arguments)[-1:])
+    where = command.removeprefix("headfold").strip()
+    return f"{where}{': ' if where else ''}{message[:1].lower()}{message[1:]}; see `{command} --help`"
+
+
+def _values(names: Sequence[str], arguments: Sequence[str]) -> list[str]:
+    """The values that an option is given, as they were typed."""
+    found = []
+    for here, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, equals, value = here.partition("=")
+        if name in names:
+            found.append(value if equals else following)
+    return found

@@ -1,0 +1,58 @@
+"""AsymGQA's walk on the demo checkpoint, untrained, over six seeds: moves that keep sizes or do not, and what guides
+them. Every mean is printed; docs/papers.md tells which differences are asserted nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from arms import Corpus
+from transformers import PreTrainedModel
+
+from attention.calibration import Calibration
+from orchestrator.convert import convert_with, planning_context
+from search_spaces.planning import make_plan
+from search_spaces.recipes import recipe
+
+pytestmark = [pytest.mark.slow, pytest.mark.extended]
+
+SEEDS = range(6)
+ARMS: dict[str, dict[str, Any]] = {
+    "asymmetric": {},
+    "symmetric": {"grouping": "walk_symmetric"},
+    "asymmetric, weight similarity": {"similarity": "weight"},
+    "asymmetric, any head outside": {"grouping.neighbours": 1024},  # similarity guides nothing
+}
+Losses = Callable[[str, float], np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def losses(demo_model: PreTrainedModel, calibration: Calibration, corpus: Corpus) -> Losses:
+    """`losses(arm, kv_ratio)`: held-out loss of the untrained conversion, one a seed."""
+    context = planning_context(demo_model, calibration, corpus.calibration, None)
+
+    def of(arm: str, ratio: float) -> np.ndarray:
+        chosen = recipe("asymgqa", **ARMS[arm])
+        plans = [make_plan(chosen, ratio, context, np.random.default_rng(seed)) for seed in SEEDS]
+        found = np.array([corpus.loss(convert_with(chosen, demo_model, plan, calibration)) for plan in plans])
+        print(f"{ratio:.0%} {arm}: {found.mean():.3f} ± {found.std(ddof=1):.3f} {found.round(3).tolist()}", flush=True)
+        return found
+
+    return of
+
+
+def test_walks_at_a_quarter_of_the_cache(losses: Losses) -> None:
+    """Asymmetric below symmetric by more than two standard errors of the difference of the means."""
+    found = {arm: losses(arm, 0.25) for arm in ARMS}
+    asymmetric, symmetric = found["asymmetric"], found["symmetric"]
+    error = np.sqrt((asymmetric.var(ddof=1) + symmetric.var(ddof=1)) / len(SEEDS))
+    assert asymmetric.mean() < symmetric.mean() - 2 * error
+
+
+def test_walks_at_half_of_the_cache_do_not_separate(losses: Losses) -> None:
+    """Whatever the sizes and whatever guides the moves: within a tenth of a nat of each other."""
+    means = [losses(arm, 0.5).mean() for arm in ARMS]
+    assert max(means) - min(means) < 0.1

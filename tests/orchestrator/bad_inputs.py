@@ -1,0 +1,26 @@
+"""What a user may get wrong, as data: all bad inputs by verb. Commands run in the folder of `bad_input_folder`."""
+
+from __future__ import annotations
+
+from bad_checkpoint_inputs import EVALUATIONS, TRAININGS
+from bad_conversion_inputs import CONVERSIONS, ESTIMATES, EXPORTS, INSPECTIONS
+from bad_input import Bad
+from bad_search_inputs import GENERAL, PROMOTIONS, REPORTS, SEARCHES, WATCHES
+
+BY_VERB: dict[str, tuple[Bad, ...]] = {
+    "any verb": GENERAL,
+    "search": SEARCHES,
+    "convert": CONVERSIONS,
+    "estimate": ESTIMATES,
+    "train": TRAININGS,
+    "evaluate": EVALUATIONS,
+    "watch": WATCHES,
+    "promote": PROMOTIONS,
+    "export": EXPORTS,
+    "inspect": INSPECTIONS,
+    "report": REPORTS,
+}
+CASES = tuple(bad for cases in BY_VERB.values() for bad in cases)
+
+PENDING: frozenset[str] = frozenset()
+"""Cases that are not told as they should be yet; take a name out when it is."""

@@ -1,0 +1,154 @@
+"""What a user may get wrong with a search: its configuration, its folder, what is to be promoted or told."""
+
+from __future__ import annotations
+
+from bad_input import Bad, removes, renames, writes
+
+SEARCH = "runs/mine"
+S = "search mine.yaml"
+
+GENERAL = (
+    Bad("a verb misspelt", "serch mine.yaml", ("serch", "did you mean search?")),
+    Bad("another verb misspelt", "convrt --model model", ("convrt", "did you mean convert?")),
+    Bad("an option in the place of the verb", "--verbose", ("--verbose", "no such option")),
+    Bad("a verb in capitals", "EXPORT uneven", ("EXPORT", "did you mean export?")),
+)
+
+SEARCHES = (
+    Bad("no configuration", "search", ("config",)),
+    Bad("a configuration that is not there", "search none.yaml", ("no configuration file", "none.yaml")),
+    Bad("a folder for a configuration", "search work", ("no configuration file", "work")),
+    Bad("a text for a configuration", "search work/thesis.md", ("work/thesis.md", "mapping")),
+    Bad("broken YAML", S, ("mine.yaml", "not valid YAML"), writes("mine.yaml", "name: [")),
+    Bad("an empty configuration", S, ("mine.yaml", "mapping"), writes("mine.yaml", "")),
+    Bad("a configuration in another encoding", S, ("mine.yaml", "YAML"), writes("mine.yaml", b"name: \xff")),
+    Bad("a key given twice", S, ("name is given twice",), writes("mine.yaml", "name: a\nname: b\n")),
+    Bad("a program in YAML", S, ("python/object",), writes("mine.yaml", "name: !!python/object/apply:os.abort []")),
+    Bad("a change that is none", f"{S} extra", ("key=value", "extra")),
+    Bad("an option of search misspelt", f"{S} --resmue", ("--resmue", "did you mean --resume?")),
+    Bad("a key misspelt", f"{S} search.samplez=4", ("search.samplez", "did you mean samples?")),
+    Bad("a section misspelt", f"{S} serach.samples=4", ("serach", "did you mean search?")),
+    Bad("a value for a section", f"{S} model=3", ("model", "got 3", "section")),
+    Bad("a name that leaves the storage", f"{S} name=../up", ("name", "../up", "letters")),
+    Bad("a model that is not there", f"{S} model.path=none", ("model.path", "none")),
+    Bad("a recipe misspelt in a configuration", f"{S} search.recipes=[gqq]", ("search.recipes", "did you mean gqa?")),
+    Bad("no recipes", f"{S} search.recipes=[]", ("search.recipes", "at least 1")),
+    Bad("a baseline misspelt", f"{S} search.baseline=gqq", ("search.baseline", "did you mean gqa?")),
+    Bad("no budgets", f"{S} search.budgets=[]", ("search.budgets", "at least 1")),
+    Bad("a number for a list", f"{S} search.budgets=0.5", ("search.budgets", "got 0.5", "list")),
+    Bad("a budget above 1", f"{S} search.budgets=[1.5]", ("search.budgets.0", "1.5", "(0, 1]")),
+    Bad("a budget that no heads make", f"{S} search.budgets=[0.3]", ("search.budgets", "0.3", "0.25, 0.5")),
+    Bad("a budget given twice", f"{S} search.budgets=[0.5,0.5]", ("search.budgets", "more than once")),
+    Bad("a searcher misspelt", f"{S} search.searcher=optuan", ("search.searcher", "did you mean optuna?")),
+    Bad("a scheduler misspelt", f"{S} rungs.scheduler=budgte", ("rungs.scheduler", "did you mean budget?")),
+    Bad("rungs that do not start at 0", f"{S} rungs.steps=[1,2]", ("rungs.steps", "first rung must be 0")),
+    Bad("fewer than no samples", f"{S} search.samples=-1", ("search.samples", "got -1")),
+    Bad(
+        "an axis misspelt in choices",
+        f"{S} search.samples=4 'search.choices={{fusoin: [mean]}}'",
+        ("search.choices", "did you mean fusion?"),
+    ),
+    Bad(
+        "a part misspelt in choices",
+        f"{S} search.samples=4 'search.choices={{fusion: [maen]}}'",
+        ("search.choices", "maen", "did you mean mean?"),
+    ),
+    Bad(
+        "a knob misspelt",
+        f"{S} search.samples=4 'search.settings={{grouping.iteratoins: 3}}'",
+        ("search.settings", "grouping.iterations"),
+    ),
+    Bad(
+        "a part misspelt in an arm",
+        f"{S} 'search.recipes=[{{recipe: gqa, changes: {{fusion: maen}}}}]'",
+        ("search.recipes", "did you mean mean?"),
+    ),
+    Bad("a kind of number misspelt in training", f"{S} train.dtype=fp23", ("train.dtype", "fp23")),
+    Bad("a batch that workers cannot share", f"{S} train.batch_size=3 train.num_workers=2", ("batch_size", "got 3")),
+    Bad("more workers than processors", f"{S} train.num_workers=512 train.batch_size=512", ("train.num_workers",)),
+    Bad("a GPU where there is none", f"{S} train.gpus_per_worker=1", ("GPU", "has 0"), without_gpu=True),
+    Bad("texts that are not there", f"{S} data.source=none.txt", ("data.train", "none.txt")),
+    Bad("more tokens than the texts have", f"{S} data.train.tokens=9999999", ("data.train", "found", "tokens")),
+    Bad("longer sequences than the model takes", f"{S} data.sequence_length=128", ("data.sequence_length", "64")),
+    Bad("a field that texts do not have", f"{S} data.text_field=body", ("body", "text_field")),
+    Bad("a file for a storage", f"{S} storage=texts/notes.txt", ("storage", "texts/notes.txt")),
+    Bad("a storage that nobody can write", f"{S} storage=/proc/headfold", ("storage", "/proc/headfold")),
+    Bad("an address of no known kind", f"{S} storage=gopher://x/y", ("storage", "gopher")),
+    Bad("an address without a bucket", f"{S} storage=s3://", ("storage", "bucket")),
+    Bad(
+        "a tracking address of no known kind",
+        f"{S} tracking.uri=gopher://x",
+        ("tracking.uri", "gopher", "sqlite"),
+        leaves="runs/cache",
+    ),
+    Bad("a search to resume that never was", f"{S} name=other --resume", ("--resume", "other")),
+    Bad("a search to resume by a name that never was", f"{S} --resume mine-7", ("--resume", "mine-7")),
+    Bad(
+        "a search to resume with other settings",
+        f"{S} search.budgets=[0.25] --resume",
+        ("--resume", "search", "same settings"),
+    ),
+)
+
+WATCHES = (
+    Bad("no search to watch", "watch", ("search",)),
+    Bad("a search that is not there", "watch none", ("none", "folder of a search")),
+    Bad("other work for a search", "watch work", ("work", "folder of a search")),
+    Bad("the storage for a search", "watch runs", ("runs", "folder of a search")),
+    Bad("looks without a pause", f"watch {SEARCH} --every 0", ("--every", "got '0'")),
+    Bad("an option of watch misspelt", f"watch {SEARCH} --onse", ("did you mean --once?",)),
+    Bad(
+        "broken records of trials",
+        f"watch {SEARCH} --once",
+        ("trials.json", "JSON"),
+        writes(f"{SEARCH}/trials.json", "{"),
+    ),
+    Bad(
+        "records of something else",
+        f"watch {SEARCH} --once",
+        ("trials.json", "trial_id"),
+        writes(f"{SEARCH}/trials.json", "[{}]"),
+    ),
+    Bad(
+        "records with a field too many",
+        f"watch {SEARCH} --once",
+        ("trials.json", "wings"),
+        writes(f"{SEARCH}/trials.json", '[{"trial_id": "a", "wings": 2}]'),
+    ),
+    Bad("a number for a state", f"watch {SEARCH} --once", ("state.json", "got 3"), writes(f"{SEARCH}/state.json", "3")),
+    Bad("a list for a base", f"watch {SEARCH} --once", ("base.json", "got []"), writes(f"{SEARCH}/base.json", "[]")),
+    Bad("--json of watch over other work", f"watch {SEARCH} --json work", ("json", "work")),
+)
+
+PROMOTIONS = (
+    Bad("no search to promote from", "promote", ("search",)),
+    Bad("other work to promote from", "promote work", ("work", "folder of a search")),
+    Bad("a trial that never was", f"promote {SEARCH} --trial nope", ("nope", "gqa-0")),
+    Bad("a trial misspelt", f"promote {SEARCH} --trial headfold-1", ("did you mean headfold_gqa-1?",)),
+    Bad("a trial of the baseline", f"promote {SEARCH} --trial gqa-0", ("gqa-0", "baseline")),
+    Bad("the best none", f"promote {SEARCH} --top 0", ("--top", "got '0'")),
+    Bad(
+        "a broken configuration of a search",
+        f"promote {SEARCH}",
+        ("search.yaml", "cannot be read"),
+        writes(f"{SEARCH}/search.yaml", "name: ["),
+    ),
+    Bad(
+        "a number for a search's configuration",
+        f"promote {SEARCH}",
+        ("search.yaml", "mapping"),
+        writes(f"{SEARCH}/search.yaml", "3"),
+    ),
+    Bad("a search without trials", f"promote {SEARCH}", ("nothing can be promoted",), removes(f"{SEARCH}/trials.json")),
+    Bad("a search without its base", f"promote {SEARCH}", ("base.json", "--resume"), removes(f"{SEARCH}/base.json")),
+    Bad("a search whose model is gone", f"promote {SEARCH}", ("model",), renames("model", "moved")),
+)
+
+REPORTS = (
+    Bad("no search to report", "report", ("search",)),
+    Bad("a report of other work", "report work", ("work", "folder of a search")),
+    Bad("a report of broken records", f"report {SEARCH}", ("base.json", "JSON"), writes(f"{SEARCH}/base.json", "{")),
+    Bad("a report over other work", f"report {SEARCH} --out work", ("out", "work")),
+    Bad("a report over a config", f"report {SEARCH} --out model/config.json", ("out", "model/config.json")),
+    Bad("a report below a file", f"report {SEARCH} --out texts/notes.txt/page.html", ("texts/notes.txt",)),
+)

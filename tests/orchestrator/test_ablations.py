@@ -1,0 +1,68 @@
+"""`configs/ablations.yaml`: its arms are the papers' ablations, each one choice away from the recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from attention.geometry import HeadGeometry
+from orchestrator.candidates import named_candidates
+from orchestrator.config import load_config
+from orchestrator.reading import ConfigError
+from search_spaces.recipe import Recipe
+
+ROOT = Path(__file__).parents[2]
+
+
+def arms(*changes: str) -> dict[str, Recipe]:
+    config = load_config(ROOT / "configs" / "ablations.yaml", list(changes))
+    geometry = HeadGeometry.from_config(AutoConfig.from_pretrained(ROOT / "examples" / "stdlib-llama"))
+    return {candidate.recipe.name: candidate.recipe for candidate in named_candidates(config, geometry)}
+
+
+def test_no_two_arms_are_the_same() -> None:
+    found = arms()
+    assert len({recipe.digest for recipe in found.values()}) == len(found)
+
+
+def test_the_seven_rows_of_paper_001_table_1() -> None:
+    rows = [recipe for name, recipe in arms().items() if name.startswith("align_")]
+    table = {(r.grouping, r.by, r.alignment, r.knobs("alignment").get("criterion")) for r in rows}
+    assert len(rows) == len(table) == 7
+    assert {row[1:] for row in table if row[0] == "anneal_restarts"} == {
+        (by, "procrustes", criterion) for by in ("key", "value") for criterion in ("cos", "dist")
+    }
+    assert {row[2:] for row in table if row[0] == "neighbour"} == {
+        *(("procrustes", criterion) for criterion in ("cos", "dist")),
+        ("none", None),
+    }
+    for r in rows:
+        assert r.relaxation == "hard_concrete"
+        # Eq. 30 and sec. 4.1: KL + BiLD alone, and the rate falls to 0
+        assert r.training == {"distillation": "kl_bild", "distillation_weight": 1.0, "final_lr_fraction": 0.0}
+        if r.similarity is not None:
+            assert r.knobs("similarity")["criterion"] == r.knobs("alignment")["criterion"]
+
+
+def test_dha_with_and_without_adaptive_transformation_fuse_alike() -> None:
+    """Paper 000, Table 2: only the search phase, its groups and its budgets are left out."""
+    found = arms()
+    whole, plain = found["dha"], found["dha_not_adaptive"]
+    assert whole.knobs("relaxation") == plain.knobs("relaxation")
+    assert (plain.grouping, plain.allocation, plain.objective) == ("neighbour", "uniform", None)
+    assert "fusion_distances" in whole.needs and "fusion_distances" not in plain.needs
+
+
+def test_what_guides_the_walks_and_whether_they_keep_sizes() -> None:
+    walks = [recipe for recipe in arms().values() if recipe.grouping.startswith("walk_")]
+    assert {recipe.similarity for recipe in walks} == {"activation", "weight", "cka", "aligned"}
+    assert {recipe.grouping for recipe in walks} == {"walk_symmetric", "walk_asymmetric"}
+
+
+def test_fusion_steps_beyond_the_last_rung_are_refused() -> None:
+    arm = "search.recipes=[{recipe: dha, settings: {relaxation.steps: 36}}]"
+    with pytest.raises(ConfigError, match=r"relaxation.steps must be below the last of rungs.steps, 36, got 36"):
+        arms(arm)
+    arms(arm.replace("36", "35"))

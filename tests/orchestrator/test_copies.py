@@ -1,0 +1,215 @@
+"""Trials that lead to the same model: found by their work, told to the searcher, resumed, and shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ray.tune.schedulers import TrialScheduler
+from ray.tune.search import Searcher
+
+from attention import checkpoint, conversion
+from attention.plan import AttentionPlan, LayerPlan
+from orchestrator import results, tables
+from orchestrator.callbacks import SearchLog
+from orchestrator.candidates import Candidate
+from orchestrator.comparison import compare, counts_text
+from orchestrator.config import ConfigError, parse_config
+from orchestrator.copies import CopyingSearcher, work_digest
+from orchestrator.history import History, Journal
+from orchestrator.page_tables import trial_table
+from orchestrator.promotion import _chosen
+from orchestrator.results import COPY, DONE, FAILED, TrialRecord, front, load_trials, save_trials, stored_trials
+from orchestrator.resuming import JournaledScheduler, JournaledSearch, replay
+from orchestrator.schedulers import RungProblem, SlotSearcher, make_scheduler
+from orchestrator.trial import TrialContext, training_job
+from search_spaces.recipes import recipe
+from trainers.settings import TrainSettings
+
+PLAN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 0, 1)),) * 2, head_dim=8)
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> TrialContext:
+    return TrialContext(
+        folder=str(tmp_path),
+        model=str(tmp_path / "base"),
+        dtype="float32",
+        train_file="/text/train.safetensors",
+        eval_file="/text/eval.safetensors",
+        calibration_file="",
+        calibration_cache="",
+        rungs=(0, 4, 8),
+        reduction_factor=2.0,
+        train=TrainSettings(batch_size=4).model_dump(mode="json"),
+        base_loss=2.0,
+    )
+
+
+def work(context: TrialContext, name: str, model: Any, plan: AttentionPlan = PLAN, **candidate: Any) -> str:
+    """The work of a trial whose conversion is written as a trial writes it."""
+    folder = Path(context.folder) / "trials" / name
+    checkpoint.save(conversion.convert(model, plan), folder / "converted", record={"recipe": name})
+    (folder / "plan.json").write_text(plan.to_json())
+    given = {"recipe": recipe("gqa"), "kv_ratio": 0.5, "learning_rate": 1e-3, "seed": 0} | candidate
+    return work_digest(training_job(context, folder, Candidate(**given).config(), name), folder)
+
+
+def test_equal_work_is_what_ends_with_equal_weights(context: TrialContext, tiny_model: Any) -> None:
+    model = tiny_model("llama")
+    first = work(context, "a", model)
+    assert work(context, "b", model, recipe=recipe("asymgqa")) == first, "another way to the same plan and weights"
+    other = tiny_model("llama")
+    with torch.no_grad():
+        other.get_output_embeddings().weight[0, 0] += 1e-3
+    turned = AttentionPlan((LayerPlan((0, 1, 0, 1), (0, 0, 1, 1)),) * 2, head_dim=8)
+    different = [
+        work(context, "c", other),
+        work(context, "d", model, turned),
+        work(context, "e", model, learning_rate=2e-3),
+        work(context, "f", model, seed=1),
+        work(context, "g", model, recipe=recipe("gqa", recovery="lora")),
+    ]
+    assert len({first, *different}) == 6
+
+
+class Listening(Searcher):
+    """Suggests as many trials as are asked for, and keeps what it is told."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(metric="loss", mode="min")
+        self.count, self.told = count, []
+
+    def suggest(self, trial_id: str) -> Any:
+        self.count -= 1
+        return {"recipe": "own", "kv_ratio": 0.5} if self.count >= 0 else Searcher.FINISHED
+
+    def on_trial_result(self, trial_id: str, result: dict) -> None:
+        self.told.append((trial_id, result["loss"]))
+
+    def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
+        self.told.append((trial_id, "failed" if error else "ended"))
+
+    def of(self, trial_id: str) -> list[Any]:
+        return [what for name, what in self.told if name == trial_id]
+
+
+class Search:
+    """Journal, scheduler and searcher as a driver has them; `report` and `end` are what Tune calls."""
+
+    def __init__(self, folder: Path) -> None:
+        self.journal = Journal(folder / "journal.jsonl")
+        self.history = History(self.journal.events())
+        self.inner = make_scheduler("budget", RungProblem(3, 2.0, ("gqa",)), None)
+        self.searcher = Listening(4)
+        copying = CopyingSearcher(self.searcher, self.inner.copies)
+        replay(self.history, copying, self.inner)
+        self.scheduler = JournaledScheduler(self.inner, self.journal, self.history)
+        self.search = JournaledSearch(
+            SlotSearcher(copying, self.inner.slots), self.scheduler, self.journal, self.history
+        )
+        self.trials = {}
+
+    def start(self, number: int) -> None:
+        config = self.search.searcher.suggest(f"t{number}")
+        self.journal.append("trial", trial=f"t{number}", config=config)
+        self.history.add({"event": "trial", "trial": f"t{number}", "config": config})
+        self.trials[number] = SimpleNamespace(trial_id=f"t{number}", config=config, status="RUNNING", last_result={})
+        self.scheduler.on_trial_add(None, self.trials[number])
+
+    def report(self, number: int, rung: int, loss: float, **more: Any) -> str:
+        result = {"loss": loss, "kv_bytes_per_token": 1, "rung": rung, "step": 4 * rung, "resource": 2.0**rung, **more}
+        decision = self.scheduler.on_trial_result(None, self.trials[number], result)
+        if decision != TrialScheduler.STOP:
+            self.search.on_trial_result(f"t{number}", result)
+        else:
+            self.scheduler.on_trial_complete(None, self.trials[number], result)
+            self.search.on_trial_complete(f"t{number}", result)
+        return decision
+
+
+def test_the_searcher_is_given_the_result_of_the_first(tmp_path: Path) -> None:
+    search = Search(tmp_path)
+    for number in range(3):
+        search.start(number)
+    assert search.report(0, 0, 3.0, work_digest="x") == TrialScheduler.CONTINUE
+    assert search.report(1, 0, 3.0, work_digest="x") == TrialScheduler.STOP
+    assert search.searcher.of("t1") == [3.0], "it has not ended for the searcher before the first one has"
+    search.report(0, 1, 2.5)
+    search.report(0, 2, 2.0)
+    search.search.on_trial_complete("t0", {"loss": 2.0, "rung": 2})
+    assert search.searcher.of("t1") == [3.0, 2.5, 2.0, "ended"]
+    assert search.report(2, 0, 3.0, work_digest="x") == TrialScheduler.STOP
+    assert search.searcher.of("t2") == [2.0, "ended"]
+    assert search.history.copies == {"t1": "t0", "t2": "t0"}
+
+
+def test_a_resumed_search_knows_its_copies(tmp_path: Path) -> None:
+    first = Search(tmp_path)
+    for number in range(2):
+        first.start(number)
+    first.report(0, 0, 3.0, work_digest="x")
+    first.report(1, 0, 3.0, work_digest="x")
+    second = Search(tmp_path)
+    assert second.inner.copies == second.history.copies == {"t1": "t0"}
+    assert second.searcher.told == first.searcher.told
+    second.trials = first.trials
+    second.start(2)
+    assert second.report(2, 0, 3.0, work_digest="x") == TrialScheduler.STOP
+    second.report(0, 1, 2.5)
+    assert second.searcher.of("t1") == [3.0, 2.5]
+
+
+def record(name: str, recipe: str = "own", losses: tuple[float, ...] = (3.0, 2.0), **more: Any) -> TrialRecord:
+    rungs = [{"step": 4 * rung, "rung": rung, "loss": loss} for rung, loss in enumerate(losses)]
+    given = {"status": DONE, "kv_bytes_per_token": 128, "seed": 0, "plan_digest": "p"} | more
+    return TrialRecord(name, recipe, 0.5, 1e-3, {}, rungs=rungs, **given)
+
+
+def test_records_and_tables_tell_of_a_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = SearchLog(tmp_path / "trials.json", None, None, 2, 2, 2.0)
+    config = {"recipe": "twin", "kv_ratio": 0.5, "learning_rate": 1e-3, "choices": {}, "seed": 0}
+    copies = [SimpleNamespace(trial_id=name, config=config, error_file=None) for name in ("b", "c")]
+    log.records = {"a": record("a")}
+    log.copy_of = {"b": "a"}.get
+    log.on_trial_start(0, [], copies[0])
+    log.on_trial_result(0, [], copies[0], {"step": 0, "rung": 0, "loss": 3.0, "kv_bytes_per_token": 128})
+    log.on_trial_complete(0, [], copies[0])
+    capsys.readouterr()
+    stored = {t.trial_id: t for t in stored_trials(tmp_path / "trials.json")} | {"a": record("a")}
+    assert (stored["b"].status, stored["b"].copy_of, len(stored["b"].rungs)) == (COPY, "a", 1)
+    save_trials(tmp_path / "trials.json", stored.values())
+    trials = load_trials(tmp_path / "trials.json")
+    twin = next(t for t in trials if t.trial_id == "b")
+    assert (twin.loss, twin.step, twin.usable) == (2.0, 4, False), "its scores are those of the first"
+    assert [t.trial_id for t in front(trials)] == ["a"]
+    row = next(r for r in compare(trials, {"loss": 2.0}) if r["recipe"] == "twin")
+    assert row["loss"]["mean"] == 2.0 and counts_text(row) == "1 (1 copied)"
+    tables.print_trials(trials, {"loss": 2.0})
+    printed, page = capsys.readouterr().out, trial_table(trials, {"loss": 2.0})
+    for shown in (printed, page):
+        assert "same as a" in shown and "1 led to the same model as another trial" in shown
+    with pytest.raises(ConfigError, match="'b' led to the same model as a; promote that one"):
+        _chosen(trials, ["b"], None, parse_config({"name": "x", "model": {"path": "m"}, "search": {"budgets": [0.5]}}))
+
+
+def test_a_copy_of_a_trial_that_failed_has_failed(tmp_path: Path) -> None:
+    save_trials(
+        tmp_path / "t.json", [record("a", status=FAILED, error="diverged"), record("b", status=COPY, copy_of="a")]
+    )
+    copy = load_trials(tmp_path / "t.json")[1]
+    assert (copy.status, copy.error) == (FAILED, "the same model as a, which failed: diverged")
+
+
+def test_tables_say_which_model_was_measured_untrained() -> None:
+    pooled = record("a", "dha")
+    pooled.rungs[0]["pooled"] = True
+    trials = [pooled, record("b", "gqa")]
+    page = trial_table(trials, {"loss": 2.0})
+    assert page.count("3.000 pooled") == 1 and results.POOLED_NOTE in page
+    rows = compare(trials, {"loss": 2.0})
+    assert [row["pooled"] for row in rows] == [True, False]
+    assert results.POOLED_NOTE not in trial_table(trials[1:], {"loss": 2.0})

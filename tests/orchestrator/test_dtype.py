@@ -1,0 +1,105 @@
+"""The checkpoint's dtype is kept, and what is told is true of the file: conversion both ways, evaluation, gate."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from attention import checkpoint
+from orchestrator import models
+from orchestrator.config import ConfigError, parse_config
+from orchestrator.convert import convert_checkpoint
+from orchestrator.evaluate import evaluate_checkpoint
+
+Tiny = Callable[..., PreTrainedModel]
+QUICK = {"refinement.fit_steps": 8}
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    file = tmp_path_factory.mktemp("texts") / "words.jsonl"
+    words = inspect.getsource(argparse).splitlines()
+    records = ({"text": "\n".join(words[i : i + 12])} for i in range(0, len(words), 12))
+    file.write_text("\n".join(map(json.dumps, records)))
+    sizes = {"calibration_tokens": 768, "eval_tokens": 384, "sequence_length": 48, "device": "cpu"}
+    return {"calibration_data": str(file), "eval_data": str(file), **sizes}
+
+
+def stored(folder: Path) -> set[str]:
+    found = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "asked", "kind"),
+    [
+        (torch.bfloat16, "auto", "BF16"),
+        (torch.float16, "auto", "F16"),
+        (torch.float32, "auto", "F32"),
+        (torch.bfloat16, "fp32", "F32"),
+        (torch.float32, "bf16", "BF16"),  # what lies outside of the layers is rounded too
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["memory", "stream"])
+def test_what_is_told_of_a_conversion_is_true_of_its_file(
+    stream: bool,
+    dtype: torch.dtype,
+    asked: str,
+    kind: str,
+    texts: dict[str, Any],
+    tiny_model: Tiny,
+    demo_tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+) -> None:
+    model = tiny_model("llama", vocab_size=2048, tie_word_embeddings=dtype == torch.float16, dtype=dtype)
+    source = checkpoint.save(model, tmp_path / "source", demo_tokenizer)
+    settings = {**texts, "dtype": asked, "recipe_settings": QUICK, "stream": stream}
+    told = convert_checkpoint(source, "headfold_gqa", 0.5, tmp_path / "out", **settings)
+    assert stored(tmp_path / "out") == {kind}
+    assert told["format"] == "stock" and told["loads_in"] == ["transformers", "vLLM", "llama.cpp"]
+    assert checkpoint.load(tmp_path / "out").dtype == models.dtype_of(told["dtype"])
+    width = models.dtype_of(told["dtype"]).itemsize
+    assert told["kv_bytes_per_token"] == 2 * 2 * 2 * 8 * width
+    assert told["cache_bytes_measured"] == told["kv_bytes_per_token"] * told["cache_tokens"]
+
+    held_out = {key: value for key, value in texts.items() if not key.startswith("calibration")}
+    found = evaluate_checkpoint(tmp_path / "out", source, speed_tokens=0, **held_out)
+    assert found["dtype"] == told["dtype"]
+    assert found["kv_bytes_per_token"] == told["kv_bytes_per_token"]
+    assert found["cache_bytes_measured"] == found["kv_bytes_per_token"] * found["cache_tokens"]
+    for name in ("loss", "loss_base", "kl"):
+        assert told[name] == pytest.approx(found[name], rel=2e-6, abs=2e-6)
+
+
+def test_the_dtype_asked_for(tiny_model: Tiny, tmp_path: Path) -> None:
+    source = checkpoint.save(tiny_model("llama", dtype=torch.bfloat16), tmp_path / "model")
+    for asked, found in (("auto", "bfloat16"), ("bf16", "bfloat16"), ("fp16", "float16"), ("float32", "float32")):
+        assert models.written_dtype(source, asked) == found
+        assert models.working_dtype(found) == "float32"
+    with pytest.raises(ConfigError, match=r"dtype must be auto or one of .*'bf16'.*got 'int8'"):
+        models.written_dtype(source, "int8")
+
+
+def test_a_configuration_takes_both_names_and_keeps_one() -> None:
+    record: dict[str, Any] = {
+        "name": "small",
+        "search": {"recipes": ["gqa"], "budgets": [0.5]},
+        "rungs": {"steps": [0, 4]},
+        "train": {"dtype": "bf16", "zero_stage": 2},
+    }
+    config = parse_config(record | {"model": {"path": "x", "dtype": "bf16"}})
+    assert (config.model.dtype, config.train.dtype) == ("bfloat16", "bfloat16")
+    assert parse_config(record | {"model": {"path": "x"}}).model.dtype == "auto"

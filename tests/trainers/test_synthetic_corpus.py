@@ -1,0 +1,72 @@
+"""`synthetic:NAME` as a source of text: sides, determinism, names, and answers that a model is asked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from attention.checkpoint import load_config
+from attention.conversion import build
+from attention.modeling import plan_of_config
+from trainers import synthetic_corpus
+from trainers.corpora import DataError, resolve
+from trainers.data import load_sequences
+from trainers.synthetic import Vocabulary, all_tasks
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What examples/make_words.py makes."""
+    out = tmp_path_factory.mktemp("words") / "words"
+    command = [sys.executable, str(REPOSITORY / "examples" / "make_words.py"), "--out", str(out)]
+    subprocess.run(command, check=True, cwd=REPOSITORY)
+    return out
+
+
+def test_documents_are_the_same_in_every_call_and_others_on_each_side() -> None:
+    corpus = resolve("synthetic:all")
+    first, again, other = (list(islice(corpus.documents("train", "text", seed), 40)) for seed in (0, 0, 1))
+    held_out = list(corpus.documents("held_out", "text", None))
+    assert first == again and first != other
+    assert len(held_out) == synthetic_corpus.HELD_OUT and not set(first) & set(held_out)
+    assert held_out == list(corpus.documents("held_out", "text", None))
+    assert resolve("synthetic:all").fingerprint == corpus.fingerprint != resolve("synthetic:first").fingerprint
+
+
+@pytest.mark.parametrize("name", synthetic_corpus.names())
+def test_names(name: str) -> None:
+    train, asked = (set(synthetic_corpus.tasks_of(name, side)) for side in (True, False))
+    if name == "new-pairs":
+        assert not train & asked and train | asked == set(all_tasks()) and len(asked) == 15
+    else:
+        assert train == asked
+    if name not in ("all", "new-pairs"):
+        assert {task.pattern.replace(" ", "-") for task in train} == {name}
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(DataError, match="synthetic:induction: expected one of all, new-pairs, same-person"):
+        resolve("synthetic:induction")
+
+
+def test_the_example_tokenizer_has_every_word_and_a_model_can_be_asked(words: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(words)
+    vocabulary = Vocabulary.full()
+    for text in islice(synthetic_corpus.documents("all", True, 3), 50):
+        assert tokenizer.encode(text, add_special_tokens=False) == vocabulary.encode(text)
+    rows = load_sequences("synthetic:odd-one", tokenizer, split="eval", tokens=1024, sequence_length=64)
+    assert rows.shape == (16, 64) and int(rows.max()) < len(vocabulary)
+    config = load_config(words)
+    torch.manual_seed(0)
+    model = build(config, plan_of_config(config)).eval()
+    found = synthetic_corpus.score(model, tokenizer, "odd-one", per_task=2)
+    assert found.count == 2 * len(synthetic_corpus.tasks_of("odd-one", False))
+    assert found.accuracy < 0.3 and found.perplexity > 50  # it has learned nothing yet
