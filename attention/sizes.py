@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import nn
 
 from attention.geometry import HeadGeometry
-from attention.mlp import block_size, mlp_sites
+from attention.modeling.mlp import block_size, mlp_sites
 from attention.plan import AttentionPlan
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from attention.composition import reset
-from attention.conversion import build
+from attention.conversion.conversion import build
+from attention.modeling.composition import reset
 from attention.plan import AttentionPlan, Composition
 from benchmarks.conversion import training_step
 from benchmarks.models import DEMO, llama, tokens

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.calibration import calibrate, silent
-from attention.conversion import convert
-from attention.refinement import refine
+from attention.calibration.calibration import calibrate, silent
+from attention.conversion.conversion import convert
+from attention.conversion.refinement import refine
 from benchmarks.models import DEMO, decoupled_plan, llama, random_model, tokens
 from benchmarks.report import Row, Scale, benchmark, medians
 

@@ -16,10 +16,10 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import pack_gqa, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from attention.conversion import build
-from attention.decoding import HeadMaps, decode
-from attention.grouped import expand
-from attention.growing_cache import GrowingLayer
+from attention.conversion.conversion import build
+from attention.modeling.decoding import HeadMaps, decode
+from attention.modeling.grouped import expand
+from attention.modeling.growing_cache import GrowingLayer
 from attention.plan import LayerPlan
 from benchmarks.models import DEMO, LLAMA_7B, decoupled_plan, llama, random_model
 from benchmarks.report import Row, Scale, benchmark, medians

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from attention.calibration import calibrate, silent
-from attention.conversion import lift
-from attention.fusion import KeyCost, ValueCost
+from attention.calibration.calibration import calibrate, silent
+from attention.conversion.conversion import lift
+from attention.conversion.fusion import KeyCost, ValueCost
 from attention.geometry import HeadGeometry
 from benchmarks.models import llama, random_model, tokens
 from benchmarks.report import Row, Scale, benchmark, medians

@@ -8,14 +8,14 @@ from functools import partial
 
 import numpy as np
 
-from attention.calibration import calibrate, silent
-from attention.conversion import lift
+from attention.calibration.calibration import calibrate, silent
+from attention.conversion.conversion import lift
 from attention.geometry import HeadGeometry
 from benchmarks.models import DEMO, llama, random_model, tokens
 from benchmarks.report import Row, Scale, benchmark, medians
-from search_spaces.context import PlanningContext
 from search_spaces.grouping.steps import Walk
-from search_spaces.recipes import AXES, recipe
+from search_spaces.planning.context import PlanningContext
+from search_spaces.recipes.recipes import AXES, recipe
 from search_spaces.site import Site, plan_of_sites
 
 

@@ -16,17 +16,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from attention.calibration import cached_calibration
+from attention.calibration.calibration import cached_calibration
 from benchmarks.report import Row, Scale, benchmark
-from orchestrator import models
-from orchestrator.candidates import Candidate
-from orchestrator.cluster import connected
-from orchestrator.results import read_json, write_json
-from orchestrator.trial import TrialContext, run_trial
-from search_spaces.recipes import recipe
-from trainers.checkpoints import CheckpointStore
-from trainers.data import read_sequences, sequence_file
+from orchestrator.cluster.session import connected
+from orchestrator.conversion import loading
+from orchestrator.search.candidates import Candidate
+from orchestrator.search.trial import TrialContext, run_trial
+from orchestrator.storage.records import read_json, write_json
+from search_spaces.recipes.recipes import recipe
+from trainers.jobs.checkpoints import CheckpointStore
 from trainers.settings import TrainSettings
+from trainers.text.data import read_sequences, sequence_file
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "stdlib-llama"
 SETTLED = 20  # jobs after which a worker's memory counts as settled
@@ -44,12 +44,12 @@ class Times:
 
 def demo_context(folder: Path, workers: int, rungs: tuple[int, ...]) -> TrialContext:
     """Short trials of the demo checkpoint."""
-    tokenizer, cut = models.load_tokenizer(str(DEMO)), {"sequence_length": 64, "seed": 0, "cache_dir": folder / "data"}
+    tokenizer, cut = loading.load_tokenizer(str(DEMO)), {"sequence_length": 64, "seed": 0, "cache_dir": folder / "data"}
     files = {
         split: sequence_file("stdlib", tokenizer, split=split, tokens=tokens, **cut)  # type: ignore[arg-type]
         for split, tokens in (("train", 16_384), ("eval", 2048), ("calibration", 2048))
     }
-    base = models.load_model(str(DEMO), "float32", "cpu")
+    base = loading.load_model(str(DEMO), "float32", "cpu")
     cached_calibration(base, read_sequences(files["calibration"]), folder / "calibration")
     settings = TrainSettings(batch_size=4, num_workers=workers, cpus_per_worker=0.9 / workers)
     return TrialContext(
@@ -121,7 +121,7 @@ def worker_process() -> int:
 @benchmark("warm", devices=("cpu",))
 def warm(scale: Scale) -> Iterator[Row]:
     """Seconds to a trial's first training step on a standing group against workers of its own."""
-    from orchestrator.groups import pool_of_groups
+    from orchestrator.cluster.pool_client import pool_of_groups
 
     workers, plain_trials, warm_trials = scale.pick((1, 1, 3), (2, 4, 101))
     with connected(), tempfile.TemporaryDirectory() as folder:

@@ -15,7 +15,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from trainers.synthetic import Vocabulary
+from trainers.text.synthetic import Vocabulary
 
 END = "<pad>"  # id 0: ends documents and pads
 

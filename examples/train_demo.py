@@ -22,11 +22,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers import trainers as bpe
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from attention import checkpoint
-from trainers.corpora import resolve
-from trainers.data import sequence_file
+from attention.io import checkpoint
+from trainers.jobs.worker import TrainJob, run_training
 from trainers.settings import TrainSettings
-from trainers.worker import TrainJob, run_training
+from trainers.text.corpora import resolve
+from trainers.text.data import sequence_file
 
 END = "<|eos|>"
 VOCABULARY, CONTEXT, LENGTH = 2048, 512, 256

@@ -24,7 +24,7 @@ from pydoc_data.topics import topics
 from train_demo import VOCABULARY, make_tokenizer, options, randomise, refuse_to_overwrite, train
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from trainers.corpora import NOT_LIBRARY, library_files
+from trainers.text.corpora import NOT_LIBRARY, library_files
 
 PACKAGES = ("numpy", "scipy", "torch")
 SHORTEST = 200  # characters of a document

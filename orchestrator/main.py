@@ -1,6 +1,6 @@
 """The command line: `python orchestrator/main.py VERB`, `python -m orchestrator.main VERB`, or `headfold VERB`.
 
-The verbs lie in `orchestrator.verbs`. A mistake of the user ends with one message and exit code 2, a failure of the
+The verbs lie in `orchestrator.cli`. A mistake of the user ends with one message and exit code 2, a failure of the
 work with 1, an interruption with 130.
 """
 
@@ -20,8 +20,14 @@ if sys.path and Path(sys.path[0] or ".").resolve() == REPOSITORY / "orchestrator
 
 import typer  # noqa: E402
 
-from orchestrator import usage  # noqa: E402
-from orchestrator.verbs import checkpoints, estimates, inspecting, searches, training  # noqa: E402
+from orchestrator.cli import (  # noqa: E402
+    checkpoints,
+    estimates,
+    inspecting,
+    searches,
+    training,
+    usage,
+)
 
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 PACKAGES = ("attention", "search_spaces", "trainers", "orchestrator")
@@ -74,7 +80,7 @@ for verb in (
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    from orchestrator.tracking import redact
+    from orchestrator.tracking.runs import redact
 
     print(f"headfold: {redact(message)}", file=sys.stderr)
     sys.exit(code)

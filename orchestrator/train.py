@@ -17,28 +17,29 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from pydantic import Field
 
-from attention import checkpoint, conversion
-from attention.composition import reset
+from attention.conversion import conversion
+from attention.io import checkpoint
+from attention.io.replacing import check_folder
 from attention.messages import near
-from attention.modeling import headfold_config, plan_of_config
+from attention.modeling.composition import reset
+from attention.modeling.modeling import headfold_config, plan_of_config
 from attention.plan import AttentionPlan, Composition
-from attention.replacing import check_folder
-from orchestrator import models
-from orchestrator.clock import clock
-from orchestrator.cluster import Demand, concurrency, connected
-from orchestrator.config import ConfigError, Section, apply_override, parse_section
-from orchestrator.folders import storage_path
-from orchestrator.remote import is_remote
-from orchestrator.results import read_json, write_json
-from orchestrator.training import milestone_log, read_milestones
-from orchestrator.trial import prepare_process
-from orchestrator.validate import check_machine
+from orchestrator.cluster.session import Demand, concurrency, connected
+from orchestrator.config.schema import ConfigError, Section, apply_override, parse_section
+from orchestrator.conversion import loading
+from orchestrator.promotion.training import milestone_log, read_milestones
+from orchestrator.reporting.durations import clock
+from orchestrator.search.trial import prepare_process
+from orchestrator.search.validation import check_machine
+from orchestrator.storage.mirror import is_remote
+from orchestrator.storage.paths import storage_path
+from orchestrator.storage.records import read_json, write_json
 from search_spaces.composition.dcmha import composition_of
-from trainers import synthetic_corpus
-from trainers.checkpoints import CheckpointStore
-from trainers.data import check_source, sequence_file
+from trainers.jobs.checkpoints import CheckpointStore
+from trainers.jobs.worker import TrainJob, run_training
 from trainers.settings import TrainSettings
-from trainers.worker import TrainJob, run_training
+from trainers.text import synthetic_corpus
+from trainers.text.data import check_source, sequence_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -112,8 +113,8 @@ def check(
     Raises ConfigError or PlanError, and DataError for a source of text that there is not.
     """
     section = _section(recipe, overrides, learning_rate, seed, device)
-    models.geometry_of(str(like), sequence_length, key="like", weights=False)
-    models.load_tokenizer(like)
+    loading.geometry_of(str(like), sequence_length, key="like", weights=False)
+    loading.load_tokenizer(like)
     for name, value in (("steps", steps), ("eval_every", 1 if eval_every is None else eval_every)):
         if value < 1:
             raise ConfigError(f"{name}: got {value}; it must be at least 1")
@@ -153,7 +154,7 @@ def _section(recipe: str, overrides: Sequence[str], learning_rate: float, seed: 
         if isinstance(train, dict) and name in train:
             raise ConfigError(f"train.{name}: it has an option of its own; give it as --{name.replace('_', '-')}")
     if isinstance(train, dict):
-        gpus = float(models.device_of(device).type == "cuda")
+        gpus = float(loading.device_of(device).type == "cuda")
         record["train"] = {"gpus_per_worker": gpus} | train | {"learning_rate": learning_rate, "seed": seed}
     section = parse_section(TrainSection, record, "this training")
     known = {"windowed": False} | {f.name: f.default for f in fields(Composition)}
@@ -228,7 +229,7 @@ def _answers(plan: Scratch) -> dict[str, Any]:
         return {}
     model = checkpoint.load(plan.out)
     name = plan.eval_data.removeprefix(synthetic_corpus.PREFIX)
-    return {"answers": asdict(synthetic_corpus.score(model, models.load_tokenizer(plan.like), name))}
+    return {"answers": asdict(synthetic_corpus.score(model, loading.load_tokenizer(plan.like), name))}
 
 
 def _ended(plan: Scratch) -> dict[str, Any] | None:
@@ -265,7 +266,7 @@ def _prepare(plan: Scratch) -> TrainJob:
     mark = plan.folder / "scratch.json"
     if not mark.is_file():
         write_json(mark, plan.to_dict())  # first, so that what a kill leaves is known as ours
-    tokenizer = models.load_tokenizer(plan.like)
+    tokenizer = loading.load_tokenizer(plan.like)
     cut: dict[str, Any] = {"sequence_length": plan.sequence_length, "seed": plan.settings.seed}
     cut["cache_dir"] = plan.folder / "data"
     train_file = sequence_file(plan.train_data, tokenizer, split="train", tokens=plan.train_tokens, **cut)
@@ -273,7 +274,7 @@ def _prepare(plan: Scratch) -> TrainJob:
     if "parameters" not in read_json(mark):
         model = untrained(plan.like, plan.plan, plan.settings.seed)
         checkpoint.save(model, plan.folder / "untrained", plan.like)
-        write_json(mark, {**plan.to_dict(), "parameters": models.parameters(model)})
+        write_json(mark, {**plan.to_dict(), "parameters": loading.parameters(model)})
     return TrainJob(
         model_dir=str(plan.folder / "untrained"),
         train_file=str(train_file),

@@ -19,7 +19,7 @@ import numpy as np
 from search_spaces.partitions import Partition
 
 if TYPE_CHECKING:
-    from search_spaces.prices import KeptPrices
+    from search_spaces.planning.prices import KeptPrices
 
 Members = tuple[int, ...]
 REMEMBERED = 1 << 17  # groups: some 30 MB

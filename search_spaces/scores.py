@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 from attention.families import family_of
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
+from attention.modeling.rotary import apply_rotary, rotary_tables
 from attention.plan import AttentionPlan
-from attention.rotary import apply_rotary, rotary_tables
 from search_spaces.partitions import Partition
 from search_spaces.site import Site
 

@@ -36,12 +36,12 @@ from transformers import (
     Qwen3Config,
 )
 
-from attention import checkpoint
-from attention.conversion import convert
+from attention.conversion.conversion import convert
+from attention.io import checkpoint
 from attention.plan import AttentionPlan
-from trainers.data import write_sequences
-from trainers.job import TrainJob
+from trainers.jobs.job import TrainJob
 from trainers.settings import TrainSettings
+from trainers.text.data import write_sequences
 
 # A shell's background job ignores Ctrl-C, and so would every process that the tests start and then interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -201,7 +201,7 @@ def tiny_job(tiny_model: Callable[..., PreTrainedModel]) -> Callable[..., TrainJ
 @pytest.fixture(scope="session")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An MLflow database with its tables and nothing in them, to be copied: making one takes seconds."""
-    from orchestrator.tracking import default_uri, open_client
+    from orchestrator.tracking.runs import default_uri, open_client
 
     folder = tmp_path_factory.mktemp("store")
     open_client(default_uri(folder)).search_experiments()
@@ -245,7 +245,7 @@ def ray_cluster() -> Iterator[None]:
 def on_group(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Any], Any]]:
     """`on_group(job)`: `run_training(job)` by standing Ray Train workers, so that only the first of many jobs waits for
     processes. Jobs of 0.4 CPUs a worker leave room for groups of one and of two, and for a run of its own."""
-    from orchestrator.groups import pool_of_groups, train_in_group
+    from orchestrator.cluster.pool_client import pool_of_groups, train_in_group
 
     with pool_of_groups(str(tmp_path_factory.mktemp("groups")), idle_seconds=20) as pool:
         yield lambda job: train_in_group(pool, job, lambda report: None)

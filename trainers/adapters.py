@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from attention.composition import compositions
 from attention.families import family_of
-from attention.shared_weights import SharedProjection, sharing_modules
+from attention.modeling.composition import compositions
+from attention.modeling.shared_weights import SharedProjection, sharing_modules
 
 NAME = "default"  # peft's name of the one adapter
 BASE, DOWN, UP = ".base_layer.", f".lora_A.{NAME}.", f".lora_B.{NAME}."

@@ -31,8 +31,8 @@ from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor, nn
 
 from trainers.adapters import add_adapters
-from trainers.groups import ParameterGroup
 from trainers.loop import LossFunction
+from trainers.parameter_groups import ParameterGroup
 from trainers.settings import TrainSettings
 
 # DeepSpeed calls two collectives by names that torch wants to retire, once a parameter with ZeRO 3

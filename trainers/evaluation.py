@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.grouped import cache_bytes
+from attention.modeling.grouped import cache_bytes
 from trainers.losses import kl, language_modelling
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.modeling import plan_of
+from attention.modeling.modeling import plan_of
 from attention.plan import LayerPlan
 from trainers.engine import Engine
 from trainers.loop import train
@@ -22,7 +22,7 @@ from trainers.losses import objective
 from trainers.relaxations.base import lifted
 from trainers.relaxations.lagrangian import install
 from trainers.settings import TrainSettings
-from trainers.stream import BatchStream
+from trainers.text.stream import BatchStream
 
 STEPS = 240
 

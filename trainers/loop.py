@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from trainers.stream import BatchStream
+from trainers.text.stream import BatchStream
 
 LossFunction = Callable[[Any, Tensor], Tensor]
 """`loss_fn(model, batch [B, T]) -> scalar`, the mean over the batch in nats a token."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from attention import checkpoint
-from attention.precision import DTYPES
-from trainers.job import TrainJob
+from attention.io import checkpoint
+from attention.io.precision import DTYPES
+from trainers.jobs.job import TrainJob
 from trainers.settings import TrainSettings
 
 KEEP_BELOW = 500_000_000

@@ -18,7 +18,7 @@ from itertools import combinations
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.modeling import plan_of
+from attention.modeling.modeling import plan_of
 from attention.plan import AttentionPlan, LayerPlan
 from trainers.engine import Engine
 from trainers.loop import train
@@ -27,7 +27,7 @@ from trainers.relaxations.base import Groups, coarser_groups, is_coarser, lifted
 from trainers.relaxations.lagrangian import install
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
-from trainers.stream import BatchStream
+from trainers.text.stream import BatchStream
 
 
 def next_stage(

@@ -20,19 +20,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from attention import checkpoint
+from attention.io import checkpoint
 from attention.plan import AttentionPlan
-from trainers.data import read_sequences
 from trainers.engine import Engine
 from trainers.evaluation import evaluate
-from trainers.job import TrainJob
+from trainers.jobs.job import TrainJob
 from trainers.loop import train
 from trainers.losses import objective
 from trainers.models import DTYPES, load_teacher
 from trainers.regrouping import next_stage
 from trainers.relaxations.base import Relaxation
 from trainers.relaxations.stage import RelaxationSpec, relaxed_objective
-from trainers.stream import BatchStream
+from trainers.text.data import read_sequences
+from trainers.text.stream import BatchStream
 
 LATEST = "latest.json"
 OUTCOME = "outcome.json"

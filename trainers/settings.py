@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from attention.dtype_names import full_name
+from attention.io.dtype_names import full_name
 
 LONGEST = 4096
 """Characters of a text in a configuration: that of the longest path."""

@@ -12,8 +12,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
+from attention.modeling.shared_weights import SharedColumns, SharedRows
 from attention.plan import LayerPlan
-from attention.shared_weights import SharedColumns, SharedRows
 
 
 def geometry(config: Any, *, family: str, qkv_bias: bool, output_bias: bool, qk_norm: bool = False) -> HeadGeometry:

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.simulation.curves import Curve, fit, generated, recorded
 from benchmarks.simulation.virtual_tune import FakeTrial, VirtualTune
-from orchestrator.schedulers import RungProblem, RungScheduler, make_scheduler
+from orchestrator.search.schedulers import RungProblem, RungScheduler, make_scheduler
 from search_spaces import pareto
 
 FACTOR = 2.0

@@ -98,7 +98,7 @@ def simulate(
 
     Tune's trials ask Ray for a folder of its session, so a Ray is started; it is given nothing to do.
     """
-    from orchestrator.cluster import connected
+    from orchestrator.cluster.session import connected
 
     with connected():
         return _simulated(folder, trials, workers, scheduler, seed, mlflow, window)
@@ -110,12 +110,12 @@ def _simulated(
     from ray.tune.execution.tune_controller import TuneController
     from ray.tune.experiment import Experiment
 
-    from orchestrator.callbacks import SearchLog
-    from orchestrator.history import History, Journal
-    from orchestrator.resuming import JournaledScheduler, JournaledSearch
-    from orchestrator.schedulers import RungProblem, SlotSearcher, make_scheduler
-    from orchestrator.searchers import SearchProblem, make_searcher
-    from orchestrator.tracking import Tracker
+    from orchestrator.search.callbacks import SearchLog
+    from orchestrator.search.journal import History, Journal
+    from orchestrator.search.resume import JournaledScheduler, JournaledSearch
+    from orchestrator.search.schedulers import RungProblem, SlotSearcher, make_scheduler
+    from orchestrator.search.searchers import SearchProblem, make_searcher
+    from orchestrator.tracking.runs import Tracker
 
     os.environ.update(TUNE_MAX_PENDING_TRIALS_PG=str(workers), TUNE_DISABLE_AUTO_CALLBACK_LOGGERS="1")
     os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "3600")
@@ -202,10 +202,10 @@ def _report(curve: Curve, rung: int, kv_ratio: float) -> tuple[dict[str, Any], f
 
 def _space(trials: int) -> tuple[Any, tuple[Any, ...]]:
     """The joint space of the demo checkpoint's shape, with learning rates, and a few configured candidates."""
-    from attention.checkpoint import load_config
     from attention.geometry import HeadGeometry
-    from orchestrator.candidates import candidate_space, named_candidates
-    from orchestrator.config import parse_config
+    from attention.io.checkpoint import load_config
+    from orchestrator.config.schema import parse_config
+    from orchestrator.search.candidates import candidate_space, named_candidates
 
     demo = Path(__file__).resolve().parents[2] / "examples" / "stdlib-llama"
     search = {"recipes": ["gqa", "asymgqa", "headfold"], "budgets": [0.5, 0.25, 0.125], "learning_rates": [3e-4, 1e-3]}

@@ -10,7 +10,7 @@ from typing import Any
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import TrialScheduler
 
-from orchestrator.schedulers import RungScheduler
+from orchestrator.search.schedulers import RungScheduler
 
 CONTINUE, PAUSE, STOP = TrialScheduler.CONTINUE, TrialScheduler.PAUSE, TrialScheduler.STOP
 

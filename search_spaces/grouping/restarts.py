@@ -11,8 +11,8 @@ from attention.axes import Knob
 from search_spaces.axes import GROUPING
 from search_spaces.costs import GroupCost, Members, as_cost
 from search_spaces.grouping.problem import EQUAL_SIZES, Grouping, GroupingProblem
+from search_spaces.grouping.swaps import swap_search
 from search_spaces.partitions import random_partition
-from search_spaces.swaps import swap_search
 
 
 def anneal_restarts(

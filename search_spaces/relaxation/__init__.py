@@ -2,7 +2,7 @@
 
 A part is `f(plan: AttentionPlan, **knobs) -> tuple[AttentionPlan, ...]`: the plans to be reached one after the other,
 the last one being `plan`; none without a relaxation. `trainers.relaxations` has a part of the same name, which is given
-the knobs of `attention.relaxation_knobs`; those in `OWN` are for whoever sets up the training.
+the knobs of `attention.conversion.relaxation_knobs`; those in `OWN` are for whoever sets up the training.
 """
 
 from attention.axes import Knob

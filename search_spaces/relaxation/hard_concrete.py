@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from attention.conversion.relaxation_knobs import HARD_CONCRETE
 from attention.plan import AttentionPlan
-from attention.relaxation_knobs import HARD_CONCRETE
 from search_spaces.axes import RELAXATION
 from search_spaces.relaxation import FRACTION
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from attention.conversion.relaxation_knobs import LAGRANGIAN
 from attention.plan import AttentionPlan, LayerPlan
-from attention.relaxation_knobs import LAGRANGIAN
 from search_spaces.axes import RELAXATION
 from search_spaces.relaxation import BATCH, FRACTION, RATE, REGROUP, SCHEDULE, STAGES, STEPS
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from attention.conversion.relaxation_knobs import PULL_TOGETHER
 from attention.plan import AttentionPlan
-from attention.relaxation_knobs import PULL_TOGETHER
 from search_spaces.axes import RELAXATION
 from search_spaces.relaxation import FRACTION
 

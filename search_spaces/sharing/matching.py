@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attention.heads import LayerHeads
-from attention.mlp import MlpWeights, blocks_of
+from attention.modeling.mlp import MlpWeights, blocks_of
 from attention.plan import HeadShare, resolve_shares
 
 # Cosines that agree in so many decimals are ties, broken by lowest (layer, head): rounding must not decide.

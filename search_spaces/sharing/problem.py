@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from attention.axes import Knob
 from attention.heads import LayerHeads
-from attention.mlp import MlpWeights
+from attention.modeling.mlp import MlpWeights
 from attention.plan import AttentionPlan, HeadShare
 from search_spaces.sharing.matching import match_blocks, match_heads
 

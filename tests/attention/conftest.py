@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from attention.calibration import Calibration, calibrate, silent
-from trainers.data import load_sequences
+from attention.calibration.calibration import Calibration, calibrate, silent
+from trainers.text.data import load_sequences
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,9 @@ import json
 
 import torch
 
-from attention import kernels
-from attention.kernels import Tables, difference
-from attention.kernels.flash_decode import split_sizes
+from attention.modeling import kernels
+from attention.modeling.kernels import Tables, difference
+from attention.modeling.kernels.flash_decode import split_sizes
 from attention.plan import LayerPlan, dense
 
 PLANS = {

@@ -13,7 +13,9 @@ from head_references import activations, as_mha, lifted, logits, watch, with_hea
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.alignment import (
+from attention.axes import Part
+from attention.calibration.calibration import Calibration, LayerStatistics, calibrate, silent
+from attention.conversion.alignment import (
     ALIGNMENT,
     align_group,
     head_gram,
@@ -23,9 +25,7 @@ from attention.alignment import (
     rotate_keys,
     rotate_values,
 )
-from attention.axes import Part
-from attention.calibration import Calibration, LayerStatistics, calibrate, silent
-from attention.conversion import convert
+from attention.conversion.conversion import convert
 from attention.families import families
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads

@@ -14,9 +14,9 @@ from head_references import Seen, activations, as_mha, lifted, watch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention import calibration as calibration_module
-from attention import moments
-from attention.calibration import (
+from attention.calibration import calibration as calibration_module
+from attention.calibration import moments
+from attention.calibration.calibration import (
     Calibration,
     CalibrationError,
     LayerStatistics,
@@ -26,7 +26,7 @@ from attention.calibration import (
     memory_bound,
     silent,
 )
-from attention.conversion import convert
+from attention.conversion.conversion import convert
 from attention.families import family_of
 from attention.geometry import HeadGeometry
 from attention.plan import AttentionPlan, LayerPlan
@@ -340,7 +340,7 @@ def test_a_gqa_checkpoint_and_its_lift_calibrate_alike(tiny_model: Tiny, tiny_to
 
 def test_a_composed_model_is_refused(tiny_model) -> None:
     """Its attention weights are mixed across heads and do not sum to one; the moments would be wrong in silence."""
-    from attention.conversion import convert
+    from attention.conversion.conversion import convert
     from attention.plan import AttentionPlan, Composition, LayerPlan
 
     plan = AttentionPlan((LayerPlan.identity(4),) * 2, 8, composition=Composition())

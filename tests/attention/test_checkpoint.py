@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from attention import checkpoint, export
-from attention.conversion import convert
+from attention.conversion.conversion import convert
 from attention.families import families
-from attention.modeling import plan_of
+from attention.io import checkpoint, export
+from attention.modeling.modeling import plan_of
 from attention.plan import AttentionPlan, LayerPlan, PlanError
 
 UNIFORM = (LayerPlan((0, 1, 1, 0), (0, 1, 1, 0)),) * 2
@@ -145,7 +145,7 @@ def test_a_killed_save_leaves_the_old_checkpoint(tiny_model, tmp_path: Path) -> 
     before = checkpoint.weights_digest(folder)
     code = f"""
 import pathlib, time
-from attention.checkpoint import write_atomically
+from attention.io.checkpoint import write_atomically
 def write(fresh):
     (fresh / "model.safetensors").write_bytes(b"half")
     print("writing", flush=True)

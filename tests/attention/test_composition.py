@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from attention import checkpoint
-from attention.composition import (
+from attention.conversion.conversion import build, convert
+from attention.families import families
+from attention.io import checkpoint
+from attention.modeling.composition import (
     EPSILON,
     Compose,
     DynamicWeights,
@@ -20,9 +22,7 @@ from attention.composition import (
     extra_parameters,
     reset,
 )
-from attention.conversion import build, convert
-from attention.families import families
-from attention.grouped import cache_bytes
+from attention.modeling.grouped import cache_bytes
 from attention.plan import AttentionPlan, Composition, LayerPlan, PlanError
 
 B, H, T, S, D = 2, 4, 3, 5, 6

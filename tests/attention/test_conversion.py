@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from attention.axes import Axis, Knob
-from attention.conversion import convert, lift
+from attention.conversion.conversion import convert, lift
 from attention.families import families
-from attention.modeling import plan_of
+from attention.modeling.modeling import plan_of
 from attention.plan import AttentionPlan, LayerPlan, PlanError
 
 
@@ -119,7 +119,7 @@ def test_knobs_check_their_values() -> None:
 
 
 def test_an_axis_refuses_two_parts_of_one_name() -> None:
-    axis = Axis("flavour", "attention.lowerings")
+    axis = Axis("flavour", "attention.io.lowerings")
     axis.part("sweet", source="here")(lambda: 1)
     with pytest.raises(ValueError, match="already has a part named 'sweet'"):
         axis.part("sweet", source="there")(lambda: 2)

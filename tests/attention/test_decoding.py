@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache
 
-from attention import decoding
-from attention.conversion import build
-from attention.decoding import HeadMaps, decode, decode_by_group, decode_padded
-from attention.grouped import cache_bytes, expand
-from attention.growing_cache import ROOM, GrowingLayer
+from attention.conversion.conversion import build
+from attention.modeling import decoding
+from attention.modeling.decoding import HeadMaps, decode, decode_by_group, decode_padded
+from attention.modeling.grouped import cache_bytes, expand
+from attention.modeling.growing_cache import ROOM, GrowingLayer
 from attention.plan import AttentionPlan, LayerPlan, dense
 
 DECOUPLED = AttentionPlan((LayerPlan((0, 1, 0, 2), (0, 0, 0, 0)), LayerPlan((0, 0, 0, 1), (0, 1, 2, 3))), 8)

@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from attention import checkpoint
-from attention.conversion import convert, lift
+from attention.conversion.conversion import convert, lift
 from attention.families import family_of
 from attention.geometry import HeadGeometry
+from attention.io import checkpoint
+from attention.modeling.shared_weights import shared_projections
 from attention.plan import AttentionPlan, HeadShare
-from attention.shared_weights import shared_projections
 from attention.sizes import file_bytes, parameters, resident_bytes
 from search_spaces.sharing import match_heads
 

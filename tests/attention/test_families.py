@@ -21,13 +21,13 @@ from transformers import (
     PreTrainedModel,
 )
 
-from attention import checkpoint, export
-from attention.calibration import calibrate, silent
-from attention.conversion import convert, lift, read_layers
+from attention.calibration.calibration import calibrate, silent
+from attention.conversion.conversion import convert, lift, read_layers
+from attention.conversion.fusion import FUSION
 from attention.families import families, family_of
-from attention.fusion import FUSION
 from attention.geometry import HeadGeometry
-from attention.modeling import plan_of
+from attention.io import checkpoint, export
+from attention.modeling.modeling import plan_of
 from attention.plan import AttentionPlan, LayerPlan
 
 Tiny = Callable[..., PreTrainedModel]

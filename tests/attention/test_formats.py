@@ -17,14 +17,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from attention import checkpoint, export
-from attention.conversion import convert
+from attention.conversion.conversion import convert
+from attention.io import checkpoint, export
+from attention.io.precision import DtypeError, cast_weights, own_dtype, round_weights
+from attention.io.shards import write_shard
+from attention.io.stock_form import format_of, stock_bytes
 from attention.plan import AttentionPlan, Composition, LayerPlan
-from attention.precision import DtypeError, cast_weights, own_dtype, round_weights
-from attention.shards import write_shard
-from attention.stock_form import format_of, stock_bytes
-from search_spaces.kept_files import write_whole
-from trainers.data import write_sequences
+from search_spaces.planning.kept_files import write_whole
+from trainers.text.data import write_sequences
 
 Tiny = Callable[..., PreTrainedModel]
 UNIFORM = AttentionPlan((LayerPlan((0, 1, 1, 0), (0, 1, 1, 0)),) * 2, 8)

@@ -12,10 +12,10 @@ from head_references import Seen, activations, as_mha, lifted, logits, watch, wi
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.alignment import ALIGNMENT
-from attention.calibration import Calibration, LayerStatistics, calibrate, silent
-from attention.conversion import convert
-from attention.fusion import (
+from attention.calibration.calibration import Calibration, LayerStatistics, calibrate, silent
+from attention.conversion.alignment import ALIGNMENT
+from attention.conversion.conversion import convert
+from attention.conversion.fusion import (
     FUSION,
     KeyCost,
     ValueCost,

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention.conversion import assemble, lift
+from attention.conversion.conversion import assemble, lift
 from attention.families import families
-from attention.grouped import HeadMaps, Slots, cache_bytes, decode
 from attention.heads import LayerHeads
+from attention.modeling.grouped import HeadMaps, Slots, cache_bytes, decode
 from attention.plan import AttentionPlan, LayerPlan, dense
 
 PLANS = {

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention import decoding, kernels
-from attention.decoding import HeadMaps
-from attention.kernels import Tables
+from attention.modeling import decoding, kernels
+from attention.modeling.decoding import HeadMaps
+from attention.modeling.kernels import Tables
 from attention.plan import LayerPlan
 
 HERE = Path(__file__).resolve().parent
@@ -70,7 +70,7 @@ def test_it_compiles_for_devices_that_are_not_here(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from attention.kernels import flash_decode as made
+    from attention.modeling.kernels import flash_decode as made
 
     sizes = {"WIDTH": 80, "D": 128, "M": 16, "N": 4, "BLOCK": 64 if dtype == "bf16" else 32, "MASK": 1, "UPCAST": False}
     states = dict.fromkeys(("query", "key", "value"), f"*{dtype}")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.alignment.least_squares import bounded, fold
-from attention.calibration import calibrate, silent
-from attention.conversion import assemble, convert, lift
+from attention.calibration.calibration import calibrate, silent
+from attention.conversion.alignment.least_squares import bounded, fold
+from attention.conversion.conversion import assemble, convert, lift
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
 from attention.plan import AttentionPlan, LayerPlan

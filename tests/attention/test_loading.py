@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from attention import checkpoint, weights
-from attention.conversion import convert
+from attention.conversion.conversion import convert
+from attention.io import checkpoint, weights
+from attention.io.layer_models import LazyWeights
+from attention.io.safetensors_files import INDEX, SINGLE
+from attention.io.sources import CheckpointError
+from attention.io.weights import WeightsError
 from attention.plan import AttentionPlan, Composition, HeadShare, LayerPlan
-from attention.safetensors_files import INDEX, SINGLE
-from attention.sources import CheckpointError
-from attention.weights import WeightsError
-from attention.windows import LazyWeights
 
 Tiny = Callable[..., PreTrainedModel]
 FAMILIES = ("gemma", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3")
@@ -304,14 +304,14 @@ def test_quantised_weights_are_refused(saved: Callable[..., Path]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_numbers_that_are_not_finite_are_named(dtype: torch.dtype, saved: Callable[..., Path]) -> None:
-    from orchestrator import models
+    from orchestrator.conversion import loading
 
     folder = saved("llama", dtype=dtype)
-    models.load_model(folder)
+    loading.load_model(folder)
     name = "model.layers.1.self_attn.k_proj.weight"
     edit(folder, lambda t: t | {name: t[name].index_fill(0, torch.tensor(3), torch.nan)})
     with pytest.raises(WeightsError, match=f"nan or infinite numbers in {name} "):
-        models.load_model(folder)
+        loading.load_model(folder)
     with pytest.raises(WeightsError, match="nan or infinite"):
         LazyWeights(folder, checkpoint.load_config(folder)).one(name, torch.float32)
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from attention import checkpoint, export
-from attention.conversion import convert
+from attention.conversion.conversion import convert
+from attention.io import checkpoint, export
 from attention.plan import AttentionPlan, LayerPlan
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended]

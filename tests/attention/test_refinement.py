@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.calibration import calibrate, silent
-from attention.conversion import convert
+from attention.calibration.calibration import calibrate, silent
+from attention.conversion.conversion import convert
+from attention.conversion.refinement import REFINEMENT, refine
+from attention.conversion.refinement.capture import held_out, run_to
+from attention.conversion.refinement.healing import ridge_refit
+from attention.conversion.refinement.local import LayerTask, fit_module, layer_error
+from attention.conversion.refinement.parallel import SMALL, each_layer
 from attention.families import family_of
 from attention.plan import AttentionPlan, LayerPlan
-from attention.refinement import REFINEMENT, refine
-from attention.refinement.capture import held_out, run_to
-from attention.refinement.healing import ridge_refit
-from attention.refinement.local import LayerTask, fit_module, layer_error
-from attention.refinement.parallel import SMALL, each_layer
 
 FAMILIES = ["gemma", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"]
 PLAN = LayerPlan((0, 0, 1, 1), (0, 0, 0, 1))

@@ -11,14 +11,20 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from attention import checkpoint, export, mlp
-from attention.conversion import assemble, convert, read_layers, unshare
+from attention.conversion.conversion import assemble, convert, read_layers, unshare
+from attention.conversion.refinement import refine
 from attention.families import families, family_of
 from attention.geometry import HeadGeometry
-from attention.modeling import plan_of
+from attention.io import checkpoint, export
+from attention.modeling import mlp
+from attention.modeling.modeling import plan_of
+from attention.modeling.shared_weights import (
+    SharedColumns,
+    SharedRows,
+    shared_projections,
+    sharing_modules,
+)
 from attention.plan import AttentionPlan, HeadShare, LayerPlan, PlanError
-from attention.refinement import refine
-from attention.shared_weights import SharedColumns, SharedRows, shared_projections, sharing_modules
 from attention.sizes import file_bytes, parameters, resident_bytes, saved_parameters
 
 # Layer 1 is borrower and lender; layer 2 borrows one head twice, and another out of order; layer 3 owns none.

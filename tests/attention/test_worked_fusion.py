@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
-from attention.alignment import procrustes, rotary_procrustes
-from attention.calibration import LayerStatistics
-from attention.fusion import least_squares_fuse, value_errors
+from attention.calibration.calibration import LayerStatistics
+from attention.conversion.alignment import procrustes, rotary_procrustes
+from attention.conversion.fusion import least_squares_fuse, value_errors
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
 from attention.plan import LayerPlan

@@ -20,11 +20,11 @@ import torch
 from arms import Corpus, best, fused_and_recovered, neighbours, recovered
 from transformers import PreTrainedModel
 
-from attention.calibration import Calibration
+from attention.calibration.calibration import Calibration
 from attention.plan import AttentionPlan
-from orchestrator.convert import convert_with, planning_context, relaxation_start
-from search_spaces.planning import make_plan
-from search_spaces.recipes import recipe
+from orchestrator.conversion.in_memory import convert_with, planning_context, relaxation_start
+from search_spaces.planning.planning import make_plan
+from search_spaces.recipes.recipes import recipe
 
 pytestmark = pytest.mark.slow
 

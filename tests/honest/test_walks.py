@@ -12,10 +12,10 @@ import pytest
 from arms import Corpus
 from transformers import PreTrainedModel
 
-from attention.calibration import Calibration
-from orchestrator.convert import convert_with, planning_context
-from search_spaces.planning import make_plan
-from search_spaces.recipes import recipe
+from attention.calibration.calibration import Calibration
+from orchestrator.conversion.in_memory import convert_with, planning_context
+from search_spaces.planning.planning import make_plan
+from search_spaces.recipes.recipes import recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended]
 

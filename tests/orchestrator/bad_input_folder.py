@@ -21,12 +21,14 @@ from typing import Any, TextIO
 import torch
 import yaml
 
-from attention import checkpoint, conversion
+from attention.conversion import conversion
+from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
-from orchestrator import main, results
-from orchestrator.config import parse_config
-from orchestrator.folders import SearchFolder
-from orchestrator.results import TrialRecord, save_trials, write_json
+from orchestrator import main
+from orchestrator.config.schema import parse_config
+from orchestrator.storage import records
+from orchestrator.storage.paths import SearchFolder
+from orchestrator.storage.records import TrialRecord, save_trials, write_json
 
 HALF = LayerPlan((0, 0, 1, 1), (0, 0, 1, 1))
 UNEVEN = LayerPlan((0, 1, 1, 1), (0, 0, 0, 1))
@@ -93,8 +95,8 @@ def _make_search(root: Path, home: Path) -> None:
     write_json(folder.state, {"parent_run": "none", "started": "2026-01-01T12:00:00+00:00", "ended": "done"})
     rungs = [{"step": 0, "loss": 5.5, "kl": 0.5, "tokens": 0}, {"step": 2, "loss": 5.4, "kl": 0.4, "tokens": 128}]
     trials = [
-        TrialRecord("gqa-0", "gqa", 0.5, 1e-3, {}, results.DONE, rungs, kv_bytes_per_token=256),
-        TrialRecord("headfold_gqa-1", "headfold_gqa", 0.5, 1e-3, {}, results.DONE, rungs, kv_bytes_per_token=256),
+        TrialRecord("gqa-0", "gqa", 0.5, 1e-3, {}, records.DONE, rungs, kv_bytes_per_token=256),
+        TrialRecord("headfold_gqa-1", "headfold_gqa", 0.5, 1e-3, {}, records.DONE, rungs, kv_bytes_per_token=256),
     ]
     save_trials(folder.trials_file, trials)
 

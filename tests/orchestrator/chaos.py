@@ -26,8 +26,8 @@ from typing import Any
 
 import psutil
 
-from orchestrator.cluster import DASHBOARD, free_port
-from orchestrator.history import Journal
+from orchestrator.cluster.session import DASHBOARD, free_port
+from orchestrator.search.journal import Journal
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "HEADFOLD_CHAOS"

@@ -8,10 +8,10 @@ import pytest
 from transformers import AutoConfig
 
 from attention.geometry import HeadGeometry
-from orchestrator.candidates import named_candidates
-from orchestrator.config import load_config
-from orchestrator.reading import ConfigError
-from search_spaces.recipe import Recipe
+from orchestrator.config.parsing import ConfigError
+from orchestrator.config.schema import load_config
+from orchestrator.search.candidates import named_candidates
+from search_spaces.recipes.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 

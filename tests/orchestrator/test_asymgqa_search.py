@@ -15,11 +15,11 @@ from ray.tune.search import Searcher
 from search_process import LITTLE, start_search
 
 from attention.plan import AttentionPlan
-from orchestrator.config import load_config
-from orchestrator.results import DONE, TrialRecord, load_trials
-from orchestrator.searchers import make_searcher
-from orchestrator.similarities import Similarities
-from orchestrator.validate import validate_search
+from orchestrator.config.schema import load_config
+from orchestrator.search.head_similarities import Similarities
+from orchestrator.search.searchers import make_searcher
+from orchestrator.search.validation import validate_search
+from orchestrator.storage.records import DONE, TrialRecord, load_trials
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 

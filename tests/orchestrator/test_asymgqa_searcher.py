@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from ray.tune.search import Searcher
 
-from attention.checkpoint import load_config
 from attention.geometry import HeadGeometry
+from attention.io.checkpoint import load_config
 from attention.plan import AttentionPlan
-from orchestrator.candidates import candidate_space, named_candidates, searcher_settings
-from orchestrator.config import ConfigError, parse_config
-from orchestrator.searchers import SearchProblem, make_searcher
-from orchestrator.searchers.asymgqa import ChainSearch
+from orchestrator.config.schema import ConfigError, parse_config
+from orchestrator.search.candidates import candidate_space, named_candidates, searcher_settings
+from orchestrator.search.searchers import SearchProblem, make_searcher
+from orchestrator.search.searchers.asymgqa import ChainSearch
 from search_spaces.grouping.chain import Chain
-from search_spaces.recipes import Recipe
+from search_spaces.recipes.recipes import Recipe
 from search_spaces.site import SIDES
 
 

@@ -15,13 +15,14 @@ import pytest
 import yaml
 from fuzzing import Bad, at, bad_configs, bad_plans
 
-import orchestrator.search as search_module
+import orchestrator.pipeline as search_module
 from attention.plan import AttentionPlan, Composition, HeadShare, LayerPlan, PlanError
-from orchestrator import models, validate
-from orchestrator.config import ConfigError, load_config, parse_config
+from orchestrator.config.schema import ConfigError, load_config, parse_config
+from orchestrator.conversion import loading
 from orchestrator.main import _mistake
-from orchestrator.tracking import Tracker
-from trainers.corpora import resolve
+from orchestrator.search import validation
+from orchestrator.tracking.runs import Tracker
+from trainers.text.corpora import resolve
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 REQUIRED = (
@@ -91,9 +92,9 @@ def checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo_dir: Path) -> 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(search_module, "connected", started)
     monkeypatch.setattr(Tracker, "open", lambda *a: None)
-    monkeypatch.setattr(validate, "sequence_file", found)
-    monkeypatch.setattr(models, "load_tokenizer", functools.lru_cache(models.load_tokenizer))
-    monkeypatch.setattr(models, "geometry_of", functools.lru_cache(models.geometry_of))
+    monkeypatch.setattr(validation, "sequence_file", found)
+    monkeypatch.setattr(loading, "load_tokenizer", functools.lru_cache(loading.load_tokenizer))
+    monkeypatch.setattr(loading, "geometry_of", functools.lru_cache(loading.geometry_of))
     with pytest.raises(ClusterStarted):
         search_module.search(parse_config(sound(demo_dir, tmp_path / "runs")))
     return search_module.search

@@ -17,9 +17,9 @@ import pytest
 from chaos import KINDS, MORE_KINDS, Arena, Killer, arena, schedule, undisturbed
 from search_process import LITTLE
 
-from orchestrator.history import END, REPORT, TRIAL
-from orchestrator.results import COPY, DONE, STOPPED, load_trials, read_json, stored_trials
-from orchestrator.tracking import Tracker
+from orchestrator.search.journal import END, REPORT, TRIAL
+from orchestrator.storage.records import COPY, DONE, STOPPED, load_trials, read_json, stored_trials
+from orchestrator.tracking.runs import Tracker
 
 KILLS = int(os.environ.get("HEADFOLD_CHAOS_KILLS", "5"))
 SEED = int(os.environ.get("HEADFOLD_CHAOS_SEED", "0"))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from attention import checkpoint
-from attention.conversion import convert
+from attention.conversion.conversion import convert
+from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator import main
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from orchestrator import comparison, results
-from orchestrator.comparison import compare, footnote, several_seeds, spread
-from orchestrator.results import TrialRecord
-from orchestrator.tables import comparison_table
+from orchestrator.reporting import comparison
+from orchestrator.reporting.comparison import compare, footnote, several_seeds, spread
+from orchestrator.reporting.console import comparison_table
+from orchestrator.storage import records
+from orchestrator.storage.records import TrialRecord
 
 BASE = {"loss": 2.0, "kv_bytes_per_token": 8192}
 STEPS = (0, 10, 40)
@@ -22,7 +23,7 @@ def trial(
     recipe: str, seed: int | None, losses: list[float | None], *, rate: float = 1e-3, budget: float = 0.25, **more: Any
 ) -> TrialRecord:
     rungs = [{"step": step, "loss": loss, "tokens": 100 * step} for step, loss in zip(STEPS, losses, strict=False)]
-    settings = {"status": results.DONE, "rungs": rungs, "kv_bytes_per_token": int(8192 * budget)}
+    settings = {"status": records.DONE, "rungs": rungs, "kv_bytes_per_token": int(8192 * budget)}
     name = f"{recipe}-{budget}-{rate}-{seed}"
     return TrialRecord(name, recipe, budget, rate, {}, seed=seed, **{**settings, **more})
 
@@ -58,11 +59,11 @@ def test_each_rung_has_its_own_best_rate_and_the_curve_keeps_one() -> None:
 @pytest.mark.parametrize(
     ("broken", "counted"),
     [
-        ({"status": results.FAILED, "error": "ValueError: no"}, "failed"),
-        ({"status": results.FAILED, "error": "trainers.loop.TrainingDiverged: training loss is nan"}, "diverged"),
-        ({"status": results.FAILED, "rungs": [{"step": 0, "loss": 5.0}, {"step": 40, "loss": None}]}, "diverged"),
-        ({"status": results.STOPPED, "rungs": [{"step": 0, "loss": 5.0}]}, "stopped"),
-        ({"status": results.RUNNING, "rungs": []}, "unfinished"),
+        ({"status": records.FAILED, "error": "ValueError: no"}, "failed"),
+        ({"status": records.FAILED, "error": "trainers.loop.TrainingDiverged: training loss is nan"}, "diverged"),
+        ({"status": records.FAILED, "rungs": [{"step": 0, "loss": 5.0}, {"step": 40, "loss": None}]}, "diverged"),
+        ({"status": records.STOPPED, "rungs": [{"step": 0, "loss": 5.0}]}, "stopped"),
+        ({"status": records.RUNNING, "rungs": []}, "unfinished"),
     ],
 )
 def test_a_rate_without_all_of_its_seeds_is_not_chosen_but_told(broken: dict[str, Any], counted: str) -> None:
@@ -80,7 +81,7 @@ def test_a_rate_without_all_of_its_seeds_is_not_chosen_but_told(broken: dict[str
 
 def test_an_arm_of_which_every_rate_lost_a_seed_stays_as_an_empty_row() -> None:
     trials = [*two_rates(), *(trial("align", s, [6.0, 5.0, 4.0]) for s in (0, 1))]
-    trials.append(trial("align", 2, [6.0, None, None], status=results.FAILED, error="diverged: not finite"))
+    trials.append(trial("align", 2, [6.0, None, None], status=records.FAILED, error="diverged: not finite"))
     empty = next(row for row in compare(trials, BASE) if row["recipe"] == "align")
     assert empty["learning_rate"] is None and empty["loss"]["mean"] is None and empty["rise"] is None
     assert (empty["trials"], empty["diverged"], empty["seeds"], empty["seeds_asked"]) == (3, 1, 0, 3)
@@ -88,7 +89,7 @@ def test_an_arm_of_which_every_rate_lost_a_seed_stays_as_an_empty_row() -> None:
 
 
 def test_an_arm_that_was_stopped_early_is_compared_where_it_stopped_and_marked() -> None:
-    trials = [*two_rates(), *(trial("gqa", s, [8.0, 6.0 + s], status=results.STOPPED) for s in range(3))]
+    trials = [*two_rates(), *(trial("gqa", s, [8.0, 6.0 + s], status=records.STOPPED) for s in range(3))]
     rows = compare(trials, BASE)
     gqa = next(row for row in rows if row["recipe"] == "gqa")
     assert (gqa["steps"], gqa["last"], gqa["stopped"]) == (10, False, 3)

@@ -11,22 +11,33 @@ import torch
 from ray.tune.schedulers import TrialScheduler
 from ray.tune.search import Searcher
 
-from attention import checkpoint, conversion
+from attention.conversion import conversion
+from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
-from orchestrator import results, tables
-from orchestrator.callbacks import SearchLog
-from orchestrator.candidates import Candidate
-from orchestrator.comparison import compare, counts_text
-from orchestrator.config import ConfigError, parse_config
-from orchestrator.copies import CopyingSearcher, work_digest
-from orchestrator.history import History, Journal
-from orchestrator.page_tables import trial_table
-from orchestrator.promotion import _chosen
-from orchestrator.results import COPY, DONE, FAILED, TrialRecord, front, load_trials, save_trials, stored_trials
-from orchestrator.resuming import JournaledScheduler, JournaledSearch, replay
-from orchestrator.schedulers import RungProblem, SlotSearcher, make_scheduler
-from orchestrator.trial import TrialContext, training_job
-from search_spaces.recipes import recipe
+from orchestrator.config.schema import ConfigError, parse_config
+from orchestrator.promotion.promote import _chosen
+from orchestrator.reporting import console
+from orchestrator.reporting.comparison import compare, counts_text
+from orchestrator.reporting.html_tables import trial_table
+from orchestrator.search.callbacks import SearchLog
+from orchestrator.search.candidates import Candidate
+from orchestrator.search.duplicates import CopyingSearcher, work_digest
+from orchestrator.search.journal import History, Journal
+from orchestrator.search.resume import JournaledScheduler, JournaledSearch, replay
+from orchestrator.search.schedulers import RungProblem, SlotSearcher, make_scheduler
+from orchestrator.search.trial import TrialContext, training_job
+from orchestrator.storage import records
+from orchestrator.storage.records import (
+    COPY,
+    DONE,
+    FAILED,
+    TrialRecord,
+    front,
+    load_trials,
+    save_trials,
+    stored_trials,
+)
+from search_spaces.recipes.recipes import recipe
 from trainers.settings import TrainSettings
 
 PLAN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 0, 1)),) * 2, head_dim=8)
@@ -188,7 +199,7 @@ def test_records_and_tables_tell_of_a_copy(tmp_path: Path, capsys: pytest.Captur
     assert [t.trial_id for t in front(trials)] == ["a"]
     row = next(r for r in compare(trials, {"loss": 2.0}) if r["recipe"] == "twin")
     assert row["loss"]["mean"] == 2.0 and counts_text(row) == "1 (1 copied)"
-    tables.print_trials(trials, {"loss": 2.0})
+    console.print_trials(trials, {"loss": 2.0})
     printed, page = capsys.readouterr().out, trial_table(trials, {"loss": 2.0})
     for shown in (printed, page):
         assert "same as a" in shown and "1 led to the same model as another trial" in shown
@@ -209,7 +220,7 @@ def test_tables_say_which_model_was_measured_untrained() -> None:
     pooled.rungs[0]["pooled"] = True
     trials = [pooled, record("b", "gqa")]
     page = trial_table(trials, {"loss": 2.0})
-    assert page.count("3.000 pooled") == 1 and results.POOLED_NOTE in page
+    assert page.count("3.000 pooled") == 1 and records.POOLED_NOTE in page
     rows = compare(trials, {"loss": 2.0})
     assert [row["pooled"] for row in rows] == [True, False]
-    assert results.POOLED_NOTE not in trial_table(trials[1:], {"loss": 2.0})
+    assert records.POOLED_NOTE not in trial_table(trials[1:], {"loss": 2.0})

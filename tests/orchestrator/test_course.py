@@ -11,15 +11,16 @@ import yaml
 from transformers import AutoConfig
 
 from attention.geometry import HeadGeometry
-from orchestrator import figures, results
-from orchestrator.candidates import Candidate, named_candidates
-from orchestrator.config import load_config, parse_config
-from orchestrator.figures.course import proxy_agreement, seconds_by_phase, spans
-from orchestrator.folders import SearchFolder
-from orchestrator.repetition import command_of
-from orchestrator.report import write_report
-from orchestrator.results import TrialRecord, save_trials, write_json
-from search_spaces.recipes import RECIPES, recipe
+from orchestrator.config.schema import load_config, parse_config
+from orchestrator.reporting import figures
+from orchestrator.reporting.figures.course import proxy_agreement, seconds_by_phase, spans
+from orchestrator.reporting.repeat_command import command_of
+from orchestrator.reporting.report_page import write_report
+from orchestrator.search.candidates import Candidate, named_candidates
+from orchestrator.storage import records
+from orchestrator.storage.paths import SearchFolder
+from orchestrator.storage.records import TrialRecord, save_trials, write_json
+from search_spaces.recipes.recipes import RECIPES, recipe
 
 
 def trial(number: int, losses: list[float], budget: float = 0.25, **more: Any) -> TrialRecord:
@@ -27,7 +28,7 @@ def trial(number: int, losses: list[float], budget: float = 0.25, **more: Any) -
         {"step": 8 * i, "loss": loss, "seconds": 5.0 * (i or 1), "timestamp": 1000.0 + 20 * number + 30 * i}
         for i, loss in enumerate(losses)
     ]
-    facts = {"status": results.DONE, "rungs": rungs, "kv_bytes_per_token": int(8192 * budget), "seconds": {"plan": 3.0}}
+    facts = {"status": records.DONE, "rungs": rungs, "kv_bytes_per_token": int(8192 * budget), "seconds": {"plan": 3.0}}
     choices = more.pop("choices", {})
     return TrialRecord(f"t{number}", f"arm{number % 3}", budget, 1e-3, choices, **{**facts, **more})
 
@@ -36,7 +37,7 @@ def test_agreement_is_that_of_the_ranks() -> None:
     finals = [2.0, 2.4, 2.1, 2.3, 2.2]  # ranks 1 5 2 4 3 where rung 0 says 1 2 3 4 5
     trials = [trial(i, [3.0 + i, last]) for i, last in enumerate(finals)]
     trials += [trial(10 + i, [3.0 + i, 2.0 + i], 0.5) for i in range(3)]  # too few to tell
-    trials.append(trial(20, [2.5], status=results.STOPPED))  # never trained: not among those compared
+    trials.append(trial(20, [2.5], status=records.STOPPED))  # never trained: not among those compared
     found = proxy_agreement(trials)
     assert list(found) == [0.25]
     # 1 - 6 sum(d^2) / (n (n^2 - 1)) with differences 0, 3, 1, 0, 2

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention import calibration as calibrating
-from attention import checkpoint
-from attention.modeling import plan_of
-from orchestrator import convert, models
-from orchestrator.config import ConfigError
-from orchestrator.curve import convert_curve
-from orchestrator.inputs import parse_ratios
-from search_spaces.context import PlanningContext
-from search_spaces.recipes import recipe
+from attention.calibration import calibration as calibrating
+from attention.io import checkpoint
+from attention.modeling.modeling import plan_of
+from orchestrator.config.schema import ConfigError
+from orchestrator.conversion import in_memory, loading
+from orchestrator.conversion.request import parse_ratios
+from orchestrator.conversion.several_ratios import convert_curve
+from search_spaces.planning.context import PlanningContext
+from search_spaces.recipes.recipes import recipe
 
 SMALL = {"calibration_tokens": 2048, "eval_tokens": 2048, "sequence_length": 128, "device": "cpu"}
 
@@ -26,7 +26,7 @@ def test_one_calibration_and_one_measurement_for_all_ratios(
 ) -> None:
     calls: list[str] = []
     calibrate, rise_of = calibrating.calibrate, PlanningContext.rise_of
-    monkeypatch.setattr(convert, "calibrate", lambda *a, **k: calls.append("calibrate") or calibrate(*a, **k))
+    monkeypatch.setattr(in_memory, "calibrate", lambda *a, **k: calls.append("calibrate") or calibrate(*a, **k))
     monkeypatch.setattr(PlanningContext, "rise_of", lambda *a, **k: calls.append("rise") or rise_of(*a, **k))
     knobs = {"allocation.tokens": 256, "allocation.fit_steps": 0}
     chosen = recipe("gqa", fusion="least_squares", together=False, allocation="knapsack", **knobs)
@@ -45,8 +45,8 @@ def test_one_calibration_and_one_measurement_for_all_ratios(
     for point in points:
         saved = checkpoint.load(tmp_path / "out" / f"kv-{point['kv_ratio_asked']:g}", torch.float32)
         assert plan_of(saved).kv_ratio == point["kv_ratio"]
-    held_out = models.texts("stdlib", "eval", models.load_tokenizer(demo_dir), 2048, 128, 0)
-    assert models.score(saved, held_out).loss == pytest.approx(losses[-1], abs=1e-4)
+    held_out = loading.texts("stdlib", "eval", loading.load_tokenizer(demo_dir), 2048, 128, 0)
+    assert loading.score(saved, held_out).loss == pytest.approx(losses[-1], abs=1e-4)
 
 
 def test_ratios_that_mean_the_same_budget_are_converted_once(demo_dir: Path) -> None:

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from attention import checkpoint
-from orchestrator import models
-from orchestrator.config import ConfigError, parse_config
-from orchestrator.convert import convert_checkpoint, export_checkpoint
-from orchestrator.evaluate import evaluate_checkpoint
-from orchestrator.inspection import inspect_checkpoint
-from orchestrator.stream import stream_checkpoint
-from orchestrator.validate import validate_search
-from trainers.tokenizers import TokenizerError, read_tokenizer
+from attention.io import checkpoint
+from orchestrator.config.schema import ConfigError, parse_config
+from orchestrator.conversion import loading
+from orchestrator.conversion.evaluate import evaluate_checkpoint
+from orchestrator.conversion.in_memory import convert_checkpoint, export_checkpoint
+from orchestrator.conversion.inspection import inspect_checkpoint
+from orchestrator.conversion.layer_by_layer import stream_checkpoint
+from orchestrator.search.validation import validate_search
+from trainers.text.tokenizers import TokenizerError, read_tokenizer
 
 VICTIM = "model.layers.2.mlp.up_proj.weight"
 
@@ -53,7 +53,7 @@ def copied(demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     def out_of_reach(*_: Any, **__: Any) -> None:
         raise AssertionError("read before all was checked")
 
-    monkeypatch.setattr(models, "load_sequences", out_of_reach)
+    monkeypatch.setattr(loading, "load_sequences", out_of_reach)
     monkeypatch.setattr(checkpoint.AutoModelForCausalLM, "from_pretrained", out_of_reach)
     return tmp_path / "model"
 

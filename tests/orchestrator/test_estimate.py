@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from attention import checkpoint
+from attention.io import checkpoint
 from benchmarks.memory import measured
 from benchmarks.models import llama
-from orchestrator.convert import convert_checkpoint
-from orchestrator.estimate import Conversion, Size, estimate, estimate_conversion, must_stream
-from search_spaces.recipes import recipe
+from orchestrator.conversion.estimate import Conversion, Size, estimate, estimate_conversion, must_stream
+from orchestrator.conversion.in_memory import convert_checkpoint
+from search_spaces.recipes.recipes import recipe
 
 GIGA = 2**30
 SEVEN_B = {"num_attention_heads": 32, "head_dim": 128, "intermediate_size": 11_008, "vocab_size": 32_000}
@@ -67,7 +67,7 @@ def test_a_model_that_does_not_fit_is_streamed_by_itself(
     demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not must_stream(demo_dir, "gqa", 0.5, **SMALL)
-    module = sys.modules["orchestrator.estimate"]
+    module = sys.modules["orchestrator.conversion.estimate"]
     monkeypatch.setattr(module, "available_bytes", lambda device=None: 2**20)
     assert must_stream(demo_dir, "gqa", 0.5, **SMALL)
     assert not must_stream(demo_dir, "headfold", 0.5, **SMALL)  # it cannot be, so it is tried in memory

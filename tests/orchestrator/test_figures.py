@@ -7,16 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator import figures, results
-from orchestrator.comparison import compare
-from orchestrator.results import TrialRecord, compact
+from orchestrator.reporting import figures
+from orchestrator.reporting.comparison import compare
+from orchestrator.storage import records
+from orchestrator.storage.records import TrialRecord, compact
 
 BASE = {"loss": 2.0, "kv_bytes_per_token": 8192}
 
 
 def trial(recipe: str, seed: int, losses: dict[int, float], budget: float = 0.25, **more: Any) -> TrialRecord:
     rungs = [{"step": step, "loss": loss, "tokens": 100 * step} for step, loss in losses.items()]
-    settings = {"status": results.DONE, "rungs": rungs, "kv_bytes_per_token": int(8192 * budget)}
+    settings = {"status": records.DONE, "rungs": rungs, "kv_bytes_per_token": int(8192 * budget)}
     return TrialRecord(f"{recipe}{budget}{seed}", recipe, budget, 1e-3, {}, seed=seed, **{**settings, **more})
 
 
@@ -61,7 +62,7 @@ def test_an_arm_below_the_untouched_model_has_a_place_too() -> None:
 
 
 def test_an_arm_that_stopped_early_is_hollow_and_said_to_be() -> None:
-    trials = [*two_arms(), *(trial("mqa", s, {0: 9.0, 10: 8.0}, status=results.STOPPED) for s in range(3))]
+    trials = [*two_arms(), *(trial("mqa", s, {0: 9.0, 10: 8.0}, status=records.STOPPED) for s in range(3))]
     figure = figures.bytes_figure(compare(trials, BASE), BASE)
     hollow = [
         line for line in figure.axes[0].get_lines() if line.get_markerfacecolor() == "white" and len(line.get_xdata())

@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 import pytest
 
-from orchestrator.cluster import free_port
-from orchestrator.head import Server, Settings, back_up, restore, taken, try_to_back_up
-from orchestrator.tracking import Tracker
+from orchestrator.cluster.session import free_port
+from orchestrator.tracking.mlflow_server import Server, Settings, back_up, restore, taken, try_to_back_up
+from orchestrator.tracking.runs import Tracker
 
 
 def fill(path: Path, rows: int) -> None:
@@ -97,7 +97,7 @@ def test_a_killed_server_comes_back_and_a_new_head_knows_its_runs(tmp_path: Path
     kept.write_bytes(empty_store.read_bytes())  # as a head that was lost has left it
     settings = {"STORE": f"sqlite:///{own}", "ARTIFACTS": str(tmp_path / "a"), "BACKUP": str(kept), "PORT": str(port)}
     environment = os.environ | {f"HEADFOLD_MLFLOW_{key}": value for key, value in settings.items()}
-    head = subprocess.Popen([sys.executable, "-m", "orchestrator.head"], env=environment)
+    head = subprocess.Popen([sys.executable, "-m", "orchestrator.tracking.mlflow_server"], env=environment)
     try:
         _wait_until_up(port)
         tracker = Tracker.open(f"http://127.0.0.1:{port}", "tests", tmp_path)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.convert import Source
-from orchestrator.curve import convert_curve
+from orchestrator.conversion.in_memory import Source
+from orchestrator.conversion.several_ratios import convert_curve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # minutes of work, more beside others
 SETTINGS: dict[str, Any] = {"calibration_tokens": 8192, "device": "cpu"}

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from attention.plan import AttentionPlan, LayerPlan
-from orchestrator import figures, inspection
-from orchestrator.inspection import inspect_checkpoint
-from orchestrator.inspection_page import build_page, print_inspection, write_inspection
-from search_spaces.context import PlanningContext
+from orchestrator.conversion import inspection
+from orchestrator.conversion.inspection import inspect_checkpoint
+from orchestrator.reporting import figures
+from orchestrator.reporting.inspection_page import build_page, print_inspection, write_inspection
+from search_spaces.planning.context import PlanningContext
 
 SMALL: dict[str, Any] = {
     "kv_ratios": [0.5, 0.3],

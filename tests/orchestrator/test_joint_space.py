@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchestrator import models
-from orchestrator.candidates import Candidate, candidate_space, named_candidates
-from orchestrator.config import load_config
-from orchestrator.searchers import SEARCHERS, SearchProblem
-from orchestrator.trial import relaxation_spec
-from search_spaces.planning import PlanningContext, admissible_counts, check_budget, make_plan
-from search_spaces.recipes import AXES
-from search_spaces.rules import broken_rules
+from orchestrator.config.schema import load_config
+from orchestrator.conversion import loading
+from orchestrator.search.candidates import Candidate, candidate_space, named_candidates
+from orchestrator.search.searchers import SEARCHERS, SearchProblem
+from orchestrator.search.trial import relaxation_spec
+from search_spaces.planning.planning import PlanningContext, admissible_counts, check_budget, make_plan
+from search_spaces.recipes.recipes import AXES
+from search_spaces.recipes.rules import broken_rules
 from trainers.settings import TrainSettings
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ AXES_LEFT_OUT = {"objective": {"model"}, "allocation": {"single"}, "refinement":
 @pytest.fixture(scope="module")
 def problem() -> SearchProblem:
     config = load_config(ROOT / "configs" / "joint.yaml", ["search.samples=60"])
-    geometry = models.geometry_of(str(ROOT / config.model.path))
+    geometry = loading.geometry_of(str(ROOT / config.model.path))
     named = named_candidates(config, geometry)
     return SearchProblem(candidate_space(config, geometry), named, config.search.samples, config.search.seed)
 
@@ -75,7 +75,7 @@ def test_a_variation_is_a_valid_point_beside_another(problem: SearchProblem) -> 
 
 
 def test_proposals_with_a_relaxation_have_a_training(problem: SearchProblem, demo_model) -> None:
-    from attention.conversion import lift
+    from attention.conversion.conversion import lift
 
     geometry, rng = problem.space.joint.geometry, np.random.default_rng(1)
     assert geometry is not None

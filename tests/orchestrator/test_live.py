@@ -13,11 +13,12 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from orchestrator import live, results
-from orchestrator.config import parse_config
-from orchestrator.folders import SearchFolder
+from orchestrator.config.schema import parse_config
 from orchestrator.main import app
-from orchestrator.results import TrialRecord, save_trials, write_json
+from orchestrator.reporting import status as live
+from orchestrator.storage import records
+from orchestrator.storage.paths import SearchFolder
+from orchestrator.storage.records import TrialRecord, save_trials, write_json
 
 CONFIG = {
     "name": "mine",
@@ -53,10 +54,10 @@ def started(folder: SearchFolder) -> None:
     save_trials(
         folder.trials_file,
         [
-            trial(1, 0.5, [3.0, 2.5], results.DONE),
-            trial(2, 0.25, [4.0, 2.8], results.RUNNING),
-            trial(3, 0.25, [5.0], results.STOPPED),
-            trial(4, 0.25, [], results.FAILED, error="ValueError: no"),
+            trial(1, 0.5, [3.0, 2.5], records.DONE),
+            trial(2, 0.25, [4.0, 2.8], records.RUNNING),
+            trial(3, 0.25, [5.0], records.STOPPED),
+            trial(4, 0.25, [], records.FAILED, error="ValueError: no"),
         ],
     )
 
@@ -84,7 +85,7 @@ def test_a_search_that_has_ended_or_was_killed_says_so(folder: SearchFolder) -> 
     started(folder)
     write_json(folder.state, {"started": "2026-01-01T12:00:00+00:00", "seconds": 60.0, "ended": "done"})
     assert live.look(folder, NOW).state == "ended"
-    save_trials(folder.trials_file, [trial(1, 0.5, [3.0], results.KILLED)])
+    save_trials(folder.trials_file, [trial(1, 0.5, [3.0], records.KILLED)])
     write_json(folder.state, {"started": "2026-01-01T12:00:00+00:00", "seconds": 60.0})
     view = live.look(folder, NOW)
     assert view.state == "interrupted"

@@ -14,9 +14,9 @@ from test_command_line import run_here
 from test_outputs import snapshot
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from attention import checkpoint
-from orchestrator import layerwise, models
-from orchestrator.curve import is_curve
+from attention.io import checkpoint
+from orchestrator.conversion import loading, one_layer
+from orchestrator.conversion.several_ratios import is_curve
 from orchestrator.train import train_from_scratch
 
 Command = Callable[..., int | str | None]
@@ -67,7 +67,7 @@ def test_convert_and_export_refuse_before_any_weight_is_read(
     (place / "thesis" / "chapter.tex").write_text("mine")
     (place / "file").write_text("mine")
     (place / "link").symlink_to(place / "thesis")
-    monkeypatch.setattr(models, "load_model", lambda *_: pytest.fail("read the weights"))
+    monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("read the weights"))
     monkeypatch.setattr(checkpoint, "load", lambda *_: pytest.fail("read the weights"))
     before = snapshot(place)
     outs = [
@@ -122,7 +122,7 @@ def test_convert_replaces_its_own_result_only_if_asked_to(
     assert snapshot(place) == kept
     assert converting("0.25", *options, "--overwrite") == 0
     assert json.loads((place / "half.json").read_text())["kv_ratio"] == 0.25
-    assert models.record_of(place / "deep" / "half")["plan_digest"] != ""
+    assert loading.record_of(place / "deep" / "half")["plan_digest"] != ""
     assert checkpoint.intact(place / "deep" / "half")
     assert sorted(p.name for p in place.iterdir()) == ["deep", "half.json"]
     (place / "deep" / "half" / "notes.txt").write_text("mine")
@@ -173,7 +173,7 @@ def test_convert_without_out_says_so_before_the_work(
     def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(models, "load_model", stop)
+    monkeypatch.setattr(loading, "load_model", stop)
     assert converting("0.5") == 130
     told = capfd.readouterr().err
     assert "nothing of it will be saved" in told
@@ -217,7 +217,7 @@ def test_layer_by_layer_only_finished_layers_are_left(
     monkeypatch: pytest.MonkeyPatch,
     place: Path,
 ) -> None:
-    work, broken = layerwise.LayerwiseConversion.convert, 0
+    work, broken = one_layer.LayerwiseConversion.convert, 0
     options = ["--stream", "--out", "deep/out"]
 
     def convert_layer(self: Any, layer: int, *arguments: Any) -> Any:
@@ -225,7 +225,7 @@ def test_layer_by_layer_only_finished_layers_are_left(
             raise error
         return work(self, layer, *arguments)
 
-    monkeypatch.setattr(layerwise.LayerwiseConversion, "convert", convert_layer)
+    monkeypatch.setattr(one_layer.LayerwiseConversion, "convert", convert_layer)
     code = 130 if isinstance(error, KeyboardInterrupt) else 1
     assert converting("0.5", *options) == code
     assert "nothing was written" in capfd.readouterr().err

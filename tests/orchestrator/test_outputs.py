@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention import checkpoint
-from attention.replacing import OutputError, check_folder
-from orchestrator.config import ConfigError
-from orchestrator.curve import check_curve
-from orchestrator.folders import SearchFolder, check_writable
-from orchestrator.outputs import check_results, write_page, write_result
-from orchestrator.report import page, write_report
-from orchestrator.results import write_json
-from orchestrator.stages import Stage, check_stage
-from orchestrator.stream import stage_of
+from attention.io import checkpoint
+from attention.io.replacing import OutputError, check_folder
+from orchestrator.config.schema import ConfigError
+from orchestrator.conversion.layer_by_layer import stage_of
+from orchestrator.conversion.progress import Stage, check_stage
+from orchestrator.conversion.several_ratios import check_curve
+from orchestrator.reporting.report_page import page, write_report
+from orchestrator.storage.outputs import check_results, write_page, write_result
+from orchestrator.storage.paths import SearchFolder, check_writable
+from orchestrator.storage.records import write_json
 
 Tree = dict[str, tuple[str, Any]]
 

@@ -14,23 +14,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from attention import checkpoint
-from attention.conversion import convert
+from attention.conversion.conversion import convert
 from attention.geometry import HeadGeometry, RotaryLayout
-from attention.modeling import plan_of
+from attention.io import checkpoint
+from attention.modeling.modeling import plan_of
 from attention.plan import AttentionPlan, LayerPlan, dense
 from attention.ratios import own_heads, ratio_of_kv_heads
-from orchestrator import main, models
-from orchestrator.candidates import named_candidates, ratios_of
-from orchestrator.config import ConfigError, parse_config
-from orchestrator.convert import convert_checkpoint
-from orchestrator.curve import convert_curve
-from orchestrator.estimate import describe, estimate_conversion
-from orchestrator.evaluate import evaluate_checkpoint
-from orchestrator.folders import SearchFolder
-from orchestrator.inputs import asked_ratios
-from orchestrator.results import write_json
-from orchestrator.stream import stream_checkpoint
+from orchestrator import main
+from orchestrator.config.schema import ConfigError, parse_config
+from orchestrator.conversion import loading
+from orchestrator.conversion.estimate import describe, estimate_conversion
+from orchestrator.conversion.evaluate import evaluate_checkpoint
+from orchestrator.conversion.in_memory import convert_checkpoint
+from orchestrator.conversion.layer_by_layer import stream_checkpoint
+from orchestrator.conversion.request import asked_ratios
+from orchestrator.conversion.several_ratios import convert_curve
+from orchestrator.search.candidates import named_candidates, ratios_of
+from orchestrator.storage.paths import SearchFolder
+from orchestrator.storage.records import write_json
 from search_spaces.allocation import uniform
 from trainers.evaluation import measure_cache
 
@@ -64,7 +65,7 @@ def grouped(
 
 def held(folder: Path) -> int:
     """Bytes that a checkpoint's cache holds after 32 tokens, in float32."""
-    return measure_cache(models.load_model(folder), 32)
+    return measure_cache(loading.load_model(folder), 32)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
@@ -185,7 +186,7 @@ def test_a_whole_cache_is_no_mistake_where_something_else_changes(grouped: Path,
 def test_a_checkpoint_that_was_converted_already_is_refused(grouped: Path, tmp_path: Path) -> None:
     """Its config still has the original's KV heads: a half of those could be more than it has now."""
     plan = AttentionPlan((LayerPlan((0,) * 8, (0, 0, 0, 0, 1, 1, 1, 1)),) * 2, 8)
-    checkpoint.save(convert(models.load_model(grouped), plan), tmp_path / "uneven", models.load_tokenizer(grouped))
+    checkpoint.save(convert(loading.load_model(grouped), plan), tmp_path / "uneven", loading.load_tokenizer(grouped))
     with pytest.raises(ConfigError, match="converted already and keeps 6 of 16 key and value heads"):
         convert_checkpoint(tmp_path / "uneven", "gqa", 0.5, **SMALL)
 
@@ -198,7 +199,7 @@ def config_of(grouped: Path, **section: Any) -> Any:
 
 
 def test_a_search_takes_heads_or_shares(grouped: Path) -> None:
-    geometry = models.geometry_of(str(grouped))
+    geometry = loading.geometry_of(str(grouped))
     arms = ["gqa", {"recipe": "asymgqa", "kv_heads": [3]}, {"recipe": "align", "budgets": [0.25]}]
     config = config_of(grouped, kv_heads=[2, 1], recipes=arms)
     assert ratios_of(config.search, geometry) == [0.5, 0.25]
@@ -214,7 +215,7 @@ def test_a_search_takes_heads_or_shares(grouped: Path) -> None:
 
 
 def test_only_the_baseline_runs_with_the_whole_cache(grouped: Path) -> None:
-    geometry = models.geometry_of(str(grouped))
+    geometry = loading.geometry_of(str(grouped))
     found = named_candidates(config_of(grouped, budgets=[1.0, 0.5]), geometry)
     assert [c.kv_ratio for c in found] == [1.0, 0.5]
     with pytest.raises(ConfigError, match="recipe align cannot meet.*changes nothing.*it can meet 0.25, 0.5 of"):
@@ -247,7 +248,7 @@ def test_a_recorded_ratio_is_that_of_the_bytes(data: st.DataObject, tiny_model: 
         for _ in range(2)
     ]
     converted = convert(model, AttentionPlan(tuple(layers), 8))
-    facts = models.cache_facts(converted, own_heads(geometry))
+    facts = loading.cache_facts(converted, own_heads(geometry))
     assert facts["kv_ratio"] == facts["cache_bytes_measured"] / measure_cache(model, facts["cache_tokens"])
     assert facts["kv_ratio"] == facts["kv_bytes_per_token"] / plan_of(model).kv_bytes_per_token(model.dtype)
 

@@ -12,9 +12,9 @@ import pytest
 from ray import tune
 from ray.tune.search import Searcher
 
-from orchestrator.config import load_config
-from orchestrator.schedulers import RungProblem, SlotSearcher, make_scheduler
-from orchestrator.tuning import stops_in_training
+from orchestrator.config.schema import load_config
+from orchestrator.search.schedulers import RungProblem, SlotSearcher, make_scheduler
+from orchestrator.search.tune_run import stops_in_training
 
 LOSSES = [[5.0, 4.0, 3.0], [4.0, 3.5, 2.0], [4.5, 3.0, 2.5], [6.0, 5.0, 4.0], [3.0, 3.0, 1.0], [7.0, 6.0, 5.0]]
 

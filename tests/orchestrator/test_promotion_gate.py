@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from attention import checkpoint, conversion
+from attention.conversion import conversion
+from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
-from orchestrator import gate, models, promotion, promotion_steps, tables
-from orchestrator.config import ConfigError, SearchConfig, parse_config
-from orchestrator.folders import SearchFolder
-from orchestrator.gate import check_candidate
-from orchestrator.promotion_state import (
+from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
+from orchestrator.conversion import loading
+from orchestrator.promotion import gate, promote, steps
+from orchestrator.promotion.gate import check_candidate
+from orchestrator.promotion.shipping import best_model
+from orchestrator.promotion.state import (
     CANDIDATE,
     PASSED,
     PROMOTED,
@@ -30,13 +32,14 @@ from orchestrator.promotion_state import (
     PromoteOutcome,
     PromotionState,
 )
-from orchestrator.promotion_steps import PromotionSteps
-from orchestrator.results import DONE, TrialRecord, load_trials, read_json, save_trials, write_json
-from orchestrator.shipping import best_model
-from orchestrator.tracking import Tracker, TrackingError
-from orchestrator.training import milestones
-from orchestrator.trial import TrialContext
-from trainers.data import read_sequences, write_sequences
+from orchestrator.promotion.steps import PromotionSteps
+from orchestrator.promotion.training import milestones
+from orchestrator.reporting import console
+from orchestrator.search.trial import TrialContext
+from orchestrator.storage.paths import SearchFolder
+from orchestrator.storage.records import DONE, TrialRecord, load_trials, read_json, save_trials, write_json
+from orchestrator.tracking.runs import Tracker, TrackingError
+from trainers.text.data import read_sequences, write_sequences
 
 HALF = LayerPlan((0, 0, 1, 1), (0, 0, 1, 1))
 APART = LayerPlan((0, 0, 1, 1), (0, 1, 0, 1))
@@ -122,7 +125,7 @@ def test_the_export_has_the_dtype_of_the_checkpoint_and_agrees_with_the_rounded_
     assert checks.record["cache_bytes_measured"] == checks.kv_bytes_per_token * checks.record["cache_tokens"]
     exported = checkpoint.load(checks.model or "")
     assert exported.dtype == torch.bfloat16
-    shipped = models.score(exported.float(), read_sequences(context.eval_file))
+    shipped = loading.score(exported.float(), read_sequences(context.eval_file))
     assert checks.record["exported_loss"] == pytest.approx(shipped.loss, abs=1e-6)
 
 
@@ -212,7 +215,7 @@ def trial(name: str, recipe: str, loss: float, budget: float = 0.5) -> TrialReco
 def promoted(
     config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, parent: str
 ) -> dict[str, Any]:
-    return promotion.promote(config, context, folder, tracker, parent, parallel=1)
+    return promote.promote(config, context, folder, tracker, parent, parallel=1)
 
 
 @pytest.fixture
@@ -310,7 +313,7 @@ def test_the_best_measured_step_is_shipped(
     metrics = ("untrained_loss", "best_loss", "best_step", "last_loss", "baseline_loss", "original_loss")
     assert [run.data.metrics[name] for name in metrics] == [losses[0], min(losses), best, 2.249, 2.8, 2.0]
     assert tracker.client.get_model_version_by_alias("small", "kv50").tags["shipped"] == what
-    tables.print_promotion(state)
+    console.print_promotion(state)
     printed = capsys.readouterr().out
     assert f"the {what}, exported for stock transformers" in printed
     assert ("no training made it better" in printed) == (best == 0)
@@ -370,7 +373,7 @@ def test_a_model_in_our_own_format_is_not_called_exported(
     assert candidate["exported"] is None and state["exported"] is None
     assert not list(folder.storage.rglob("exported"))
     assert "not stock" in tracker.client.get_model_version_by_alias("small", "kv50").tags["format"]
-    tables.print_promotion(state)
+    console.print_promotion(state)
     assert "in Headfold's own format, which stock transformers does not load" in capsys.readouterr().out
 
 
@@ -381,7 +384,7 @@ def test_a_promotion_that_runs_again_repeats_nothing(
     save_trials(folder.trials_file, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
     parent = tracker.start("search")
     first = promoted(config, context, folder, tracker, parent)
-    monkeypatch.setattr(promotion_steps, "check_candidate", lambda *a: pytest.fail("the gate ran again"))
+    monkeypatch.setattr(steps, "check_candidate", lambda *a: pytest.fail("the gate ran again"))
     assert promoted(config, context, folder, tracker, parent) == first
     assert len(tracker.children(parent)) == 2
     assert len(tracker.client.search_model_versions("name = 'small'")) == 1
@@ -409,7 +412,7 @@ def test_killed_in_the_gate_it_goes_on_from_the_trained_weights(
     save_trials(folder.trials_file, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
     parent = tracker.start("search")
 
-    with killed_in(monkeypatch, promotion_steps, "check_candidate"):
+    with killed_in(monkeypatch, steps, "check_candidate"):
         promoted(config, context, folder, tracker, parent)
     assert read_json(folder.promotion)["candidates"]["head"]["status"] == TRAINED
     assert promoted(config, context, folder, tracker, parent)["candidates"]["head"]["status"] == PROMOTED
@@ -494,7 +497,7 @@ def test_killed_before_the_alias_the_old_one_stands_until_the_next_run(
     assert tracker.holder("small", "kv50") == first
     assert read_json(folder.promotion)["candidates"]["head"]["status"] == REGISTERED
     with monkeypatch.context() as patch:
-        patch.setattr(promotion_steps, "check_candidate", lambda *a: pytest.fail("the gate ran again"))
+        patch.setattr(steps, "check_candidate", lambda *a: pytest.fail("the gate ran again"))
         (candidate,) = promoted(config, context, folder, tracker, parent)["candidates"].values()
     assert (candidate["status"], candidate["version"]) == (PROMOTED, "2")
     assert tracker.holder("small", "kv50") == "2"
@@ -593,7 +596,7 @@ def test_what_was_refused_is_kept_when_the_trial_is_promoted_with_more_steps(
     chosen = [t for t in load_trials(folder.trials_file) if t.trial_id == "head"]
 
     def go(settings: SearchConfig) -> dict[str, Any]:
-        return promotion.promote(settings, context, folder, tracker, parent, 1, chosen)
+        return promote.promote(settings, context, folder, tracker, parent, 1, chosen)
 
     assert go(config)["candidates"]["head"]["status"] == REFUSED
     longer = config.model_copy(update={"promotion": config.promotion.model_copy(update={"steps": 3})})
@@ -612,15 +615,15 @@ def test_trials_are_selected_by_budget_or_by_front() -> None:
         trial("d", "headfold", 2.4, 0.25),
         trial("e", "align", 2.1, 0.25),
     ]
-    assert [t.trial_id for t in promotion.select(trials, "best_per_budget", 1)] == ["a", "e"]
-    assert [t.trial_id for t in promotion.select(trials, "best_per_budget", 2)] == ["a", "b", "e", "d"]
-    assert [t.trial_id for t in promotion.select(trials, "front", 1)] == ["e"]
+    assert [t.trial_id for t in promote.select(trials, "best_per_budget", 1)] == ["a", "e"]
+    assert [t.trial_id for t in promote.select(trials, "best_per_budget", 2)] == ["a", "b", "e", "d"]
+    assert [t.trial_id for t in promote.select(trials, "front", 1)] == ["e"]
 
 
 def test_a_baseline_is_not_promoted(folder: SearchFolder, config: SearchConfig) -> None:
     trials = [trial("a", "gqa", 2.0), trial("b", "headfold", 2.1)]
     with pytest.raises(ConfigError, match="--trial: 'a' is a trial of the baseline gqa, .* choose among b"):
-        promotion._chosen(trials, ["b", "a"], None, config)
+        promote._chosen(trials, ["b", "a"], None, config)
 
 
 def test_the_exit_code_is_of_the_trials_that_were_asked_for(tmp_path: Path) -> None:
@@ -631,9 +634,9 @@ def test_the_exit_code_is_of_the_trials_that_were_asked_for(tmp_path: Path) -> N
 
 def test_an_unknown_trial_is_refused(folder: SearchFolder, config: SearchConfig) -> None:
     with pytest.raises(ConfigError, match="--trial: 'zz' is no finished trial"):
-        promotion._chosen([trial("a", "gqa", 2.0)], ["zz"], None, config)
+        promote._chosen([trial("a", "gqa", 2.0)], ["zz"], None, config)
     with pytest.raises(ConfigError, match="not the folder of a search"):
-        promotion.promote_search(folder.storage)
+        promote.promote_search(folder.storage)
 
 
 def test_the_state_comes_back_from_disk(tmp_path: Path, folder: SearchFolder) -> None:

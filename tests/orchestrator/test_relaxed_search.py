@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from attention import checkpoint, conversion
+from attention.conversion import conversion
 from attention.geometry import HeadGeometry
-from orchestrator import distances
-from orchestrator.candidates import Candidate
-from orchestrator.config import parse_config
-from orchestrator.convert import relaxation_start
-from orchestrator.results import DONE, load_trials
-from orchestrator.search import search
-from orchestrator.trial import TrialContext, relaxation_spec, training_job
-from search_spaces.planning import PlanningContext, make_plan
-from search_spaces.recipes import RECIPES, recipe
+from attention.io import checkpoint
+from orchestrator.config.schema import parse_config
+from orchestrator.conversion import dha_distances
+from orchestrator.conversion.in_memory import relaxation_start
+from orchestrator.pipeline import search
+from orchestrator.search.candidates import Candidate
+from orchestrator.search.trial import TrialContext, relaxation_spec, training_job
+from orchestrator.storage.records import DONE, load_trials
+from search_spaces.planning.planning import PlanningContext, make_plan
+from search_spaces.recipes.recipes import RECIPES, recipe
 from trainers.settings import TrainSettings
 
 RELAXED = sorted(name for name, chosen in RECIPES.items() if chosen.relaxation != "none")
@@ -128,7 +129,7 @@ def test_stages_of_two_four_eight(context: TrialContext, tmp_path: Path, demo_mo
 @pytest.mark.parametrize("alignment", ["none", "procrustes"])
 def test_a_relaxation_starts_from_the_checkpoint(family: str, alignment: str, tiny_model) -> None:
     """Turned heads, each with keys and values of its own, and the logits of the checkpoint."""
-    from attention.calibration import calibrate
+    from attention.calibration.calibration import calibrate
 
     model = tiny_model(family)
     tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
@@ -154,8 +155,8 @@ def test_search_phases_are_told_apart_by_all_that_they_rest_on(context: TrialCon
     ]
     assert len({phase.file(tmp_path) for phase in (first, *others) if phase}) == 4
     found = {side: np.random.default_rng(0).random((2, 4, 4), dtype=np.float32) for side in ("key", "value")}
-    distances.write(found, first.file(tmp_path))
-    for side, distance in distances.read(first.file(tmp_path)).items():
+    dha_distances.write(found, first.file(tmp_path))
+    for side, distance in dha_distances.read(first.file(tmp_path)).items():
         np.testing.assert_array_equal(distance, found[side])
 
 

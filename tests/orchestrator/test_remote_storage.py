@@ -13,9 +13,9 @@ import fsspec
 import pytest
 from pyarrow import fs
 
-from orchestrator.config import ConfigError
-from orchestrator.folders import storage_path
-from orchestrator.remote import Mirror, check_address, mirrored, open_address
+from orchestrator.config.schema import ConfigError
+from orchestrator.storage.mirror import Mirror, check_address, mirrored, open_address
+from orchestrator.storage.paths import storage_path
 
 
 def write(root: Path, **files: str) -> None:

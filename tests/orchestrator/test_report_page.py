@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from attention.plan import AttentionPlan
-from orchestrator import results
-from orchestrator.config import ConfigError
-from orchestrator.folders import SearchFolder
-from orchestrator.report import write_report
-from orchestrator.results import TrialRecord, save_trials, write_json
+from orchestrator.config.schema import ConfigError
+from orchestrator.reporting.report_page import write_report
+from orchestrator.storage import records
+from orchestrator.storage.paths import SearchFolder
+from orchestrator.storage.records import TrialRecord, save_trials, write_json
 
 BASE: dict[str, Any] = {"loss": 2.2, "kv_bytes_per_token": 8192, "digests": {"weights": "abc123"}}
 
 
 def record(number: int, recipe: str, budget: float, losses: list[float], **more: Any) -> TrialRecord:
     rungs = [{"step": 8 * i, "loss": loss, "kl": loss - 2} for i, loss in enumerate(losses)]
-    settings = {"status": results.DONE, "rungs": rungs, "kv_bytes_per_token": int(8192 * budget)}
+    settings = {"status": records.DONE, "rungs": rungs, "kv_bytes_per_token": int(8192 * budget)}
     return TrialRecord(f"t{number}", recipe, budget, 1e-3, {}, **{**settings, **more})
 
 
@@ -70,7 +70,7 @@ def test_the_page_tells_front_trials_promotion_and_how_it_was_made(folder: Searc
         [
             record(1, "headfold", 0.25, [2.8, 2.4]),
             record(2, "gqa", 0.25, [7.5, 4.1]),
-            record(3, "align", 0.5, [], status=results.FAILED, error="ValueError: <b>bad</b>"),
+            record(3, "align", 0.5, [], status=records.FAILED, error="ValueError: <b>bad</b>"),
         ],
     )
     write_json(
@@ -118,7 +118,7 @@ def test_the_page_tells_front_trials_promotion_and_how_it_was_made(folder: Searc
 def test_several_seeds_are_compared_with_their_spread(folder: SearchFolder) -> None:
     trials = [record(10 + s, "dha", 0.25, [2.8, 2.4 + 0.1 * s], seed=s) for s in range(3)]
     trials += [record(20 + s, "gqa", 0.25, [7.5, 4.1 + 0.2 * s], seed=s) for s in range(2)]
-    trials.append(record(22, "gqa", 0.25, [7.5], seed=2, status=results.FAILED, error="diverged: not finite"))
+    trials.append(record(22, "gqa", 0.25, [7.5], seed=2, status=records.FAILED, error="diverged: not finite"))
     fill(folder, trials)
     written = write_report(folder.root)
     page = Path(written["report"]).read_text()

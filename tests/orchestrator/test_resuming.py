@@ -16,17 +16,17 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import TrialScheduler
 from ray.tune.search import Searcher
 
-from attention.checkpoint import load_config
 from attention.geometry import HeadGeometry
-from orchestrator import results
-from orchestrator.callbacks import SearchLog
-from orchestrator.candidates import Candidate, candidate_space, named_candidates
-from orchestrator.config import parse_config
-from orchestrator.history import AGAIN, END, History, Journal, JournalError
-from orchestrator.resuming import JournaledScheduler, JournaledSearch, lost, replay, settle
-from orchestrator.schedulers import RungProblem, SlotSearcher, make_scheduler
-from orchestrator.schedulers.halving import rung_resource
-from orchestrator.searchers import SearchProblem, make_searcher
+from attention.io.checkpoint import load_config
+from orchestrator.config.schema import parse_config
+from orchestrator.search.callbacks import SearchLog
+from orchestrator.search.candidates import Candidate, candidate_space, named_candidates
+from orchestrator.search.journal import AGAIN, END, History, Journal, JournalError
+from orchestrator.search.resume import JournaledScheduler, JournaledSearch, lost, replay, settle
+from orchestrator.search.schedulers import RungProblem, SlotSearcher, make_scheduler
+from orchestrator.search.schedulers.halving import rung_resource
+from orchestrator.search.searchers import SearchProblem, make_searcher
+from orchestrator.storage import records
 
 RUNGS = 3
 
@@ -167,7 +167,7 @@ def test_a_line_cut_short_is_dropped_and_the_next_one_is_whole(tmp_path: Path) -
 
 FILL = """
 import resource, signal, sys
-from orchestrator.history import Journal, JournalError
+from orchestrator.search.journal import Journal, JournalError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 journal = Journal(sys.argv[1])
@@ -230,11 +230,11 @@ def test_records_are_brought_to_where_the_journal_is(tmp_path: Path) -> None:
     events += [{"event": END, "trial": t, "error": None, "trace": None, "lost": False} for t in ("a", "b")]
     log = SearchLog(tmp_path / "trials.json", None, None, 3, RUNGS, 2.0)
     log.reconcile(History(events))
-    found = results.load_trials(tmp_path / "trials.json")
+    found = records.load_trials(tmp_path / "trials.json")
     assert [(t.trial_id, t.status, [r["loss"] for r in t.rungs]) for t in found] == [
-        ("a", results.STOPPED, [3.0, 2.5]),
-        ("b", results.STOPPED, [9.0]),
-        ("c", results.WAITING, []),
+        ("a", records.STOPPED, [3.0, 2.5]),
+        ("b", records.STOPPED, [9.0]),
+        ("c", records.WAITING, []),
     ]
 
 

@@ -10,7 +10,7 @@ import pytest
 from ray.tune.schedulers import AsyncHyperBandScheduler
 
 from benchmarks.simulation.virtual_tune import CONTINUE, PAUSE, STOP, FakeTrial, VirtualTune, trial
-from orchestrator.schedulers import RungProblem, RungScheduler, make_scheduler
+from orchestrator.search.schedulers import RungProblem, RungScheduler, make_scheduler
 from search_spaces import pareto
 
 

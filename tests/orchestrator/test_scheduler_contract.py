@@ -1,4 +1,4 @@
-"""The contract that every scheduler must pass; a new file in orchestrator/schedulers is collected by itself."""
+"""The contract that every scheduler must pass; a new file in orchestrator/search/schedulers is collected by itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from ray.tune.experiment import Trial
 
 from benchmarks.simulation.virtual_tune import CONTINUE, STOP, FakeTrial, VirtualTune, told_again, trial
-from orchestrator.schedulers import SCHEDULERS, RungProblem, RungScheduler, make_scheduler
+from orchestrator.search.schedulers import SCHEDULERS, RungProblem, RungScheduler, make_scheduler
 
 RUNGS = 3
 LAST = RUNGS - 1

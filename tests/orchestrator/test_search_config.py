@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.config import ConfigError, load_config, parse_config
+from orchestrator.config.schema import ConfigError, load_config, parse_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GOOD: dict[str, Any] = {

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from search_process import LITTLE, left_over, start_search
 
-from orchestrator.results import DONE, FAILED, KILLED, load_trials, read_json
-from orchestrator.tracking import Tracker
+from orchestrator.storage.records import DONE, FAILED, KILLED, load_trials, read_json
+from orchestrator.tracking.runs import Tracker
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 

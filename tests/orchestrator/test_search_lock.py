@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config import ConfigError
-from orchestrator.lock import SearchLock
+from orchestrator.config.schema import ConfigError
+from orchestrator.storage.lock import SearchLock
 
 HOLD = """
 import sys, time
-from orchestrator.lock import SearchLock
+from orchestrator.storage.lock import SearchLock
 SearchLock(sys.argv[1], beat=0.05, host=sys.argv[2]).acquire()
 print("held", flush=True)
 time.sleep(60)

@@ -1,4 +1,4 @@
-"""The contract that every searcher must pass; a new file in orchestrator/searchers is collected by itself."""
+"""The contract that every searcher must pass; a new file in orchestrator/search/searchers is collected by itself."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 from ray.tune.search import Searcher
 
-from attention.checkpoint import load_config
 from attention.geometry import HeadGeometry
+from attention.io.checkpoint import load_config
 from attention.plan import AttentionPlan
-from orchestrator.candidates import Candidate, candidate_space, named_candidates
-from orchestrator.config import ConfigError, parse_config
-from orchestrator.searchers import SEARCHERS, SearchProblem, trials_of
-from search_spaces.planning import check_budget
-from search_spaces.recipes import RECIPES, Recipe
+from orchestrator.config.schema import ConfigError, parse_config
+from orchestrator.search.candidates import Candidate, candidate_space, named_candidates
+from orchestrator.search.searchers import SEARCHERS, SearchProblem, trials_of
+from search_spaces.planning.planning import check_budget
+from search_spaces.recipes.recipes import RECIPES, Recipe
 from search_spaces.site import SIDES
 from tests.conftest import REPOSITORY
 

@@ -15,9 +15,9 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from test_searcher_contract import complete, drive, problem
 
-from orchestrator.candidates import Candidate
-from orchestrator.searchers import SEARCHERS, SearchProblem
-from orchestrator.searchers.bayesian import BEST, RECENT, FrontSearch
+from orchestrator.search.candidates import Candidate
+from orchestrator.search.searchers import SEARCHERS, SearchProblem
+from orchestrator.search.searchers.bayesian import BEST, RECENT, FrontSearch
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_a_kill_between_suggestion_and_result_leaves_nothing_running(demo_dir: P
         from pathlib import Path
         sys.path.insert(0, {str(folder)!r})
         from test_searcher_contract import drive, problem
-        from orchestrator.searchers import SEARCHERS
+        from orchestrator.search.searchers import SEARCHERS
         task = dataclasses.replace(problem(Path({str(demo_dir)!r}), "optuna"), database={task.database!r})
         searcher = SEARCHERS.get("optuna")(task)
         drive(searcher, stop=len(task.named) + 1)

@@ -11,8 +11,8 @@ from benchmarks.simulation.comparing import RULES, compare, follow, run, shuffle
 from benchmarks.simulation.curves import Curve, fit, generated, recorded
 from benchmarks.simulation.scale import simulate, table
 from benchmarks.simulation.virtual_tune import FakeTrial
-from orchestrator import results
-from orchestrator.results import load_trials
+from orchestrator.storage import records
+from orchestrator.storage.records import load_trials
 
 
 @pytest.mark.slow
@@ -20,14 +20,14 @@ def test_a_simulated_search_ends_with_every_trial_in_records_and_mlflow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole: list[int] = []
-    write = results.save_trials
+    write = records.save_trials
     monkeypatch.setattr(
-        "orchestrator.callbacks.save_trials", lambda path, trials: (whole.append(1), write(path, trials))
+        "orchestrator.search.callbacks.save_trials", lambda path, trials: (whole.append(1), write(path, trials))
     )
     measured = simulate(tmp_path, trials=90, workers=8, window=30)
     trials = load_trials(tmp_path / "trials.json")
-    assert len(trials) == 90 and all(t.status in (results.DONE, results.STOPPED) for t in trials)
-    done = sum(t.status == results.DONE and t.recipe != "gqa" for t in trials)
+    assert len(trials) == 90 and all(t.status in (records.DONE, records.STOPPED) for t in trials)
+    done = sum(t.status == records.DONE and t.recipe != "gqa" for t in trials)
     came = [sum(len(t.rungs) > rung for t in trials if t.recipe != "gqa") for rung in range(3)]
     # A half, and a half of that; more, since without waiting some are promoted that later ones push out of the half
     assert came == [84, came[1], done] and 42 <= came[1] <= 60 and 21 <= done <= 45
@@ -40,7 +40,7 @@ def test_a_simulated_search_ends_with_every_trial_in_records_and_mlflow(
         if b[0] > a[0]
     ]
     assert max(calls) < 40
-    assert f"{sum(t.status == results.DONE for t in trials)} done" in table(measured)
+    assert f"{sum(t.status == records.DONE for t in trials)} done" in table(measured)
 
 
 def test_generated_curves_look_like_the_recorded_ones() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.spool import SpooledTracker
-from orchestrator.tracking import Tracker, TrackingError
+from orchestrator.tracking.outbox import SpooledTracker
+from orchestrator.tracking.runs import Tracker, TrackingError
 
 AWAY = ConnectionError("nobody there")
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from orchestrator import models
-from orchestrator.candidates import Candidate
-from orchestrator.spreading import curve_tasks, measure_layer, measure_on_workers
-from orchestrator.trial import TrialContext
-from search_spaces.curves import Curves, Point
-from search_spaces.recipes import recipe
-from trainers.data import write_sequences
+from orchestrator.conversion import loading
+from orchestrator.search.candidates import Candidate
+from orchestrator.search.loss_curves import curve_tasks, measure_layer, measure_on_workers
+from orchestrator.search.trial import TrialContext
+from search_spaces.planning.curves import Curves, Point
+from search_spaces.recipes.recipes import recipe
+from trainers.text.data import write_sequences
 
 KNOBS = {"allocation.tokens": 128, "allocation.fit_steps": 0}
 KNAPSACK = recipe("gqa", fusion="least_squares", together=False, allocation="knapsack", **KNOBS)
@@ -56,7 +56,7 @@ def _write(file: Path, layer: int) -> None:
 def test_tasks_leave_what_one_process_leaves(
     ray_cluster: None, demo_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tokens = models.texts("stdlib", "calibration", models.load_tokenizer(demo_dir), 512, 64, 0)
+    tokens = loading.texts("stdlib", "calibration", loading.load_tokenizer(demo_dir), 512, 64, 0)
     file = tmp_path / "tokens.safetensors"
     write_sequences(tokens, file)
     base = TrialContext(

@@ -17,12 +17,12 @@ import pytest
 import ray
 import torch
 
-from attention import checkpoint
+from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
-from orchestrator.groups import GroupError, PoolGone, pool_of_groups, train_in_group
-from trainers.carrying import carry_out
+from orchestrator.cluster.pool_client import GroupError, PoolGone, pool_of_groups, train_in_group
 from trainers.engine import _group_of_one
-from trainers.job import TrainJob
+from trainers.jobs.job import TrainJob
+from trainers.jobs.run import carry_out
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
 
@@ -90,7 +90,8 @@ def actors(*names: str) -> dict[str, list[int]]:
 
 def test_who_only_hands_jobs_on_loads_no_library_of_models() -> None:
     """The pool and Ray Train's controllers: a second process of 600 MB beside each worker otherwise."""
-    code = "import sys, orchestrator.pool; print(*{'transformers', 'deepspeed', 'mlflow', 'optuna'} & set(sys.modules))"
+    heavy = "{'transformers', 'deepspeed', 'mlflow', 'optuna'}"
+    code = f"import sys, orchestrator.cluster.worker_pool; print(*{heavy} & set(sys.modules))"
     told = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert told.stdout == "\n"
 

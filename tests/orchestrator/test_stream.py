@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from attention import checkpoint
-from attention.windows import Head, LazyWeights, WeightsError, advance, embed, open_window
-from orchestrator import layerwise
-from orchestrator.config import ConfigError
-from orchestrator.convert import convert_checkpoint
-from orchestrator.stream import stream_checkpoint
+from attention.io import checkpoint
+from attention.io.layer_models import Head, LazyWeights, WeightsError, advance, embed, open_window
+from orchestrator.config.schema import ConfigError
+from orchestrator.conversion import one_layer
+from orchestrator.conversion.in_memory import convert_checkpoint
+from orchestrator.conversion.layer_by_layer import stream_checkpoint
 
 FAMILIES = ["gemma", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"]
 CPU = torch.device("cpu")
@@ -156,7 +156,7 @@ def test_a_killed_conversion_goes_on_at_the_layer_it_reached(
     run = {"recipe_settings": QUICK, **SMALL}
     whole = stream_checkpoint(source, "headfold_gqa", 0.5, tmp_path / "whole", **run)
     done: list[int] = []
-    convert = layerwise.LayerwiseConversion.convert
+    convert = one_layer.LayerwiseConversion.convert
 
     def until_the_third(self: Any, layer: int, *args: Any) -> Any:
         if layer == 2 and len(done) == 2:
@@ -164,7 +164,7 @@ def test_a_killed_conversion_goes_on_at_the_layer_it_reached(
         done.append(layer)
         return convert(self, layer, *args)
 
-    monkeypatch.setattr(layerwise.LayerwiseConversion, "convert", until_the_third)
+    monkeypatch.setattr(one_layer.LayerwiseConversion, "convert", until_the_third)
     with pytest.raises(KeyboardInterrupt):
         stream_checkpoint(source, "headfold_gqa", 0.5, tmp_path / "out", **run)
     assert not (tmp_path / "out").exists()

@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator import results
-from orchestrator.callbacks import SearchLog, last_error, progress_line
-from orchestrator.results import load_trials
-from orchestrator.tracking import Tracker, TrackingError, default_uri, redact
+from orchestrator.search.callbacks import SearchLog, last_error, progress_line
+from orchestrator.storage import records
+from orchestrator.storage.records import load_trials
+from orchestrator.tracking.runs import Tracker, TrackingError, default_uri, redact
 
 
 @pytest.fixture
@@ -77,9 +77,9 @@ def test_a_search_is_one_parent_with_a_child_for_each_trial(tracker: Tracker, tm
     children = {run.data.tags["trial_id"]: run for run in tracker.children(parent)}
     assert {k: r.info.status for k, r in children.items()} == {"t1": "FINISHED", "t2": "FINISHED", "t3": "FAILED"}
     assert {k: r.data.tags["headfold.status"] for k, r in children.items()} == {
-        "t1": results.DONE,
-        "t2": results.STOPPED,
-        "t3": results.FAILED,
+        "t1": records.DONE,
+        "t2": records.STOPPED,
+        "t3": records.FAILED,
     }
     series = tracker.client.get_metric_history(children["t1"].info.run_id, "loss")
     assert [(point.step, point.value) for point in series] == [(0, 2.8), (5, 2.4)]
@@ -112,7 +112,7 @@ def test_the_records_on_disk_say_the_same_without_mlflow(tmp_path: Path) -> None
     log.on_trial_result(0, [], one, report(0, 2.8, kv_bytes_per_token=2048, phases={"plan": 1.5}))
     log.on_trial_result(0, [], one, report(5, 2.4, checkpoint_path="/x"))
     (record,) = load_trials(log.trials_file)
-    assert record.status == results.RUNNING
+    assert record.status == records.RUNNING
     assert [rung["step"] for rung in record.rungs] == [0, 5]
     assert record.loss == 2.4
     assert record.kv_bytes_per_token == 2048
@@ -220,7 +220,7 @@ def test_no_password_is_pickled_and_the_same_process_knows_it(monkeypatch: pytes
     restored = pickle.loads(dumped)
     assert restored.uri == "postgresql://***@db/x"
     asked: list[str] = []
-    monkeypatch.setattr("orchestrator.tracking.open_client", asked.append)
+    monkeypatch.setattr("orchestrator.tracking.runs.open_client", asked.append)
     _ = restored.client
     assert asked == [whole]
 
@@ -322,7 +322,7 @@ def test_probes_end_as_done_and_are_not_told_as_the_best(tmp_path: Path) -> None
         log.on_trial_result(0, [], each, report(0, loss, calibration_loss=loss + 0.5))
     log.on_trial_complete(0, [], probe)
     found, other = load_trials(tmp_path / "search" / "trials.json")
-    assert (found.probe, found.status, found.calibration_loss) == (True, results.DONE, 2.6)
+    assert (found.probe, found.status, found.calibration_loss) == (True, records.DONE, 2.6)
     assert not other.probe
     line = progress_line([found, other], 3, 2, 2.0, 60.0)
     assert "1 done" in line and "+0.800" in line and "+0.100" not in line

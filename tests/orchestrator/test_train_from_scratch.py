@@ -15,17 +15,17 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from attention import checkpoint
-from attention.composition import compositions, extra_parameters
-from attention.modeling import plan_of, plan_of_config
+from attention.io import checkpoint
+from attention.io.replacing import OutputError
+from attention.modeling.composition import compositions, extra_parameters
+from attention.modeling.modeling import plan_of, plan_of_config
 from attention.plan import Composition, PlanError
-from attention.replacing import OutputError
-from orchestrator import models
-from orchestrator.config import ConfigError
-from orchestrator.evaluate import evaluate_checkpoint
-from orchestrator.results import read_json
+from orchestrator.config.schema import ConfigError
+from orchestrator.conversion import loading
+from orchestrator.conversion.evaluate import evaluate_checkpoint
+from orchestrator.storage.records import read_json
 from orchestrator.train import check, train_from_scratch, untrained
-from trainers.corpora import DataError
+from trainers.text.corpora import DataError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHORT: dict[str, Any] = {"learning_rate": 3e-3, "eval_tokens": 1024, "sequence_length": 32, "device": "cpu"}
@@ -64,7 +64,7 @@ def test_untrained_weights_follow_from_the_seed_alone(like: Path) -> None:
     assert {n for n in weights if n not in base} == {n for n in weights if ".composition." in n}
     assert all(torch.equal(t, weights[name]) for name, t in base.items())
     assert [layer.key_heads for layer in plan_of(first).layers] == [2, 2]
-    added = models.parameters(first) - models.parameters(untrained(like, plain, 0))
+    added = loading.parameters(first) - loading.parameters(untrained(like, plain, 0))
     assert added == extra_parameters(Composition(), 2, 4, 32)
 
 
@@ -153,7 +153,7 @@ def test_a_training_is_measured_saved_and_not_done_twice(ray_cluster: None, like
     assert "left" in told[2]
     model = checkpoint.load(tmp_path / "out")
     assert plan_of(model).composition == Composition(rank=1)
-    assert models.parameters(model) == record["parameters"]
+    assert loading.parameters(model) == record["parameters"]
     measured = evaluate_checkpoint(tmp_path / "out", eval_tokens=1024, sequence_length=32, speed_tokens=4)
     assert measured["loss"] == pytest.approx(record["loss"], abs=1e-5)
     written = (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns

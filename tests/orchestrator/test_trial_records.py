@@ -10,12 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator import results
-from orchestrator.callbacks import SearchLog, progress_line
-from orchestrator.results import TrialRecord, best_per_budget, front, load_trials, ranked, save_change, save_trials
+from orchestrator.search.callbacks import SearchLog, progress_line
+from orchestrator.storage import records
+from orchestrator.storage.records import (
+    TrialRecord,
+    best_per_budget,
+    front,
+    load_trials,
+    ranked,
+    save_change,
+    save_trials,
+)
 
 
-def record(name: str, budget: float, loss: float, status: str = results.DONE, recipe: str = "headfold") -> TrialRecord:
+def record(name: str, budget: float, loss: float, status: str = records.DONE, recipe: str = "headfold") -> TrialRecord:
     return TrialRecord(
         trial_id=name,
         recipe=recipe,
@@ -35,7 +43,7 @@ def test_the_front_leaves_out_what_another_trial_beats_in_both() -> None:
         record("c", 0.25, 2.5),
         record("d", 0.75, 2.35),
         record("e", 1.0, 2.2),
-        record("f", 0.125, 2.1, status=results.FAILED),
+        record("f", 0.125, 2.1, status=records.FAILED),
     ]
     assert [t.trial_id for t in front(trials)] == ["c", "a", "e"]
 
@@ -55,10 +63,10 @@ def test_the_front_is_what_nobody_dominates(pairs: list[tuple[float, int]]) -> N
 def test_the_best_of_each_budget_ignores_failed_and_diverged_trials() -> None:
     trials = [
         record("a", 0.25, 2.5),
-        record("b", 0.25, 2.4, status=results.FAILED),
+        record("b", 0.25, 2.4, status=records.FAILED),
         record("c", 0.25, math.nan),
-        record("d", 0.5, 2.3, status=results.STOPPED),
-        record("e", 0.5, 2.2, status=results.RUNNING),
+        record("d", 0.5, 2.3, status=records.STOPPED),
+        record("e", 0.5, 2.2, status=records.RUNNING),
     ]
     assert {b: t.trial_id for b, t in best_per_budget(trials).items()} == {0.5: "d", 0.25: "a"}
     assert list(ranked(trials)) == [0.5, 0.25]
@@ -91,10 +99,10 @@ def test_records_come_back_from_disk_as_they_were(tmp_path: Path) -> None:
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     file = tmp_path / "record.json"
-    results.write_json(file, {"a": 1})
+    records.write_json(file, {"a": 1})
     with pytest.raises(TypeError):
-        results.write_json(file, {"a": object()})
-    assert results.read_json(file) == {"a": 1}
+        records.write_json(file, {"a": object()})
+    assert records.read_json(file) == {"a": 1}
 
 
 def test_probes_are_no_candidates_for_anything() -> None:
@@ -103,7 +111,7 @@ def test_probes_are_no_candidates_for_anything() -> None:
     probe.probe = True
     trials = [record("a", 0.5, 2.4), probe]
     assert not probe.usable
-    assert [t.trial_id for t in results.without_probes(trials)] == ["a"]
+    assert [t.trial_id for t in records.without_probes(trials)] == ["a"]
     assert [t.trial_id for t in front(trials)] == ["a"]
     assert best_per_budget(trials)[0.5].trial_id == "a"
 
@@ -145,8 +153,8 @@ def test_a_trial_that_is_paused_at_its_rung_is_told_as_waiting(tmp_path: Path) -
     log.on_trial_start(0, [], trial)
     paused.add("t0000")
     log.on_trial_result(0, [], trial, {"step": 0, "rung": 0, "loss": 2.5})
-    assert load_trials(log.trials_file)[0].status == results.WAITING
+    assert load_trials(log.trials_file)[0].status == records.WAITING
     assert "0 running, 0 stopped, 1 waiting" in progress_line(list(log.records.values()), 2, 3, 2.0, 1.0)
     paused.clear()
     log.on_trial_start(0, [], trial)
-    assert load_trials(log.trials_file)[0].status == results.RUNNING
+    assert load_trials(log.trials_file)[0].status == records.RUNNING

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import results
-from orchestrator.config import ConfigError, parse_config
-from orchestrator.folders import SearchFolder
-from orchestrator.results import TrialRecord, save_trials
-from orchestrator.tracking import redact
-from orchestrator.trust import doubts, warn_of_pickles
+from orchestrator.config.schema import ConfigError, parse_config
+from orchestrator.storage import records
+from orchestrator.storage.paths import SearchFolder
+from orchestrator.storage.records import TrialRecord, save_trials
+from orchestrator.storage.trust import doubts, warn_of_pickles
+from orchestrator.tracking.runs import redact
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> SearchFolder:
 
 def save(folder: SearchFolder, checkpoint: Path | str) -> None:
     rungs = [{"step": 8, "loss": 2.0, "checkpoint_path": str(checkpoint)}]
-    save_trials(folder.trials_file, [TrialRecord("t1", "gqa", 0.5, 1e-3, {}, results.DONE, rungs, 8)])
+    save_trials(folder.trials_file, [TrialRecord("t1", "gqa", 0.5, 1e-3, {}, records.DONE, rungs, 8)])
 
 
 def test_an_own_search_is_read_without_a_warning(folder: SearchFolder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +101,7 @@ def test_records_from_elsewhere_cannot_name_a_path(folder: SearchFolder) -> None
     record = json.loads(folder.trials_file.read_text())
     record[0]["trial_id"] = "../../../etc"
     folder.trials_file.write_text(json.dumps(record))
-    from orchestrator.report import write_report
+    from orchestrator.reporting.report_page import write_report
 
     folder.base.write_text(json.dumps({"loss": 2.0, "kv_bytes_per_token": 8}))
     with pytest.raises(ConfigError, match="no trial's id"):

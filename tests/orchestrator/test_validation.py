@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cluster import Demand, Room, concurrency
-from orchestrator.config import ConfigError, parse_config
-from orchestrator.folders import SearchFolder, storage_path
-from orchestrator.validate import validate_search
-from orchestrator.verbs.searches import _split
+from orchestrator.cli.searches import _split
+from orchestrator.cluster.session import Demand, Room, concurrency
+from orchestrator.config.schema import ConfigError, parse_config
+from orchestrator.search.validation import validate_search
+from orchestrator.storage.paths import SearchFolder, storage_path
 
 SMALL = {"sequence_length": 32, "train": {"tokens": 640}, "eval": {"tokens": 320}, "calibration": {"tokens": 320}}
 

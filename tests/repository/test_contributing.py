@@ -13,10 +13,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 USE = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from attention.conversion import convert, read_layers
+from attention.conversion.conversion import convert, read_layers
 from attention.plan import AttentionPlan, LayerPlan
 
-from search_spaces.recipes import recipe
+from search_spaces.recipes.recipes import recipe
 
 config = LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
                      num_key_value_heads=4, bos_token_id=None, eos_token_id=None)

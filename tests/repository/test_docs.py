@@ -11,7 +11,7 @@ import yaml
 from typer.main import get_command
 
 from attention.families import families
-from orchestrator.config import parse_config
+from orchestrator.config.schema import parse_config
 from orchestrator.main import app
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -21,7 +21,7 @@ PAGES = sorted(
 VERBS = get_command(app).commands  # type: ignore[attr-defined]
 TOP = ["attention", "search_spaces", "trainers", "orchestrator", "tests", "docs", "configs", "examples", "benchmarks"]
 # Files that a page tells the reader to make.
-MADE_BY_READER = {"attention/fusion/strongest.py"}
+MADE_BY_READER = {"attention/conversion/fusion/strongest.py"}
 page = pytest.mark.parametrize("page", PAGES, ids=lambda file: file.relative_to(REPOSITORY).as_posix())
 
 

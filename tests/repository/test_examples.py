@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXForCausalLM, LlamaForCausalLM
 
 from attention.geometry import HeadGeometry
-from trainers.corpora import resolve
+from trainers.text.corpora import resolve
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DEMO = EXAMPLES / "stdlib-llama"

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from attention.calibration import calibrate
-from attention.conversion import lift
+from attention.calibration.calibration import calibrate
+from attention.conversion.conversion import lift
 from attention.geometry import HeadGeometry
-from search_spaces.planning import PlanningContext
+from search_spaces.planning.planning import PlanningContext
 
 
 @pytest.fixture(scope="session")

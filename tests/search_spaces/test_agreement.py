@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from attention.calibration import calibrate, silent
-from attention.conversion import convert, lift
+from attention.calibration.calibration import calibrate, silent
+from attention.conversion.conversion import convert, lift
 from attention.geometry import HeadGeometry
-from search_spaces.agreement import Agreement, agreement, random_swaps
-from search_spaces.planning import PlanningContext, make_plan
-from search_spaces.recipes import recipe
+from search_spaces.planning.agreement import Agreement, agreement, random_swaps
+from search_spaces.planning.planning import PlanningContext, make_plan
+from search_spaces.recipes.recipes import recipe
 from search_spaces.scores import language_loss
-from trainers.data import load_sequences
+from trainers.text.data import load_sequences
 
 
 def test_swaps_are_one_exchange_from_neighbours() -> None:

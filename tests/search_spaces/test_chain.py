@@ -18,8 +18,8 @@ from attention.plan import AttentionPlan
 from search_spaces.grouping import Walk, asym_walk
 from search_spaces.grouping.chain import Chain, searched_sites
 from search_spaces.partitions import Partition
-from search_spaces.planning import PlanningContext, make_plan
-from search_spaces.recipes import recipe
+from search_spaces.planning.planning import PlanningContext, make_plan
+from search_spaces.recipes.recipes import recipe
 from search_spaces.site import SIDES
 
 

@@ -12,12 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention.calibration import calibrate
-from attention.conversion import lift
-from attention.fusion import KeyCost, ValueCost
+from attention.calibration.calibration import calibrate
+from attention.conversion.conversion import lift
+from attention.conversion.fusion import KeyCost, ValueCost
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
-from search_spaces.context import PlanningContext
 from search_spaces.costs import GroupCost, PairCost
 from search_spaces.grouping import (
     GroupingProblem,
@@ -30,6 +29,7 @@ from search_spaces.grouping import (
 )
 from search_spaces.grouping.exact import AFFORDABLE, exact
 from search_spaces.partitions import canonical, random_partition
+from search_spaces.planning.context import PlanningContext
 
 
 def all_partitions(items: list[int]):

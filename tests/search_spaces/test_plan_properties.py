@@ -18,8 +18,8 @@ from tests_helpers import quick, random_context, ratio_of
 from attention.plan import AttentionPlan
 from attention.ratios import own_heads
 from attention.ratios import ratio_of as share_of
-from search_spaces.planning import make_plan
-from search_spaces.recipes import RECIPES, recipe
+from search_spaces.planning.planning import make_plan
+from search_spaces.recipes.recipes import RECIPES, recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 KINDS = ("divisor", "count", "total", "broken")
@@ -91,8 +91,8 @@ import sys
 import numpy as np, torch
 torch.set_num_threads(1)
 from tests_helpers import quick, random_context, ratio_of
-from search_spaces.planning import make_plan
-from search_spaces.recipes import RECIPES
+from search_spaces.planning.planning import make_plan
+from search_spaces.recipes.recipes import RECIPES
 rng = np.random.default_rng(11)
 for name in sorted(RECIPES):
     for kind in ("divisor", "divisor", "count", "total", "broken"):

@@ -13,14 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention.conversion import lift
+from attention.conversion.conversion import lift
 from attention.geometry import HeadGeometry
 from attention.plan import AttentionPlan
 from search_spaces.axes import GROUPING, OBJECTIVE
 from search_spaces.grouping import GroupingProblem
 from search_spaces.partitions import random_partition
-from search_spaces.planning import PlanningContext, make_plan
-from search_spaces.recipes import RECIPES, Recipe, recipe
+from search_spaces.planning.planning import PlanningContext, make_plan
+from search_spaces.recipes.recipes import RECIPES, Recipe, recipe
 from search_spaces.site import Site
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -108,12 +108,12 @@ def test_the_same_plan_in_any_process(tmp_path: Path) -> None:
         "config = LlamaConfig(vocab_size=32, hidden_size=48, intermediate_size=16, num_hidden_layers=2,\n"
         "                     num_attention_heads=6, num_key_value_heads=6, max_position_embeddings=64)\n"
         "model = LlamaForCausalLM(config).eval()\n"
-        "from attention.calibration import calibrate\n"
-        "from attention.conversion import lift\n"
+        "from attention.calibration.calibration import calibrate\n"
+        "from attention.conversion.conversion import lift\n"
         "from attention.geometry import HeadGeometry\n"
-        "from search_spaces.planning import PlanningContext, make_plan\n"
-        "from search_spaces.recipes import recipe\n"
-        "from search_spaces.space import JointSpace\n"
+        "from search_spaces.planning.planning import PlanningContext, make_plan\n"
+        "from search_spaces.recipes.recipes import recipe\n"
+        "from search_spaces.space.space import JointSpace\n"
         "tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 32, (3, 16)))\n"
         "calibration = calibrate(model, tokens, progress=lambda done, total: None)\n"
         "geometry = HeadGeometry.from_config(config)\n"
@@ -267,8 +267,8 @@ def test_every_objective_prefers_a_group_of_copies(name: str, sides: tuple[str, 
     # Heads 1 and 3 become copies in queries, keys, values and outputs.
     heads = context.heads[0]
     copied = type(heads)(*(t[[0, 1, 2, 1]] for t in (heads.q, heads.k, heads.v, heads.o)))
-    from attention.calibration import calibrate
-    from attention.conversion import assemble, convert
+    from attention.calibration.calibration import calibrate
+    from attention.conversion.conversion import assemble, convert
 
     identity = AttentionPlan.identity(1, 4, 8)
     model = assemble(context.model, identity, [copied]).eval()

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attention.fusion import costs as fusion_costs
+from attention.conversion.fusion import costs as fusion_costs
 from search_spaces.costs import GroupCost
 from search_spaces.grouping import exact_partition
-from search_spaces.planning import PlanningContext, make_plan
-from search_spaces.prices import KeptPrices, prices_of_site
-from search_spaces.recipes import recipe
+from search_spaces.planning.planning import PlanningContext, make_plan
+from search_spaces.planning.prices import KeptPrices, prices_of_site
+from search_spaces.recipes.recipes import recipe
 from search_spaces.site import Site
 
 FREE = {"together": False, "grouping.equal_sizes": False}

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from attention.conversion import assemble, lift
+from attention.conversion.conversion import assemble, lift
 from attention.plan import AttentionPlan, LayerPlan
-from search_spaces.planning import PlanningContext, make_plan
-from search_spaces.recipes import recipe
-from search_spaces.rises import LayerTrials
+from search_spaces.planning.planning import PlanningContext, make_plan
+from search_spaces.planning.rises import LayerTrials
+from search_spaces.recipes.recipes import recipe
 from search_spaces.scores import language_loss
 
 FAMILIES = ["gemma", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"]

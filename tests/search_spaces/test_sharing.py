@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention.heads import LayerHeads
-from attention.mlp import MlpWeights, mlp_sites, read
+from attention.modeling.mlp import MlpWeights, mlp_sites, read
 from attention.plan import AttentionPlan, HeadShare, resolve_shares
-from search_spaces.planning import check_budget, make_plan
-from search_spaces.recipes import Recipe, RecipeError, recipe
+from search_spaces.planning.planning import check_budget, make_plan
+from search_spaces.recipes.recipes import Recipe, RecipeError, recipe
 from search_spaces.sharing import (
     SHARING,
     SharingProblem,
@@ -28,7 +28,7 @@ from search_spaces.sharing import (
     share_count,
     similarities,
 )
-from search_spaces.space import JointSpace
+from search_spaces.space.space import JointSpace
 
 
 def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None) -> LayerHeads:

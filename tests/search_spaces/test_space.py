@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from attention.axes import Knob
 from attention.geometry import HeadGeometry
 from search_spaces.axes import GROUPING
-from search_spaces.planning import check_budget, make_plan
-from search_spaces.recipes import AXES, Recipe, RecipeError, recipe
-from search_spaces.rules import broken_rules
-from search_spaces.space import NOT_UNASKED, ORDER, JointSpace
+from search_spaces.planning.planning import check_budget, make_plan
+from search_spaces.recipes.recipes import AXES, Recipe, RecipeError, recipe
+from search_spaces.recipes.rules import broken_rules
+from search_spaces.space.space import NOT_UNASKED, ORDER, JointSpace
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ def test_any_sampled_point_of_any_geometry_can_be_planned(data: st.DataObject) -
     """Random tiny checkpoints, head counts that are no powers of two: every proposal meets its budget exactly."""
     from tests_helpers import random_context
 
-    from search_spaces.planning import PlanningContext
+    from search_spaces.planning.planning import PlanningContext
 
     heads = data.draw(st.integers(2, 12))
     stored = data.draw(st.sampled_from([g for g in range(1, heads + 1) if heads % g == 0]))

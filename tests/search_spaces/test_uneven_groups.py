@@ -10,8 +10,8 @@ from tests_helpers import random_context
 
 from search_spaces.grouping import Walk, neighbour_partition
 from search_spaces.partitions import full_sizes, group_sizes
-from search_spaces.planning import check_budget, make_plan
-from search_spaces.recipes import recipe
+from search_spaces.planning.planning import check_budget, make_plan
+from search_spaces.recipes.recipes import recipe
 
 UNEVEN = {"grouping.equal_sizes": False}
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from attention.calibration import Calibration, LayerStatistics
+from attention.calibration.calibration import Calibration, LayerStatistics
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
 from attention.plan import AttentionPlan
-from search_spaces.planning import PlanningContext
-from search_spaces.recipes import Recipe
+from search_spaces.planning.planning import PlanningContext
+from search_spaces.recipes.recipes import Recipe
 
 
 def random_context(heads: int, stored: int, layers: int, *, dim: int = 3, width: int = 8) -> PlanningContext:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import trainers.engine
 import trainers.relaxing
 from attention import garbage
-from trainers.job import TrainJob
+from trainers.jobs.job import TrainJob
 
 FORK = multiprocessing.get_context("fork")
 

@@ -12,21 +12,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attention import checkpoint
-from attention.conversion import build, convert
+from attention.conversion.conversion import build, convert
 from attention.families import families
+from attention.io import checkpoint
+from attention.modeling.shared_weights import sharing_modules
 from attention.plan import AttentionPlan, Composition, HeadShare, LayerPlan
-from attention.shared_weights import sharing_modules
 from trainers.adapters import Adapters, adaptable, add_adapters
-from trainers.data import write_sequences
 from trainers.engine import Engine
 from trainers.evaluation import evaluate
+from trainers.jobs.worker import TrainJob
 from trainers.loop import train
 from trainers.losses import objective
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
-from trainers.stream import BatchStream
-from trainers.worker import TrainJob
+from trainers.text.data import write_sequences
+from trainers.text.stream import BatchStream
 
 STEPS = 6
 UNEVEN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from attention import checkpoint
+from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from tests.trainers.test_carrying import Alone
-from trainers.carrying import carry_out
-from trainers.checkpoints import CheckpointStore
-from trainers.data import read_sequences
 from trainers.engine import _group_of_one
 from trainers.evaluation import evaluate
-from trainers.job import TrainJob
+from trainers.jobs.checkpoints import CheckpointStore
+from trainers.jobs.job import TrainJob
+from trainers.jobs.run import carry_out
 from trainers.settings import TrainSettings
+from trainers.text.data import read_sequences
 
 PLAN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)),) * 2, head_dim=8)
 

@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 import torch
 
-from attention import checkpoint
+from attention.io import checkpoint
 from attention.plan import AttentionPlan, HeadShare, LayerPlan
-from trainers import carrying
-from trainers.carrying import carry_out
-from trainers.checkpoints import CheckpointStore
 from trainers.engine import Engine, _group_of_one
-from trainers.memory import JobOutOfMemoryError, as_it_fits, lower, lowered
+from trainers.jobs import run
+from trainers.jobs.checkpoints import CheckpointStore
+from trainers.jobs.memory import JobOutOfMemoryError, as_it_fits, lower, lowered
+from trainers.jobs.run import carry_out
+from trainers.jobs.worker import TrainJob
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
-from trainers.worker import TrainJob
 
 PLAN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)
 SAME = ("loss", "kl", "train_loss", "step", "tokens", "weights_digest")
@@ -294,5 +294,5 @@ def test_the_teacher_is_read_once(other: TrainJob, whole: dict[str, Any], monkey
     metrics = carry_out(other, Alone())["metrics"]
     assert str(other.teacher_dir) not in loaded and other.model_dir in loaded
     assert metrics["kl"] == whole["kl"]
-    assert carrying.load_teacher(other, other.settings, torch.device("cpu"), always=True).training is False
+    assert run.load_teacher(other, other.settings, torch.device("cpu"), always=True).training is False
     assert json.loads(other.to_json())["teacher_dir"] == other.teacher_dir

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from attention import checkpoint
-from attention.conversion import convert
+from attention.conversion.conversion import convert
+from attention.io import checkpoint
 from attention.plan import AttentionPlan, Composition, LayerPlan
 from trainers.engine import Engine
 from trainers.loop import train
 from trainers.losses import objective
 from trainers.settings import TrainSettings
-from trainers.stream import BatchStream
+from trainers.text.stream import BatchStream
 
 STEPS = 4
 MAPS = (LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0)))

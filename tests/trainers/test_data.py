@@ -12,10 +12,10 @@ import datasets
 import pytest
 import torch
 
-from trainers import data
-from trainers.corpora import DataError, held_out, resolve
-from trainers.data import load_sequences, read_sequences, sequence_file, write_sequences
 from trainers.evaluation import evaluate
+from trainers.text import data
+from trainers.text.corpora import DataError, held_out, resolve
+from trainers.text.data import load_sequences, read_sequences, sequence_file, write_sequences
 
 SENTENCES = [f"document {n}: " + " ".join(f"word{(n * k) % 97}" for k in range(30)) for n in range(400)]
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.conversion import convert
+from attention.conversion.conversion import convert
 from attention.plan import AttentionPlan, LayerPlan
-from trainers.data import load_sequences
 from trainers.engine import Engine
 from trainers.evaluation import evaluate
 from trainers.loop import TrainingDiverged, train
 from trainers.losses import objective
 from trainers.settings import TrainSettings
-from trainers.stream import BatchStream
+from trainers.text.data import load_sequences
+from trainers.text.stream import BatchStream
 
 STEPS = 6
 KINDS = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.conversion import convert
+from attention.conversion.conversion import convert
 from attention.plan import AttentionPlan, LayerPlan
 from trainers.evaluation import Remembering, decode_speed, evaluate, measure_cache
 

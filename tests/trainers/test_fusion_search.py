@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from attention.conversion import assemble, lift
+from attention.conversion.conversion import assemble, lift
 from attention.heads import LayerHeads
-from attention.modeling import plan_of
+from attention.modeling.modeling import plan_of
 from trainers.fusion_search import FusionDistances, search_distances
 from trainers.settings import TrainSettings
 

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from attention import checkpoint
+from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from trainers import relaxing
-from trainers.data import write_sequences
 from trainers.engine import _group_of_one
-from trainers.job import TrainJob
+from trainers.jobs.job import TrainJob
 from trainers.regrouping import paired_plan, pairs
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
+from trainers.text.data import write_sequences
 
 HALVED = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 0, 1, 1)),) * 2, head_dim=8)
 SINGLE = AttentionPlan((LayerPlan((0,) * 4, (0, 0, 1, 1)),) * 2, head_dim=8)

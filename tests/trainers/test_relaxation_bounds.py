@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attention.axes import Part
-from attention.conversion import read_layers
+from attention.conversion.conversion import read_layers
 from attention.families import families
 from attention.plan import AttentionPlan, HeadShare, LayerPlan
 from trainers.losses import objective

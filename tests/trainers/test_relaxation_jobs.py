@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from attention import checkpoint
+from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from trainers import relaxing
-from trainers.data import write_sequences
 from trainers.engine import _group_of_one
 from trainers.evaluation import evaluate
+from trainers.jobs.worker import TrainJob, TrainOutcome
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
-from trainers.worker import TrainJob, TrainOutcome
+from trainers.text.data import write_sequences
 
 HALVED = AttentionPlan((LayerPlan((0, 1, 0, 1), (0, 0, 1, 1)),) * 2, head_dim=8)
 SINGLE = AttentionPlan((LayerPlan((0,) * 4, (0, 0, 1, 1)),) * 2, head_dim=8)

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from attention import checkpoint
+from attention.io import checkpoint
 from attention.plan import AttentionPlan, HeadShare, LayerPlan
-from trainers.data import write_sequences
-from trainers.job import TrainJob
+from trainers.jobs.job import TrainJob
 from trainers.relaxations import RELAXATION
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
+from trainers.text.data import write_sequences
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GROUPED = AttentionPlan((LayerPlan((0, 0, 1, 0), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 import trainers.engine
-from attention import checkpoint
-from attention.conversion import convert
+from attention.conversion.conversion import convert
+from attention.io import checkpoint
+from attention.modeling.shared_weights import shared_projections
 from attention.plan import AttentionPlan, HeadShare, LayerPlan
-from attention.shared_weights import shared_projections
 from attention.sizes import parameters
 from trainers.engine import Engine
 from trainers.loop import train
 from trainers.losses import objective
 from trainers.settings import TrainSettings
-from trainers.stream import BatchStream
+from trainers.text.stream import BatchStream
 
 STEPS = 4
 # Layer 1 borrows and lends; layer 2 owns no head.

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainers.synthetic import (
+from trainers.text.synthetic import (
     PATTERNS,
     SHOTS,
     Example,
@@ -31,7 +31,7 @@ from trainers.synthetic import (
     split_tasks,
     training_sequences,
 )
-from trainers.synthetic_words import DOMAINS, PEOPLE
+from trainers.text.synthetic_words import DOMAINS, PEOPLE
 
 every_task = pytest.mark.parametrize("task", all_tasks(), ids=lambda task: task.name)
 
@@ -123,7 +123,7 @@ def test_shots() -> None:
 
 DIGEST = """
 import hashlib, json, numpy as np
-from trainers.synthetic import all_tasks, examples
+from trainers.text.synthetic import all_tasks, examples
 drawn = [(e.prompt, e.answer) for e in examples(all_tasks(), 2, np.random.default_rng(7))]
 print(hashlib.sha256(json.dumps(drawn).encode()).hexdigest())
 """

@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from attention.checkpoint import load_config
-from attention.conversion import build
-from attention.modeling import plan_of_config
-from trainers import synthetic_corpus
-from trainers.corpora import DataError, resolve
-from trainers.data import load_sequences
-from trainers.synthetic import Vocabulary, all_tasks
+from attention.conversion.conversion import build
+from attention.io.checkpoint import load_config
+from attention.modeling.modeling import plan_of_config
+from trainers.text import synthetic_corpus
+from trainers.text.corpora import DataError, resolve
+from trainers.text.data import load_sequences
+from trainers.text.synthetic import Vocabulary, all_tasks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

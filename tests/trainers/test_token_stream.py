@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainers.stream import BatchStream
+from trainers.text.stream import BatchStream
 
 
 def rows(count: int) -> torch.Tensor:

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from attention import checkpoint
+from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from trainers.evaluation import evaluate
+from trainers.jobs.worker import TrainingDiverged, TrainJob, TrainOutcome, run_training
 from trainers.settings import TrainSettings
-from trainers.worker import TrainingDiverged, TrainJob, TrainOutcome, run_training
 
 PLAN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)
 STEPS = 60

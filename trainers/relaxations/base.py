@@ -20,14 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attention.conversion import assemble, lift, read_layers, unshare
+from attention.conversion.conversion import assemble, lift, read_layers, unshare
 from attention.families import family_of
 from attention.geometry import HeadGeometry
-from attention.grouped import attach
 from attention.heads import LayerHeads
-from attention.modeling import check_fits, plan_of
+from attention.modeling.grouped import attach
+from attention.modeling.modeling import check_fits, plan_of
 from attention.plan import AttentionPlan, LayerPlan, PlanError, groups_of
-from trainers.groups import ParameterGroup
+from trainers.parameter_groups import ParameterGroup
 
 Groups = tuple[tuple[int, ...], ...]
 

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from attention.conversion.relaxation_knobs import HARD_CONCRETE
 from attention.heads import LayerHeads
 from attention.plan import AttentionPlan, PlanError
-from attention.relaxation_knobs import HARD_CONCRETE
-from trainers.groups import ParameterGroup
+from trainers.parameter_groups import ParameterGroup
 from trainers.relaxations.axis import RELAXATION
 from trainers.relaxations.base import (
     Groups,

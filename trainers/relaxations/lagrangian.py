@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from attention.conversion.relaxation_knobs import LAGRANGIAN
 from attention.heads import LayerHeads
 from attention.plan import AttentionPlan
-from attention.relaxation_knobs import LAGRANGIAN
-from trainers.groups import ParameterGroup
+from trainers.parameter_groups import ParameterGroup
 from trainers.relaxations.axis import RELAXATION
 from trainers.relaxations.base import (
     Groups,

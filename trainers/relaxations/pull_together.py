@@ -26,13 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attention.conversion import assemble, read_layers
+from attention.conversion.conversion import assemble, read_layers
+from attention.conversion.relaxation_knobs import PULL_TOGETHER
 from attention.heads import LayerHeads
+from attention.modeling.shared_heads import SharedSite, shared_sites
+from attention.modeling.shared_weights import SharedColumns, SharedProjection, stored
 from attention.plan import AttentionPlan, PlanError
-from attention.relaxation_knobs import PULL_TOGETHER
-from attention.shared_heads import SharedSite, shared_sites
-from attention.shared_weights import SharedColumns, SharedProjection, stored
-from trainers.groups import ParameterGroup
+from trainers.parameter_groups import ParameterGroup
 from trainers.relaxations.axis import RELAXATION
 from trainers.relaxations.base import Learned, Relaxation, opened
 

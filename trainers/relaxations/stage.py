@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.modeling import plan_of
+from attention.modeling.modeling import plan_of
 from attention.plan import AttentionPlan
 from trainers.loop import LossFunction
 from trainers.relaxations.axis import RELAXATION

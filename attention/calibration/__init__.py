@@ -1,0 +1,1 @@
+"""Statistics of a checkpoint's heads over calibration text."""

@@ -1,0 +1,210 @@
+"""What a calibration knows about each layer: second moments of activations, and a sample of whole sequences.
+
+Legend: L layers, H query heads, d head dim, D model dim, S sampled sequences of T tokens; x the input of the attention
+projections (after the norm); a tilde marks one appended constant, x~ = [x; 1], so that biases are one more column.
+Every moment is a mean over tokens. Projections are linear, so the Gram matrix of any heads follows from a moment of x~
+without another pass over the tokens. Results lie on the device of the heads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from attention.heads import LayerHeads
+from attention.io.permissions import honour_umask
+
+TENSORS, META, FORMAT = "calibration.safetensors", "calibration.json", 1
+
+
+class CalibrationError(ValueError):
+    """Calibration files that are missing, damaged or of another format."""
+
+
+def augmented(weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Rows of a projection with its bias as last column, float64: `[G, d, D]`, `[G, d]` or None -> `[G, d, D+1]`."""
+    column = weight.new_zeros(weight.shape[:2]) if bias is None else bias
+    return torch.cat([weight, column[..., None]], dim=-1).double()
+
+
+def _gram(rows_Hde: Tensor, moment_ee: Tensor) -> Tensor:
+    heads, dim, _ = rows_Hde.shape
+    flat = rows_Hde.flatten(0, 1)
+    return (flat @ moment_ee.to(flat) @ flat.T).view(heads, dim, heads, dim).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """Statistics of one layer over `tokens` tokens.
+
+    input_moment `[D+1, D+1]` float64: mean of x~ x~^T. mixed_moment `[H, D+1, D+1]` float32: the same of what the
+    values of head h really see, [sum_s a_hts x_s; 1] with its attention weights a (all heads are views of one matrix
+    if the calibration was pooled). query_moment `[H, d, d]` float64: mean of q q^T before RoPE, after bias and query
+    norm. inputs `[S, T, D]` float32: x of the first sequences, in corpus order.
+    """
+
+    tokens: int
+    input_moment: Tensor
+    mixed_moment: Tensor
+    query_moment: Tensor
+    inputs: Tensor
+
+    @property
+    def is_pooled(self) -> bool:
+        """True if all heads share one mixed moment (one matrix in memory and on disk)."""
+        return self.mixed_moment.shape[0] > 1 and self.mixed_moment.stride(0) == 0
+
+    def key_gram(self, heads: LayerHeads) -> Tensor:
+        """`[G, G, d, d]` float64: mean of k_i k_j^T before RoPE (and before a key norm), biases included."""
+        return _gram(augmented(heads.k, heads.k_bias), self.input_moment)
+
+    def value_gram(self, heads: LayerHeads) -> Tensor:
+        """`[G, G, d, d]` float64: mean of v_i v_j^T, biases included."""
+        return _gram(augmented(heads.v, heads.v_bias), self.input_moment)
+
+    def query_gram(self, heads: LayerHeads) -> Tensor:
+        """`[H, d, d]` float64: mean of q_h q_h^T of *these* heads before RoPE and before any query norm.
+
+        Unlike `query_moment` it follows heads that were rotated since the calibration.
+        """
+        rows = augmented(heads.q, heads.q_bias)
+        return rows @ self.input_moment.to(rows) @ rows.transpose(1, 2)
+
+    def key_mean(self, heads: LayerHeads) -> Tensor:
+        """`[G, d]` float64: mean of k before RoPE, bias included."""
+        rows = augmented(heads.k, heads.k_bias)
+        return rows @ self.input_moment[:, -1].to(rows)
+
+    def mixed_value_gram(
+        self,
+        heads: LayerHeads,
+        members: Sequence[int] | None = None,
+        under: Sequence[int] | None = None,
+    ) -> Tensor:
+        """`[n, g, g, d, d]` float64: mean of u_hi u_hj^T, where u_hi is value head i mixed by the weights of head h.
+
+        i and j run over the g value heads `members` (default: all), h over the n query heads `under` (default: all).
+        u_hh is what head h hands to the output projection; the others are what it would hand on with another's values.
+        All of them at once are the largest tensor of a conversion: `8 H^3 d^2` bytes.
+        """
+        rows = augmented(heads.v, heads.v_bias)
+        rows = rows if members is None else rows[list(members)]
+        which = range(len(self.mixed_moment)) if under is None else under
+        if self.is_pooled:
+            gram = _gram(rows, self.mixed_moment[0])
+            return gram.expand(len(which), *gram.shape)
+        grams = rows.new_empty(len(which), len(rows), len(rows), rows.shape[1], rows.shape[1])
+        for gram, head in zip(grams, which, strict=True):
+            gram.copy_(_gram(rows, self.mixed_moment[head]))
+        return grams
+
+    def mixed_value_mean(self, heads: LayerHeads) -> Tensor:
+        """`[H, G, d]` float64: mean of u_hi (see `mixed_value_gram`)."""
+        rows = augmented(heads.v, heads.v_bias)
+        return torch.einsum("gde,he->hgd", rows, self.mixed_moment[:, :, -1].to(rows))
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Statistics of all layers. `digest` names the content: the weights, the tokens and the settings they came from."""
+
+    layers: tuple[LayerStatistics, ...]
+    tokens: int
+    digest: str
+
+    def save(self, directory: str | Path) -> None:
+        """Write `calibration.safetensors` and `calibration.json`. Atomic: a killed save leaves the old files.
+
+        Raises OSError if the folder above `directory` cannot be written.
+        """
+        target = Path(directory)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        try:
+            save_file(_tensors(self.layers), scratch / TENSORS)
+            meta = {
+                "format": FORMAT,
+                "digest": self.digest,
+                "tokens": self.tokens,
+                "layers": len(self.layers),
+                "layer_tokens": [layer.tokens for layer in self.layers],
+                "heads": [layer.mixed_moment.shape[0] for layer in self.layers],
+                "sha256": _file_digest(scratch / TENSORS),
+            }
+            (scratch / META).write_text(json.dumps(meta, indent=1))
+            honour_umask(scratch)
+            _replace_directory(scratch, target)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    @classmethod
+    def load(cls, directory: str | Path) -> Calibration:
+        """Inverse of `save`. Raises CalibrationError if files are missing, damaged or of another format."""
+        source = Path(directory)
+        try:
+            meta: dict[str, Any] = json.loads((source / META).read_text())
+            if meta.get("format") != FORMAT:
+                raise CalibrationError(
+                    f"{source}: expected format {FORMAT}, got {meta.get('format')!r}; calibrate again"
+                )
+            found = _file_digest(source / TENSORS)
+            if found != meta["sha256"]:
+                raise CalibrationError(
+                    f"{source / TENSORS}: expected SHA-256 {meta['sha256'][:16]}..., got {found[:16]}...; "
+                    "the file is damaged: delete the folder and calibrate again"
+                )
+            tensors = load_file(source / TENSORS)
+            layers = tuple(_layer(tensors, meta, index) for index in range(meta["layers"]))
+        except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
+            raise CalibrationError(f"{source} holds no readable calibration ({error}); calibrate again") from None
+        return cls(layers, meta["tokens"], meta["digest"])
+
+
+def _tensors(layers: tuple[LayerStatistics, ...]) -> dict[str, Tensor]:
+    found = {}
+    for index, layer in enumerate(layers):
+        for field in fields(layer):
+            value = getattr(layer, field.name)
+            if isinstance(value, Tensor):
+                if field.name == "mixed_moment" and layer.is_pooled:
+                    value = value[:1]
+                found[f"{index}.{field.name}"] = value.contiguous()
+    return found
+
+
+def _layer(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], index: int) -> LayerStatistics:
+    names = [field.name for field in fields(LayerStatistics) if field.name != "tokens"]
+    values = {name: tensors[f"{index}.{name}"] for name in names}
+    values["mixed_moment"] = values["mixed_moment"].expand(meta["heads"][index], -1, -1)
+    return LayerStatistics(tokens=meta["layer_tokens"][index], **values)
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _replace_directory(new: Path, target: Path) -> None:
+    """Put `new` at `target`. A folder cannot replace a non-empty one in one step, so the old one steps aside first."""
+    if not target.exists():
+        new.replace(target)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+    target.replace(aside)
+    try:
+        new.replace(target)
+    except OSError:
+        aside.replace(target)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""From a checkpoint's heads to a plan's: alignment, fusion, refinement."""

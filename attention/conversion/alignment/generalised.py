@@ -1,0 +1,136 @@
+"""Generalised Procrustes inside each group, from Gram matrices; the parts `none` and `procrustes`.
+
+Legend: H heads, g members of a group, d head dim, P_i the rotation of head i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attention.axes import Knob
+from attention.calibration.moments import LayerStatistics
+from attention.conversion.alignment.axis import ALIGNMENT
+from attention.conversion.alignment.grams import CRITERIA, head_gram
+from attention.conversion.alignment.rotations import rotation_from_cross
+from attention.geometry import HeadGeometry, RotaryLayout
+from attention.heads import LayerHeads
+from attention.plan import LayerPlan
+
+
+@ALIGNMENT.part("none", source="Ainslie 2023, sec. 2.1: heads are pooled as they are")
+def unaligned(
+    heads: LayerHeads, plan: LayerPlan, statistics: LayerStatistics | None = None, geometry: HeadGeometry | None = None
+) -> LayerHeads:
+    """The heads as they are."""
+    return heads
+
+
+@ALIGNMENT.part(
+    "procrustes",
+    source="paper 001 (Align Attention Heads Before Merging Them), sec. 3.2 to 3.3, eq. 4 to 22, alg. 1",
+    knobs=(
+        Knob(
+            "criterion",
+            "choice",
+            "dist",
+            "dist: activations as they are; cos: unit length",
+            choices=CRITERIA,
+            searched=True,
+        ),
+        Knob("iterations", "int", 100, "most rounds of generalised Procrustes", low=1, high=10_000),
+    ),
+    needs=("statistics",),
+)
+def align(
+    heads: LayerHeads,
+    plan: LayerPlan,
+    statistics: LayerStatistics | None,
+    geometry: HeadGeometry,
+    *,
+    criterion: str = "dist",
+    iterations: int = 100,
+) -> LayerHeads:
+    """Align the keys of each key group and the values of each value group of lifted heads; an equivalent layer.
+
+    Keys turn within their rotary pairs and queries turn with them; values turn freely and the output projection turns
+    back (paper 001, eq. 12 to 16); biases turn along. With a norm on queries or keys after the projection, keys cannot
+    turn without changing the model: only values are aligned then. A group of one stays as it is.
+    Raises ValueError without statistics or if the heads are not lifted.
+    """
+    if statistics is None:
+        raise ValueError("alignment=procrustes needs a calibration; pass the layer's statistics")
+    if not heads.k.shape[0] == heads.v.shape[0] == heads.num_heads:
+        raise ValueError(
+            f"alignment takes lifted heads, one key and value head a query head ({heads.num_heads}), got "
+            f"{heads.k.shape[0]} and {heads.v.shape[0]}; use LayerHeads.expand"
+        )
+    if not geometry.qk_norm:
+        gram = head_gram(heads, statistics, "key", criterion)
+        heads = rotate_keys(heads, align_heads(gram, plan.key_groups, geometry.rotary, iterations=iterations))
+    gram = head_gram(heads, statistics, "value", criterion)
+    free = RotaryLayout.none(heads.v.shape[1])
+    return rotate_values(heads, align_heads(gram, plan.value_groups, free, iterations=iterations))
+
+
+def align_heads(
+    gram: Tensor, groups: Sequence[Sequence[int]], layout: RotaryLayout, *, iterations: int = 100
+) -> Tensor:
+    """A rotation for each head, `[H, d, d]` float64, from the Gram of all heads; the identity in groups of one."""
+    rotations = torch.eye(gram.shape[-1]).to(gram).repeat(len(gram), 1, 1)
+    for group in groups:
+        if len(group) > 1:
+            index = torch.tensor(group)
+            rotations[index] = align_group(gram[index[:, None], index], layout, iterations=iterations)
+    return rotations
+
+
+def align_group(gram: Tensor, layout: RotaryLayout, *, iterations: int = 100, tolerance: float = 1e-9) -> Tensor:
+    """Generalised Procrustes of g heads (paper 001, alg. 1): rotations `[g, d, d]` that bring P_i k_i together.
+
+    Each round turns every head towards the mean of all, then takes the mean anew; the summed squared distance to the
+    mean never grows, and the rounds end when it falls by less than `tolerance` of the heads' energy (the paper
+    leaves the criterion open). The first mean is that of the heads as they are. gram `[g, g, d, d]`: mean of k_i k_j^T.
+    """
+    gram = gram.double()
+    members, dim = gram.shape[0], gram.shape[-1]
+    rotations = torch.eye(dim).to(gram).expand(members, dim, dim)
+    energy = torch.einsum("iidd->", gram).item()
+    reached = _agreement(gram, rotations)
+    for _ in range(iterations):
+        # Row i: mean of M k_i^T, where M is the sum of all turned heads (a multiple of the mean does as well).
+        cross = torch.einsum("jab,jibc->iac", rotations, gram)
+        rotations = rotation_from_cross(cross, layout)
+        before, reached = reached, _agreement(gram, rotations)
+        if reached - before <= tolerance * energy:
+            break
+    return rotations
+
+
+def _agreement(gram: Tensor, rotations: Tensor) -> float:
+    """Mean squared norm of the sum of all turned heads: what alignment maximises."""
+    return torch.einsum("iab,ijbc,jac->", rotations, gram, rotations).item()
+
+
+def _turn(rotations: Tensor, rows: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    turned = (rotations @ rows.double()).to(rows.dtype)
+    return turned, None if bias is None else (rotations @ bias.double()[..., None])[..., 0].to(bias.dtype)
+
+
+def rotate_keys(heads: LayerHeads, rotations: Tensor) -> LayerHeads:
+    """Turn key head h and query head h by `rotations[h]` `[d, d]`: q^T k is unchanged (paper 001, eq. 15 to 17)."""
+    rotations = rotations.to(heads.k.device)
+    k, k_bias = _turn(rotations, heads.k, heads.k_bias)
+    q, q_bias = _turn(rotations, heads.q, heads.q_bias)
+    return replace(heads, q=q, k=k, q_bias=q_bias, k_bias=k_bias)
+
+
+def rotate_values(heads: LayerHeads, rotations: Tensor) -> LayerHeads:
+    """Turn value head h by `rotations[h]` and its output columns back (paper 001, eq. 12 and 13)."""
+    rotations = rotations.to(heads.v.device)
+    v, v_bias = _turn(rotations, heads.v, heads.v_bias)
+    o = (heads.o.double() @ rotations.transpose(1, 2)).to(heads.o.dtype)
+    return replace(heads, v=v, o=o, v_bias=v_bias)

@@ -1,0 +1,71 @@
+"""Gram matrices of a layer's heads under either criterion, and the similarity of every pair after alignment.
+
+Legend: H heads, d head dim, N tokens. A Gram is `[H, H, d, d]` float64: mean over tokens of k_i k_j^T. All pairs come
+from this one matrix instead of H^2 passes over tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attention.calibration.moments import LayerStatistics, augmented
+from attention.geometry import RotaryLayout
+from attention.heads import LayerHeads
+
+CRITERIA = ("dist", "cos")
+SIDES = ("key", "value")
+
+
+def head_gram(heads: LayerHeads, statistics: LayerStatistics, side: str, criterion: str = "dist") -> Tensor:
+    """Gram of the key or value activations (keys before RoPE), `[H, H, d, d]` float64.
+
+    `dist` takes the activations as they are, over all calibration tokens; `cos` makes each token's vector one unit long
+    first (paper 001, eq. 7 and 8), which needs the tokens themselves: it uses the sampled inputs.
+    Raises ValueError for an unknown side or criterion, or if `cos` finds no sample.
+    """
+    if side not in SIDES:
+        raise ValueError(f"side must be one of {SIDES}, got {side!r}")
+    if criterion not in CRITERIA:
+        raise ValueError(f"criterion must be one of {CRITERIA}, got {criterion!r}")
+    if criterion == "dist":
+        return statistics.key_gram(heads) if side == "key" else statistics.value_gram(heads)
+    if not statistics.inputs.numel():
+        raise ValueError("criterion 'cos' needs sampled inputs; calibrate with sample_tokens > 0, or use 'dist'")
+    rows = augmented(heads.k, heads.k_bias) if side == "key" else augmented(heads.v, heads.v_bias)
+    weight, bias = rows[..., :-1].float(), rows[..., -1:].float()
+    total = torch.zeros(rows.shape[0] * rows.shape[1], rows.shape[0] * rows.shape[1]).to(rows)
+    tokens = 0
+    for x_TD in statistics.inputs:  # one sequence at a time: the activations of all tokens are never held at once
+        unit = torch.nn.functional.normalize(weight @ x_TD.T.to(weight) + bias, dim=1).flatten(0, 1)
+        total += (unit @ unit.T).double()
+        tokens += len(x_TD)
+    return (total / tokens).view(*rows.shape[:2], *rows.shape[:2]).transpose(1, 2)
+
+
+def _best_inner(gram: Tensor, layout: RotaryLayout) -> Tensor:
+    """Greatest mean <P k_j, k_i> over admissible P, `[H, H]`: moduli of rotary pairs plus nuclear norm of free dims."""
+    first, second, free = list(layout.first), list(layout.second), torch.tensor(layout.free)
+    real = gram[..., first, first] + gram[..., second, second]
+    imaginary = gram[..., second, first] - gram[..., first, second]
+    inner = torch.hypot(real, imaginary).sum(-1)
+    if len(free):
+        inner = inner + torch.linalg.svdvals(gram[..., free[:, None], free]).sum(-1)
+    return inner
+
+
+def pair_similarity(gram: Tensor, criterion: str, layout: RotaryLayout) -> Tensor:
+    """Similarity of every pair of heads once the one is aligned with the other, `[H, H]`, symmetric.
+
+    `cos`: mean cosine (paper 001, eq. 18 and 19; give the Gram of unit vectors). `dist`: minus the distance (eq. 22);
+    the paper averages distances over tokens, we take their root mean square, which one Gram matrix yields for all
+    pairs. `layout` is the head's rotary layout for keys and `RotaryLayout.none(d)` for values.
+    """
+    if criterion not in CRITERIA:
+        raise ValueError(f"criterion must be one of {CRITERIA}, got {criterion!r}")
+    inner = _best_inner(gram, layout)
+    inner = (inner + inner.T) / 2
+    if criterion == "cos":
+        return inner
+    energy = torch.einsum("iidd->i", gram)
+    return -(energy[:, None] + energy[None, :] - 2 * inner).clamp_min(0).sqrt()

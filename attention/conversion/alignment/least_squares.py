@@ -1,0 +1,98 @@
+"""Coordinates in which the least-squares shared head of a group is what each member looks like.
+
+Orthogonal alignment leaves every head its size. Least-squares fusion (`attention.conversion.fusion.least_squares`)
+stretches too: member i reads the shared key k' as E_i^T k'. Here the same E_i are folded into the heads *before*
+anything is fused, so that the model stays what it was and training towards shared heads starts from there.
+
+Legend: H heads, g members of a group, d head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attention.axes import Knob
+from attention.calibration.moments import LayerStatistics
+from attention.conversion.alignment.axis import ALIGNMENT
+from attention.geometry import HeadGeometry, RotaryLayout
+from attention.heads import LayerHeads
+from attention.plan import LayerPlan
+
+FLOOR = Knob("floor", "float", 0.1, "least stretch of a head over its greatest, so that maps can be undone", 1e-3, 1.0)
+
+
+@ALIGNMENT.part(
+    "least_squares",
+    source="ours: the maps of least-squares fusion, folded in without fusing (start of papers 000 and 001)",
+    knobs=(FLOOR,),
+    needs=("statistics",),
+)
+def fold(
+    heads: LayerHeads,
+    plan: LayerPlan,
+    statistics: LayerStatistics | None,
+    geometry: HeadGeometry,
+    *,
+    floor: float = 0.1,
+) -> LayerHeads:
+    """k_i <- E_i^-T k_i with q_i <- E_i q_i, and v_i <- B_i^-1 v_i with o_i <- o_i B_i; logits are unchanged.
+
+    E and B are least-squares fusion's, stretched where they would shrink a direction below `floor` of the greatest.
+    With a norm on queries and keys only values move. A group of one stays as it is. Raises ValueError without
+    statistics or if the heads are not lifted.
+    """
+    # Here, and not above: fusion is loaded after alignment everywhere else
+    from attention.conversion.fusion.costs import ValueCost
+    from attention.conversion.fusion.least_squares import key_maps
+    from attention.conversion.fusion.pooled import check_lifted
+
+    if statistics is None:
+        raise ValueError("alignment=least_squares needs a calibration; pass the layer's statistics")
+    check_lifted(heads, plan)
+    onto = torch.eye(heads.head_dim, dtype=torch.float64).repeat(heads.num_heads, 1, 1)
+    back = torch.eye(heads.v.shape[1], dtype=torch.float64).repeat(heads.num_heads, 1, 1)
+    if not geometry.qk_norm:
+        for group in plan.key_groups:
+            if len(group) > 1:
+                maps = key_maps(heads, group, statistics, geometry)[1].double()
+                onto[list(group)] = bounded(maps, geometry.rotary, floor)
+    cost, free = ValueCost(heads, statistics), RotaryLayout.none(heads.v.shape[1])
+    for group in plan.value_groups:
+        if len(group) > 1:
+            back[list(group)] = bounded(cost.fit(torch.tensor(group)).back.double(), free, floor)
+    q, q_bias = _apply(onto, heads.q, heads.q_bias)
+    k, k_bias = _apply(torch.linalg.inv(onto).mT, heads.k, heads.k_bias)
+    v, v_bias = _apply(torch.linalg.inv(back), heads.v, heads.v_bias)
+    o = (heads.o.double() @ back.to(heads.o.device)).to(heads.o.dtype)
+    return replace(heads, q=q, k=k, v=v, o=o, q_bias=q_bias, k_bias=k_bias, v_bias=v_bias)
+
+
+def bounded(maps: Tensor, layout: RotaryLayout, floor: float) -> Tensor:
+    """The maps `[g, d, d]` with no stretch below `floor` times the greatest; they still commute with RoPE.
+
+    A rotary pair is a scaled rotation: its scale is raised. The free dims have singular values raised. Raises
+    ValueError for maps that are zero.
+    """
+    result = torch.zeros_like(maps)
+    first, second, free = (torch.tensor(dims, dtype=torch.long) for dims in (layout.first, layout.second, layout.free))
+    pairs = torch.complex(maps[:, first, first], maps[:, second, first])
+    inner = maps[:, free[:, None], free]
+    left, stretch, right = torch.linalg.svd(inner)
+    greatest = torch.cat([pairs.abs(), stretch], 1).amax(1, keepdim=True)
+    if not bool((greatest > 0).all()):
+        raise ValueError("a head's least-squares map is zero: its keys or values are silent in the calibration text")
+    raised = torch.polar(pairs.abs().clamp(min=floor * greatest), pairs.angle())
+    result[:, first, first] = result[:, second, second] = raised.real
+    result[:, second, first], result[:, first, second] = raised.imag, -raised.imag
+    lifted = left @ torch.diag_embed(torch.maximum(stretch, floor * greatest)) @ right
+    result[:, free[:, None], free] = lifted
+    return result
+
+
+def _apply(maps: Tensor, rows: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    maps = maps.to(rows.device)
+    mapped = (maps @ rows.double()).to(rows.dtype)
+    return mapped, None if bias is None else (maps @ bias.double()[..., None])[..., 0].to(bias.dtype)

@@ -1,0 +1,136 @@
+"""Plan and heads → model: read the heads, align, fuse, write them into a model of the plan's shapes.
+
+Legend: H query heads, G^K / G^V kept key / value heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from attention.calibration.calibration import Calibration
+from attention.conversion.alignment import ALIGNMENT
+from attention.conversion.fusion import FUSION
+from attention.families import family_of
+from attention.geometry import HeadGeometry
+from attention.heads import LayerHeads
+from attention.modeling import mlp
+from attention.modeling.composition import reset
+from attention.modeling.modeling import check_fits, headfold_config, plan_of
+from attention.plan import AttentionPlan, PlanError
+
+
+def read_layers(model: PreTrainedModel) -> list[LayerHeads]:
+    """The heads of every layer as stored (G^K and G^V heads), in float32."""
+    family, geometry = family_of(model.config), HeadGeometry.from_config(model.config)
+    return [family.read(module, geometry).to(torch.float32) for module in family.attention_modules(model)]
+
+
+def lift(model: PreTrainedModel) -> list[LayerHeads]:
+    """The heads of every layer with one key and one value head a query head (paper 000, App. D), in float32."""
+    layers = plan_of(model).layers
+    return [h.expand(p.key_map, p.value_map) for h, p in zip(read_layers(model), layers, strict=True)]
+
+
+def build(config: PretrainedConfig, plan: AttentionPlan, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A Headfold model of the plan's shapes with fresh weights. `config` is the checkpoint's."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(headfold_config(config, plan), dtype=dtype)
+
+
+def assemble(model: PreTrainedModel, plan: AttentionPlan, heads: Sequence[LayerHeads]) -> PreTrainedModel:
+    """A Headfold model with `heads` in its attention layers and `model`'s weights everywhere else.
+
+    The new model has the dtype, device and training mode of `model`, which stays as it is.
+    """
+    new = build(model.config, plan, model.dtype)
+    # Fixed, so that a conversion is reproducible; what the source has of composition is copied over it.
+    reset(new, identity=True, generator=torch.Generator().manual_seed(0))
+    nn.Module.to(new, model.device)
+    target = new.state_dict()
+    kept = {k: t for k, t in model.state_dict().items() if k in target and t.shape == target[k].shape}
+    maps = {k for k in target if k.endswith((".key_map", ".value_map"))}
+    new.load_state_dict({k: t for k, t in kept.items() if k not in maps}, strict=False)
+    family = family_of(new.config)
+    for module, layer in zip(family.attention_modules(new), heads, strict=True):
+        family.write(module, layer.to(model.device))
+    if plan.mlp_shares or plan_of(model).mlp_shares:
+        mlp.copy(model, new)
+    if model.generation_config is not None:
+        new.generation_config = model.generation_config
+    return new.train(model.training)
+
+
+def unshare(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model with every layer owning its weights; the given one if nothing is shared."""
+    plan = plan_of(model)
+    return assemble(model, plan.unshared, read_layers(model)) if plan.is_shared else model
+
+
+def check_composition(old: AttentionPlan, new: AttentionPlan) -> None:
+    """Raise PlanError if a conversion would change what composition does, and not only add it as an identity."""
+    if old.composition is not None and new.composition != old.composition:
+        raise PlanError(
+            f"the model composes its heads ({old.composition}); its plan must keep that composition, got "
+            f"{new.composition}"
+        )
+    if old.composition is None and new.composition is not None and new.composition.qk_norm:
+        raise PlanError(
+            "composition with qk_norm has no identity to start from: converting a trained model with it would destroy "
+            "it; set qk_norm=False, or train from scratch with attention.conversion.conversion.build"
+        )
+
+
+def convert(
+    model: PreTrainedModel,
+    plan: AttentionPlan,
+    *,
+    alignment: str = "none",
+    fusion: str = "mean",
+    calibration: Calibration | None = None,
+    alignment_settings: Mapping[str, Any] | None = None,
+    fusion_settings: Mapping[str, Any] | None = None,
+) -> PreTrainedModel:
+    """A new model that carries out `plan`; the given one is untouched.
+
+    `alignment` and `fusion` name parts of their axes; the settings are their knobs. Raises ValueError for an unknown
+    name or setting, for a part that needs a calibration when none is given, and PlanError if the plan does not fit.
+    """
+    geometry = HeadGeometry.from_config(model.config)
+    check_fits(plan, geometry)
+    check_composition(plan_of(model), plan)
+    align, fuse = ALIGNMENT.get(alignment), FUSION.get(fusion)
+    fuse_knobs = fuse.settings(fusion_settings)
+    for part in (align, fuse):
+        if "statistics" in part.needs and calibration is None:
+            raise ValueError(f"{part.axis}={part.name} needs a calibration; pass calibration=calibrate(model, tokens)")
+    if calibration is not None and len(calibration.layers) != plan.num_layers:
+        raise ValueError(f"the calibration has {len(calibration.layers)} layers, the plan {plan.num_layers}")
+    aligned = align_layers(lift(model), plan, alignment, calibration, geometry, alignment_settings)
+    fused = [
+        fuse(heads, layer, calibration.layers[index] if calibration else None, geometry, **fuse_knobs)
+        for index, (heads, layer) in enumerate(zip(aligned, plan.layers, strict=True))
+    ]
+    return assemble(model, plan, fused)
+
+
+def align_layers(
+    heads: Sequence[LayerHeads],
+    plan: AttentionPlan,
+    alignment: str,
+    calibration: Calibration | None,
+    geometry: HeadGeometry,
+    settings: Mapping[str, Any] | None = None,
+) -> list[LayerHeads]:
+    """Lifted heads of every layer, turned towards each other within the plan's groups; no logit changes."""
+    align = ALIGNMENT.get(alignment)
+    knobs = align.settings(settings)
+    return [
+        align(own, layer, calibration.layers[index] if calibration else None, geometry, **knobs)
+        for index, (own, layer) in enumerate(zip(heads, plan.layers, strict=True))
+    ]

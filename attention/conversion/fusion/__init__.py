@@ -1,0 +1,22 @@
+"""Fusion: one key head for each key group and one value head for each value group, in closed form.
+
+A part is `f(heads, plan, statistics, geometry, **knobs) -> LayerHeads` on lifted heads; the result keeps G^K key and
+G^V value heads in the plan's order, with queries and output columns adjusted to them. A group of one is copied bit by
+bit, so an identity plan changes nothing.
+"""
+
+from attention.conversion.fusion.axis import FUSION
+from attention.conversion.fusion.costs import KeyCost, ValueCost
+from attention.conversion.fusion.least_squares import key_errors, least_squares_fuse, value_errors
+from attention.conversion.fusion.pooled import mean_fuse, norm_restored_fuse
+
+__all__ = [
+    "FUSION",
+    "KeyCost",
+    "ValueCost",
+    "key_errors",
+    "least_squares_fuse",
+    "mean_fuse",
+    "norm_restored_fuse",
+    "value_errors",
+]

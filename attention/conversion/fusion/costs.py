@@ -1,0 +1,248 @@
+"""What fusing a group by least squares costs, for any group of heads of a layer, without building the heads.
+
+Legend: H heads, g members, d head dim, f free dims, P rotary pairs. Costs are additive over the groups of a partition,
+zero for a group of one, and of one unit within a layer and side, as exact grouping needs. Grams are computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from attention.calibration.moments import LayerStatistics
+from attention.conversion.fusion.rank import (
+    RealFit,
+    complex_error,
+    complex_gram,
+    fit_real,
+    pair_energy,
+    symmetric_root,
+)
+from attention.geometry import HeadGeometry
+from attention.heads import LayerHeads
+
+# Relative size of an eigenvalue of sums in float32 below which a direction counts as absent.
+SINGLE = 1e-6
+# Multiply-adds of all eigenvalues and eigenvectors of a symmetric matrix, over the cube of its size.
+EIGEN = 9
+
+
+class _Cost:
+    """Cost of a group. Nothing is remembered: that is for the caller, who knows what comes again."""
+
+    def __init__(self, num_heads: int) -> None:
+        self.num_heads = num_heads
+
+    def cost(self, members: Sequence[int]) -> float:
+        """Cost of fusing these heads into one. Raises ValueError if a head is named twice or does not exist."""
+        key = self._checked(members)
+        if len(key) == 1:
+            return 0.0
+        return self._batch(torch.tensor([key]))[0].item()
+
+    def costs(self, groups: Sequence[Sequence[int]], chunk: int = 256) -> Tensor:
+        """Costs of several groups of one size, `[n]` float64: together they take less time than one by one.
+
+        Raises ValueError as `cost` does, and for groups of several sizes.
+        """
+        if len({len(group) for group in groups}) > 1:
+            raise ValueError(f"groups must be of one size, got sizes {sorted({len(group) for group in groups})}")
+        index = torch.tensor([self._checked(group) for group in groups])
+        if not len(groups) or index.shape[1] == 1:
+            return torch.zeros(len(groups), dtype=torch.float64)
+        return torch.cat([self._batch(part).cpu() for part in index.split(chunk)])
+
+    def _checked(self, members: Sequence[int]) -> tuple[int, ...]:
+        key = tuple(sorted(members))
+        if not key or len(set(key)) != len(key) or not 0 <= key[0] <= key[-1] < self.num_heads:
+            raise ValueError(f"members must be distinct heads of 0..{self.num_heads - 1}, got {tuple(members)}")
+        return key
+
+    def all_subsets(self, chunk: int = 256) -> Tensor:
+        """Costs of every subset of heads, `[2^H]` float64: bit h of the index says whether head h is a member.
+
+        The empty set costs 0. `chunk` groups are worked on at a time. Raises ValueError above 16 heads.
+        """
+        if self.num_heads > 16:
+            raise ValueError(f"all subsets of {self.num_heads} heads are too many; the limit is 16, use cost(members)")
+        costs = torch.zeros(2**self.num_heads, dtype=torch.float64)
+        for size in range(2, self.num_heads + 1):
+            groups = torch.tensor(list(combinations(range(self.num_heads), size)))
+            costs[(2**groups).sum(1)] = self.costs(groups.tolist(), chunk)
+        return costs
+
+    def effort(self, members: int) -> float:
+        """Multiply-adds of the cost of one group, nearly: those of its eigenvalue problems."""
+        raise NotImplementedError
+
+    def _batch(self, groups: Tensor) -> Tensor:
+        """Costs of groups of equal size, `[n, g]` -> `[n]`."""
+        raise NotImplementedError
+
+
+class KeyCost(_Cost):
+    """Mean squared change of the members' attention logits (before scaling), summed over the members.
+
+    Queries and keys are taken as independent and, in a rotary pair, as of random relative phase. Rotary pairs: all but
+    the leading eigenvalue of the query-weighted complex Gram. Free dims, and all dims without rotary embedding: the
+    tail of the query-weighted real Gram; what is constant over keys drops out of the softmax and is left out. With a
+    norm on queries and keys nothing can be folded: the cost of the plain mean, where each head's norm over tokens
+    stands for its norm at each token and the norm's weights are left out.
+    """
+
+    def __init__(self, heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeometry) -> None:
+        super().__init__(heads.num_heads)
+        self.layout, self.qk_norm = geometry.rotary, geometry.qk_norm
+        gram = statistics.key_gram(heads)
+        if self.qk_norm:
+            self.gram = torch.einsum("ijdd->ij", gram)
+            self.energy = torch.einsum("hdd->h", statistics.query_moment.to(gram))
+            return
+        moment = statistics.query_gram(heads)
+        self.pairs, self.energy = complex_gram(gram, self.layout), pair_energy(moment, self.layout)
+        self.free_gram, self.free_moment = free_parts(heads, statistics, geometry)
+
+    def effort(self, members: int) -> float:
+        free = 0 if self.qk_norm else EIGEN * (members * len(self.layout.free)) ** 3
+        return free + EIGEN * self.layout.dims / 2 * members**3
+
+    def _batch(self, groups: Tensor) -> Tensor:
+        if self.qk_norm:
+            return self._of_mean(groups)
+        index = groups.to(self.energy.device)
+        gram = self.pairs[:, index[:, :, None], index[:, None, :]].transpose(0, 1)
+        costs = complex_error(gram, self.energy[:, index].transpose(0, 1)) if self.layout.dims else 0.0
+        if self.layout.free:
+            costs = costs + self._free(index)
+        return costs  # type: ignore[return-value]
+
+    def _free(self, index: Tensor) -> Tensor:
+        # All members see the same keys, so the tail of the weighted Gram is exact: no vectors are needed.
+        count, members = index.shape
+        gram = self._weighted_free[index[:, :, None], index[:, None, :]].transpose(2, 3)
+        size = members * gram.shape[-1]
+        values = torch.linalg.eigvalsh(gram.reshape(count, size, size))
+        return values[:, : size - size // members].clamp_min(0).sum(1)
+
+    @cached_property
+    def _weighted_free(self) -> Tensor:
+        """The Gram of keys as the queries weigh them, free dims only: `[H, H, f, f]`."""
+        root = symmetric_root(self.free_moment)
+        return torch.einsum("iab,ijbc,jdc->ijad", root, self.free_gram, root)
+
+    def _of_mean(self, groups: Tensor) -> Tensor:
+        index = groups.to(self.gram.device)
+        gram = self.gram[index[:, :, None], index[:, None, :]]
+        tiny = torch.finfo(gram.dtype).tiny
+        own = gram.diagonal(dim1=1, dim2=2).clamp_min(tiny)
+        cosine = gram.mean(2) / (own * gram.mean((1, 2)).clamp_min(tiny)[:, None]).sqrt()
+        return (self.energy[index] * (2 - 2 * cosine)).sum(1)
+
+
+class ValueCost(_Cost):
+    """Mean squared change of the attention output, head by head, summed over the members and output dims.
+
+    Exact for what `least_squares_fuse` builds with the same `sweeps`: each head under the covariance of what its own
+    attention weights let through. Without sweeps it is several times faster and a bound from above. Errors of
+    different heads are taken as uncorrelated. With an output bias the means cost nothing, since the bias takes up what
+    is constant.
+    """
+
+    def __init__(
+        self, heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeometry | None = None, *, sweeps: int = 0
+    ) -> None:
+        super().__init__(heads.num_heads)
+        self.sweeps, self.heads, self.statistics = sweeps, heads, statistics
+        self.metrics = output_metrics(heads)
+
+    def effort(self, members: int) -> float:
+        return (EIGEN + 1) * float(members * self.metrics.shape[-1]) ** 3
+
+    def _batch(self, groups: Tensor) -> Tensor:
+        price = self._error_of_fit if self.sweeps else self._error
+        return torch.stack([price(group.to(self.metrics.device)) for group in groups])
+
+    def _error_of_fit(self, group: Tensor) -> Tensor:
+        return self.fit(group).errors.sum()
+
+    def _error(self, group: Tensor) -> Tensor:
+        """The errors of `fit` without sweeps, without building it: in coordinates in which every metric is 1.
+
+        In float32 but for the smallest matrices: what a basis captures is stationary in the basis, so the result is
+        good to about 1e-6 of the members' energy.
+        """
+        members, dim = len(group), self.metrics.shape[-1]
+        # All heads in one group: no copy of what may be the largest tensor of a conversion.
+        whole = members == self.num_heads and bool((group.diff() > 0).all())
+        blocks = self._weighted if whole else self._weighted[group[:, None, None], group[:, None], group]
+        own_gnn = blocks.transpose(2, 3).reshape(members, members * dim, members * dim)
+        basis_nd = torch.linalg.eigh(own_gnn.mean(0))[1][:, -dim:]
+        seen_gnd = own_gnn @ basis_nd
+        each = torch.arange(members, device=group.device)
+        cross_gdd = seen_gnd.view(members, members, dim, dim)[each, each].double()
+        shared_gdd = (basis_nd.T @ seen_gnd).double()
+        values, vectors = torch.linalg.eigh((shared_gdd + shared_gdd.transpose(1, 2)) / 2)
+        alive = values > SINGLE * values[..., -1:].clamp_min(torch.finfo(values.dtype).tiny)
+        read = (cross_gdd @ vectors).square().sum(1) * alive / torch.where(alive, values, 1.0)
+        return (self._energy[group] - read.sum(1)).clamp_min(0).sum()
+
+    @cached_property
+    def _weighted(self) -> Tensor:
+        """R_i G_hij R_j^T `[H, H, H, d, d]` float32, where R^T R is a head's metric; made head by head."""
+        root, pooled = symmetric_root(self.metrics), self.statistics.is_pooled
+        count, dim = self.metrics.shape[:2]
+        made = torch.empty(1 if pooled else count, count, count, dim, dim, device=root.device)
+        for head, weighted in enumerate(made):
+            (gram,) = mixed_gram(self.heads, self.statistics, under=(head,))
+            weighted.copy_(torch.einsum("iab,ijbc,jdc->ijad", root, gram, root))
+        return made.expand(count, *made.shape[1:])  # a pooled moment is that of every head
+
+    @cached_property
+    def _energy(self) -> Tensor:
+        """Mean squared output of each head, `[H]`: the trace of what `_weighted` holds of it."""
+        each = torch.arange(self.num_heads, device=self.metrics.device)
+        return torch.einsum("haa->h", self._weighted[each, each, each].double())
+
+    def fit(self, group: Tensor) -> RealFit:
+        """The fit of one group, `[g]` head indices."""
+        own = mixed_gram(self.heads, self.statistics, group.tolist(), group.tolist())
+        return fit_real(own, self.metrics[group.to(self.metrics.device)], sweeps=self.sweeps)
+
+
+def free_parts(heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeometry) -> tuple[Tensor, Tensor]:
+    """Free dims only: Gram of centred keys `[H, H, f, f]` and query moments `[H, f, f]`.
+
+    The mean key adds one number a query to all its logits, which softmax does not see; so it need not be fitted.
+    """
+    free = torch.tensor(geometry.rotary.free, dtype=torch.long)
+    mean = statistics.key_mean(heads)
+    gram = statistics.key_gram(heads) - torch.einsum("ia,jb->ijab", mean, mean)
+    moment = statistics.query_gram(heads)
+    return gram[..., free[:, None], free], moment[..., free[:, None], free]
+
+
+def mixed_gram(
+    heads: LayerHeads,
+    statistics: LayerStatistics,
+    members: Sequence[int] | None = None,
+    under: Sequence[int] | None = None,
+) -> Tensor:
+    """`[n, g, g, d, d]`: mixed value Grams of `members` under the weights of `under` (default: all heads, both; see
+    `LayerStatistics.mixed_value_gram`), centred if the layer has an output bias to take up the means."""
+    gram = statistics.mixed_value_gram(heads, members, under)
+    if heads.o_bias is None:
+        return gram
+    mean = statistics.mixed_value_mean(heads)
+    mean = mean if under is None else mean[list(under)]
+    mean = mean if members is None else mean[:, list(members)]
+    return gram - torch.einsum("hia,hjb->hijab", mean, mean)
+
+
+def output_metrics(heads: LayerHeads) -> Tensor:
+    """O_h^T O_h `[H, d, d]` float64: how an error of head h counts in the layer's output."""
+    o = heads.o.double()
+    return o.transpose(1, 2) @ o

@@ -1,0 +1,88 @@
+"""Pooling heads by their mean, plain or with the group's norm restored.
+
+Legend: H heads, G groups, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attention.calibration.moments import LayerStatistics
+from attention.conversion.fusion.axis import FUSION
+from attention.geometry import HeadGeometry
+from attention.heads import LayerHeads
+from attention.plan import LayerPlan
+
+Groups = Sequence[Sequence[int]]
+
+
+def check_lifted(heads: LayerHeads, plan: LayerPlan) -> None:
+    """Raise ValueError unless there is one key and one value head for each query head of the plan."""
+    counts = (heads.num_heads, heads.k.shape[0], heads.v.shape[0])
+    if counts != (plan.num_heads,) * 3:
+        raise ValueError(
+            f"fusion takes lifted heads, {plan.num_heads} queries, keys and values as in the plan, got {counts}; "
+            "use LayerHeads.expand"
+        )
+
+
+def _mean(rows: Tensor, groups: Groups) -> Tensor:
+    """Mean over each group in float64, `[H, ...]` -> `[G, ...]`; a group of one comes back bit by bit."""
+    return torch.stack([rows[list(group)].double().mean(0) for group in groups]).to(rows.dtype)
+
+
+@FUSION.part("mean", source="Ainslie 2023, sec. 2.1: mean pooling of key and value heads")
+def mean_fuse(
+    heads: LayerHeads, plan: LayerPlan, statistics: LayerStatistics | None = None, geometry: HeadGeometry | None = None
+) -> LayerHeads:
+    """Each kept head is the mean of its group's heads; queries and output stay. Raises ValueError if not lifted."""
+    check_lifted(heads, plan)
+    keys, values = plan.key_groups, plan.value_groups
+    k_bias = None if heads.k_bias is None else _mean(heads.k_bias, keys)
+    v_bias = None if heads.v_bias is None else _mean(heads.v_bias, values)
+    return replace(heads, k=_mean(heads.k, keys), v=_mean(heads.v, values), k_bias=k_bias, v_bias=v_bias)
+
+
+def _lost_norm(gram: Tensor, groups: Groups) -> Tensor:
+    """Root-mean-square norm of a group's heads over that of their mean, `[G]`; 1 for a group of one or a zero mean."""
+    factors = []
+    for group in groups:
+        index = torch.tensor(group)
+        inner = torch.einsum("ijdd->ij", gram[index[:, None], index])
+        members, pooled = inner.diagonal().mean(), inner.mean()
+        # Below this the mean is rounding alone; blowing it up would put noise in the place of a head.
+        alive = len(group) > 1 and pooled > 1e-12 * members
+        factors.append((members / pooled).sqrt() if alive else torch.ones_like(members))
+    return torch.stack(factors)
+
+
+@FUSION.part(
+    "norm_restored",
+    source="ours: a mean of partly aligned heads is shorter than its parts (seen with paper 001, sec. 3.3)",
+    needs=("statistics",),
+)
+def norm_restored_fuse(
+    heads: LayerHeads, plan: LayerPlan, statistics: LayerStatistics | None, geometry: HeadGeometry | None = None
+) -> LayerHeads:
+    """The mean, rescaled so that its activations have the root-mean-square norm of the group's activations.
+
+    Norms are taken over the calibration tokens, biases included, and biases scale along. With a norm on keys after the
+    projection the scale of a key head has no effect, so keys are the plain mean then.
+    Raises ValueError without statistics or if the heads are not lifted.
+    """
+    if statistics is None:
+        raise ValueError("fusion=norm_restored needs a calibration; pass the layer's statistics")
+    pooled = mean_fuse(heads, plan)
+    scaled = {"v": _lost_norm(statistics.value_gram(heads), plan.value_groups)}
+    if geometry is None or not geometry.qk_norm:
+        scaled["k"] = _lost_norm(statistics.key_gram(heads), plan.key_groups)
+    changes = {}
+    for name, factor in scaled.items():
+        rows, bias = getattr(pooled, name), getattr(pooled, f"{name}_bias")
+        changes[name] = (rows.double() * factor[:, None, None]).to(rows.dtype)
+        changes[f"{name}_bias"] = None if bias is None else (bias.double() * factor[:, None]).to(bias.dtype)
+    return replace(pooled, **changes)

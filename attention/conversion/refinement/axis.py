@@ -1,0 +1,59 @@
+"""The axis itself, and what a refinement reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from attention.axes import Axis
+
+REFINEMENT = Axis("refinement", "attention.conversion.refinement")
+
+
+@dataclass(frozen=True)
+class LayerFit:
+    """Held-out error of one layer before and after, relative to the target's power, and whether the change was kept."""
+
+    step: str
+    layer: int
+    before: float
+    after: float
+
+    @property
+    def kept(self) -> bool:
+        return self.after < self.before
+
+
+@dataclass(frozen=True)
+class RefinementReport:
+    """One entry a layer and step, in the order in which they ran."""
+
+    fits: tuple[LayerFit, ...] = ()
+
+
+def refine(
+    name: str,
+    original: PreTrainedModel,
+    converted: PreTrainedModel,
+    sequences: Tensor | None,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    first: int = 0,
+) -> RefinementReport:
+    """Run the refinement `name` on `converted` in place. `sequences` `[N, T]` are calibration tokens.
+
+    `first`: the number in its checkpoint of the models' first layer, where they are a window of a larger model; layers
+    are seeded and reported by their numbers there.
+
+    Raises ValueError for an unknown name or setting, or if the part needs sequences and there are fewer than two.
+    """
+    part = REFINEMENT.get(name)
+    knobs = part.settings(settings)
+    if "sequences" in part.needs and (sequences is None or len(sequences) < 2):
+        given = "none" if sequences is None else len(sequences)
+        raise ValueError(f"refinement={name} needs at least two calibration sequences, got {given}")
+    return part(original, converted, sequences, first=first, **knobs)

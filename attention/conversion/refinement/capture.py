@@ -1,0 +1,107 @@
+"""What goes into and comes out of one layer's attention, read from a running model.
+
+Legend: B sequences, T tokens, H query heads, d head dim, D model dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from attention.modeling.grouped import NAME, grouped_attention
+
+RECORDING = "headfold_recording"
+_mixed: dict[nn.Module, Tensor] = {}
+
+
+class _Reached(Exception):
+    """The wanted layer has run: what lies above it need not."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One batch at one layer: the attention module's arguments, its output `[B, T, D]`, the stream entering the layer.
+
+    `mixed [B, T, H·d]` is what the heads hand to the output projection (Headfold models only).
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Tensor
+    stream: Tensor
+    mixed: Tensor | None
+
+
+def _recording_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    out, weights = grouped_attention(module, *args, **kwargs)
+    _mixed[module] = out.flatten(2)
+    return out, weights
+
+
+AttentionInterface.register(RECORDING, _recording_attention)
+AttentionMaskInterface.register(RECORDING, sdpa_mask)
+
+
+def layer_of(model: PreTrainedModel, module: nn.Module) -> nn.Module:
+    """The decoder layer that holds an attention module."""
+    path = next(name for name, found in model.named_modules() if found is module)
+    return model.get_submodule(path.rpartition(".")[0])
+
+
+@contextmanager
+def _recording_mixed(model: PreTrainedModel) -> Iterator[None]:
+    own = model.config._attn_implementation == NAME
+    try:
+        if own:
+            model.config._attn_implementation = RECORDING
+        yield
+    finally:
+        if own:
+            model.config._attn_implementation = NAME
+        _mixed.clear()
+
+
+@torch.no_grad()
+def run_to(model: PreTrainedModel, module: nn.Module, sequences: Tensor, batch_size: int) -> Iterator[Record]:
+    """Run `sequences [N, T]` up to and including the attention `module`, one `Record` a batch. Nothing above runs."""
+    found: dict[str, Any] = {}
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found["stream"] = args[0] if args else kwargs["hidden_states"]
+
+    def leave(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        found.update(args=args, kwargs=kwargs, output=output[0] if isinstance(output, tuple) else output)
+        raise _Reached
+
+    hooks = (
+        layer_of(model, module).register_forward_pre_hook(enter, with_kwargs=True),
+        module.register_forward_hook(leave, with_kwargs=True),
+    )
+    try:
+        with _recording_mixed(model):
+            for batch in sequences.split(batch_size):
+                found.clear()
+                try:
+                    model.get_decoder()(input_ids=batch.to(model.device), use_cache=False)
+                except _Reached:
+                    yield Record(mixed=_mixed.get(module), **found)
+                _mixed.clear()
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def held_out(sequences: Tensor, share: int = 8) -> tuple[Tensor, Tensor]:
+    """Sequences to fit on and sequences to check on: every `share`-th one (at least one) is kept for the check."""
+    check = torch.zeros(len(sequences), dtype=torch.bool)
+    check[share - 1 :: share] = True
+    if not check.any():
+        check[-1] = True
+    return sequences[~check], sequences[check]

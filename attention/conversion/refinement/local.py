@@ -1,0 +1,227 @@
+"""Local fit: each converted attention layer is trained alone towards the original layer's output.
+
+No language-model loss and no backward pass through the model: the inputs are those of the *original* model at that
+layer, so layers do not depend on each other. Small batches and many steps: for the same time they end lower than few
+steps on all tokens.
+
+Legend: N sequences, T tokens, D model dim, B sequences a step.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attention.axes import Knob
+from attention.conversion.refinement.axis import REFINEMENT, LayerFit, RefinementReport
+from attention.conversion.refinement.capture import Record, held_out, run_to
+from attention.conversion.refinement.healing import HEAL_KNOBS, heal_layer
+from attention.conversion.refinement.parallel import ONE_AT_A_TIME, each_layer
+from attention.families import family_of
+from attention.modeling.modeling import plan_of
+
+FIT_STEPS = Knob("fit_steps", "int", 480, "Adam steps a layer", 1, 100_000)
+FIT_RATE = Knob("fit_rate", "log_float", 0.5, "largest step, as the relative change of an output at most", 1e-4, 1e2)
+FIT_BATCH = Knob("fit_batch", "int", 2, "sequences a step", 1, 1024)
+FIT_TOKENS = Knob("fit_tokens", "int", 16_384, "calibration tokens that are held in memory and fitted on", 2)
+FIT_KNOBS = (FIT_STEPS, FIT_RATE, FIT_BATCH, FIT_TOKENS)
+BETAS = (0.9, 0.95)
+WARMUP = 0.05
+RETRIES, SMALLER = 2, 0.25
+CHECKS = 4  # looks at the held-out error on the way; the best state seen is what stays
+
+
+@dataclass(frozen=True)
+class LayerTask:
+    """What one layer is fitted to, in float32: `inputs`, `targets` `[N, T, D]` to fit on and `check` to judge by.
+
+    `example` is a record of B sequences: its other arguments serve for any B sequences of as many tokens.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    example: Record
+    check: tuple[Record, ...]
+
+    @property
+    def batch(self) -> int:
+        return self.example.output.shape[0]
+
+    @classmethod
+    def of(cls, original: PreTrainedModel, layer: int, sequences: Tensor, batch: int) -> LayerTask:
+        """Run `original` up to `layer` on `sequences` `[N, T]`, of which a part is kept for the check."""
+        module = family_of(original.config).attention_modules(original)[layer]
+        fit, check = held_out(sequences)
+        batch = min(batch, len(fit))
+        whole = fit[: len(fit) // batch * batch]
+        records = [_in_float(record) for record in run_to(original, module, whole, batch)]
+        inputs = torch.cat([_input(record) for record in records])
+        targets = torch.cat([record.output for record in records])
+        return cls(
+            inputs, targets, records[0], tuple(_in_float(record) for record in run_to(original, module, check, batch))
+        )
+
+
+def _float(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.float() if value.is_floating_point() else value
+    return tuple(_float(item) for item in value) if isinstance(value, tuple) else value
+
+
+def _in_float(record: Record) -> Record:
+    kwargs = {name: _float(value) for name, value in record.kwargs.items()}
+    return Record(_float(record.args), kwargs, record.output.float(), record.stream, None)
+
+
+def _input(record: Record) -> Tensor:
+    return record.args[0] if record.args else record.kwargs["hidden_states"]
+
+
+def _call(module: nn.Module, record: Record, inputs: Tensor | None = None) -> Tensor:
+    args, kwargs = record.args, {**record.kwargs, "past_key_values": None, "use_cache": False}
+    if inputs is not None:
+        args, kwargs = ((inputs, *args[1:]), kwargs) if args else ((), kwargs | {"hidden_states": inputs})
+    output = module(*args, **kwargs)
+    return output[0] if isinstance(output, tuple) else output
+
+
+@torch.no_grad()
+def layer_error(module: nn.Module, records: tuple[Record, ...]) -> float:
+    """`|attention - target|^2 / |target|^2` over all records."""
+    wrong = sum((_call(module, r) - r.output).double().square().sum() for r in records)
+    power = sum(r.output.double().square().sum() for r in records)
+    return float(wrong / power)
+
+
+def _rates(module: nn.Module) -> dict[nn.Parameter, float]:
+    """Step of each parameter that changes an output by its own size if all weights of a row move along.
+
+    A matrix of F inputs: its root mean square over the root of F. A bias goes with its matrix; a norm's weight, which
+    has none, with the mean of the matrices.
+    """
+    matrices = {p: float(p.detach().square().mean().sqrt()) / math.sqrt(p[0].numel()) for p in _matrices(module)}
+    mean = sum(matrices.values()) / len(matrices)
+    rates: dict[nn.Parameter, float] = {}
+    for part in module.modules():
+        beside = [matrices[p] for p in part.parameters(recurse=False) if p in matrices]
+        rates |= {p: matrices.get(p, (beside or [mean])[0]) for p in part.parameters(recurse=False)}
+    return rates
+
+
+def _matrices(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.dim() > 1]
+
+
+def _batches(count: int, batch: int, steps: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Indices of the sequences of each step: all in random order, then all again."""
+    order = torch.empty(0, dtype=torch.long)
+    for _ in range(steps):
+        while len(order) < batch:
+            order = torch.cat([order, torch.randperm(count, generator=generator)])
+        yield order[:batch]
+        order = order[batch:]
+
+
+def fit_module(module: nn.Module, task: LayerTask, steps: int, rate: float, generator: torch.Generator) -> LayerFit:
+    """Train `module` (float32) in place; it ends in the best state met on the held-out records, the first included.
+
+    Adam with a short linear warm-up and a cosine to 0. Where that ends no better than it began, the steps were too
+    large for this layer: it is tried again with smaller ones, `RETRIES` times at most. The layer of the result is -1.
+    """
+    before = layer_error(module, task.check)
+    start = copy.deepcopy(module.state_dict())
+    best = before
+    for attempt in range(1 + RETRIES):
+        best = _train(module, task, steps, rate * SMALLER**attempt, generator, before)
+        if best < before:
+            break
+        module.load_state_dict(start)
+    return LayerFit("fit", -1, before, best)
+
+
+def _train(
+    module: nn.Module, task: LayerTask, steps: int, rate: float, generator: torch.Generator, before: float
+) -> float:
+    """Lowest held-out error, the module being left in that state. Stops halfway if it is not below `before` by then."""
+    best, kept = before, copy.deepcopy(module.state_dict())
+    module.requires_grad_(True)
+    rates = _rates(module)
+    optimiser = torch.optim.Adam([{"params": [p], "lr": 0.0} for p in rates], betas=BETAS)
+    power = float(task.targets.square().mean())
+    checks = {steps * (i + 1) // CHECKS for i in range(CHECKS)}
+    for step, index in enumerate(_batches(len(task.inputs), task.batch, steps, generator)):
+        now = rate * min(1.0, (step + 1) / max(1.0, WARMUP * steps)) * (1 + math.cos(math.pi * step / steps)) / 2
+        for group, own in zip(optimiser.param_groups, rates.values(), strict=True):
+            group["lr"] = now * own
+        with torch.enable_grad():
+            output = _call(module, task.example, task.inputs[index])
+            loss = (output - task.targets[index]).square().mean() / power
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        optimiser.step()
+        if step + 1 in checks:
+            error = layer_error(module, task.check)
+            if error < best:
+                best, kept = error, copy.deepcopy(module.state_dict())
+            elif step + 1 >= steps // 2 and best == before:
+                break
+    module.load_state_dict(kept)
+    for p in module.parameters():
+        p.requires_grad_(False).grad = None
+    return best
+
+
+def fit_layer(
+    original: PreTrainedModel,
+    converted: PreTrainedModel,
+    sequences: Tensor,
+    layer: int,
+    knobs: dict[str, Any],
+    first: int = 0,
+) -> LayerFit:
+    """Train one attention layer of `converted` in place, if that helps on held-out sequences.
+
+    The layer is seeded and reported as number `first + layer`. Works on a float32 copy of the layer whatever the dtype
+    of the model. Raises ValueError for a model with shared heads, whose weights serve other layers as well.
+    """
+    if shares := plan_of(converted).head_shares:
+        raise ValueError(
+            f"a local fit trains each layer alone, and {len(shares)} heads of this model are shared among layers; "
+            "train the whole model, or use refinement=heal"
+        )
+    module = family_of(converted.config).attention_modules(converted)[layer]
+    used = sequences[: max(2, knobs["fit_tokens"] // sequences.shape[1])]
+    with ONE_AT_A_TIME:
+        task = LayerTask.of(original, layer, used, knobs["fit_batch"])
+    copied = copy.deepcopy(module).float().eval()
+    generator = torch.Generator().manual_seed(first + layer)
+    result = fit_module(copied, task, knobs["fit_steps"], knobs["fit_rate"], generator)
+    if result.kept:
+        with torch.no_grad():
+            for p, fitted in zip(module.parameters(), copied.parameters(), strict=True):
+                p.copy_(fitted)
+    return LayerFit("fit", first + layer, result.before, result.after)
+
+
+@REFINEMENT.part(
+    "fit_heal",
+    source="ours (docs/methods.md, section 6): local fit, then heal",
+    knobs=FIT_KNOBS + HEAL_KNOBS,
+    needs=("sequences",),
+)
+def fit_heal(
+    original: PreTrainedModel, converted: PreTrainedModel, sequences: Tensor, *, first: int = 0, **knobs: Any
+) -> RefinementReport:
+    """Local fit of every layer, small ones side by side, then heal from the first layer to the last."""
+    modules = family_of(converted.config).attention_modules(converted)
+    largest = max(sum(p.numel() for p in module.parameters()) for module in modules)
+    given = (original, converted, sequences)
+    fits = each_layer(len(modules), lambda i: fit_layer(*given, i, knobs, first), largest, converted.device)
+    return RefinementReport((*fits, *(heal_layer(*given, i, knobs, first) for i in range(len(modules)))))

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: reading, checking, writing, exporting to stock formats."""

@@ -1,0 +1,274 @@
+"""Save and load checkpoints: safetensors and JSON only, atomic, plain family where the plan allows it.
+
+A plan that is uniform GQA after permuting heads is written as the plain family, so that stock transformers loads it;
+any other as a `headfold_<family>` model. `headfold.json` beside the weights records the plan that was carried out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from attention.families import family_of
+from attention.geometry import HeadGeometry
+from attention.io import weights
+from attention.io.permissions import honour_umask
+from attention.io.replacing import DIGESTS, parents_made, recover, resolved, sha256, swap, unused
+from attention.io.sources import CheckpointError, only_cached
+from attention.io.stock_files import put_tokenizer, write_both_forms
+from attention.messages import reason
+from attention.modeling import modeling
+from attention.modeling.modeling import PREFIX, plan_of
+from attention.plan import AttentionPlan
+
+__all__ = [
+    "DIGESTS",
+    "PLAN_FILE",
+    "carried",
+    "intact",
+    "load",
+    "note_of",
+    "original_heads",
+    "original_note",
+    "plan_of",
+    "recover",
+    "save",
+    "to_plain",
+    "weights_digest",
+    "write_atomically",
+    "write_digests",
+]
+
+PLAN_FILE = "headfold.json"
+ORIGINAL = "original"  # in that file: what the checkpoint was converted from
+
+
+def write_atomically(folder: str | Path, write: Callable[[Path], None], *, overwrite: bool = True) -> Path:
+    """Call `write` on an empty folder beside `folder`, then swap it in. A killed write leaves the old folder.
+
+    See `put_in_place` for what may be replaced.
+    """
+    folder = resolved(folder)
+    with parents_made(folder):
+        fresh = unused(folder)
+        fresh.mkdir()
+        try:
+            write(fresh)
+            put_in_place(fresh, folder, overwrite=overwrite)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+    return folder
+
+
+def put_in_place(fresh: Path, folder: Path, *, overwrite: bool = True) -> None:
+    """Rename a finished folder to `folder` on the same disk, with the digests of its files; a folder that we wrote
+    earlier gives way to it, unless `overwrite` is off. Raises OutputError if anything else is there."""
+    write_digests(fresh)
+    honour_umask(fresh)
+    for path in fresh.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as stream:
+                os.fsync(stream.fileno())
+    swap(fresh, folder, overwrite)
+
+
+def plain_form(config: PretrainedConfig, plan: AttentionPlan) -> PretrainedConfig | None:
+    """The config of the plain family that carries out `plan`, once query heads are permuted; None if it has none."""
+    family = family_of(config)
+    found = family.plain_config(config, plan.layers[0].key_heads) if plan.is_uniform_gqa else None
+    if found is None:
+        return None
+    fields = found.to_dict()
+    for key in ("model_type", "architectures", "attention_plan"):
+        fields.pop(key, None)
+    return family.config_class(**fields)
+
+
+def to_plain(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model as its plain family: query heads permuted so that each group's members are neighbours.
+
+    Raises ValueError if the plan is not uniform GQA or the family has no GQA form.
+    """
+    plan, family = plan_of(model), family_of(model.config)
+    config = plain_form(model.config, plan)
+    if config is None:
+        raise ValueError(
+            f"only a plan with one map for keys and values and equal groups in all layers has a plain {family.name} "
+            "form; see `headfold export` for other lowerings"
+        )
+    plain = family.model_class._from_config(config, dtype=model.dtype)
+    nn.Module.to(plain, model.device)
+    state = {k: t for k, t in model.state_dict().items() if not k.endswith((".key_map", ".value_map"))}
+    plain.load_state_dict(state)
+    geometry = HeadGeometry.from_config(model.config)
+    modules = zip(family.attention_modules(model), family.attention_modules(plain), plan.layers, strict=True)
+    for old, new, layer in modules:
+        order = [head for group in layer.key_groups for head in group]
+        family.write(new, family.read(old, geometry).permute(order))
+    plain.generation_config = model.generation_config
+    return plain.train(model.training)
+
+
+def save(
+    model: PreTrainedModel,
+    folder: str | Path,
+    tokenizer: Any = None,
+    *,
+    plain: bool = True,
+    record: dict[str, Any] | None = None,
+    overwrite: bool = True,
+) -> Path:
+    """Write a checkpoint atomically and return its folder.
+
+    `tokenizer`: one of transformers, or the folder or hub name whose tokenizer files and generation config are copied
+    byte for byte. `plain=False` keeps the Headfold form even where a plain one exists. `record` goes into
+    `headfold.json`. Without `overwrite` not even a checkpoint that was saved there earlier is replaced; nothing else
+    ever is (OutputError).
+    """
+    plan = plan_of(model)
+    own = model.config.model_type.startswith(PREFIX)
+    lowered = own and plain and plain_form(model.config, plan) is not None
+    written = to_plain(model) if lowered else model
+
+    def write(fresh: Path) -> None:
+        write_model(written, fresh, tokenizer)
+        write_note(fresh, plan, record)
+
+    return write_atomically(folder, write, overwrite=overwrite)
+
+
+def write_model(model: PreTrainedModel, folder: Path, tokenizer: Any = None) -> None:
+    """Weights and config, as any software that loads the model expects them, and what lies beside (see `save`)."""
+    model.save_pretrained(folder, safe_serialization=True)
+    write_both_forms(folder)
+    if tokenizer is not None:
+        put_tokenizer(tokenizer, folder)
+
+
+def write_digests(folder: str | Path) -> None:
+    """Put the SHA-256 of every file of a finished folder beside them, for `intact`."""
+    found = {name: sha256(path) for name, path in _files(Path(folder)).items()}
+    (Path(folder) / DIGESTS).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def intact(folder: str | Path) -> bool:
+    """Whether a folder holds exactly the files and bytes that `write_digests` has found. False without its file."""
+    folder = Path(folder)
+    try:
+        recover(folder)
+        wanted = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
+        files = _files(folder)
+        return files.keys() == wanted.keys() and all(sha256(path) == wanted[name] for name, path in files.items())
+    except (OSError, ValueError):
+        return False
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path for name, path in sorted(found.items()) if name != DIGESTS}
+
+
+def write_note(folder: Path, plan: AttentionPlan, record: dict[str, Any] | None = None) -> None:
+    """Put the plan that was carried out beside the weights, with whatever else is to be remembered."""
+    note = {"plan": json.loads(plan.to_json()), "plan_digest": plan.digest, **(record or {})}
+    (folder / PLAN_FILE).write_text(json.dumps(note, indent=1, sort_keys=True) + "\n")
+
+
+def note_of(folder: str | Path) -> dict[str, Any]:
+    """What `write_note` has put beside the weights; empty for any other checkpoint. Raises CheckpointError."""
+    file = Path(folder) / PLAN_FILE
+    try:
+        record = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except ValueError as error:
+        raise CheckpointError(f"{str(file)!r} is not the JSON that was written there: {error}") from None
+    if not isinstance(record, dict):
+        raise CheckpointError(f"{str(file)!r} must hold a JSON object, got {type(record).__name__}")
+    return record
+
+
+def original_note(own_heads: int) -> dict[str, Any]:
+    """For `record` of `save`: key and value heads of the original model (`attention.ratios.own_heads`)."""
+    return {ORIGINAL: {"key_and_value_heads": own_heads}}
+
+
+def original_heads(folder: str | Path) -> int | None:
+    """Key and value heads of the model that a checkpoint was converted from; None where that was not recorded."""
+    return note_of(folder).get(ORIGINAL, {}).get("key_and_value_heads")
+
+
+def carried(folder: str | Path) -> dict[str, Any]:
+    """Of the note of a checkpoint what holds for all that is made of it, for `record` of `save`."""
+    return {key: value for key, value in note_of(folder).items() if key == ORIGINAL}
+
+
+def load(
+    source: str | Path, dtype: torch.dtype | str | None = None, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Load a Headfold or any supported plain checkpoint (local folder or hub name) in evaluation mode.
+
+    `dtype` None keeps the checkpoint's own. Raises CheckpointError if nothing is there, ValueError for an unsupported
+    family and WeightsError for weights that are not those of the config (all before any weight of a folder is read),
+    PlanError if maps and config disagree.
+    """
+    modeling.register()
+    config = load_config(source, trust_remote_code=trust_remote_code)
+    family_of(config)
+    weights.check(source, config)
+    cached = only_cached(source)
+    try:
+        with weights.without_report():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                str(source),
+                dtype=dtype or "auto",
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,
+                local_files_only=cached,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # `check_loaded` names them
+            )
+    except OSError as error:
+        raise CheckpointError(f"no safetensors weights in {str(source)!r}: {reason(error)}") from None
+    model, told = loaded
+    weights.check_loaded(source, model, told)
+    if config.model_type.startswith(PREFIX):
+        modeling.check_maps(model)
+    return model.eval()
+
+
+def load_config(source: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """The config of a local folder or hub name. Raises CheckpointError if there is none."""
+    modeling.register()
+    try:
+        if Path(source).name and Path(source).parent.exists():
+            recover(Path(source))
+        cached = only_cached(source)
+        return AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code, local_files_only=cached)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a config.json may hold anything, and its class may stumble over it in any way
+        if (Path(source) / "config.json").is_file():
+            raise CheckpointError(f"{str(Path(source) / 'config.json')!r} cannot be used: {reason(error)}") from None
+        raise CheckpointError(
+            f"no checkpoint at {str(source)!r}: expected a folder with config.json and safetensors, or a hub name; "
+            f"{reason(error)}"
+        ) from None
+
+
+def weights_digest(folder: str | Path) -> str:
+    """SHA-256 over the names and bytes of the safetensors files of a checkpoint folder, first 16 hex digits."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        digest.update(path.name.encode())
+        with path.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()[:16]

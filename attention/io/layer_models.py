@@ -1,0 +1,314 @@
+"""One decoder layer of a checkpoint at a time, read from safetensors on disk.
+
+Legend: L layers, N sequences of T tokens, D model dim, V vocabulary.
+
+A *window* is a model of the checkpoint's own class with a single layer. Its vocabulary are sequences: token id n stands
+for the hidden states of sequence n on their way into that layer, the *streams* `[N, T, D]`. So all that works on a
+model (calibration, conversion, refinement, the scores of grouping) works on a window as it is, and the whole model is
+never in memory. Layer-wise quantisers carry their calibration forward in the same way (Frantar 2022, GPTQ).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from attention.conversion.refinement.capture import layer_of
+from attention.families import family_of
+from attention.io.safetensors_files import Stored, WeightsError, opened
+from attention.io.weights import check, check_finite
+from attention.modeling.modeling import plan_of_config
+from attention.plan import AttentionPlan
+
+EMBEDDING_ROWS = 4096  # rows of an embedding that are looked at together
+
+
+class _Reached(Exception):
+    """The layer has run: what lies above it need not."""
+
+
+class LazyWeights:
+    """The tensors of a checkpoint folder by name, sharded or not. Nothing is read before it is asked for, and no file
+    stays open: pages of a mapped file count as memory of the process as long as it is mapped.
+
+    Names are those of the present model class, whatever the files call them. Raises WeightsError unless the files hold
+    all that the config's model has (`attention.io.weights.check`), and on reading for numbers that are not finite.
+    """
+
+    def __init__(self, folder: str | Path, config: PretrainedConfig) -> None:
+        self.folder = Path(folder)
+        self._places = check(self.folder, config)
+        self._rounding: torch.dtype | None = None
+
+    def rounded(self, dtype: torch.dtype) -> LazyWeights:
+        """The same weights, rounded to what `dtype` can hold wherever they are read."""
+        other = copy.copy(self)
+        other._rounding = dtype
+        return other
+
+    def _round(self, tensor: Tensor) -> Tensor:
+        exact = self._rounding is None or not tensor.is_floating_point()
+        return tensor if exact else tensor.to(self._rounding)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def _place(self, name: str) -> Stored:
+        if name not in self._places:
+            raise WeightsError(f"{self.folder} has no tensor {name!r}; its config describes none either")
+        return self._places[name]
+
+    def read_into(self, targets: Mapping[str, Tensor]) -> None:
+        """Copy the named tensors into `targets`, in their dtype and on their device. Each file is opened once."""
+        places = {name: self._place(name) for name in targets}
+        for own in sorted({place.file for place in places.values()}):
+            with opened(self.folder / own) as file:
+                for name, place in places.items():
+                    if place.file == own:
+                        self._copy(file.get_tensor(place.name), targets[name], name)
+
+    @torch.no_grad()
+    def _copy(self, source: Tensor, target: Tensor, name: str) -> None:
+        if source.shape != target.shape:  # copy_ would repeat what is smaller
+            raise WeightsError(
+                f"{self.folder}: {name} is {list(source.shape)} in the file, expected {list(target.shape)}"
+            )
+        check_finite(self.folder, {name: source})
+        target.copy_(self._round(source))
+
+    def rows(self, name: str, ids: Tensor) -> Tensor:
+        """Rows `ids` (ascending) of a matrix; the others are not kept."""
+        place = self._place(name)
+        found = []
+        with opened(self.folder / place.file) as file:
+            part = file.get_slice(place.name)
+            for start in range(0, part.get_shape()[0], EMBEDDING_ROWS):
+                inside = ids[(ids >= start) & (ids < start + EMBEDDING_ROWS)]
+                if len(inside):
+                    found.append(part[start : start + EMBEDDING_ROWS][inside - start].clone())
+        rows = torch.cat(found)
+        check_finite(self.folder, {name: rows})
+        return self._round(rows)
+
+    def holds_only(self, names: Iterable[str], dtype: torch.dtype) -> bool:
+        """Whether `dtype` can hold the named tensors without rounding."""
+        kinds = {self._place(name).dtype for name in names}
+        narrow = {"F16": torch.float16, "BF16": torch.bfloat16}
+        return all(narrow.get(kind, torch.float32) == dtype or dtype == torch.float32 for kind in kinds)
+
+    def one(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A whole tensor, floating-point ones in `dtype`, in memory of its own."""
+        place = self._place(name)
+        with opened(self.folder / place.file) as file:
+            found = file.get_tensor(place.name)
+            check_finite(self.folder, {name: found})
+            return found.to(dtype if found.is_floating_point() else found.dtype, copy=True)
+
+
+# ---- windows ----------------------------------------------------------------------------------------------------
+
+
+def check_windows(config: PretrainedConfig) -> None:
+    """Raise ValueError for a checkpoint whose layers cannot stand alone."""
+    plan = plan_of_config(config)
+    if plan.is_shared or plan.composition is not None:
+        raise ValueError(
+            "a checkpoint with shared or composed heads cannot be streamed layer by layer; convert it in memory"
+        )
+    if getattr(config, "scale_attn_by_inverse_layer_idx", False):
+        raise ValueError(
+            "a checkpoint with scale_attn_by_inverse_layer_idx=true cannot be streamed layer by layer: its attention "
+            "depends on the number of the layer; convert it in memory"
+        )
+
+
+def window_config(config: PretrainedConfig, layer: int, vocabulary: int) -> PretrainedConfig:
+    """The config of a model that is layer `layer` of `config`'s alone, with `vocabulary` token ids."""
+    one = copy.deepcopy(config)
+    if kinds := getattr(config, "layer_types", None):
+        one.layer_types = [kinds[layer]]
+    one.num_hidden_layers, one.vocab_size, one.tie_word_embeddings = 1, vocabulary, False
+    one.bos_token_id = one.eos_token_id = one.pad_token_id = None
+    if getattr(config, "attention_plan", None) is not None:
+        whole = plan_of_config(config)
+        one.attention_plan = json.loads(AttentionPlan((whole.layers[layer],), whole.head_dim).to_json())
+    return one
+
+
+def empty(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """A model in evaluation mode whose weights are not set, and take no memory before they are."""
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    nn.Module.to(model, device)
+    return model.eval().requires_grad_(False)
+
+
+def the_layer(model: PreTrainedModel) -> nn.Module:
+    """The decoder layer of a window."""
+    return layer_of(model, family_of(model.config).attention_modules(model)[0])
+
+
+def layer_prefix(model: PreTrainedModel) -> str:
+    """What the names of layer 0's tensors start with, e.g. `model.layers.0.`; other layers differ in the number."""
+    layer = the_layer(model)
+    return next(name for name, module in model.named_modules() if module is layer) + "."
+
+
+def of_layer(name: str, prefix: str, layer: int) -> str:
+    """The name in the whole model of a tensor that a window calls `name`; `prefix` is `layer_prefix`."""
+    return f"{prefix.removesuffix('0.')}{layer}.{name.removeprefix(prefix)}"
+
+
+def outer_names(model: PreTrainedModel) -> list[str]:
+    """Names of the parameters and persistent buffers of a window that are outside of its layer; the embedding first."""
+    stem, table = layer_prefix(model).removesuffix("0."), _embedding_name(model)
+    others = [name for name in model.state_dict() if not name.startswith(stem) and name != table]
+    return [table, *others]
+
+
+def stored_outer_names(config: PretrainedConfig) -> list[str]:
+    """Names outside of the layers that a checkpoint of `config` stores; the embedding first."""
+    model = empty(window_config(config, 0, 1), torch.float32, torch.device("cpu"))
+    tied = [_output_name(model)] if config.tie_word_embeddings else []
+    return [name for name in outer_names(model) if name not in tied]
+
+
+def _embedding_name(model: PreTrainedModel) -> str:
+    weight = model.get_input_embeddings().weight
+    return next(name for name, p in model.named_parameters() if p is weight)
+
+
+def _output_name(model: PreTrainedModel) -> str:
+    output: Any = model.get_output_embeddings()
+    weight = output.weight
+    return next(name for name, p in model.named_parameters(remove_duplicate=False) if p is weight)
+
+
+def open_window(
+    weights: LazyWeights,
+    config: PretrainedConfig,
+    layer: int,
+    streams: Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PreTrainedModel:
+    """Layer `layer` of the checkpoint as a window that reads `streams` (see `feed`). Raises WeightsError."""
+    model = empty(window_config(config, layer, len(streams)), dtype, device)
+    prefix = layer_prefix(model)
+    own = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(prefix)}
+    weights.read_into({of_layer(name, prefix, layer): tensor for name, tensor in own.items()})
+    feed(model, streams)
+    return model
+
+
+def feed(model: PreTrainedModel, streams: Tensor) -> None:
+    """From now on the layer of a window is entered by `streams[n]` wherever the token id is n. Read anew each time."""
+    seen: dict[str, Tensor] = {}
+
+    def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = args[0] if args else kwargs["input"]
+        seen["rows"] = ids[:, 0].cpu()
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        stream = streams[seen["rows"]].to(model.device, model.dtype)
+        return ((stream, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": stream})
+
+    model.get_input_embeddings().register_forward_pre_hook(look, with_kwargs=True)
+    the_layer(model).register_forward_pre_hook(enter, with_kwargs=True)
+
+
+def rows_of(streams: Tensor, count: int | None = None) -> Tensor:
+    """Token ids `[n, T]` that stand for the first `count` streams (all of them by default)."""
+    return torch.arange(len(streams) if count is None else count)[:, None].expand(-1, streams.shape[1])
+
+
+@torch.no_grad()
+def advance(model: PreTrainedModel, streams: Tensor, batch_size: int) -> None:
+    """Replace the streams that a window is fed by what its layer makes of them, in place."""
+    found: dict[str, Tensor] = {}
+
+    def leave(_: nn.Module, args: Any, output: Any) -> None:
+        found["output"] = output[0] if isinstance(output, tuple) else output
+        raise _Reached
+
+    hook = the_layer(model).register_forward_hook(leave)
+    try:
+        for ids in rows_of(streams).split(batch_size):
+            try:
+                model.get_decoder()(input_ids=ids.to(model.device), use_cache=False)
+            except _Reached:
+                streams[ids[:, 0]] = found.pop("output").to(streams)
+    finally:
+        hook.remove()
+
+
+# ---- below the first and above the last layer -------------------------------------------------------------------
+
+
+@torch.no_grad()
+def embed(
+    weights: LazyWeights,
+    config: PretrainedConfig,
+    sequences: Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    batch_size: int = 8,
+) -> Tensor:
+    """What enters layer 0 for `sequences` `[N, T]`: `[N, T, D]` in `dtype`, on the CPU.
+
+    Of the token embedding only the rows of tokens that occur are read.
+    """
+    ids, compact = sequences.unique(return_inverse=True)
+    model = empty(window_config(config, 0, len(ids)), dtype, device)
+    table, head = _embedding_name(model), _output_name(model)
+    state = model.state_dict()
+    needed = [n for n in outer_names(model) if n not in (table, head) and n in weights]
+    weights.read_into({name: state[name] for name in needed})
+    state[table].copy_(weights.rows(table, ids))
+    streams = torch.empty(*sequences.shape, model.config.hidden_size, dtype=dtype)
+    found: dict[str, Tensor] = {}
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found["stream"] = args[0] if args else kwargs["hidden_states"]
+        raise _Reached
+
+    the_layer(model).register_forward_pre_hook(enter, with_kwargs=True)
+    for rows in torch.arange(len(sequences)).split(batch_size):
+        try:
+            model.get_decoder()(input_ids=compact[rows].to(device), use_cache=False)
+        except _Reached:
+            streams[rows] = found.pop("stream").to(streams)
+    return streams
+
+
+class Head:
+    """What lies above the last layer: hidden states `[B, T, D]` -> logits `[B, T, V]`. The embedding is not read,
+    unless it is also the output matrix. `config`, `dtype`: of the original model, and what is computed in."""
+
+    def __init__(
+        self, weights: LazyWeights, config: PretrainedConfig, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.model = empty(window_config(config, 0, config.vocab_size), dtype, device)
+        table, head = _embedding_name(self.model), _output_name(self.model)
+        state = self.model.state_dict()
+        names = {n: n for n in outer_names(self.model) if n not in (table, head) and n in weights}
+        names[table if config.tie_word_embeddings else head] = head
+        weights.read_into({stored: state[name] for stored, name in names.items()})
+        self.vocabulary: int = config.vocab_size
+        self.device = device
+
+    @torch.no_grad()
+    def __call__(self, stream: Tensor) -> Tensor:
+        stream = stream.to(self.model.device, self.model.dtype)
+        # The layer, whose weights were never read, hands on the stream instead of what it is given.
+        the_layer(self.model).forward = lambda *args, **kwargs: stream
+        ids = torch.zeros(stream.shape[:2], dtype=torch.long, device=self.model.device)
+        return self.model(input_ids=ids, use_cache=False).logits

@@ -1,0 +1,98 @@
+"""GPT-NeoX as Phi, which has grouped key and value heads and is served by stock engines.
+
+Both put attention and MLP side by side on one residual. GPT-NeoX gives each a layer norm of its own, Phi one to both;
+the two norms differ by scale and shift alone, so these are folded into the projections that read them and Phi's norm
+keeps neither. Partial rotary embedding is the same in both. The KV heads are then laid out by the `gqa` target.
+
+Legend: n the normalised input, g and b a norm's scale and shift: W (g·n + b) + c = (W diag(g)) n + (W b + c).
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PhiConfig, PreTrainedModel
+
+from attention.conversion.conversion import build, unshare
+from attention.families import families, family_of
+from attention.geometry import HeadGeometry
+from attention.heads import LayerHeads
+from attention.io.export import TARGETS, Lowered
+from attention.io.lowerings import gqa
+from attention.modeling.modeling import plan_of
+
+SAME = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
+    "attention_dropout", "max_position_embeddings", "initializer_range", "layer_norm_eps", "use_cache",
+    "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+
+
+def phi_config(config: Any) -> PhiConfig:
+    """The Phi config of a GPT-NeoX config. Raises ValueError for another family or a serial residual."""
+    if family_of(config).name != "gpt_neox":
+        raise ValueError(f"target phi takes a gpt_neox checkpoint, got {family_of(config).name}; use target gqa")
+    if not config.use_parallel_residual:
+        raise ValueError("target phi needs use_parallel_residual=true: Phi has attention and MLP side by side")
+    fields = {name: getattr(config, name) for name in SAME}
+    rope = copy.deepcopy(config.rope_parameters)
+    return PhiConfig(**fields, rope_parameters=rope, resid_pdrop=config.hidden_dropout, tie_word_embeddings=False)
+
+
+def _fold(weight: Tensor, bias: Tensor | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+    """Weight `[..., rows, D]` and bias `[..., rows]` that read the normalised input instead of the norm's output."""
+    shift = weight.double() @ norm.bias.double()
+    return weight * norm.weight, (shift if bias is None else shift + bias.double()).to(weight.dtype)
+
+
+def fold_heads(heads: LayerHeads, norm: nn.LayerNorm) -> LayerHeads:
+    """Heads that read the normalised input; biases where there were none, as Phi has them everywhere."""
+    (q, q_bias), (k, k_bias), (v, v_bias) = (
+        _fold(rows, bias, norm)
+        for rows, bias in ((heads.q, heads.q_bias), (heads.k, heads.k_bias), (heads.v, heads.v_bias))
+    )
+    o_bias = heads.o.new_zeros(heads.hidden_size) if heads.o_bias is None else heads.o_bias
+    return replace(heads, q=q, k=k, v=v, q_bias=q_bias, k_bias=k_bias, v_bias=v_bias, o_bias=o_bias)
+
+
+def _copy(target: Any, weight: Tensor, bias: Tensor | None) -> None:
+    target.weight.copy_(weight)
+    target.bias.zero_() if bias is None else target.bias.copy_(bias)
+
+
+@torch.no_grad()
+def as_phi(model: PreTrainedModel) -> PreTrainedModel:
+    """A Headfold Phi with the plan of a (Headfold or stock) GPT-NeoX and equal logits."""
+    model = unshare(model)  # each layer's norm is folded into its own projections
+    phi = build(phi_config(model.config), plan_of(model), model.dtype)
+    nn.Module.to(phi, model.device)
+    source: Any = model.get_decoder()
+    target: Any = phi.get_decoder()
+    lm_head: Any = model.get_output_embeddings()
+    target.embed_tokens.weight.copy_(source.embed_in.weight)
+    _copy(target.final_layernorm, source.final_layer_norm.weight, source.final_layer_norm.bias)
+    _copy(phi.get_output_embeddings(), lm_head.weight, None)
+    geometry = HeadGeometry.from_config(model.config)
+    family = families()["phi"]
+    for old, new in zip(source.layers, target.layers, strict=True):
+        new.input_layernorm.weight.fill_(1)
+        new.input_layernorm.bias.zero_()
+        heads = family_of(model.config).read(old.attention, geometry)
+        family.write(new.self_attn, fold_heads(heads, old.input_layernorm))
+        up, down = old.mlp.dense_h_to_4h, old.mlp.dense_4h_to_h
+        _copy(new.mlp.fc1, *_fold(up.weight, up.bias, old.post_attention_layernorm))
+        _copy(new.mlp.fc2, down.weight, down.bias)
+    phi.generation_config = model.generation_config
+    return phi.train(model.training)
+
+
+@TARGETS.part("phi", source="algebra: a norm's scale and shift are linear; then target gqa")
+def lower(model: PreTrainedModel) -> Lowered:
+    """The stock Phi form of a GPT-NeoX. Raises ValueError for another family, a serial residual or composition."""
+    lowered = gqa.lower(as_phi(model))
+    note = "layer norms' scales and shifts folded into the projections that read them"
+    return replace(lowered, notes=(*lowered.notes, note, *gqa.written_out(plan_of(model))), folded=True)

@@ -1,0 +1,164 @@
+"""The safetensors files of a checkpoint folder, read from their headers alone: which tensor lies where, in what shape.
+
+A file that cannot be read is told by name, with what it is instead and what to do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from attention.io.sources import CheckpointError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+AGAIN = "download or copy it again"
+
+
+class WeightsError(CheckpointError):
+    """Weights that are missing, wrong or unreadable. The message names the file or the tensor and what to do."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: the file's name, the tensor's name there, its shape, its dtype in safetensors' spelling."""
+
+    file: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def listed(names: Iterable[str], most: int = 3) -> str:
+    """The first names in the order of their numbers and how many more there are."""
+    ordered = sorted(names, key=lambda name: [part.zfill(9) for part in name.split(".")])
+    more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
+    return ", ".join(ordered[:most]) + more
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file. Raises WeightsError that says what is wrong with it."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"{path} cannot be read: {_diagnosis(path, error)}") from None
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """All tensors of a checkpoint folder by the names that they have there. No tensor is read.
+
+    The files are those that transformers takes: `model.safetensors`, or else those of the index. Raises WeightsError
+    for files that are not there, cannot be read, or do not hold what the index says.
+    """
+    if (folder / "adapter_config.json").is_file():
+        raise WeightsError(
+            f"{folder} holds an adapter (adapter_config.json); merge it first: peft's `merge_and_unload()`, then "
+            "`save_pretrained` into a folder of its own"
+        )
+    if (folder / SINGLE).is_file():
+        return _of_file(folder, SINGLE)
+    if not (folder / INDEX).is_file():
+        raise WeightsError(_nothing_in(folder))
+    places = _index(folder / INDEX)
+    files = sorted(set(places.values()))
+    absent = [file for file in files if not (folder / file).is_file()]
+    if absent:
+        raise WeightsError(
+            f"{folder} lacks {len(absent)} of the {len(files)} files that {INDEX} names: {listed(absent)}; "
+            "download or copy them"
+        )
+    found: dict[str, Stored] = {}
+    for file in files:
+        for name, tensor in _of_file(folder, file).items():
+            if name in found:
+                raise WeightsError(f"{folder}: {name} lies in both {found[name].file} and {file}; save the model anew")
+            found[name] = tensor
+    for name, file in places.items():
+        if name not in found or found[name].file != file:
+            raise WeightsError(
+                f"{folder / file} has no tensor {name!r}, which {INDEX} says it has; file and index are not of one "
+                "model: download or copy both again"
+            )
+    return found
+
+
+def _of_file(folder: Path, file: str) -> dict[str, Stored]:
+    found = {}
+    with opened(folder / file) as weights:
+        for name in weights.keys():  # noqa: SIM118 (not a dict)
+            part = weights.get_slice(name)
+            found[name] = Stored(file, name, tuple(part.get_shape()), part.get_dtype())
+    return found
+
+
+def _index(path: Path) -> dict[str, str]:
+    try:
+        places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        if places and all(isinstance(file, str) for file in places.values()):
+            return places
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise WeightsError(f"{path} is not an index of safetensors files (JSON with a weight_map); {AGAIN}")
+
+
+def _nothing_in(folder: Path) -> str:
+    """What to do with a folder that has neither a single file nor an index."""
+    if shards := list(folder.glob("model-*-of-*.safetensors")):
+        return f"{folder} has {len(shards)} safetensors shards, but no {INDEX}; download or copy it too"
+    pickled = sorted(path.name for pattern in PICKLED for path in folder.glob(pattern))
+    if pickled:
+        return (
+            f"{folder} has no safetensors weights, only pickled ones ({listed(pickled)}), which can run code when they "
+            "are read. If you trust their source, save the weights as safetensors in transformers: "
+            f"AutoModelForCausalLM.from_pretrained({str(folder)!r}, use_safetensors=False).save_pretrained(NEW_FOLDER)"
+        )
+    others = listed(path.name for path in folder.glob("*.safetensors"))
+    beside = f" (it has {others}, which transformers does not look for)" if others else ""
+    return (
+        f"{folder} has no safetensors weights: neither {SINGLE} nor {INDEX}{beside}; copy them there, or save the "
+        "weights as safetensors with save_pretrained"
+    )
+
+
+def _diagnosis(path: Path, error: Exception) -> str:
+    """What a file that safetensors does not read is, as far as its first bytes and its size tell, and what to do."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(64)
+            length = int.from_bytes(start[:8], "little")
+            file.seek(8)
+            header = file.read(length) if length <= size else b""
+    except OSError as refused:
+        return str(refused)
+    if size == 0:
+        return f"it is empty; {AGAIN}"
+    if start.startswith(b"version https://git-lfs"):
+        return "it is a pointer of Git LFS, not the weights; fetch them with `git lfs pull`"
+    if start.lstrip()[:1] == b"<":
+        return f"it is a web page, not safetensors; {AGAIN}"
+    if start[:2] == b"PK" or start[:1] == b"\x80":
+        return "it is a pickle under the name of safetensors; save the weights with save_pretrained"
+    if start[8:9] != b"{":
+        return f"it is not safetensors ({error}); {AGAIN}"
+    wanted = 8 + length + _data_bytes(header)
+    if size < wanted:
+        return f"it is truncated: {size:,} bytes of at least {wanted:,}; {AGAIN}"
+    return f"it is damaged ({error}); {AGAIN}"
+
+
+def _data_bytes(header: bytes) -> int:
+    """Bytes of tensors that a header promises; 0 if it is itself cut off or damaged."""
+    try:
+        tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+        return max(entry["data_offsets"][1] for entry in tensors)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return 0

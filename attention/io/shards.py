@@ -1,0 +1,114 @@
+"""A checkpoint that is written piece by piece: one safetensors file a piece, and an index over all at the end.
+
+A piece that is there is whole: it is written beside its place and renamed. So a killed conversion goes on with the
+pieces that it has. Pieces are the embedding, one a layer, and what lies above the layers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from attention.io import checkpoint
+from attention.io.layer_models import LazyWeights, stored_outer_names
+from attention.io.permissions import honour_umask
+from attention.io.safetensors_files import INDEX
+from attention.io.stock_files import copy_files, write_both_forms
+from attention.modeling.modeling import headfold_config
+from attention.plan import AttentionPlan
+
+PARTS = "model-*.safetensors"
+BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "BOOL": 1, "U8": 1, "I8": 1}
+
+
+def shard_path(folder: Path, piece: int, layers: int) -> Path:
+    """File of a piece, as transformers names shards: 0 is the embedding, i + 1 layer i, layers + 1 the rest."""
+    return folder / f"model-{piece + 1:05d}-of-{layers + 2:05d}.safetensors"
+
+
+def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write one piece atomically."""
+    part = path.with_suffix(".part")
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, part, {"format": "pt"})
+    honour_umask(part)
+    with part.open("rb") as stream:
+        os.fsync(stream.fileno())
+    part.replace(path)
+
+
+def write_index(folder: Path) -> dict[str, int]:
+    """Write the index over all pieces in `folder`. Returns `parameters` (floating-point numbers) and `bytes`."""
+    places: dict[str, str] = {}
+    parameters = size = 0
+    for path in sorted(folder.glob(PARTS)):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                places[name] = path.name
+                part = file.get_slice(name)
+                kind, count = part.get_dtype(), math.prod(part.get_shape())
+                parameters += count if kind in ("F64", "F32", "F16", "BF16") else 0
+                size += count * BYTES[kind]
+    record = {"metadata": {"total_size": size, "total_parameters": parameters}, "weight_map": places}
+    (folder / INDEX).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    return {"parameters": parameters, "bytes": size}
+
+
+def complete(
+    folder: Path,
+    weights: LazyWeights,
+    config: PretrainedConfig,
+    plan: AttentionPlan,
+    *,
+    plain: bool,
+    dtype: torch.dtype,
+    record: dict[str, Any] | None = None,
+) -> dict[str, int]:
+    """Make a checkpoint of a folder that has the pieces of all layers: add what lies outside of them, index, config.
+
+    `config` and `weights` are the original checkpoint's, whose tokenizer files are copied. Returns what `write_index`
+    does. Raises ValueError if the pieces are not those of the plan, or if there is no plain form and `plain` asks for
+    one.
+    """
+    made = headfold_config(config, plan)
+    if plain:
+        lowered = checkpoint.plain_form(made, plan)
+        if lowered is None:
+            raise ValueError("only a uniform GQA plan of a family with grouped heads has a plain form; use plain=False")
+        made = lowered
+    table, *others = stored_outer_names(config)
+    write_shard(shard_path(folder, 0, plan.num_layers), {table: weights.one(table, dtype)})
+    rest = {name: weights.one(name, dtype) for name in others}
+    write_shard(shard_path(folder, plan.num_layers + 1, plan.num_layers), rest)
+    sizes = write_index(folder)
+    _check_names(folder, made)
+    made.dtype = dtype
+    made.save_pretrained(folder)
+    write_both_forms(folder)
+    copy_files(weights.folder, folder)
+    checkpoint.write_note(folder, plan, record)
+    return sizes
+
+
+def _check_names(folder: Path, config: PretrainedConfig) -> None:
+    """Complete the config by what only its model knows, and compare its tensors with those of the index."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    found = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
+    tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
+    wanted = set(model.state_dict()) - tied
+    if found != wanted:
+        raise ValueError(
+            f"{folder} must hold the {len(wanted)} tensors of {type(model).__name__}; missing are "
+            f"{sorted(wanted - found)[:3]}, too many {sorted(found - wanted)[:3]}; remove the folder and convert again"
+        )
+    config.architectures = [type(model).__name__]

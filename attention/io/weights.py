@@ -1,0 +1,241 @@
+"""Whether the weights of a checkpoint are those that its config describes: every parameter by name and shape.
+
+transformers fills what a checkpoint lacks at random and goes on. Here that is an error, told from the headers of the
+safetensors files before any weight is read (`check`), and once more by what transformers has loaded (`check_loaded`),
+which is all that can be done for hub names.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.initialization import no_init_weights
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from attention.io.safetensors_files import Stored, WeightsError, listed, opened, stored_tensors
+
+__all__ = ["WeightsError", "check", "check_finite", "check_loaded", "without_report"]
+
+logger = logging.getLogger(__name__)
+FLOATS = ("F64", "F32", "F16", "BF16")
+TIED_APART = (
+    "config.json ties the output matrix to the embedding (tie_word_embeddings), but the weights hold two that differ; "
+    "set tie_word_embeddings to false in config.json"
+)
+# What quantisers keep beside or instead of a weight.
+QUANTISED = re.compile(
+    r"\.(qweight|qzeros|SCB|weight_scale(_inv)?|weight_packed|weight_shape|weight\.(absmax|quant_map|quant_state.*))$"
+)
+LAYER = re.compile(r"(.*?\.)(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Differences:
+    """What sets a checkpoint's tensors apart from a model's. `wrong`: name -> (shape in the file, in the model)."""
+
+    missing: frozenset[str]
+    wrong: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    surplus: frozenset[str]
+
+
+def check(source: str | Path, config: PretrainedConfig) -> dict[str, Stored]:
+    """Where each tensor of the config's model lies, by the model's names; empty for a hub name.
+
+    Headers alone are read, unless both of two tied matrices are stored: those are compared. Surplus tensors are told in
+    a warning. Raises WeightsError for quantised weights, for files that cannot be read, and unless every parameter and
+    persistent buffer is there in its shape (of tied ones, one).
+    """
+    if settings := getattr(config, "quantization_config", None):
+        method = settings.get("quant_method") if isinstance(settings, dict) else None
+        raise WeightsError(_quantised(source, f"config.json has a quantization_config ({method or 'of no name'})"))
+    folder = Path(source)
+    if not folder.is_dir():
+        return {}
+    stored = stored_tensors(folder)
+    # Before the model is built: a config of a million layers would take for ever.
+    if config.num_hidden_layers > len(stored):
+        raise WeightsError(
+            f"{folder}: config.json says num_hidden_layers {config.num_hidden_layers}, but the weights are "
+            f"{len(stored)} tensors in all; copy config.json and weights from one model"
+        )
+    model = _outline(folder, config)
+    places = _by_present_name(model, stored)
+    if places is None:
+        return {}  # tensors that transformers puts together on loading: `check_loaded` sees what becomes of them
+    _check_dtypes(folder, places, model.state_dict())
+    for tied, root in model.all_tied_weights_keys.items():
+        if tied in places and root in places:
+            _check_tie(folder, places[tied], places[root])
+        elif present := places.get(root) or places.get(tied):
+            places |= {tied: present, root: present}
+    _refuse(folder, model, _differences(model, places))
+    return places
+
+
+def _differences(model: PreTrainedModel, places: Mapping[str, Stored]) -> Differences:
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {name: place.shape for name, place in places.items()}
+    wrong = {name: (found[name], own) for name, own in shapes.items() if found.get(name, own) != own}
+    told = LoadStateDictInfo(set(), found.keys() - shapes.keys(), set(), [], {}, set())
+    model._adjust_missing_and_unexpected_keys(told)  # takes away what its class knows not to need, masks for instance
+    return Differences(frozenset(shapes.keys() - found.keys()), wrong, frozenset(told.unexpected_keys))
+
+
+def check_loaded(source: str | Path, model: PreTrainedModel, told: Mapping[str, Any]) -> None:
+    """Raise WeightsError unless all of a model came from its checkpoint. `told`: transformers' loading info."""
+    wrong = {name: (tuple(file), tuple(own)) for name, file, own in told["mismatched_keys"]}
+    missing, surplus = frozenset(told["missing_keys"]), frozenset(told["unexpected_keys"])
+    _refuse(source, model, Differences(missing - set(wrong), wrong, surplus))
+    table, output = model.get_input_embeddings(), model.get_output_embeddings()
+    if model.config.tie_word_embeddings and output is not None and output.weight is not table.weight:
+        raise WeightsError(f"{source}: {TIED_APART}")
+
+
+@contextmanager
+def without_report() -> Iterator[None]:
+    """Without transformers' table of what is missing, surplus or of another shape: `check_loaded` tells it."""
+    its = logging.getLogger("transformers.modeling_utils")
+
+    def worse(record: logging.LogRecord) -> bool:  # not a level, which transformers takes for a wish to hear more
+        return record.levelno > logging.WARNING
+
+    its.addFilter(worse)
+    try:
+        yield
+    finally:
+        its.removeFilter(worse)
+
+
+@torch.no_grad()
+def check_finite(source: str | Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise WeightsError if a number among `tensors` is not finite: every loss would be nan."""
+    bad = [
+        name
+        for name, tensor in tensors.items()
+        if tensor.numel() and tensor.is_floating_point() and not all(e.isfinite() for e in torch.aminmax(tensor))
+    ]
+    if bad:
+        raise WeightsError(
+            f"{source}: nan or infinite numbers in {listed(bad)} ({len(bad)} of {len(tensors)} tensors read); take a "
+            "checkpoint from before its training diverged, or read it in a dtype of wider range (bfloat16, not float16)"
+        )
+
+
+def _outline(source: Path, config: PretrainedConfig) -> PreTrainedModel:
+    """The model of a config without memory for its weights."""
+    try:
+        with torch.device("meta"), no_init_weights():
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    except Exception as error:  # a config may hold anything, and the model's class may stumble over it in any way
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise WeightsError(
+            f"{source}: config.json describes no {config.model_type} model that can be built: {said}"
+        ) from None
+
+
+def _by_present_name(model: PreTrainedModel, stored: Mapping[str, Stored]) -> dict[str, Stored] | None:
+    """Tensors under the names that transformers gives them on loading; None if it would also reshape some."""
+    state, mapping = model.state_dict(), get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    found = {}
+    for name, place in stored.items():
+        present, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if converted is not None:
+            return None
+        if present not in state and name in state:
+            present = name
+        found[present] = place
+    return found
+
+
+def _check_dtypes(folder: Path, places: Mapping[str, Stored], state: Mapping[str, torch.Tensor]) -> None:
+    odd = {
+        name
+        for name, place in places.items()
+        if (place.dtype not in FLOATS if name in state and state[name].is_floating_point() else QUANTISED.search(name))
+    }
+    if odd:
+        kinds = sorted({places[name].dtype for name in odd})
+        raise WeightsError(_quantised(folder, f"{len(odd)} tensors of {', '.join(kinds)}: {listed(odd)}"))
+
+
+def _check_tie(folder: Path, first: Stored, second: Stored, rows: int = 4096) -> None:
+    """The one case in which numbers are compared: both of two tied matrices are stored."""
+    with opened(folder / first.file) as one, opened(folder / second.file) as other:
+        a, b = one.get_slice(first.name), other.get_slice(second.name)
+        starts = range(0, first.shape[0], rows)
+        if first.shape != second.shape or not all(torch.equal(a[i : i + rows], b[i : i + rows]) for i in starts):
+            raise WeightsError(f"{folder}: {TIED_APART}")
+
+
+def _quantised(source: str | Path, what: str) -> str:
+    return (
+        f"{source} is quantised: {what}. Heads are fused in plain floats: take the model that it was made of, or load "
+        "it in transformers, call model.dequantize() and save_pretrained into a new folder"
+    )
+
+
+def _layers(names: set[str] | frozenset[str]) -> set[tuple[str, int]]:
+    return {(found[1], int(found[2])) for name in names if (found := LAYER.match(name))}
+
+
+def _refuse(source: str | Path, model: PreTrainedModel, found: Differences) -> None:
+    """Raise WeightsError for differences that change what the model computes; tell the others."""
+    state = set(model.state_dict())
+    have, kind = model.config.num_hidden_layers, type(model).__name__
+    prefix = f"{model.base_model_prefix}."
+    stems = {form for stem, _ in _layers(state) for form in (stem, stem.removeprefix(prefix))}  # files may leave it out
+    beyond = {(stem, n) for stem, n in _layers(found.surplus) if stem in stems and n >= have}
+    if beyond:
+        held = max(n for _, n in beyond) + 1
+        names = [name for name in found.surplus if _layers({name}) & beyond]
+        raise WeightsError(
+            f"{source}: config.json says num_hidden_layers {have}, but the weights are of {held} layers; unused would "
+            f"be {len(names)} tensors: {listed(names)}. Set num_hidden_layers to {held}"
+        )
+    if found.missing:
+        raise WeightsError(_lacking(source, kind, have, state, found))
+    if found.wrong:
+        shapes = {name: f"{name} {list(file)} instead of {list(own)}" for name, (file, own) in found.wrong.items()}
+        raise WeightsError(
+            f"{source}: {len(shapes)} tensors have other shapes than config.json says: {listed(shapes.values())}. "
+            "Copy config.json and weights from one model"
+        )
+    if found.surplus:
+        _tell(f"{source}: {len(found.surplus)} tensors are not part of {kind} and not used: {listed(found.surplus)}")
+
+
+def _lacking(source: str | Path, kind: str, layers: int, state: set[str], found: Differences) -> str:
+    said = f"{source} lacks {len(found.missing)} of the {len(state)} tensors of {kind}: {listed(found.missing)}"
+    held = _layers(state - found.missing)
+    whole = max((n for _, n in held), default=-1) + 1
+    if found.surplus:
+        return (
+            f"{said}; it has {len(found.surplus)} of other names: {listed(found.surplus)}. Rename them to what "
+            f"{kind} calls them, or copy config.json and weights from one model"
+        )
+    if 0 < whole < layers:
+        return (
+            f"{said}; config.json says num_hidden_layers {layers}, the weights end after layer "
+            f"{whole - 1}: mend one of them"
+        )
+    return f"{said}. Copy or save the weights of the original model again"
+
+
+@cache
+def _tell(text: str) -> None:
+    """Once a process: weights are looked at before the work and again when they are read."""
+    logger.warning("%s", text)

@@ -1,0 +1,79 @@
+"""A cache layer that keeps the key-side weights of composition beside keys and values (paper 002, sec. 4.4).
+
+Legend: B batch, S cached tokens, C values a token (`Composition.cached_values`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from attention.modeling.growing_cache import GrowingLayer, own_layer
+
+
+class ComposedLayer(GrowingLayer):
+    """A growing cache layer with `key_weights [B, S, C]`. Every operation on the keys does the same to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key_weights: Tensor | None = None
+
+    def update_weights(self, new: Tensor) -> Tensor:
+        """Append the weights of new tokens `[B, T, C]`; returns those of all tokens."""
+        held = self.key_weights
+        self.key_weights = new if held is None else torch.cat([held, new], dim=1)
+        return self.key_weights
+
+    def _map_batch(self, index: Tensor) -> None:
+        if self.key_weights is not None:
+            self.key_weights = self.key_weights.index_select(0, index.to(self.key_weights.device))
+
+    def offload(self) -> None:
+        super().offload()
+        if self.key_weights is not None:
+            self.key_weights = self.key_weights.to("cpu", non_blocking=True)
+
+    def prefetch(self) -> None:
+        super().prefetch()
+        if self.key_weights is not None:
+            self.key_weights = self.key_weights.to(self.device, non_blocking=True)
+
+    def reset(self) -> None:
+        super().reset()
+        self.key_weights = None
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._map_batch(beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if tokens_to_remove and self.key_weights is not None:
+            self.key_weights = self.key_weights[:, : -abs(tokens_to_remove)]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        if self.key_weights is not None:
+            self.key_weights = self.key_weights.repeat_interleave(repeats, dim=0)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        if self.key_weights is not None:
+            self.key_weights = self.key_weights[indices]
+
+
+def composed_layer(cache: Cache, index: int) -> ComposedLayer:
+    """The layer of a cache, swapped for a `ComposedLayer` if it is a fresh dynamic one.
+
+    Raises ValueError for any other kind (static, sliding, quantised), and for one that another model has filled.
+    """
+    layer = own_layer(cache, index, ComposedLayer)
+    if not isinstance(layer, ComposedLayer):
+        filled = " that already holds tokens" if type(layer) in (DynamicLayer, GrowingLayer) else ""
+        raise ValueError(
+            f"composition (dcmha) needs a dynamic cache for its key-side weights, got {type(layer).__name__}{filled} "
+            f"in layer {index}; leave cache_implementation unset, start from an empty DynamicCache(), and use "
+            "composition's own window in place of sliding_window"
+        )
+    return layer

@@ -1,0 +1,166 @@
+"""Attention of one new token over a long cache, reading every kept key and value once and expanding neither.
+
+Legend: B batch, H query heads, G^K / G^V kept key / value heads, m query heads of a group, S cached tokens, d head dim.
+
+Three ways, all equal to `expand` followed by SDPA, which stays as the reference:
+- `decode_padded`: groups gathered and padded to the widest, one batched product for keys and one for values;
+- `decode_by_group`: one product a group, no padding; faster where a product is large enough to be worth a call;
+- `attention.modeling.kernels`: one fused kernel, on CUDA devices where Triton is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention.modeling import kernels
+from attention.plan import LayerPlan, groups_of
+
+# Numbers in a kept head's part of the cache, S·d, from which one product a group is faster than one padded product for
+# all groups (benchmarks/LOG.md).
+LARGE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where the query heads of each kept head lie when gathered by group and padded to the widest group.
+
+    `heads [G·m]`: the query head in each slot; a group narrower than m repeats its first member. `place [H]`: the slot
+    of each query head.
+    """
+
+    groups: int
+    width: int
+    heads: Tensor
+    place: Tensor
+
+    @classmethod
+    def of(cls, head_map: Sequence[int]) -> Slots:
+        groups = groups_of(head_map)
+        width = max(len(g) for g in groups)
+        heads = [member for g in groups for member in (*g, *[g[0]] * (width - len(g)))]
+        place = [head_map[h] * width + groups[head_map[h]].index(h) for h in range(len(head_map))]
+        return cls(len(groups), width, _index(heads), _index(place))
+
+    def gather(self, x: Tensor) -> Tensor:
+        """`[B, H, n]` -> `[B, G, m, n]`."""
+        return x.index_select(1, self.heads.to(x.device)).unflatten(1, (self.groups, self.width))
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """`[B, G, m, n]` -> `[B, H, n]`, dropping the padding."""
+        return x.flatten(1, 2).index_select(1, self.place.to(x.device))
+
+
+@dataclass(frozen=True)
+class HeadMaps:
+    """What a layer's plan means at run time. Built once a layer, outside of the forward pass.
+
+    `by_key [H]`: the query heads, those of one key head side by side; `by_value [H]`: the same by value head, as places
+    in `by_key` (None: they lie so already); `back [H]`: where each query head lies after both. `key_sizes` and
+    `value_sizes`: how many query heads each group has. `kernel`: the maps as the fused kernel reads them.
+    """
+
+    plan: LayerPlan
+    key_slots: Slots
+    value_slots: Slots
+    by_key: Tensor
+    by_value: Tensor | None
+    back: Tensor
+    key_sizes: tuple[int, ...]
+    value_sizes: tuple[int, ...]
+    kernel: kernels.Tables
+
+    @classmethod
+    def of(cls, plan: LayerPlan) -> HeadMaps:
+        keys, values = ([h for g in groups for h in g] for groups in (plan.key_groups, plan.value_groups))
+        return cls(
+            plan,
+            Slots.of(plan.key_map),
+            Slots.of(plan.value_map),
+            _index(keys),
+            None if keys == values else _index([keys.index(h) for h in values]),
+            _index([values.index(h) for h in range(plan.num_heads)]),
+            tuple(map(len, plan.key_groups)),
+            tuple(map(len, plan.value_groups)),
+            kernels.Tables.of(plan),
+        )
+
+
+def _index(numbers: Sequence[int]) -> Tensor:
+    # On the CPU whatever the context: a model that is being loaded is built on the meta device, and what is no buffer
+    # would stay there.
+    return torch.tensor(numbers, device="cpu")
+
+
+def decode(
+    query: Tensor, key: Tensor, value: Tensor, maps: HeadMaps, mask: Tensor | None, scaling: float | None
+) -> Tensor:
+    """Attention of one new token by whichever way is fastest here.
+
+    query `[B, H, 1, d]`, key `[B, G^K, S, d]`, value `[B, G^V, S, d]`, mask broadcastable to `[B, H, 1, S]` (boolean:
+    True attends; or additive). Returns `[B, H, 1, d]`.
+    """
+    if kernels.takes(query, key, value, mask):
+        return kernels.decode(query, key, value, maps.kernel, mask, scaling)
+    # Of several sequences the threads of a batched product each take some; one thread has nothing of that.
+    single = len(query) == 1 or torch.get_num_threads() == 1
+    if query.device.type == "cpu" and single and key.shape[2] * key.shape[3] >= LARGE:
+        return decode_by_group(query, key, value, maps, mask, scaling)
+    return decode_padded(query, key, value, maps, mask, scaling)
+
+
+def decode_padded(
+    query: Tensor, key: Tensor, value: Tensor, maps: HeadMaps, mask: Tensor | None, scaling: float | None
+) -> Tensor:
+    """`decode` with two batched products over groups padded to the widest."""
+    weights = _softmax(decode_scores(query, key, maps, scaling).squeeze(2), mask, None)
+    return decode_mix(weights.unsqueeze(2), value, maps)
+
+
+def decode_by_group(
+    query: Tensor, key: Tensor, value: Tensor, maps: HeadMaps, mask: Tensor | None, scaling: float | None
+) -> Tensor:
+    """`decode` with one product a group of each sequence, written in place. Without gradients, on the CPU."""
+    q_BHd = (query.squeeze(2) * _factor(query, scaling)).index_select(1, maps.by_key)
+    weights = _softmax(_products(q_BHd, key.transpose(-1, -2), maps.key_sizes), mask, maps.by_key)
+    if maps.by_value is not None:
+        weights = weights.index_select(1, maps.by_value)
+    return _products(weights, value, maps.value_sizes).index_select(1, maps.back).unsqueeze(2)
+
+
+def _products(rows: Tensor, kept: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Rows `[B, H, n]`, sorted into groups of these sizes, times each group's own `[n, p]` of `[B, G, n, p]`."""
+    result = rows.new_empty((*rows.shape[:2], kept.shape[-1]))
+    for b, sequence in enumerate(kept):
+        grouped = zip(rows[b].split(sizes), sequence, result[b].split(sizes), strict=True)
+        for members, own, out in grouped:
+            torch.mm(members, own, out=out)
+    return result
+
+
+def decode_scores(query: Tensor, key: Tensor, maps: HeadMaps, scaling: float | None) -> Tensor:
+    """Scaled scores of one new token, `[B, H, 1, d]` and `[B, G^K, S, d]` -> `[B, H, 1, S]`."""
+    grouped = maps.key_slots.gather(query.squeeze(2) * _factor(query, scaling))
+    return maps.key_slots.scatter(grouped @ key.transpose(-1, -2)).unsqueeze(2)
+
+
+def decode_mix(weights: Tensor, value: Tensor, maps: HeadMaps) -> Tensor:
+    """Values under the weights of one new token, `[B, H, 1, S]` and `[B, G^V, S, d]` -> `[B, H, 1, d]`."""
+    return maps.value_slots.scatter(maps.value_slots.gather(weights.squeeze(2)) @ value).unsqueeze(2)
+
+
+def _factor(query: Tensor, scaling: float | None) -> float:
+    return float(query.shape[-1]) ** -0.5 if scaling is None else scaling
+
+
+def _softmax(scores: Tensor, mask: Tensor | None, order: Tensor | None) -> Tensor:
+    """Weights `[B, H, S]` of scores whose heads lie in `order`, under a mask as `decode` takes it."""
+    if mask is not None:
+        mask = mask.squeeze(2)
+        if order is not None and mask.shape[1] > 1:
+            mask = mask.index_select(1, order)
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(-1, dtype=torch.float32).to(scores.dtype)

@@ -1,0 +1,144 @@
+"""Attention with a key map and a value map: one code path for MHA, MQA, GQA, uneven and decoupled groups.
+
+Legend: B batch, H query heads, G^K / G^V kept key / value heads, T query tokens, S cached tokens, d head dim.
+
+Registered with transformers as "headfold", for attention and for masks (without the second, padding is silently
+ignored). The module that calls it carries `key_map` and `value_map`, integer buffers `[H]`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from attention.modeling.composed_cache import ComposedLayer
+from attention.modeling.composition import HeadComposition
+from attention.modeling.decoding import HeadMaps, Slots, decode, decode_mix, decode_scores
+from attention.modeling.growing_cache import grow_cache
+from attention.plan import LayerPlan
+
+__all__ = ["NAME", "HeadMaps", "Slots", "attach", "cache_bytes", "decode", "expand", "grouped_attention", "make_uneven"]
+
+NAME = "headfold"
+
+
+def expand(states: Tensor, head_map: Tensor) -> Tensor:
+    """`[B, G, S, d]` -> `[B, H, S, d]`: each query head's own copy."""
+    return states.index_select(1, head_map)
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    *,
+    composed_input: Tensor | None = None,
+    composed_layer: ComposedLayer | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function. query `[B, H, T, d]` -> output `[B, T, H, d]` and no weights.
+
+    Prefill and training expand and call SDPA; a single new token without gradient takes `decode`. A module with
+    composition passes its input `[B, T, D]` and its cache layer (see `attention.modeling.composition`).
+    """
+    maps: HeadMaps = module.head_maps  # type: ignore[assignment]
+    if composed_input is not None:
+        output = composed_attention(
+            module, query, key, value, attention_mask, composed_input, composed_layer, dropout, scaling
+        )
+        return output.transpose(1, 2).contiguous(), None
+    if maps.plan.is_identity:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    if query.shape[2] == 1 and not dropout and not torch.is_grad_enabled():
+        return decode(query, key, value, maps, attention_mask, scaling).transpose(1, 2).contiguous(), None
+    key_map, value_map = module.key_map, module.value_map
+    key, value = expand(key, key_map), expand(value, value_map)  # type: ignore[arg-type]
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+
+
+def composed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    x: Tensor,
+    layer: ComposedLayer | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+) -> Tensor:
+    """Attention with composed heads (paper 002, App. D): `[B, H, T, d]`. The scores of all heads are held at once.
+
+    x `[B, T, D]`: the attention input of the query tokens; `layer`: where the key-side weights of earlier tokens lie.
+    """
+    maps: HeadMaps = module.head_maps  # type: ignore[assignment]
+    composition: HeadComposition = module.composition  # type: ignore[assignment]
+    key_weights = composition.key_weights(x)
+    if layer is not None and key_weights is not None:
+        key_weights = layer.update_weights(key_weights)
+    if composition.norm is not None:
+        query, key = composition.norm(query, key)
+    if query.shape[2] == 1:
+        scores = decode_scores(query, key, maps, scaling)
+        return decode_mix(composition(scores, x, key_weights, mask, dropout), value, maps)
+    factor = float(query.shape[-1]) ** -0.5 if scaling is None else scaling
+    scores = (query * factor) @ expand(key, module.key_map).transpose(-1, -2)  # type: ignore[arg-type]
+    weights = composition(scores, x, key_weights, mask, dropout)
+    return weights @ expand(value, module.value_map)  # type: ignore[arg-type]
+
+
+AttentionInterface.register(NAME, grouped_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def attach(module: nn.Module, plan: LayerPlan) -> None:
+    """Give an attention module its maps: persistent buffers (others come back as garbage) and the run-time form."""
+    device = next(module.parameters()).device
+    module.register_buffer("key_map", torch.tensor(plan.key_map, device=device), persistent=True)
+    module.register_buffer("value_map", torch.tensor(plan.value_map, device=device), persistent=True)
+    if not hasattr(module, "head_maps"):
+        module.register_forward_pre_hook(grow_cache, with_kwargs=True)
+    module.head_maps = HeadMaps.of(plan)  # type: ignore[assignment]
+    # The maps do the repeating; transformers must not repeat on top of it.
+    module.num_key_value_groups = 1  # type: ignore[assignment]
+
+
+# ---- caches -----------------------------------------------------------------------------------------------------
+
+
+class UnevenStaticLayer(StaticLayer):
+    """A static cache layer whose key and value head counts may differ (the stock one takes both from the keys)."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        batch, heads, _, width = value_states.shape
+        if heads != key_states.shape[1]:
+            self.values = torch.zeros((batch, heads, self.max_cache_len, width), dtype=self.dtype, device=self.device)
+
+
+def make_uneven(cache: Cache) -> Cache:
+    """Swap the plain static layers of a fresh cache for ones that take unequal key and value counts."""
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is StaticLayer:
+            cache.layers[index] = UnevenStaticLayer(max_cache_len=layer.max_cache_len)
+    return cache
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Bytes that the keys and values of a cache occupy, and the key-side weights of composition beside them.
+
+    The room that a growing layer keeps beyond its tokens (`attention.modeling.growing_cache.ROOM`) is not counted.
+    """
+    held = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin) and layer.is_initialized]
+    kept = (t for layer in held for t in (layer.keys, layer.values, getattr(layer, "key_weights", None)))
+    return sum(t.numel() * t.element_size() for t in kept if t is not None)

@@ -1,0 +1,93 @@
+"""Fused decoding on accelerators: whether the kernel can take a call, and whether it can be trusted here.
+
+Legend: B batch, H query heads, G^K / G^V kept key / value heads, S cached tokens, d head dim.
+
+The kernel needs Triton, which is imported on first use only. `HEADFOLD_TRITON=0` in the environment turns it off; then,
+and wherever it does not fit, `attention.modeling.decoding` takes its other ways.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from attention.modeling.kernels.tables import Tables
+from attention.plan import LayerPlan
+
+__all__ = ["Tables", "available", "decode", "takes"]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIDEST = 128
+# Largest difference from the reference on values of unit variance that passes for rounding.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+def takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether the kernel decodes this call; shapes as `attention.modeling.decoding.decode` has them."""
+    if query.device.type != "cuda" or torch.compiler.is_compiling() or not available():
+        return False
+    width = query.shape[-1]
+    fits = width <= WIDEST and value.shape[-1] == width and query.dtype in DTYPES
+    alike = query.dtype == key.dtype == value.dtype
+    shared = mask is None or (mask.shape[1] == 1 and (mask.dtype == torch.bool or mask.is_floating_point()))
+    return fits and alike and shared and trusted(query.device, query.dtype, width)
+
+
+@cache
+def available() -> bool:
+    """Whether Triton can be imported and nobody has turned the kernel off."""
+    return os.environ.get("HEADFOLD_TRITON", "1") != "0" and importlib.util.find_spec("triton") is not None
+
+
+def decode(
+    query: Tensor, key: Tensor, value: Tensor, tables: Tables, mask: Tensor | None, scaling: float | None
+) -> Tensor:
+    """As `attention.modeling.decoding.decode`, in one pass over the cache. Needs Triton; the mask is the same for all
+    heads."""
+    from attention.modeling.kernels.flash_decode import flash_decode
+
+    return flash_decode(query, key, value, tables, mask, scaling)
+
+
+@cache
+def trusted(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Whether the kernel gives what the reference gives on this device: looked at once a process, dtype and head dim.
+
+    A compiler or a chip that nobody has tried must not change what a model says: it warns, and other ways are taken.
+    """
+    plan = LayerPlan((0, 1, 0, 2, 2, 2), (0, 0, 1, 1, 0, 1))
+    try:
+        apart = difference(plan, width, 300, device, dtype)
+    except Exception as error:  # whatever a compiler may raise
+        reason = f"{type(error).__name__}: {error}"
+    else:
+        if apart <= TOLERANCE[dtype]:
+            return True
+        reason = f"it differs from the reference by {apart:.2g}"
+    warnings.warn(
+        f"Headfold's decode kernel is not used for {dtype} and head dim {width} on {device}: {reason}", stacklevel=2
+    )
+    return False
+
+
+@torch.no_grad()
+def difference(
+    plan: LayerPlan, width: int, tokens: int, device: torch.device | str, dtype: torch.dtype, mask: Tensor | None = None
+) -> float:
+    """Largest difference between the kernel and expand, then SDPA in float32, on random values. The batch is 2."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(2, heads, length, width, generator=generator).to(device, dtype)
+        for heads, length in ((plan.num_heads, 1), (plan.key_heads, tokens), (plan.value_heads, tokens))
+    )
+    out = decode(query, key, value, Tables.of(plan), mask, None).float()
+    index = (torch.tensor(m, device=device) for m in (plan.key_map, plan.value_map))
+    key, value = (states.float().index_select(1, own) for states, own in zip((key, value), index, strict=True))
+    wanted = scaled_dot_product_attention(query.float(), key, value, attn_mask=mask)
+    return float((out - wanted).abs().max())

@@ -1,0 +1,187 @@
+"""Attention of one new token with a key map and a value map, fused: neither keys nor values are ever expanded.
+
+Legend: B batch, H query heads, U units (query heads of one key head), M rows of a unit, G^K / G^V kept heads, S cached
+tokens in n splits, d head dim, D its power of two.
+
+Flash decoding (Dao 2023): the cache is split, each program goes through one split with an online softmax, a second
+small kernel merges the splits. One program serves all query heads of a key head, so that each key is read once; of the
+values it reads those heads that its rows need, and adds to each row only what that row's own value head gives.
+"""
+
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false
+# Triton is there on some machines only, and a kernel is written and called in a language of its own.
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.modeling.kernels.tables import Tables
+
+STEP_BYTES = 128  # of one column: 64 tokens a step in half precision, 32 in float32, to fit in shared memory
+MOST_SPLITS = 64
+PROGRAMS_A_PROCESSOR = 4
+NO_MASK, BOOLEAN, ADDITIVE = 0, 1, 2
+# Triton's interpreter multiplies the bit patterns of bfloat16 as if they were integers.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@triton.jit
+def _attend_split(
+    query, key, value, mask, keys, members, values, counts, value_map, out, maxima, sums,
+    scaling, tokens, split_tokens, units, heads, splits,
+    query_b, query_h, key_b, key_h, key_s, value_b, value_h, value_s, mask_b, mask_s,
+    WIDTH: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, MASK: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One split of one unit of one sequence -> out `[B, H, n, d]` not yet divided, maxima and sums `[B, H, n]`."""
+    unit = tl.program_id(0) % units
+    batch = (tl.program_id(0) // units).to(tl.int64)  # offsets of long caches pass 2^31
+    split = tl.program_id(1)
+    columns, rows = tl.arange(0, D), tl.arange(0, M)
+    wide = columns < WIDTH
+    head = tl.load(members + unit * M + rows)
+    real = head >= 0
+    own_value = tl.load(value_map + head, mask=real, other=-1)
+    key_head = tl.load(keys + unit).to(tl.int64)
+    count = tl.load(counts + unit)
+    q_MD = tl.load(
+        query + batch * query_b + head[:, None] * query_h + columns[None, :],
+        mask=real[:, None] & wide[None, :],
+        other=0.0,
+    )
+    if UPCAST:
+        q_MD = q_MD.to(tl.float32)
+    maximum = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    mixed = tl.zeros([M, D], tl.float32)
+    end = tl.minimum((split + 1) * split_tokens, tokens)
+    for start in range(split * split_tokens, end, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        inside = place < end
+        k_DS = tl.load(
+            key + batch * key_b + key_head * key_h + place[None, :] * key_s + columns[:, None],
+            mask=inside[None, :] & wide[:, None],
+            other=0.0,
+        )
+        if UPCAST:
+            k_DS = k_DS.to(tl.float32)
+        scores = tl.dot(q_MD, k_DS, input_precision="ieee") * scaling
+        if MASK == 1:
+            inside = inside & (tl.load(mask + batch * mask_b + place * mask_s, mask=inside, other=0) != 0)
+        if MASK == 2:
+            scores += tl.load(mask + batch * mask_b + place * mask_s, mask=inside, other=0.0).to(tl.float32)[None, :]
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        higher = tl.maximum(maximum, tl.max(scores, 1))
+        # A row that has seen nothing yet: exp(-inf - 0) is 0, exp(-inf + inf) would be no number.
+        finite = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp(scores - finite[:, None])
+        faded = tl.exp(maximum - finite)
+        total = total * faded + tl.sum(weights, 1)
+        mixed = mixed * faded[:, None]
+        for n in range(0, count):
+            value_head = tl.load(values + unit * N + n)
+            v_SD = tl.load(
+                value
+                + batch * value_b
+                + value_head.to(tl.int64) * value_h
+                + place[:, None] * value_s
+                + columns[None, :],
+                mask=(place < end)[:, None] & wide[None, :],
+                other=0.0,
+            )
+            if UPCAST:
+                v_SD = v_SD.to(tl.float32)
+            own = tl.where((own_value == value_head)[:, None], weights, 0.0)
+            mixed += tl.dot(own.to(v_SD.dtype), v_SD, input_precision="ieee")
+        maximum = higher
+    slot = (batch * heads + head) * splits + split
+    tl.store(maxima + slot, maximum, mask=real)
+    tl.store(sums + slot, total, mask=real)
+    tl.store(out + slot[:, None] * WIDTH + columns[None, :], mixed, mask=real[:, None] & wide[None, :])
+
+
+@triton.jit
+def _merge_splits(
+    parts, maxima, sums, out, splits, WIDTH: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr
+):  # fmt: skip
+    """`[B, H, n, d]`, maxima and sums `[B, H, n]` -> out `[B, H, d]`: one program a head."""
+    row = tl.program_id(0).to(tl.int64)
+    split, columns = tl.arange(0, SPLITS), tl.arange(0, D)
+    there, wide = split < splits, columns < WIDTH
+    maximum = tl.load(maxima + row * splits + split, mask=there, other=float("-inf"))
+    weight = tl.exp(maximum - tl.max(maximum, 0))
+    total = tl.sum(weight * tl.load(sums + row * splits + split, mask=there, other=0.0), 0)
+    part = tl.load(
+        parts + (row * splits + split)[:, None] * WIDTH + columns[None, :],
+        mask=there[:, None] & wide[None, :],
+        other=0.0,
+    )
+    mixed = tl.sum(part * weight[:, None], 0) / total
+    tl.store(out + row * WIDTH + columns, mixed.to(out.dtype.element_ty), mask=wide)
+
+
+def flash_decode(
+    query: Tensor, key: Tensor, value: Tensor, tables: Tables, mask: Tensor | None, scaling: float | None
+) -> Tensor:
+    """query `[B, H, 1, d]`, key `[B, G^K, S, d]`, value `[B, G^V, S, d]`, mask `[B or 1, 1, 1, S]` -> `[B, H, 1, d]`.
+
+    Scores, softmax and sums run in float32. A row that sees nothing comes out as not a number, as from a softmax.
+    """
+    batch, heads, _, width = query.shape
+    tokens, device = key.shape[2], query.device
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    tables = tables.on(device)
+    units, rows = tables.members.shape
+    block = STEP_BYTES // query.element_size()
+    splits, split_tokens = split_sizes(tokens, batch * units, _processors(device), block)
+    parts = torch.empty((batch, heads, splits, width), dtype=torch.float32, device=device)
+    maxima, sums = torch.empty((2, batch, heads, splits), dtype=torch.float32, device=device)
+    out = torch.empty((batch, heads, 1, width), dtype=query.dtype, device=device)
+    kind, read, mask_b, mask_s = _mask(mask, query, batch, tokens)
+    padded = max(16, triton.next_power_of_2(width))
+    grid: Any = (batch * units, splits)
+    merged: Any = (batch * heads,)
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        _attend_split[grid](
+            query, key, value, read, tables.keys, tables.members, tables.values, tables.counts, tables.value_map,
+            parts, maxima, sums,
+            width**-0.5 if scaling is None else scaling, tokens, split_tokens, units, heads, splits,
+            query.stride(0), query.stride(1), *key.stride()[:3], *value.stride()[:3], mask_b, mask_s,
+            WIDTH=width, D=padded, M=rows, N=tables.values.shape[1], BLOCK=block, MASK=kind,
+            UPCAST=INTERPRETED and query.dtype == torch.bfloat16,
+        )  # fmt: skip
+        _merge_splits[merged](
+            parts, maxima, sums, out, splits, WIDTH=width, D=padded, SPLITS=max(2, triton.next_power_of_2(splits))
+        )
+    return out
+
+
+def split_sizes(tokens: int, programs: int, processors: int, block: int) -> tuple[int, int]:
+    """Into how many splits the cache goes, and the tokens of each: enough to keep all processors at work."""
+    wanted = -(-PROGRAMS_A_PROCESSOR * processors // programs)
+    blocks = -(-tokens // block)
+    length = -(-blocks // min(wanted, MOST_SPLITS, blocks)) * block
+    return -(-tokens // length), length
+
+
+def _mask(mask: Tensor | None, query: Tensor, batch: int, tokens: int) -> tuple[int, Tensor, int, int]:
+    """Its kind, what the kernel reads, and the strides of batch and tokens."""
+    if mask is None:
+        return NO_MASK, query, 0, 0
+    own = mask.expand(batch, 1, 1, tokens)
+    if own.dtype == torch.bool:
+        return BOOLEAN, own.view(torch.uint8), own.stride(0), own.stride(3)
+    return ADDITIVE, own, own.stride(0), own.stride(3)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -1,0 +1,107 @@
+"""The MLP of each layer, as its projections: what goes in (rows are neurons) and what comes out (columns are).
+
+Legend: F neurons, D model dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attention.modeling.shared_weights import SharedProjection
+
+LAYOUTS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("fc1",), "fc2"),
+    (("dense_h_to_4h",), "dense_4h_to_h"),
+)
+
+
+@dataclass(frozen=True)
+class MlpSite:
+    """Where one layer keeps its MLP: `module` and the names of its projections there."""
+
+    module: nn.Module
+    inputs: tuple[str, ...]
+    output: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.inputs, self.output)
+
+    def projection(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    @property
+    def neurons(self) -> int:
+        return self.projection(self.output).in_features
+
+
+@dataclass(frozen=True)
+class MlpWeights:
+    """Copies of one MLP's weights: inputs `[F, D]` each and the output `[D, F]`, with their biases or None."""
+
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+    biases: tuple[Tensor | None, ...]
+
+
+def mlp_sites(model: PreTrainedModel) -> list[MlpSite]:
+    """The MLP of every layer. Raises ValueError for a family whose MLP is not made of linear layers (GPT-2)."""
+    decoder: Any = model.get_decoder()
+    sites = []
+    for layer in getattr(decoder, "layers", ()):
+        module = getattr(layer, "mlp", layer)
+        for inputs, output in LAYOUTS:
+            found = [getattr(module, name, None) for name in (*inputs, output)]
+            if all(isinstance(projection, nn.Linear | SharedProjection) for projection in found):
+                sites.append(MlpSite(module, inputs, output))
+    if len(sites) != model.config.num_hidden_layers:
+        raise ValueError(
+            f"the MLPs of {model.config.model_type} cannot be shared: expected linear projections called one of "
+            f"{[(*inputs, output) for inputs, output in LAYOUTS]} in every layer; share attention heads only"
+        )
+    return sites
+
+
+def read(site: MlpSite) -> MlpWeights:
+    """The weights of one MLP, shared blocks included."""
+    projections = [site.projection(name) for name in site.names]
+    weights = [p.weight.detach() for p in projections]
+    biases = tuple(None if p.bias is None else p.bias.detach() for p in projections)
+    return MlpWeights(tuple(weights[:-1]), weights[-1], biases)
+
+
+@torch.no_grad()
+def write(site: MlpSite, weights: MlpWeights) -> None:
+    """Copy weights into an MLP; blocks that it borrows are left to their lender."""
+    for name, weight, bias in zip(site.names, (*weights.inputs, weights.output), weights.biases, strict=True):
+        projection = site.projection(name)
+        if isinstance(projection, SharedProjection):
+            projection.write(weight, bias)  # type: ignore[operator]
+        else:
+            projection.weight.copy_(weight)
+            if bias is not None:
+                projection.bias.copy_(bias)
+
+
+def copy(old: PreTrainedModel, new: PreTrainedModel) -> None:
+    """Every MLP of `old` into `new`, whichever of their blocks are shared."""
+    for source, target in zip(mlp_sites(old), mlp_sites(new), strict=True):
+        write(target, read(source))
+
+
+def block_size(neurons: int, blocks: int) -> int:
+    """Neurons of a block: F // H. The F % H last neurons belong to no block and are never shared."""
+    return neurons // blocks
+
+
+def blocks_of(weights: MlpWeights, blocks: int) -> Sequence[Tensor]:
+    """The input side of each MLP block, `[H, F // H, D]` for each input projection."""
+    size = block_size(weights.inputs[0].shape[0], blocks)
+    return [w[: blocks * size].unflatten(0, (blocks, size)) for w in weights.inputs]

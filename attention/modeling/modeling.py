@@ -1,0 +1,142 @@
+"""Headfold's own model types: a family's stock model with the head counts and maps of a plan.
+
+One config class and one model class a family, `headfold_<family>`, registered with AutoConfig and
+AutoModelForCausalLM on import. Shapes are final inside the constructor, as ZeRO-3 and meta-device loading need.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from attention.families import Family, families, family_of
+from attention.geometry import HeadGeometry
+from attention.modeling.composition import HeadComposition, attach_composition, reset_missing
+from attention.modeling.grouped import NAME, attach, make_uneven
+from attention.modeling.shared_heads import share, sharing_layers
+from attention.modeling.shared_weights import SharedProjection
+from attention.plan import AttentionPlan, LayerPlan, PlanError
+
+PREFIX = "headfold_"
+
+
+def check_fits(plan: AttentionPlan, geometry: HeadGeometry) -> None:
+    """Raise PlanError unless the plan has the geometry's layers, query heads and head dim."""
+    for name, got, wanted in (
+        ("layers", plan.num_layers, geometry.num_layers),
+        ("query heads a layer", plan.num_heads, geometry.num_heads),
+        ("head_dim", plan.head_dim, geometry.head_dim),
+    ):
+        if got != wanted:
+            raise PlanError(f"the plan has {got} {name}, the checkpoint ({geometry.family}) has {wanted}")
+
+
+class HeadfoldMixin:
+    """What the model class of every family gains: projections of the plan's shapes, maps, and uneven caches."""
+
+    family: Family
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        plan = plan_of_config(config)
+        geometry = self.family.geometry(config)
+        check_fits(plan, geometry)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        modules = self.family.attention_modules(self)  # type: ignore[arg-type]
+        for index, (module, layer) in enumerate(zip(modules, plan.layers, strict=True)):
+            separate = self.family.separate if index in sharing_layers(plan) else None
+            (separate or self.family.reshape)(module, geometry, layer)
+            attach(module, layer)
+            if plan.composition is not None:
+                made = HeadComposition(plan.num_heads, geometry.hidden_size, plan.composition, index)
+                attach_composition(module, made)
+        share(self, plan)  # type: ignore[arg-type]
+        self.plan = plan
+        # Any other implementation would ignore the maps.
+        self.config._attn_implementation = NAME  # type: ignore[attr-defined]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)  # type: ignore[misc]
+        if isinstance(module, SharedProjection):
+            module.reset_parameters()
+
+    def initialize_weights(self) -> None:
+        """Called by transformers once the weights are read: composition that the checkpoint lacks starts afresh."""
+        super().initialize_weights()  # type: ignore[misc]
+        reset_missing(self)  # type: ignore[arg-type]
+
+    def _prepare_static_cache(self, *args: Any, **kwargs: Any) -> Cache:
+        return make_uneven(super()._prepare_static_cache(*args, **kwargs))  # type: ignore[misc]
+
+    def _get_static_cache_init_shape(self) -> None:
+        return None  # head counts differ between keys and values: let each layer take its own at first use
+
+
+@cache
+def headfold_classes(family_name: str) -> tuple[type[PretrainedConfig], type[PreTrainedModel]]:
+    """The Headfold config and model class of a family."""
+    family = families()[family_name]
+    stem = family.model_class.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    place = {"__module__": __name__}
+    config_class = type(f"Headfold{stem}Config", (family.config_class,), {"model_type": PREFIX + family_name, **place})
+    model_class = type(
+        f"Headfold{stem}ForCausalLM",
+        (HeadfoldMixin, family.model_class),
+        {"config_class": config_class, "family": family, "_supports_attention_backend": True, **place},
+    )
+    globals()[config_class.__name__] = config_class  # so that pickle, as used between processes, finds them by name
+    globals()[model_class.__name__] = model_class
+    return config_class, model_class
+
+
+def register() -> None:
+    """Make AutoConfig and AutoModelForCausalLM know every Headfold model type."""
+    for name in families():
+        config_class, model_class = headfold_classes(name)
+        AutoConfig.register(PREFIX + name, config_class, exist_ok=True)
+        AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
+
+
+def headfold_config(config: PretrainedConfig, plan: AttentionPlan) -> PretrainedConfig:
+    """The config of `config`'s model with `plan`. Raises PlanError if the plan does not fit the checkpoint."""
+    family = family_of(config)
+    check_fits(plan, HeadGeometry.from_config(config))
+    fields = config.to_dict()
+    for key in ("model_type", "architectures", "attention_plan", "transformers_version"):
+        fields.pop(key, None)
+    make: Any = headfold_classes(family.name)[0]
+    return make(**fields, attention_plan=json.loads(plan.to_json()))
+
+
+def plan_of(model: PreTrainedModel) -> AttentionPlan:
+    """The plan that a model carries out; for a stock checkpoint, its own grouping (identity for MHA)."""
+    return plan_of_config(model.config)
+
+
+def plan_of_config(config: PretrainedConfig) -> AttentionPlan:
+    """The plan of the models that a config describes. Raises PlanError for one of ours that has lost it."""
+    record = getattr(config, "attention_plan", None)
+    if record is not None:
+        return AttentionPlan.from_json(json.dumps(record))
+    if config.model_type.startswith(PREFIX):
+        raise PlanError(f"a config of model type {config.model_type} needs its attention_plan, which is not there")
+    geometry = HeadGeometry.from_config(config)
+    layer = LayerPlan(geometry.kv_map, geometry.kv_map)
+    return AttentionPlan((layer,) * geometry.num_layers, geometry.head_dim)
+
+
+def check_maps(model: PreTrainedModel) -> None:
+    """Raise PlanError if the map buffers of a loaded model are not those of its config."""
+    modules: list[nn.Module] = list(family_of(model.config).attention_modules(model))
+    for index, (module, layer) in enumerate(zip(modules, plan_of(model).layers, strict=True)):
+        for name in ("key_map", "value_map"):
+            found, wanted = tuple(getattr(module, name).tolist()), getattr(layer, name)
+            if found != wanted:
+                raise PlanError(f"layer {index}: {name} in the weights is {found}, in the config {wanted}")
+
+
+register()

@@ -1,0 +1,146 @@
+"""Verbs of one checkpoint, without a cluster: convert, evaluate, export."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from orchestrator.cli.options import (
+    CALIBRATED,
+    HELD_OUT,
+    JsonFile,
+    KVHeads,
+    KVRatios,
+    Overrides,
+    Overwrite,
+    finish,
+    recipe_settings,
+    with_options,
+)
+
+
+@with_options(*CALIBRATED)
+def convert(
+    model: Annotated[str, typer.Option(help="Folder with safetensors, or hub name.")],
+    recipe: Annotated[str, typer.Option(help="Named recipe, e.g. gqa, asymgqa, align, headfold.")],
+    kv_ratio: KVRatios = None,
+    kv_heads: KVHeads = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the checkpoint (for several ratios: kv-RATIO in it, curve.json, curve.png)."),
+    ] = None,
+    overrides: Overrides = None,
+    stream: Annotated[
+        bool | None,
+        typer.Option(
+            help="Hold one decoder layer at a time, from disk to disk, and go on where it was stopped (by default "
+            "where the model would not fit in memory: see the verb estimate)."
+        ),
+    ] = None,
+    overwrite: Overwrite = False,
+    json: JsonFile = None,
+    *,
+    options: dict[str, Any],
+) -> None:
+    """Convert one checkpoint, without a cluster and without training; prints the loss before and after."""
+    from orchestrator.config.schema import ConfigError
+    from orchestrator.conversion.in_memory import convert_checkpoint
+    from orchestrator.conversion.request import asked_ratios
+    from orchestrator.conversion.several_ratios import convert_curve, convert_into, is_curve
+    from orchestrator.storage.outputs import check_results
+    from orchestrator.storage.records import percent, unmet
+
+    ratios = asked_ratios(model, kv_ratio, kv_heads)
+    check_results(json, folder=out)
+    if out is None:
+        print("no --out: what is converted is measured, and nothing of it will be saved", file=sys.stderr, flush=True)
+    settings = options | {"recipe_settings": recipe_settings(overrides), "overwrite": overwrite}
+    if stream and len(ratios) > 1:
+        raise ConfigError("stream: one ratio at a time is converted layer by layer; give one --kv-ratio")
+    if len(ratios) > 1:
+        record = convert_curve(model, recipe, ratios, out, **settings)
+        points = [record | point for point in record["points"]]
+    elif out is not None and is_curve(out):
+        record = convert_into(model, recipe, ratios[0], out, stream=stream, **settings)
+        points = [record]
+    else:
+        record = convert_checkpoint(model, recipe, ratios[0], out, stream=stream, **settings)
+        points = [record]
+    for point in points:
+        print(
+            f"{recipe} at {percent(point['kv_ratio'])} of the checkpoint's KV cache{unmet(point)}: held-out loss "
+            f"{point['loss_base']:.3f} before, {point['loss']:.3f} after ({point['rise']:+.3f} nats a token), "
+            f"KL {point['kl']:.3f}; {point['kv_bytes_per_token']} KV bytes a token, "
+            f"{point['kv_bytes_per_token_base']} before"
+        )
+        if out is not None:
+            print(point["format_note"])
+    if out is not None:
+        print(f"checkpoint: {record['out']}" if len(ratios) == 1 else f"checkpoints, curve.json and curve.png: {out}")
+    finish(record, json)
+
+
+@with_options(*HELD_OUT, "dtype")
+def evaluate(
+    checkpoint: Annotated[str, typer.Argument(help="Folder of a checkpoint, or hub name.")],
+    base: Annotated[str | None, typer.Option(help="The untouched checkpoint to compare with.")] = None,
+    speed_tokens: Annotated[int, typer.Option(min=0, help="Tokens to decode for the speed; 0 skips it.")] = 32,
+    json: JsonFile = None,
+    *,
+    options: dict[str, Any],
+) -> None:
+    """Held-out loss, KL to the base, KV bytes planned and allocated, prefill and decode speed."""
+    from orchestrator.conversion.evaluate import evaluate_checkpoint
+    from orchestrator.storage.outputs import check_results
+    from orchestrator.storage.records import percent
+
+    check_results(json)
+    record = evaluate_checkpoint(checkpoint, base, speed_tokens=speed_tokens, **options)
+    print(f"held-out loss {record['loss']:.3f} nats a token over {record['eval_tokens']} tokens")
+    if base is not None:
+        print(f"untouched model {record['loss_base']:.3f}, rise {record['rise']:+.3f}, KL {record['kl']:.3f}")
+    print(
+        f"KV cache: {percent(record['kv_ratio'])} of {record['kv_ratio_of']}; "
+        f"{record['kv_bytes_per_token']} bytes a token planned, "
+        f"{record['cache_bytes_measured']} held after {record['cache_tokens']} tokens"
+    )
+    if speed_tokens:
+        print(
+            f"prefill {record['prefill_tokens_per_second']:.0f} tokens/s, "
+            f"decode {record['decode_tokens_per_second']:.0f} tokens/s"
+        )
+    finish(record, json)
+
+
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint, converted or not.")],
+    target: Annotated[str, typer.Option(help="Stock format to lower to, e.g. gqa.")],
+    out: Annotated[Path, typer.Option(help="Folder for the exported checkpoint.")],
+    allow_larger_cache: Annotated[
+        bool, typer.Option("--allow-larger-cache", help="Export even if the stock form takes more KV cache.")
+    ] = False,
+    overwrite: Overwrite = False,
+    json: JsonFile = None,
+) -> None:
+    """Lower a checkpoint to a stock format: exact or not, KV bytes before and after."""
+    from orchestrator.conversion.in_memory import export_checkpoint
+    from orchestrator.storage.outputs import check_results
+    from orchestrator.storage.records import percent
+
+    check_results(json, folder=out)
+    allowed = {"allow_larger_cache": allow_larger_cache, "overwrite": overwrite}
+    record = export_checkpoint(checkpoint, target, out, **allowed)
+    original = record["kv_bytes_per_token_original"]
+    print(
+        f"{record['model_type']} in {out}: {'exact' if record['exact'] else 'not exact'}, largest logit difference "
+        f"{record['max_logit_difference']:.2g}; KV bytes a token {record['kv_bytes_per_token_before']} before, "
+        f"{record['kv_bytes_per_token_after']} after"
+        + ("" if original is None else f" ({percent(record['kv_bytes_per_token_after'] / original)} of the original's)")
+    )
+    print(record["format_note"])
+    for note in record["notes"]:
+        print(f"note: {note}")
+    finish(record, json)

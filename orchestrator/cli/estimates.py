@@ -1,0 +1,83 @@
+"""What work will take, before it is done."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from orchestrator.cli.options import (
+    SIZES,
+    JsonFile,
+    KVHeads,
+    KVRatios,
+    Overrides,
+    finish,
+    recipe_settings,
+    with_options,
+)
+
+OF_SEARCH = "a search: headfold estimate CONFIG [KEY=VALUE]..."
+OF_CONVERSION = "a conversion: headfold estimate --model M --recipe R --kv-ratio 0.5,0.25 (or --kv-heads 4,2)"
+
+
+@with_options(*SIZES)
+def estimate(
+    search: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="Of a search: its YAML file and changes to it."),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="The same YAML file.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Of a conversion: folder with config.json, or hub name; no weights are read.")
+    ] = None,
+    recipe: Annotated[str | None, typer.Option(help="Named recipe, e.g. gqa, asymgqa, align, headfold.")] = None,
+    kv_ratio: KVRatios = None,
+    kv_heads: KVHeads = None,
+    overrides: Overrides = None,
+    json: JsonFile = None,
+    *,
+    options: dict[str, Any],
+) -> None:
+    """Say what a search or a conversion will take before it runs: tokens, hours, peak memory, disk."""
+    from orchestrator.config.schema import ConfigError
+    from orchestrator.storage.outputs import check_results
+
+    check_results(json)
+    given = list(search or [])
+    if config is None and given and "=" not in given[0]:
+        config = Path(given.pop(0))
+    if config is not None:
+        if model or recipe or kv_ratio or kv_heads:
+            raise ConfigError(f"estimate: expected one of two, {OF_SEARCH}, or {OF_CONVERSION}; got parts of both")
+        finish(_search(config, given), json)
+        return
+    if model is None or recipe is None or (kv_ratio is None and kv_heads is None):
+        raise ConfigError(f"estimate: expected {OF_SEARCH}, or {OF_CONVERSION}")
+    from orchestrator.conversion.estimate import describe, estimate_conversion
+    from orchestrator.conversion.request import asked_ratios
+
+    settings: dict[str, Any] = options | {"recipe_settings": recipe_settings(overrides)}
+    ratios = asked_ratios(model, kv_ratio, kv_heads)
+    settings["nearest"] = len(ratios) > 1  # as `convert` takes several
+    points = [estimate_conversion(model, recipe, ratio, **settings) for ratio in ratios]
+    for number, point in enumerate(points):
+        print("\n" * bool(number) + "\n".join(f"{name}: {value}" for name, value in describe(point).items()))
+    records = [point.to_dict() for point in points]
+    finish(records[0] if len(records) == 1 else {"points": records}, json)
+
+
+def _search(file: Path, changes: list[str]) -> dict[str, Any]:
+    from orchestrator.config.schema import load_config
+    from orchestrator.search.estimate import describe_search, estimate_search, local_parallel
+    from orchestrator.storage.paths import storage_path
+
+    settings = load_config(file, changes)
+    found = estimate_search(settings, storage_path(settings.storage), parallel=local_parallel(settings))
+    for name, value in describe_search(found, settings).items():
+        print(f"{name}: {value}")
+    for warning in found.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return found.to_dict()

@@ -1,0 +1,68 @@
+"""Which heads of a checkpoint matter and which are alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from orchestrator.cli.options import (
+    CALIBRATED,
+    JsonFile,
+    KVHeads,
+    KVRatios,
+    Overrides,
+    finish,
+    recipe_settings,
+    with_options,
+)
+
+
+@with_options(*CALIBRATED)
+def inspect(
+    checkpoint: Annotated[str, typer.Argument(help="Folder with safetensors, or hub name.")],
+    kv_ratio: KVRatios = None,
+    kv_heads: KVHeads = None,
+    recipe: Annotated[str, typer.Option(help="Recipe whose grouping and fusion the single places get.")] = "headfold",
+    compare: Annotated[
+        str | None, typer.Option(help="Recipes to convert by, e.g. gqa,headfold; 'none' converts by none.")
+    ] = None,
+    counts: Annotated[
+        str | None,
+        typer.Option(help="Head counts to measure: any, powers_of_two or divisors (default: any up to 16 KV heads)."),
+    ] = None,
+    agreement: Annotated[
+        bool, typer.Option("--agreement", help="Also compare the layer-output score's ranks with the whole model's.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="The page.")] = Path("inspection.html"),
+    overrides: Overrides = None,
+    cache: Annotated[
+        Path | None, typer.Option(help="Folder where measurements are kept (default: headfold in the user's cache).")
+    ] = None,
+    json: JsonFile = None,
+    *,
+    options: dict[str, Any],
+) -> None:
+    """Which heads matter and which are alike, what budgets would keep, what recipes would cost: one page."""
+    from orchestrator.conversion.inspection import COMPARED, inspect_checkpoint
+    from orchestrator.conversion.request import asked_ratios
+    from orchestrator.reporting.inspection_page import print_inspection, write_inspection
+    from orchestrator.storage.outputs import check_results
+
+    check_results(json, page=out)
+    names = COMPARED if compare is None else [name.strip() for name in compare.split(",") if name.strip() != "none"]
+    record = inspect_checkpoint(
+        checkpoint,
+        kv_ratios=asked_ratios(checkpoint, kv_ratio, kv_heads, "0.5,0.25", "checkpoint"),
+        recipe=recipe,
+        compare=names,
+        counts=counts,
+        agreement=agreement,
+        recipe_settings=recipe_settings(overrides),
+        cache_dir=cache,
+        **options,
+    )
+    print_inspection(record)
+    print(f"page: {write_inspection(record, out)}")
+    finish(record, json)

@@ -1,0 +1,102 @@
+"""What several verbs take: their options, spelt once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result to this file as one JSON object.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the folder of --out if Headfold wrote all of it, and nothing else.")
+]
+ConfigFile = Annotated[Path, typer.Argument(help="YAML file, e.g. configs/demo.yaml.")]
+ConfigOverrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. search.samples=4")]
+KVRatios = Annotated[
+    str | None,
+    typer.Option(help="Share of the checkpoint's own KV cache to keep, below 1; or several, e.g. 0.5,0.25."),
+]
+KVHeads = Annotated[
+    str | None,
+    typer.Option(help="In its place: how many of the checkpoint's KV heads a layer, on average; e.g. 4,2."),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Other choices of the recipe, e.g. refinement=heal; repeatable."),
+]
+
+SHARED: dict[str, tuple[Any, Any]] = {
+    "calibration_data": (
+        Annotated[
+            str,
+            typer.Option(
+                "--calibration-data",
+                "--data",
+                help="Text to calibrate on: stdlib, a hub name, or local text / jsonl / parquet files.",
+            ),
+        ],
+        "stdlib",
+    ),
+    "eval_data": (
+        Annotated[str, typer.Option(help="Text to measure the held-out loss on; the same kinds of source.")],
+        "stdlib",
+    ),
+    "calibration_tokens": (Annotated[int, typer.Option(min=2, help="Tokens to calibrate on.")], 16_384),
+    "eval_tokens": (Annotated[int, typer.Option(min=2, help="Tokens to measure the held-out loss on.")], 16_384),
+    "sequence_length": (Annotated[int, typer.Option(min=2, help="Tokens a sequence.")], 256),
+    "seed": (Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of plans and of which text is taken.")], 0),
+    "dtype": (
+        Annotated[
+            str,
+            typer.Option(help="Of what is written: auto (the checkpoint's own), float32, bfloat16 (bf16) or float16."),
+        ],
+        "auto",
+    ),
+    "device": (Annotated[str, typer.Option(help="auto, cpu or cuda.")], "auto"),
+}
+"""Type and default of the options that verbs share, by name."""
+
+CALIBRATED = tuple(SHARED)
+HELD_OUT = ("eval_data", "eval_tokens", "sequence_length", "seed", "device")
+SIZES = ("calibration_tokens", "eval_tokens", "sequence_length", "dtype", "device")
+
+
+def with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a verb the named options of `SHARED`; it gets their values as one mapping, its parameter `options`."""
+
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+        def called(**given: Any) -> None:
+            options = {name: given.pop(name) for name in names}
+            verb(**given, options=options)
+
+        own = [p for p in inspect.signature(verb, eval_str=True).parameters.values() if p.name != "options"]
+        shared = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=SHARED[name][0], default=SHARED[name][1])
+            for name in names
+        ]
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + shared
+        # Typer reads the options of a verb from its signature.
+        called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = {p.name: p.annotation for p in parameters}
+        called.__name__, called.__doc__ = verb.__name__, verb.__doc__
+        return called
+
+    return decorate
+
+
+def recipe_settings(overrides: list[str] | None) -> dict[str, Any]:
+    """`axis=part` and `axis.knob=value` as `search_spaces.recipes.recipes.recipe` takes them."""
+    from orchestrator.config.parsing import read_override
+
+    return dict(read_override(override, "refinement=heal") for override in overrides or [])
+
+
+def finish(record: dict[str, Any], file: Path | None) -> None:
+    """Write a verb's result where `--json` asks for it."""
+    if file is not None:
+        from orchestrator.storage.outputs import write_result
+
+        write_result(file, record)

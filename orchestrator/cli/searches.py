@@ -1,0 +1,105 @@
+"""Verbs of a search: run it, promote from it, tell about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from orchestrator.cli.options import ConfigFile, ConfigOverrides, JsonFile, finish
+
+
+def search(
+    config: ConfigFile,
+    overrides: ConfigOverrides = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Continue the newest search of this name; with a NAME after it the one in that folder, e.g. demo-2.",
+        ),
+    ] = False,
+    json: JsonFile = None,
+) -> None:
+    """Run a search: baselines, trials, Pareto front, promotion, report."""
+    from orchestrator.config.schema import load_config
+
+    changes, named = _split(overrides or [], resume)
+    settings = load_config(config, changes)  # before the imports below: a mistake is told in a second
+    from orchestrator.storage.outputs import check_results
+
+    check_results(json)
+    from orchestrator.pipeline import search as run_search
+
+    outcome = run_search(settings, resume=named or resume)
+    finish(outcome.to_dict(), json)
+    if outcome.exit_code:
+        raise typer.Exit(outcome.exit_code)
+
+
+def _split(words: list[str], resume: bool) -> tuple[list[str], str | None]:
+    """The overrides among some words, and the search that --resume names: the one word that is no override."""
+    from orchestrator.config.parsing import ConfigError
+
+    names = [word for word in words if "=" not in word or (Path(word) / "search.yaml").is_file()] if resume else []
+    if len(names) > 1:
+        raise ConfigError(f"--resume: got the names {' and '.join(names)}; give one")
+    return [word for word in words if word not in names], next(iter(names), None)
+
+
+def promote(
+    search: Annotated[Path, typer.Argument(help="Folder of a search, e.g. runs/demo/demo.")],
+    trial: Annotated[list[str] | None, typer.Option(help="Trial id to promote; may be given several times.")] = None,
+    top: Annotated[int | None, typer.Option(min=1, help="Promote the K best at each budget.")] = None,
+    json: JsonFile = None,
+) -> None:
+    """Continue the chosen trials to the full training, pass the gate, register. Finished steps are not repeated."""
+    from orchestrator.promotion.promote import promote_search
+    from orchestrator.storage.outputs import check_results
+
+    check_results(json)
+    outcome = promote_search(search, trials=trial or [], top=top)
+    finish(outcome.to_dict(), json)
+    if outcome.exit_code:
+        raise typer.Exit(outcome.exit_code)
+
+
+def watch(
+    search: Annotated[Path, typer.Argument(help="Folder of a search, e.g. runs/demo/demo.")],
+    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Look once, write one JSON object to this file; - prints it alone.")
+    ] = None,
+) -> None:
+    """Watch a search: front so far, trials by state, tokens a second, what is spent and left. Reads files only."""
+    import json as encoder
+
+    from orchestrator.reporting import status
+    from orchestrator.storage.outputs import check_results
+    from orchestrator.storage.paths import SearchFolder
+
+    folder = SearchFolder.existing(search)
+    if json is not None and str(json) == "-":
+        print(encoder.dumps(status.look(folder).to_dict(), indent=1))
+        return
+    check_results(json)
+    finish(status.watch(folder, every=every, once=once or json is not None).to_dict(), json)
+
+
+def report(
+    search: Annotated[Path, typer.Argument(help="Folder of a search.")],
+    out: Annotated[Path | None, typer.Option(help="HTML file; report.html in the folder by default.")] = None,
+    json: JsonFile = None,
+) -> None:
+    """Write one self-contained page: front, comparison over seeds, trials, rungs, head budgets."""
+    from orchestrator.reporting.console import print_comparison
+    from orchestrator.reporting.report_page import write_report
+    from orchestrator.storage.outputs import check_results
+
+    check_results(json, page=out)
+    written = write_report(search, out)
+    print_comparison(written["comparison"])
+    print(f"report: {written['report']}")
+    finish(written, json)

@@ -1,0 +1,61 @@
+"""Training from random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from orchestrator.cli.options import HELD_OUT, JsonFile, Overwrite, finish, with_options
+
+
+@with_options(*HELD_OUT)
+def train(
+    like: Annotated[str, typer.Option(help="Folder or hub name whose architecture and tokenizer to take.")],
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")],
+    learning_rate: Annotated[float, typer.Option(help="Peak of the schedule: warm-up, then a cosine.")],
+    out: Annotated[Path, typer.Option(help="Folder for the trained checkpoint; what it comes from: OUT.training.")],
+    recipe: Annotated[str, typer.Option(help="transformer, or dcformer: dynamically composed heads.")] = "transformer",
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="e.g. composition.rank=4, train.batch_size=32; repeatable."),
+    ] = None,
+    train_data: Annotated[str, typer.Option(help="Text to train on; the same kinds of source.")] = "stdlib",
+    train_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of training text (default: what the steps take, 4M at most).")
+    ] = None,
+    eval_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between measurements and checkpoints (default: a tenth).")
+    ] = None,
+    overwrite: Overwrite = False,
+    json: JsonFile = None,
+    *,
+    options: dict[str, Any],
+) -> None:
+    """Train from random weights, with Ray Train and DeepSpeed; run again, it goes on where it was stopped."""
+    from orchestrator.storage.outputs import check_results
+    from orchestrator.train import train_from_scratch
+
+    check_results(json, folder=out)
+    record = train_from_scratch(
+        like,
+        out,
+        progress=lambda line: print(line, flush=True),
+        overwrite=overwrite,
+        recipe=recipe,
+        steps=steps,
+        learning_rate=learning_rate,
+        overrides=overrides or [],
+        train_data=train_data,
+        train_tokens=train_tokens,
+        eval_every=eval_every,
+        **options,
+    )
+    print(f"held-out loss {record['loss']:.3f} nats a token after {record['tokens']} tokens")
+    if found := record.get("answers"):
+        print(
+            f"answers to {found['count']} examples: {found['accuracy']:.1%} right, perplexity {found['perplexity']:.2f}"
+        )
+    print(f"checkpoint: {record['out']}")
+    finish(record, json)

@@ -1,0 +1,1 @@
+"""The Ray cluster of a search: its session, and the pool of training workers."""

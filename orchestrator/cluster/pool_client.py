@@ -1,0 +1,138 @@
+"""Standing groups: Ray Train workers that carry out one training job after another.
+
+One actor, the pool (`orchestrator.cluster.worker_pool`), keeps the groups; each group is a Ray Train run of its own
+whose workers ask the pool for jobs (`trainers.jobs.worker.stand`). A trial leases a group for its job and is told of
+every milestone. Groups start as leases need them, and end when they have been idle for long, when another shape is
+wanted, when they fail, or with the pool. The pool belongs to the search's driver and everything else to the pool, so
+that nothing outlives the driver. Here are the sides of the driver and of the trials.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import ray
+from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from orchestrator.cluster.worker_pool import CLOSE_SECONDS, IDLE_SECONDS, LOST_SECONDS, STUCK_SECONDS, Pool
+from orchestrator.config.schema import SearchConfig
+from orchestrator.storage.paths import SearchFolder
+from trainers.jobs.worker import TrainJob, TrainOutcome, outcome_of
+
+PREFIX = "headfold-groups"
+WAIT_SECONDS = 10.0
+
+
+class GroupError(RuntimeError):
+    """A standing group, or several in a row, failed at a job."""
+
+
+class PoolGone(RuntimeError):
+    """The pool of standing groups has died, and with it its groups."""
+
+
+# ---- the driver's side -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def standing_groups(config: SearchConfig, folder: SearchFolder) -> Iterator[str | None]:
+    """The pool of a search, as it is configured; None where every training starts workers of its own."""
+    if not config.resources.warm:
+        yield None
+        return
+    with pool_of_groups(str(folder.train), config.resources.idle_seconds) as name:
+        yield name
+
+
+@contextlib.contextmanager
+def pool_of_groups(
+    storage_path: str,
+    idle_seconds: float = IDLE_SECONDS,
+    lost_seconds: float = LOST_SECONDS,
+    stuck_seconds: float = STUCK_SECONDS,
+) -> Iterator[str]:
+    """A pool for as long as the body runs; yields its name, by which every process of the Ray job finds it.
+
+    `storage_path` is the pool's alone as far as folders that begin with its prefix go.
+    """
+    name = f"{PREFIX}-{uuid.uuid4().hex[:12]}"
+    _clear(storage_path)  # of a driver that was killed
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options: dict[str, Any] = {"name": name, "num_cpus": 0, "max_concurrency": 10_000, "scheduling_strategy": here}
+    pool: Any = (
+        ray.remote(Pool).options(**options).remote(name, storage_path, idle_seconds, lost_seconds, stuck_seconds)
+    )
+    ray.get(pool.open.remote())
+    try:
+        yield name
+    finally:
+        with contextlib.suppress(Exception):
+            ray.get(pool.close.remote(), timeout=2 * CLOSE_SECONDS)
+        with contextlib.suppress(Exception):
+            ray.kill(pool)
+        _clear(storage_path)
+
+
+def _clear(storage_path: str) -> None:
+    """Remove the folders of groups; they hold nothing that is needed."""
+    for folder in Path(storage_path).glob(f"{PREFIX}-*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# ---- the trial's side ------------------------------------------------------------------------------------------------
+
+
+def train_in_group(
+    pool: str, job: TrainJob, on_report: Callable[[dict[str, Any]], None], *, reported: int = -1
+) -> TrainOutcome:
+    """`run_training` on a standing group: the same job, reports and errors.
+
+    `on_report` is called in this thread with each milestone's report after step `reported`; the workers wait until it
+    returns, and if it raises they end the job there. Raises GroupError where `run_training` raises Ray's
+    TrainingFailedError, and PoolGone if there is no pool, or no longer.
+    """
+    try:
+        handle = ray.get_actor(pool)
+        number, beat = cast(tuple[int, float], ray.get(handle.lease.remote(job.to_json(), reported)))
+        with _leased(handle, number, beat):
+            while True:
+                event: Any = ray.get(handle.wait.remote(number, WAIT_SECONDS))
+                if event is None:
+                    continue
+                if "report" in event:
+                    on_report(event["report"])
+                    ray.get(handle.go_on.remote(number))
+                elif "ended" in event:
+                    return outcome_of(job, event["ended"])
+                else:
+                    raise GroupError(event["failed"])
+    except (RayActorError, ValueError) as error:
+        if isinstance(error, ValueError) and "Failed to look up actor" not in str(error):
+            raise
+        raise PoolGone(f"the pool of standing groups {pool} is gone: {error}") from None
+
+
+@contextlib.contextmanager
+def _leased(pool: Any, number: int, every: float) -> Iterator[None]:
+    """Tell the pool that the holder lives, and in the end that it needs no more, however it ends."""
+    ended = threading.Event()
+
+    def tell() -> None:
+        with contextlib.suppress(Exception):
+            while not ended.wait(every):
+                pool.alive.remote(number)
+
+    threading.Thread(target=tell, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        with contextlib.suppress(Exception):
+            ray.get(pool.release.remote(number), timeout=WAIT_SECONDS)

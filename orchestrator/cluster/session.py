@@ -1,0 +1,193 @@
+"""The Ray cluster of a search: connect or start, count what it has, derive how many trials run at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.config.schema import ConfigError, SearchConfig
+from orchestrator.storage.paths import in_ray_job
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+LOOK_SECONDS = 5.0
+DASHBOARD = "RAY_API_SERVER_ADDRESS"  # where Ray's own parts look for the dashboard
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What one trial needs: its driver and its Ray Train workers."""
+
+    driver_cpus: float
+    driver_gpus: float
+    workers: int
+    cpus_per_worker: float
+    gpus_per_worker: float
+
+    @classmethod
+    def of(cls, config: SearchConfig) -> Demand:
+        train, own = config.train, config.resources
+        return cls(own.driver_cpus, own.driver_gpus, train.num_workers, train.cpus_per_worker, train.gpus_per_worker)
+
+    @property
+    def cpus(self) -> float:
+        return self.driver_cpus + self.workers * self.cpus_per_worker
+
+    @property
+    def gpus(self) -> float:
+        return self.driver_gpus + self.workers * self.gpus_per_worker
+
+
+def concurrency(resources: Mapping[str, float], demand: Demand, limit: int | str = "auto") -> int:
+    """How many trials fit a cluster with `resources` (keys CPU and GPU) at a time, at most `limit`.
+
+    Without this cap drivers take every CPU and wait for workers that can never start. Raises ConfigError if not even
+    one trial fits.
+    """
+    have = {"CPU": float(resources.get("CPU", 0)), "GPU": float(resources.get("GPU", 0))}
+    need = {"CPU": demand.cpus, "GPU": demand.gpus}
+    for kind in ("GPU", "CPU"):
+        if need[kind] > have[kind] + 1e-6:
+            raise ConfigError(
+                f"train.num_workers: {demand.workers} worker(s) need {need[kind]:g} {kind} "
+                f"({_sum(demand, kind)}), but the cluster has {have[kind]:g}; lower train.num_workers, "
+                f"train.{kind.lower()}s_per_worker or resources.driver_{kind.lower()}s, or add nodes"
+            )
+    fit = min(int((have[kind] + 1e-6) // need[kind]) for kind in have if need[kind] > 0)
+    return fit if limit == "auto" else min(fit, int(limit))
+
+
+class Room:
+    """How many trials fit the cluster as it is now; asked anew every few seconds, since nodes come and go.
+
+    `ask` gives the cluster's resources. Where not even one trial fits any more there is still room for one: it waits
+    for workers, and with it the search, until nodes come back.
+    """
+
+    def __init__(
+        self,
+        demand: Demand,
+        limit: int | str = "auto",
+        seconds: float = LOOK_SECONDS,
+        ask: Callable[[], Mapping[str, float]] | None = None,
+    ) -> None:
+        self._demand, self._limit, self._seconds, self._ask = demand, limit, seconds, ask or capacity
+        self._looked, self._trials = -math.inf, 1
+        self._told: int | None = None
+
+    def trials(self) -> int:
+        """Says so when it has changed since it was last asked."""
+        now = time.monotonic()
+        if now - self._looked >= self._seconds:
+            self._looked = now
+            try:
+                fitting = concurrency(self._ask(), self._demand, self._limit)
+            except ConfigError:
+                fitting = 0
+            if self._told is not None and fitting != self._told:
+                waits = "" if fitting else "; the search waits for nodes"
+                print(f"cluster  has changed: room for {fitting} trial(s) at a time{waits}", flush=True)
+            self._told, self._trials = fitting, max(1, fitting)
+        return self._trials
+
+
+def _sum(demand: Demand, kind: str) -> str:
+    of_worker, of_driver = (
+        (demand.gpus_per_worker, demand.driver_gpus) if kind == "GPU" else (demand.cpus_per_worker, demand.driver_cpus)
+    )
+    return f"{demand.workers} x {of_worker:g} and {of_driver:g} for the trial's driver"
+
+
+def ray_train_intervals(look_seconds: float) -> None:
+    """For trainings that this process starts: how often Ray Train looks after workers, how long it waits for them."""
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", str(look_seconds))
+    # A node that is being added takes minutes; the default of one minute would fail the trial that waits for it.
+    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "1800")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def connected() -> Iterator[dict[str, float]]:
+    """Connect to the cluster of RAY_ADDRESS (a job), or start Ray on this machine; yields the cluster's resources.
+
+    For an autoscaling cluster these are the resources at its full size.
+    """
+    import ray
+
+    if ray.is_initialized():
+        yield capacity()
+        return
+    earlier = os.environ.get(DASHBOARD)
+    start()
+    try:
+        yield capacity()
+    finally:
+        ray.shutdown()
+        os.environ.pop(DASHBOARD, None)
+        if earlier is not None:
+            os.environ[DASHBOARD] = earlier
+
+
+def start() -> None:
+    """`ray.init`, with the dashboard's address known to all workers.
+
+    Ray Train's cleaner of placement groups asks the dashboard whether a stopped trial is gone. Without a dashboard, or
+    with that of another Ray on the machine, the groups of stopped trials stay for ever and the search stands still.
+    """
+    import ray
+
+    quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
+    # No HF_TOKEN here: Ray writes a runtime environment into its logs. Nodes that read private models have their own.
+    passed = ("HF_HUB_OFFLINE", "HF_HOME", "HF_ENDPOINT")
+    environment = {"TOKENIZERS_PARALLELISM": "false"} | {key: os.environ[key] for key in passed if key in os.environ}
+    if not in_ray_job():  # a job's working folder is on the path of all its processes
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    address = os.environ.get("RAY_ADDRESS")
+    if address:
+        from ray.dashboard.utils import get_address_for_submission_client
+
+        environment[DASHBOARD] = get_address_for_submission_client(address)
+        settled = _environment_of_job()
+        added = {key: value for key, value in environment.items() if key not in settled}
+        ray.init(address=address, runtime_env={"env_vars": added}, **quiet)
+        return
+    port = free_port()
+    environment[DASHBOARD] = os.environ[DASHBOARD] = f"http://127.0.0.1:{port}"
+    # Nobody takes this machine away at short notice: one process less for each training.
+    environment["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
+    ray.init(
+        address="local",
+        include_dashboard=True,
+        dashboard_host="127.0.0.1",
+        dashboard_port=port,
+        runtime_env={"env_vars": environment},
+        **quiet,
+    )
+
+
+def _environment_of_job() -> dict[str, str]:
+    """The variables that `ray job submit --runtime-env-json` has set; Ray refuses to have them set again."""
+    record = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
+    return record.get("runtime_env", {}).get("env_vars", {})
+
+
+def capacity() -> dict[str, float]:
+    """CPU and GPU of the cluster, of an autoscaling one at its full size."""
+    import ray
+    import ray._private.state as cluster_state
+
+    have = ray.cluster_resources()
+    most = cluster_state.state.get_max_resources_from_cluster_config() or {}
+    return {kind: max(float(have.get(kind, 0)), float(most.get(kind, 0))) for kind in ("CPU", "GPU")}

@@ -1,0 +1,345 @@
+"""The pool of standing groups: the actor that keeps them and gives them their jobs
+(`orchestrator.cluster.pool_client`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import shutil
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private.state import available_resources_per_node
+
+from orchestrator.cluster.session import ray_train_intervals
+from trainers.jobs.worker import TrainJob, stand
+from trainers.settings import TrainSettings
+
+IDLE_SECONDS = 300.0
+LOST_SECONDS = 60.0  # without a heartbeat, after which a lease's holder counts as dead
+STUCK_SECONDS = 60.0  # without a worker anywhere, after which one may start on less CPU than it should have
+LEAST_SHARE = 0.5
+LOOK_SECONDS = 1.0
+START_FAILURES = 2  # in a row, after which waiting jobs are told that no group starts
+CLOSE_SECONDS = 15.0
+
+Shape = tuple[int, float, float]
+"""Workers, CPUs of each, GPUs of each."""
+
+
+@dataclass(eq=False)
+class Group:
+    """A standing group as the pool sees it. `given`: the job under way, with its number."""
+
+    name: str
+    shape: Shape
+    started: float
+    workers: dict[int, Any] = field(default_factory=dict)
+    given: tuple[int, str] | None = None
+    lease: Lease | None = None
+    jobs: int = 0
+    ended: list[Any] = field(default_factory=list)
+    ready: bool = False
+    ending: bool = False
+    squeezed: bool = False
+    idle_since: float = 0.0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def tell(self) -> None:
+        """Wake the workers that wait."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+@dataclass(eq=False)
+class Lease:
+    """A job and its holder. `reported`: the last step that the holder was told of."""
+
+    number: int
+    job: TrainJob
+    shape: Shape
+    seen: float
+    reported: int
+    failures: int = 0
+    group: Group | None = None
+    events: asyncio.Queue = field(default_factory=asyncio.Queue)
+    answer: asyncio.Future | None = None
+    released: bool = False
+
+
+class Pool:
+    """The actor. All methods run in one event loop; only `stand` blocks, in a thread a group."""
+
+    def __init__(
+        self,
+        name: str,
+        storage_path: str,
+        idle_seconds: float = IDLE_SECONDS,
+        lost_seconds: float = LOST_SECONDS,
+        stuck_seconds: float = STUCK_SECONDS,
+    ) -> None:
+        # Looked at ten times a second a group that lasts would cost a few per cent of a core for nothing
+        ray_train_intervals(look_seconds=0.5)
+        self.name, self.storage_path, self.idle_seconds = name, storage_path, idle_seconds
+        self.lost_seconds, self.stuck_seconds = lost_seconds, stuck_seconds
+        self.groups: dict[str, Group] = {}
+        self.leases: dict[int, Lease] = {}
+        self.waiting: list[Lease] = []
+        self._numbers, self._starts = itertools.count(), itertools.count()
+        self._start_failures, self._closing = 0, False
+        self._watch: asyncio.Task | None = None
+        self._self: Any = None
+
+    async def open(self) -> None:
+        """Must be called once: needs the event loop, which the constructor does not have."""
+        self._self = ray.get_runtime_context().current_actor
+        self._watch = asyncio.get_running_loop().create_task(self._look())
+
+    # ---- for the holders of leases ----------------------------------------------------------------------------
+
+    async def lease(self, job: str, reported: int = -1) -> tuple[int, float]:
+        """Have a job done by a group; its number, and how often its holder must say that it is alive, in seconds.
+
+        Milestones up to step `reported` are not told again; step 0 is one where a relaxation took all steps.
+        """
+        parsed, now = TrainJob.from_json(job), time.monotonic()
+        settings = parsed.settings
+        shape = (settings.num_workers, settings.cpus_per_worker, settings.gpus_per_worker)
+        lease = Lease(next(self._numbers), parsed, shape, now, reported)
+        self.leases[lease.number] = lease
+        self.waiting.append(lease)
+        self._match()
+        return lease.number, self.lost_seconds / 10
+
+    async def wait(self, number: int, seconds: float) -> dict[str, Any] | None:
+        """The next event of a lease: {"report"}, {"ended"} or {"failed"}; None if there is none for `seconds`."""
+        try:
+            return await asyncio.wait_for(self.leases[number].events.get(), seconds)
+        except TimeoutError:
+            return None
+
+    async def alive(self, number: int) -> None:
+        if number in self.leases:
+            self.leases[number].seen = time.monotonic()
+
+    async def go_on(self, number: int) -> None:
+        """The answer to a report."""
+        if (lease := self.leases.get(number)) is not None:
+            self._answer(lease, True)
+
+    async def release(self, number: int) -> None:
+        """The holder wants no more. A job under way ends at the milestone where it waits, else with its workers."""
+        lease = self.leases.pop(number, None)
+        if lease is None:
+            return
+        lease.released = True
+        if lease in self.waiting:
+            self.waiting.remove(lease)
+        if lease.group is not None and not self._answer(lease, False) and lease.reported < lease.job.milestones[-1]:
+            self._kill(lease.group)
+
+    async def state(self) -> dict[str, Any]:
+        """For tests and for people."""
+        return {
+            "groups": {g.name: {"shape": g.shape, "jobs": g.jobs, "busy": g.lease is not None} for g in self._alive()},
+            "leases": sorted(self.leases),
+            "waiting": [lease.number for lease in self.waiting],
+        }
+
+    async def close(self) -> None:
+        """End all groups in order, as far as they let themselves be."""
+        self._closing = True
+        for group in list(self.groups.values()):
+            (self._end if group.lease is None else self._kill)(group)  # nobody waits for what is under way
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while self.groups and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        for group in list(self.groups.values()):
+            self._kill(group)
+        if self._watch is not None:
+            self._watch.cancel()
+
+    # ---- for the groups' workers ------------------------------------------------------------------------------
+
+    async def next(self, name: str, rank: int, number: int, worker: Any) -> str | None:
+        group = self.groups.get(name)
+        if group is not None and rank not in group.workers:
+            group.workers[rank] = worker
+            if len(group.workers) == group.shape[0]:
+                group.ready, group.idle_since, self._start_failures = True, time.monotonic(), 0
+                self._match()
+        while group is not None and name in self.groups and not group.ending:
+            if group.given is not None and group.given[0] == number:
+                return group.given[1]
+            await group.changed.wait()
+        return None
+
+    async def report(self, name: str, metrics: dict[str, Any], last: bool) -> bool:
+        """Rank 0's milestone; waits for the holder's answer unless nothing comes after it."""
+        lease = self.groups[name].lease
+        if lease is None or lease.released:
+            return False
+        if metrics["step"] <= lease.reported:
+            return True
+        lease.reported = metrics["step"]
+        if last:
+            lease.events.put_nowait({"report": metrics})
+            return True
+        lease.answer = asyncio.get_running_loop().create_future()
+        lease.events.put_nowait({"report": metrics})
+        return await lease.answer
+
+    async def finished(self, name: str, rank: int, ended: dict[str, Any]) -> None:
+        group = self.groups[name]
+        group.ended.append((rank, ended))
+        if len(group.ended) < group.shape[0]:
+            return
+        lease, outcome = group.lease, min(group.ended, key=lambda pair: pair[0])[1]
+        group.lease, group.given, group.ended, group.idle_since = None, None, [], time.monotonic()
+        group.jobs += 1
+        if lease is not None:
+            lease.group = None
+            lease.events.put_nowait({"ended": outcome})
+        self._match()
+
+    # ---- inside -----------------------------------------------------------------------------------------------
+
+    def _alive(self) -> list[Group]:
+        return [group for group in self.groups.values() if not group.ending]
+
+    def _match(self) -> None:
+        """Give waiting jobs to idle groups of their shape, and start groups for the others."""
+        for lease in list(self.waiting):
+            idle = (g for g in self._alive() if g.ready and g.lease is None and g.shape == lease.shape)
+            if (group := next(idle, None)) is not None:
+                self.waiting.remove(lease)
+                group.lease, lease.group = lease, group
+                group.given = (group.jobs, lease.job.to_json())
+                group.tell()
+        for shape in {lease.shape for lease in self.waiting}:
+            wanted = sum(lease.shape == shape for lease in self.waiting)
+            starting = sum(g.shape == shape and not g.ready for g in self._alive())
+            for _ in range(wanted - starting):
+                # What is idle has another shape; it may stand where this one needs room
+                if other := next((g for g in self._alive() if g.ready and g.lease is None), None):
+                    self._end(other)
+                self._start(shape)
+
+    def _start(self, shape: Shape, cpus: float | None = None) -> None:
+        """A group of a shape, whose workers ask Ray for `cpus` each if that is not the shape's."""
+        if self._closing:
+            return
+        group = Group(f"{self.name}-{next(self._starts)}", shape, time.monotonic(), squeezed=cpus is not None)
+        self.groups[group.name] = group
+        workers, gpus = shape[0], shape[2]
+        cpus = shape[1] if cpus is None else cpus
+        settings = TrainSettings(
+            num_workers=workers, batch_size=workers, cpus_per_worker=cpus, gpus_per_worker=gpus, zero_stage=1
+        )
+        loop = asyncio.get_running_loop()
+
+        def keep() -> None:
+            error: BaseException | None = None
+            try:
+                stand(self._self, group.name, settings, self.storage_path)
+            except BaseException as failure:
+                error = failure
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._gone, group, error)
+
+        threading.Thread(target=keep, name=group.name, daemon=True).start()
+
+    def _end(self, group: Group) -> None:
+        """Ask a group to end once its job is done; at once if it is idle. One that is still starting ends then."""
+        group.ending = True
+        group.tell()
+
+    def _kill(self, group: Group) -> None:
+        group.ending = True
+        for worker in group.workers.values():
+            ray.kill(worker)
+        group.tell()
+
+    def _gone(self, group: Group, error: BaseException | None) -> None:
+        """A group's run has ended. A job that it had goes to another one, unless it has failed too often."""
+        del self.groups[group.name]
+        group.tell()
+        shutil.rmtree(Path(self.storage_path) / group.name, ignore_errors=True)
+        lease = group.lease
+        if error is not None and not group.ready:
+            self._start_failures += 1
+            if self._start_failures >= START_FAILURES:
+                self._start_failures = 0
+                for waiting in [w for w in self.waiting if w.shape == group.shape]:
+                    self.waiting.remove(waiting)
+                    waiting.events.put_nowait({"failed": f"no standing group could start: {_reason(error)}"})
+        if lease is not None and not lease.released:
+            lease.group, lease.answer = None, None
+            lease.failures += "MicroBatchLoweredError" not in _told(error)  # which has put right what was wrong
+            if lease.failures > lease.job.max_failures:
+                lease.events.put_nowait({"failed": _reason(error)})
+            else:
+                self.waiting.insert(0, lease)
+        self._match()
+
+    def _answer(self, lease: Lease, go: bool) -> bool:
+        """Whether somebody had waited for it."""
+        answer, lease.answer = lease.answer, None
+        if answer is None or answer.done():
+            return False
+        answer.set_result(go)
+        return True
+
+    async def _look(self) -> None:
+        """Ends groups that are idle for long, and takes the leases of holders that have died."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            now = time.monotonic()
+            for lease in [held for held in self.leases.values() if now - held.seen > self.lost_seconds]:
+                await self.release(lease.number)
+            for group in self._alive():
+                if group.ready and group.lease is None and now - group.idle_since > self.idle_seconds:
+                    self._end(group)
+            alive = self._alive()
+            stuck = alive and all(not g.ready and now - g.started > self.stuck_seconds for g in alive)
+            if self.waiting and stuck and not any(g.squeezed for g in alive):  # not one more a second
+                self._squeeze(self.waiting[0].shape)
+
+    def _squeeze(self, shape: Shape) -> None:
+        """Start a group on less CPU where only that keeps it from starting.
+
+        The holders of jobs have a little CPU each. Once nodes have gone that may be what the last group would need, and
+        all would wait for each other for ever. CPUs are counted by Ray, not enforced: the group is slower, no more.
+        """
+        workers, cpus, gpus = shape
+        nodes = available_resources_per_node().values()
+
+        def fit(each: float) -> bool:
+            room = (min(n.get("CPU", 0.0) // each, n.get("GPU", 0.0) // gpus if gpus else math.inf) for n in nodes)
+            return sum(room) >= workers
+
+        if not fit(cpus):
+            shares = (1 - step / 20 for step in range(1, 1 + round(20 * (1 - LEAST_SHARE))))
+            if (less := next((cpus * share for share in shares if fit(cpus * share)), None)) is not None:
+                self._start(shape, less)
+
+
+def _reason(error: BaseException | None) -> str:
+    """What the workers died of, in one line: the last exception that says something."""
+    from orchestrator.search.callbacks import last_error
+
+    return last_error(_told(error))
+
+
+def _told(error: BaseException | None) -> str:
+    """What the workers said, those last that did not merely lose another one."""
+    if error is None:
+        return "the group ended before its job was done"
+    told = sorted((str(w) for w in getattr(error, "worker_failures", {}).values()), key=lambda w: "onnection" not in w)
+    return "\n".join(told) or f"{type(error).__name__}: {error}"

@@ -1,0 +1,1 @@
+"""The configuration of a search: its schema, and how it is read."""

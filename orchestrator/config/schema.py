@@ -1,0 +1,299 @@
+"""One YAML file describes a search. Unknown keys are refused; every error names path, value and what is allowed.
+
+The sections lie here but for `train`, which lies beside its consumer (`trainers.settings.TrainSettings`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+)
+
+from attention.io.dtype_names import full_name
+from orchestrator.config.parsing import ConfigError, apply_override, parse_section, read_yaml
+from trainers.settings import Seed, Strict, TrainSettings
+
+
+class Section(Strict, BaseModel):
+    """One section of the file."""
+
+
+def _ratio(value: float) -> float:
+    if not 0 < value <= 1:
+        raise ValueError("a KV ratio must lie in (0, 1]; 0.25 keeps a quarter of the checkpoint's own KV cache")
+    return value
+
+
+def _slug(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", value):
+        raise ValueError("a name must be 1 to 64 letters, digits, '.', '_' or '-', and start with a letter or digit")
+    return value
+
+
+def _distinct(values: list) -> list:
+    repeated = sorted({v for v in values if values.count(v) > 1}, key=str)
+    if repeated:
+        raise ValueError(f"values must be distinct, got {repeated[0]!r} more than once")
+    return values
+
+
+def _milestones(steps: list[int]) -> list[int]:
+    if steps[0] != 0:
+        raise ValueError("the first rung must be 0: the converted model before any training step")
+    if any(later <= earlier for earlier, later in itertools.pairwise(steps)):
+        raise ValueError("rungs are cumulative steps and must increase")
+    return steps
+
+
+def _one_of_both(own: list[int], info: ValidationInfo) -> list[int]:
+    """KV heads in place of budgets, not beside them."""
+    if own and info.data.get("budgets"):
+        raise ValueError("give budgets (shares of the checkpoint's own KV cache) or kv_heads, not both")
+    return own
+
+
+KVRatio = Annotated[float, Field(allow_inf_nan=True), AfterValidator(_ratio)]  # its own words for nan
+Budgets = Annotated[list[KVRatio], AfterValidator(_distinct)]
+KVHeads = Annotated[list[PositiveInt], AfterValidator(_distinct), AfterValidator(_one_of_both)]
+Name = Annotated[str, AfterValidator(_slug)]
+
+
+class ModelSection(Section):
+    """The checkpoint to convert: a folder with safetensors or a name on the hub.
+
+    `teacher`: what is distilled from, e.g. the checkpoint after fine-tuning (none: the checkpoint itself). `dtype`:
+    what converted and promoted checkpoints are written in, and bytes counted in (auto: the checkpoint's own).
+    """
+
+    path: str = Field(min_length=1)
+    teacher: str | None = Field(default=None, min_length=1)
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(full_name)] = "auto"
+
+
+class TextSection(Section):
+    """`tokens` of text from `source` (where it is not given: `data.source`)."""
+
+    tokens: PositiveInt
+    source: str | None = None
+
+
+class DataSection(Section):
+    """Texts for training, for the held-out loss, and for calibration.
+
+    A source is `stdlib`, a local .txt / .jsonl / .json / .parquet file, a folder or glob of them, or a dataset name on
+    the hub (`name:split` for a split of its own).
+    """
+
+    source: str = Field(default="stdlib", min_length=1)
+    sequence_length: int = Field(default=256, ge=2)
+    train: TextSection = TextSection(tokens=262_144)
+    eval: TextSection = TextSection(tokens=16_384)
+    calibration: TextSection = TextSection(tokens=16_384)
+    text_field: str = "text"
+
+    def section(self, split: str) -> tuple[str, int]:
+        """Source and token count of "train", "eval" or "calibration"."""
+        text: TextSection = getattr(self, split)
+        return text.source or self.source, text.tokens
+
+
+class ArmSection(Section):
+    """One arm of the comparison: a recipe, with other choices where wanted, under a name of its own.
+
+    `changes`: other choices on its axes (`{alignment: procrustes}`); `settings`: knobs (`{relaxation.rate: 0.1}`);
+    `budgets`, or `kv_heads`: its own (none: those of the search).
+    """
+
+    recipe: str = Field(min_length=1)
+    label: Name | None = None
+    budgets: Budgets = []
+    kv_heads: KVHeads = []
+    changes: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+
+    @property
+    def name(self) -> str:
+        return self.label or self.recipe
+
+
+def _arm(value: Any) -> Any:
+    """A recipe's name alone is an arm too."""
+    return {"recipe": value} if isinstance(value, str) else value
+
+
+Arm = Annotated[ArmSection, BeforeValidator(_arm)]
+
+
+class SearchSection(Section):
+    """Which candidates are tried.
+
+    A budget is the share of the checkpoint's own KV cache that is kept; in place of `budgets`, `kv_heads` says how many
+    of its KV heads a layer (on average) are.
+
+    Every recipe (a name, or an arm with changes) runs at every budget with every learning rate and seed; then come
+    `samples` candidates that the searcher draws from the joint space, which `choices` restricts
+    (`{grouping: [exact, merge]}`) and in which `settings` fixes knobs (`{grouping.iterations: 50}`, and
+    `{searcher.chains: 4}` for a knob of the searcher). With searcher `asymgqa` the samples are the probes of its walks,
+    and the best plan of each budget is one more candidate. `baseline` always runs, at every budget of any arm, is never
+    stopped early, and is what a promotion must beat. `seed` is of the searcher and the texts; `seeds` (none: `seed`)
+    are those of plans and trainings.
+    """
+
+    searcher: str = Field(default="optuna", min_length=1)
+    recipes: list[Arm] = Field(default=[ArmSection(recipe="gqa"), ArmSection(recipe="headfold")], min_length=1)
+    budgets: Budgets = []
+    kv_heads: KVHeads = Field(default=[], validate_default=True)
+    learning_rates: Annotated[list[PositiveFloat], AfterValidator(_distinct)] = []
+    samples: int = Field(default=0, ge=0, le=1_000_000)
+    choices: dict[str, list[Any]] = {}
+    settings: dict[str, Any] = {}
+    baseline: str = Field(default="gqa", min_length=1)
+    seed: Seed = 0
+    seeds: Annotated[list[Seed], AfterValidator(_distinct)] = []
+
+    @field_validator("kv_heads")
+    @classmethod
+    def _asked(cls, own: list[int], info: ValidationInfo) -> list[int]:
+        if not own and info.data.get("budgets") == []:  # not there at all if it was refused itself
+            raise ValueError("expected at least 1 value in search.budgets, e.g. [0.5, 0.25], or in search.kv_heads")
+        return own
+
+    @field_validator("recipes")
+    @classmethod
+    def _names(cls, arms: list[ArmSection]) -> list[ArmSection]:
+        _distinct([arm.name for arm in arms])
+        return arms
+
+    @property
+    def arms(self) -> list[ArmSection]:
+        """What runs, the baseline among it."""
+        named = [arm.name for arm in self.recipes]
+        return self.recipes if self.baseline in named else [ArmSection(recipe=self.baseline), *self.recipes]
+
+
+class RungsSection(Section):
+    """Cumulative training steps at which trials are measured and the weaker ones stopped.
+
+    At each rung about 1 / `reduction_factor` of the trials goes on: `scheduler` says which (`budget`: the best of each
+    budget so far, the others are stopped for good), `settings` are its own. With `stop` false every trial goes on to
+    the end, as a comparison of recipes wants it.
+    """
+
+    steps: Annotated[list[int], AfterValidator(_milestones)] = Field(default=[0, 50, 200], min_length=1)
+    reduction_factor: float = Field(default=2.0, gt=1)
+    stop: bool = True
+    scheduler: str = "budget"
+    settings: dict[str, Any] = {}
+
+
+class PromotionSection(Section):
+    """Which trials go on to the full training, and what they must pass.
+
+    `select`: the `top` best trials at each budget, or every trial on the front. `steps` is added to the steps of the
+    last rung, with `evaluations` measurements on the way. Of all that was measured of a trial, the untrained conversion
+    included, the step of lowest held-out loss is shipped. The gate asks that this loss is below the baseline's (at its
+    own best step of equally many) by more than `margin` nats a token at the same budget; KV bytes as planned; and
+    logits of the exported checkpoint within `logit_tolerance` of the trained model's.
+    """
+
+    enabled: bool = True
+    select: Literal["best_per_budget", "front"] = "best_per_budget"
+    top: PositiveInt = 1
+    steps: int = Field(default=0, ge=0)
+    evaluations: PositiveInt = 4
+    margin: float = Field(default=0.0, ge=0)
+    logit_tolerance: PositiveFloat = 1e-4
+    registered_name: Name | None = None
+
+
+class TrackingSection(Section):
+    """MLflow: any tracking URI; without one a sqlite store in the storage folder."""
+
+    uri: str | None = None
+    experiment: str = Field(default="headfold", min_length=1)
+
+
+class ResourcesSection(Section):
+    """How trials share the cluster.
+
+    `max_concurrent` trials at a time; `auto` derives it from what the cluster has, also while it grows and shrinks.
+    `driver_cpus`, `driver_gpus`: of a trial's own process, which plans, converts and measures the untrained model
+    before its workers start. `warm`: workers take one training after another, so that a trial waits for no process to
+    start; they end after `idle_seconds` without one. With `warm` false every training starts workers of its own.
+
+    For estimates and bills: `tokens_per_second` that one worker trains on (none: measured where it can be), and
+    `price_per_hour` of a GPU, or of a CPU where workers have no GPU, in whatever money.
+    """
+
+    max_concurrent: Literal["auto"] | PositiveInt = "auto"
+    driver_cpus: float = Field(default=0.05, gt=0)
+    driver_gpus: float = Field(default=0.0, ge=0)
+    warm: bool = True
+    idle_seconds: PositiveFloat = 300.0
+    tokens_per_second: PositiveFloat | None = None
+    price_per_hour: PositiveFloat | None = None
+
+
+class SearchConfig(Section):
+    """A whole search.
+
+    `storage` is a folder that every node of the cluster sees, or an address (s3://bucket/path, gs://...) that is kept
+    up to date with a working folder below HEADFOLD_HOME, which every node sees.
+    """
+
+    name: Name
+    model: ModelSection
+    data: DataSection = DataSection()
+    search: SearchSection
+    rungs: RungsSection = RungsSection()
+    train: TrainSettings = TrainSettings()
+    promotion: PromotionSection = PromotionSection()
+    tracking: TrackingSection = TrackingSection()
+    storage: str = Field(default="runs", min_length=1)
+    resources: ResourcesSection = ResourcesSection()
+
+    @property
+    def learning_rates(self) -> list[float]:
+        return self.search.learning_rates or [self.train.learning_rate]
+
+    @property
+    def seeds(self) -> list[int]:
+        return self.search.seeds or [self.search.seed]
+
+    @property
+    def arms(self) -> list[ArmSection]:
+        return self.search.arms
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> SearchConfig:
+    """Read a YAML file and apply `key=value` overrides (dotted keys, YAML values). Raises ConfigError."""
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"no configuration file at {str(path)!r}; see configs/ for examples")
+    try:
+        record = read_yaml(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(record, dict):
+        raise ConfigError(f"{path} must hold a mapping of sections, got {type(record).__name__}")
+    for override in overrides:
+        apply_override(record, override)
+    return parse_config(record, where=str(path))
+
+
+def parse_config(record: Mapping[str, Any], where: str = "the configuration") -> SearchConfig:
+    """Validate a mapping. Raises ConfigError with one line for each wrong key."""
+    return parse_section(SearchConfig, record, where)

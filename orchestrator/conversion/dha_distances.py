@@ -1,0 +1,110 @@
+"""DHA's search phase for a search: measured once a seed on the cluster, kept in the cache, read by every trial.
+
+Distances depend on the checkpoint, the training text, how it is trained, the knobs of `objective=fusion_loss` and the
+seed; a file is named by the digest of all these.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+from torch import Tensor
+
+from attention.io import checkpoint
+from attention.io.permissions import honour_umask
+from search_spaces.recipes.recipe import Recipe
+from trainers.settings import TrainSettings
+from trainers.text.data import read_sequences
+
+NEED = "fusion_distances"
+Distances = dict[str, np.ndarray]
+"""`[L, H, H]` float32 of "key" and of "value"."""
+
+
+@dataclass(frozen=True)
+class SearchPhase:
+    """One search phase, complete in itself: plain values, paths visible to every node."""
+
+    model: str
+    train_file: str
+    settings: dict[str, Any]
+    steps: int
+    rate: float
+    seed: int
+
+    @classmethod
+    def of(cls, recipe: Recipe, model: str, train_file: str, settings: TrainSettings, seed: int) -> SearchPhase | None:
+        """The phase that a recipe needs; None if it needs none."""
+        if NEED not in recipe.needs:
+            return None
+        knobs = recipe.knobs("objective")
+        # One process: the phase is short, and what several workers would gain is less than their start costs
+        single = settings.model_dump(mode="json") | {"num_workers": 1, "distillation": "none"}
+        return cls(model, train_file, single, int(knobs["steps"]), float(knobs["rate"]), seed)
+
+    def file(self, cache: str | Path) -> Path:
+        """Where the distances lie, or will."""
+        local = Path(self.model).is_dir()
+        weights = checkpoint.weights_digest(self.model) if local else self.model
+        parts = [weights, Path(self.train_file).name, self.settings, self.steps, self.rate, self.seed]
+        digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
+        return Path(cache) / f"fusion-distances-{digest}.safetensors"
+
+
+def measure(model: Any, sequences: Tensor, settings: TrainSettings, steps: int, rate: float, seed: int) -> Distances:
+    """Run the search phase on `model` with training text `sequences` `[N, T]` in this process."""
+    from trainers.fusion_search import search_distances
+
+    found = search_distances(model, sequences, settings, steps=steps, rate=rate, seed=seed)
+    return {"key": found.key.float().numpy(), "value": found.value.float().numpy()}
+
+
+def read(file: str | Path) -> Distances:
+    return load_file(str(file))
+
+
+def prepare(phases: Iterable[SearchPhase], cache: str | Path, cpus: float, gpus: float) -> None:
+    """Measure what is not in the cache yet, as Ray tasks, as many at a time as the cluster has room for."""
+    import ray
+
+    missing = {phase.file(cache): phase for phase in phases if not phase.file(cache).exists()}
+    if not missing:
+        return
+    print(
+        f"search phase of dha: {len(missing)} to measure, {next(iter(missing.values())).steps} steps each", flush=True
+    )
+    task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=1)(_measure_to)
+    waiting = [task.remote(phase, str(file)) for file, phase in missing.items()]
+    total = len(waiting)
+    while waiting:
+        done, waiting = ray.wait(waiting, num_returns=1)
+        ray.get(done)
+        print(f"search phase of dha: {total - len(waiting)} of {total} measured", flush=True)
+
+
+def _measure_to(phase: SearchPhase, file: str) -> None:
+    """A Ray task: one search phase, its distances written so that no reader sees half a file."""
+    import torch
+
+    from orchestrator.conversion import loading
+
+    settings = TrainSettings.model_validate(phase.settings)
+    torch.set_num_threads(max(1, int(settings.cpus_per_worker)))
+    model = loading.load_model(phase.model, settings.dtype)
+    found = measure(model, read_sequences(phase.train_file), settings, phase.steps, phase.rate, phase.seed)
+    write(found, file)
+
+
+def write(distances: Mapping[str, np.ndarray], file: str | Path) -> None:
+    fresh = Path(file).with_suffix(".new")
+    fresh.parent.mkdir(parents=True, exist_ok=True)
+    save_file(dict(distances), str(fresh))
+    honour_umask(fresh)
+    fresh.replace(file)

@@ -1,0 +1,345 @@
+"""`headfold estimate`: what a conversion will take, from the checkpoint's config alone, before it is run.
+
+Legend: L layers, H query heads, d head dim, D model dim, e = D + 1, V vocabulary, C calibration tokens, E held-out
+tokens, N = C + E, b bytes of a weight that is worked on (4 on the CPU), T tokens a sequence, B sequences a batch.
+
+Peaks are the largest of the stages of a conversion, each the sum of what it holds at once. What is not modelled are the
+small things: the token ids, one batch of activations where a layer's statistics are far larger.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from attention.geometry import HeadGeometry
+from attention.io import checkpoint
+from attention.io.layer_models import empty, layer_prefix, window_config
+from attention.io.precision import DTYPES
+from attention.ratios import own_heads
+from orchestrator.conversion import loading
+from orchestrator.conversion.layer_by_layer import batch_size, check_streamable
+from orchestrator.conversion.loading import device_of, kernel_field
+from orchestrator.conversion.one_layer import LOGIT_BYTES
+from orchestrator.conversion.request import Inputs
+from orchestrator.storage.records import percent, unmet
+from search_spaces.planning.planning import nearest_budget
+from search_spaces.recipes.recipe import Recipe
+
+FLOAT, DOUBLE = 4, 8
+ADAM_COPIES = 7  # of the float32 attention layer in a local fit: itself, start, best, gradient, two moments, one spare
+READING, READ = 270 * 2**20, 110 * 2**20  # libraries that read and split texts: at work, and what stays of them
+SPARE = 0.9  # share of the available memory that a conversion may plan with
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Size:
+    """Numbers (not bytes) of a checkpoint: parameters of one attention module, of one decoder layer, of the embedding
+    matrix, of all outside of the layers, of all."""
+
+    attention: int
+    layer: int
+    embedding: int
+    outer: int
+    total: int
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> Size:
+        """Counted on a model of one layer without storage. Raises ValueError for an unsupported family."""
+        from attention.families import family_of
+
+        with torch.device("meta"):
+            model = empty(window_config(config, 0, config.vocab_size), torch.float32, torch.device("meta"))
+        family, prefix = family_of(config), layer_prefix(model)
+        attention = _count(family.attention_modules(model)[0])
+        layer = sum(p.numel() for name, p in model.named_parameters() if name.startswith(prefix))
+        embedding = model.get_input_embeddings().weight.numel()  # type: ignore[union-attr]
+        outer = _count(model) - layer - (embedding if config.tie_word_embeddings else 0)
+        return cls(attention, layer, embedding, outer, outer + layer * HeadGeometry.from_config(config).num_layers)
+
+
+def _count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes, floating-point operations, seconds.
+
+    `kv_bytes_per_token`, `kv_bytes_per_token_base`: of the converted and of the original model, heads alone.
+    `resident`, `streamed`: peak memory of the process in either way, all it needs besides included; `stages`: what it
+    comes to at each stage, by name; `streamable`: whether there is the second way, else `why_not` says why. `disk`: of
+    the result; `scratch`: of what lies beside it on the way. `flops` of the streamed way; `seconds` of it at the speed
+    that a matrix product has here (`rate`, operations a second), planning left out.
+    """
+
+    kv_ratio: float
+    kv_ratio_asked: float
+    kv_bytes_per_token: int
+    kv_bytes_per_token_base: int
+    parameters: int
+    resident: int
+    streamed: int
+    stages: dict[str, int]
+    streamable: bool
+    why_not: str
+    available: int
+    disk: int
+    scratch: int
+    flops: float
+    rate: float
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What is estimated: everything that the formulas read. `kv_ratio`: of the checkpoint's own KV cache; `dtype`: of
+    what is written, `working`: of what is computed in; `mixed`: as in `attention.calibration.calibration.calibrate`."""
+
+    config: PretrainedConfig
+    recipe: Recipe
+    kv_ratio: float
+    calibration_tokens: int
+    eval_tokens: int
+    sequence_length: int
+    dtype: torch.dtype
+    mixed: str = "head"
+    working: torch.dtype = torch.float32
+
+    @property
+    def geometry(self) -> HeadGeometry:
+        return HeadGeometry.from_config(self.config)
+
+    @property
+    def used_tokens(self) -> int:
+        """Calibration tokens that the recipe looks at."""
+        needed = bool(self.recipe.needs & {"statistics", "sequences", "model"})
+        return self.calibration_tokens if needed else 0
+
+    def statistics(self) -> int:
+        """Bytes of one layer's statistics."""
+        if "statistics" not in self.recipe.needs:
+            return 0
+        g = self.geometry
+        wide, matrices = (g.hidden_size + 1) ** 2, g.num_heads if self.mixed == "head" else 1
+        sample = FLOAT * g.hidden_size * min(self.used_tokens, 16_384)
+        return DOUBLE * wide + FLOAT * wide * matrices + DOUBLE * g.num_heads * g.head_dim**2 + sample
+
+    def calibrating(self) -> int:
+        """Bytes of a calibration pass besides the statistics: float32 heads, one batch of weights and activations."""
+        if "statistics" not in self.recipe.needs:
+            return 0
+        g, length = self.geometry, self.sequence_length
+        batch = batch_size(g.num_heads, length)
+        scores = 3 * FLOAT * batch * g.num_heads * length**2
+        # x~ and its mixture, and the product of either with itself before it is added
+        wide = g.hidden_size + 1
+        return self.heads() + scores + FLOAT * (3 * batch * length * wide + wide**2)
+
+    def heads(self) -> int:
+        """Bytes of one layer's lifted heads in float32."""
+        g = self.geometry
+        return FLOAT * 4 * g.num_heads * g.head_dim * g.hidden_size
+
+    def fusing(self) -> int:
+        """Bytes of the Gram matrices that grouping and fusion of a layer work on, in float64 if not said otherwise."""
+        if "statistics" not in self.recipe.needs:
+            return 0
+        g, parts = self.geometry, (self.recipe.fusion, self.recipe.alignment)
+        keys, rows = DOUBLE * (g.num_heads * g.head_dim) ** 2, DOUBLE * g.num_heads * g.head_dim * (g.hidden_size + 1)
+        held = 4 * keys + 2 * rows
+        if self.recipe.objective == "least_squares":
+            # All heads' Grams under each head's weights, in float32, once more as matrices for one group of all.
+            return held + 2 * FLOAT * g.num_heads**3 * g.head_dim**2
+        # Fusion alone makes them for one group after the other, here for the largest of equal groups.
+        members = math.ceil(g.num_heads / (g.num_kv_heads * self.kv_ratio) - 1e-9) if "least_squares" in parts else 0
+        return held + 3 * DOUBLE * members**3 * g.head_dim**2
+
+    def refining(self, size: Size) -> int:
+        """Bytes of a local fit, or of a ridge refit, whichever is more."""
+        g = self.geometry
+        features = g.num_heads * g.head_dim
+        heal = DOUBLE * (5 * features**2 + 4 * features * g.hidden_size) if "heal" in self.recipe.refinement else 0
+        if self.recipe.refinement != "fit_heal":
+            return heal
+        tokens = min(self.used_tokens, self.recipe.knobs("refinement")["fit_tokens"])
+        return max(heal, FLOAT * (ADAM_COPIES * size.attention + 2 * tokens * g.hidden_size))
+
+
+def estimate(conversion: Conversion, *, base: int | None = None) -> Estimate:
+    """Memory, disk and time of a conversion. `base`: bytes of the process before it starts (default: as it is now)."""
+    size, g = Size.of(conversion.config), conversion.geometry
+    base = loading.memory_now() if base is None else base
+    width, written = conversion.working.itemsize, conversion.dtype.itemsize
+    tokens = conversion.used_tokens + conversion.eval_tokens
+    stages = {name: base + READ + held for name, held in streamed_stages(conversion, size, width, tokens).items()}
+    stages["texts"] = base + READING
+    resident = base + READ + resident_peak(conversion, size, width)
+    try:
+        check_streamable(conversion.recipe, conversion.config)
+        why_not = ""
+    except ValueError as error:
+        why_not = str(error)
+    flops = operations(conversion, size, tokens)
+    rate = matmul_rate(conversion.working)
+    saved = 2 * g.num_layers * g.num_kv_heads * g.head_dim * g.hidden_size
+    kept = size.total - saved + round(saved * conversion.kv_ratio)
+    own = own_heads(g) * g.head_dim * written
+    return Estimate(
+        kv_ratio=conversion.kv_ratio,
+        kv_ratio_asked=conversion.kv_ratio,
+        kv_bytes_per_token=round(own * conversion.kv_ratio),
+        kv_bytes_per_token_base=own,
+        parameters=size.total,
+        resident=resident,
+        streamed=max(stages.values()),
+        stages=stages,
+        streamable=not why_not,
+        why_not=why_not,
+        available=available_bytes(),
+        disk=written * kept,
+        scratch=4 * width * tokens * g.hidden_size,
+        flops=flops,
+        rate=rate,
+        seconds=flops / rate,
+    )
+
+
+def streamed_stages(conversion: Conversion, size: Size, width: int, tokens: int) -> dict[str, int]:
+    """Bytes that a streamed conversion holds at each stage, the process itself left out."""
+    g, c = conversion.geometry, conversion
+    streams = 2 * width * tokens * g.hidden_size
+    layer, statistics = width * size.layer, c.statistics()
+    at_once = max(LOGIT_BYTES // FLOAT, c.sequence_length * g.vocab_size)
+    logits = min(at_once, c.eval_tokens * g.vocab_size) * (4 * FLOAT + 2 * width)
+    return {
+        "embedding": streams + width * size.embedding,
+        "calibrate": streams + layer + statistics + c.calibrating(),
+        "plan": streams + layer + statistics + c.heads() + c.fusing(),
+        "convert": streams + 2 * layer + statistics + 4 * c.heads(),
+        "refine": streams + 2 * layer + statistics + c.refining(size),
+        "write": 2 * streams + 3 * layer,
+        "head": streams + width * size.embedding + logits,
+        "outside": 2 * width * size.outer,
+    }
+
+
+def resident_peak(conversion: Conversion, size: Size, width: int) -> int:
+    """Bytes that a conversion in memory holds at its largest stage, the process itself left out."""
+    g, c = conversion.geometry, conversion
+    model, layers = width * size.total, g.num_layers
+    lifted, statistics = layers * c.heads(), layers * c.statistics()
+    logits = 8 * c.sequence_length * g.vocab_size * (3 * FLOAT + 2 * width)
+    return max(
+        model + statistics + c.calibrating(),
+        model + lifted + statistics + c.fusing(),
+        2 * model + 2 * lifted + statistics,
+        2 * model + lifted + statistics + max(c.refining(size), logits),
+    )
+
+
+def operations(conversion: Conversion, size: Size, tokens: int) -> float:
+    """Floating-point operations of a streamed conversion: forward passes, statistics, refinement, held-out logits."""
+    g, c = conversion.geometry, conversion
+    forward = 2.0 * size.layer + 2 * 2 * g.num_heads * g.head_dim * c.sequence_length
+    passes = 2 * forward * tokens
+    wide = (g.hidden_size + 1) ** 2
+    if "statistics" in c.recipe.needs:
+        mixing = 2.0 * g.num_heads * (g.hidden_size + 1) * c.sequence_length
+        passes += c.used_tokens * (forward + 2.0 * wide * (g.num_heads + 1) + mixing)
+        passes += 2.0 * g.num_heads**2 * g.head_dim * (g.hidden_size * g.hidden_size + g.hidden_size * g.head_dim)
+    features = g.num_heads * g.head_dim
+    if "heal" in c.recipe.refinement:
+        passes += c.used_tokens * (4.0 * size.attention + 2.0 * features * (features + g.hidden_size)) + features**3
+    if c.recipe.refinement == "fit_heal":
+        knobs = c.recipe.knobs("refinement")
+        passes += knobs["fit_steps"] * knobs["fit_batch"] * c.sequence_length * 6.0 * size.attention
+    return g.num_layers * passes + 2 * 2.0 * c.eval_tokens * size.embedding
+
+
+# ---- this machine -----------------------------------------------------------------------------------------------
+
+
+def available_bytes(device: torch.device = CPU) -> int:
+    """Memory that new work may take, on the GPU if that is where it runs; 0 where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return kernel_field("/proc/meminfo", "MemAvailable")
+
+
+def matmul_rate(dtype: torch.dtype, size: int = 1024) -> float:
+    """Operations a second of a matrix product in `dtype` here, from three of them."""
+    a = torch.ones(size, size, dtype=dtype)
+    torch.mm(a, a)
+    started = time.perf_counter()
+    for _ in range(3):
+        torch.mm(a, a)
+    return 3 * 2.0 * size**3 / max(time.perf_counter() - started, 1e-9)
+
+
+# ---- verbs ------------------------------------------------------------------------------------------------------
+
+
+def estimate_conversion(
+    model: str | Path,
+    recipe: str | Recipe,
+    kv_ratio: float,
+    *,
+    mixed: str = "head",
+    nearest: bool = False,
+    **settings: Any,
+) -> Estimate:
+    """The estimate of `orchestrator.conversion.in_memory.convert_checkpoint` with these arguments; only config.json is
+    read.
+
+    `nearest`: of `convert_curve`, which rounds down what the recipe cannot meet.
+    Raises ConfigError, RecipeError or ValueError as that does.
+    """
+    inputs = Inputs.check(model, recipe, [kv_ratio], config_only=True, nearest=nearest, **settings)
+    config = checkpoint.load_config(inputs.model)
+    met = nearest_budget(inputs.recipe, kv_ratio, HeadGeometry.from_config(config)) if nearest else kv_ratio
+    sizes = (inputs.calibration_tokens, inputs.eval_tokens, inputs.sequence_length)
+    kinds = DTYPES[inputs.dtype], mixed, DTYPES[loading.working_dtype(inputs.dtype, inputs.device)]
+    found = estimate(Conversion(config, inputs.recipe, float(met), *sizes, *kinds))
+    return replace(found, kv_ratio_asked=float(kv_ratio), available=available_bytes(device_of(inputs.device)))
+
+
+def must_stream(model: str | Path, recipe: str | Recipe, kv_ratio: float, **settings: Any) -> bool:
+    """Whether a conversion does not fit into the memory that is available, but would layer by layer."""
+    found = estimate_conversion(model, recipe, kv_ratio, **settings)
+    if not found.available or found.resident <= SPARE * found.available:
+        return False
+    words = describe(found)
+    about = f"about {words['in memory']} in memory, {words['available now']} available; layer by layer: "
+    print(f"this conversion would take {about}{words['layer by layer']}", file=sys.stderr)
+    return found.streamable
+
+
+def describe(found: Estimate) -> Mapping[str, str]:
+    """The estimate in words, by what they are about."""
+    giga = 2.0**30
+    largest = max(found.stages, key=lambda name: found.stages[name])
+    return {
+        "cache": f"{percent(found.kv_ratio)} of the checkpoint's{unmet(found.to_dict())}: "
+        f"{found.kv_bytes_per_token:,} of {found.kv_bytes_per_token_base:,} KV bytes a token",
+        "in memory": f"{found.resident / giga:.1f} GiB",
+        "layer by layer": f"{found.streamed / giga:.1f} GiB (stage: {largest})" if found.streamable else found.why_not,
+        "available now": f"{found.available / giga:.1f} GiB" if found.available else "unknown",
+        "disk": f"{found.disk / giga:.2f} GiB, and {found.scratch / giga:.2f} GiB on the way (layer by layer)",
+        "work": f"{found.flops:.2g} operations; about {found.seconds / 60:.1f} min here on {os.cpu_count()} CPUs, "
+        "grouping left out",
+    }

@@ -1,0 +1,88 @@
+"""`headfold evaluate`: what a checkpoint is worth."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attention.io import checkpoint
+from attention.io.precision import cast_weights, round_weights
+from attention.modeling.modeling import plan_of
+from orchestrator.conversion import loading
+from orchestrator.conversion.loading import Phases
+from trainers.evaluation import decode_speed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def compared_cache(model: PreTrainedModel, path: str | Path, base: PreTrainedModel | None) -> tuple[int, str]:
+    """Key and value heads that a checkpoint's KV ratio is a share of, and in words whose they are."""
+    if base is not None:
+        return plan_of(base).kv_heads, "the base's cache"
+    if (own := checkpoint.original_heads(path)) is not None:
+        return own, "the cache of the model that it was converted from"
+    return plan_of(model).kv_heads, "its own cache, as no other is known (give a base to compare with)"
+
+
+def evaluate_checkpoint(
+    path: str | Path,
+    base: str | Path | None = None,
+    *,
+    eval_data: str = "stdlib",
+    eval_tokens: int = 16_384,
+    sequence_length: int = 256,
+    seed: int = 0,
+    dtype: str = loading.AUTO,
+    device: str = "auto",
+    speed_tokens: int = 32,
+) -> dict[str, Any]:
+    """Held-out loss (nats a token), rise and KL against `base` if given, KV bytes planned and held, tokens a second.
+
+    `kv_ratio` is of the base's cache; without a base, of the model's that it was converted from; `kv_ratio_of` says so.
+    `dtype`: what the cache is held in, and what decodes for the speed (auto: the checkpoint's own); losses are computed
+    as `models.working_dtype` says. Raises ConfigError or DataError for what a user can mend.
+    """
+    phases = Phases()
+    geometry = loading.geometry_of(str(path), sequence_length, key="checkpoint")
+    if base is not None:
+        loading.check_same_words(
+            loading.geometry_of(str(base), sequence_length, key="base"), geometry, "base", str(base)
+        )
+    recipe = loading.record_of(path).get("recipe")
+    dtype = loading.written_dtype(path, dtype)
+    tokenizer = loading.load_tokenizer(base if base is not None else path)
+    with phases("data"):
+        sequences = loading.texts(eval_data, "eval", tokenizer, eval_tokens, sequence_length, seed)
+    with phases("load"):
+        model = loading.load_working(path, dtype, device)
+        teacher = loading.load_working(base, dtype, device) if base is not None else None
+    with phases("evaluate"):
+        round_weights(model, loading.dtype_of(dtype))
+        scored = loading.score(model, sequences, teacher)
+        loss_base = loading.score(teacher, sequences).loss if teacher is not None else None
+    own, kind = compared_cache(model, path, teacher)
+    cast_weights(model, loading.dtype_of(dtype))
+    record = {
+        "checkpoint": str(path),
+        "base": None if base is None else str(base),
+        "loss": scored.loss,
+        "loss_base": loss_base,
+        "rise": None if loss_base is None else scored.loss - loss_base,
+        "kl": scored.kl,
+        "eval_tokens": scored.tokens,
+        "plan": json.loads(plan_of(model).to_json()),
+        "plan_digest": plan_of(model).digest,
+        "dtype": dtype,
+        "seed": seed,
+        "recipe": recipe,
+        "kv_ratio_of": kind,
+        **loading.cache_facts(model, own),
+    }
+    if speed_tokens:
+        with phases("speed"):
+            prompt = sequences[:1, : max(1, sequence_length - speed_tokens)]
+            speed = decode_speed(model, prompt, min(speed_tokens, sequence_length - 1))
+        record |= {"prefill_tokens_per_second": speed.prefill, "decode_tokens_per_second": speed.decode}
+    return record | {"seconds": dict(phases)}

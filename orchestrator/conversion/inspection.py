@@ -1,0 +1,296 @@
+"""`headfold inspect`: which heads of a checkpoint matter, which are alike, and what each budget would take.
+
+Legend: L layers, U stored KV heads a layer. Nothing is trained or written but the caches; losses are in nats a token.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from attention.calibration.calibration import cached_calibration
+from attention.geometry import HeadGeometry
+from attention.io.precision import round_weights
+from attention.messages import one_of
+from attention.modeling.modeling import plan_of
+from attention.plan import AttentionPlan
+from attention.ratios import ratio_of
+from orchestrator.config.schema import ConfigError
+from orchestrator.conversion import loading
+from orchestrator.conversion.in_memory import convert_with, planning_context
+from orchestrator.conversion.request import Inputs
+from orchestrator.storage.paths import check_writable
+from search_spaces.planning.agreement import agreement as measured_agreement
+from search_spaces.planning.context import PlanningContext
+from search_spaces.planning.planning import make_plan, nearest_budget
+from search_spaces.recipes.recipes import RECIPES, Recipe
+from search_spaces.recipes.recipes import recipe as named_recipe
+from search_spaces.similarity.sharing import similarity_pairs
+from search_spaces.site import SIDES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+COMPARED = ("gqa", "asymgqa", "align", "least_squares", "headfold")
+MANY_HEADS = 16  # above it only head counts that are powers of two are measured, unless others are asked for
+
+Told = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class WatchedContext(PlanningContext):
+    """A context that tells of every rise of the loss that it has measured."""
+
+    told: Callable[[], None] = lambda: None
+
+    def rise_of(self, *args: Any, **more: Any) -> float:
+        rise = super().rise_of(*args, **more)
+        self.told()
+        return rise
+
+
+def default_cache() -> Path:
+    """Where statistics and measured curves are kept between calls."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headfold"
+
+
+def inspect_checkpoint(
+    model: str | Path,
+    *,
+    kv_ratios: Sequence[float] = (0.5, 0.25),
+    recipe: str = "headfold",
+    compare: Sequence[str] = COMPARED,
+    counts: str | None = None,
+    agreement: bool = False,
+    recipe_settings: Mapping[str, Any] | None = None,
+    sequence_length: int = 256,
+    seed: int = 0,
+    cache_dir: str | Path | None = None,
+    **sources: Any,
+) -> dict[str, Any]:
+    """Measure a checkpoint; one record of plain JSON values.
+
+    `sensitivity`: for each layer and side the rise of the loss by head count, when only that site is fused as `recipe`
+    says. `similarity`: mean cosines of the stored heads of a layer, `raw` and `aligned`, `[U, U]`. `budgets`: what the
+    knapsack on these rises makes of each ratio (of the checkpoint's own KV cache). `recipes`: held-out loss of the
+    model converted by each recipe of `compare` at each ratio, before any refinement or training. `agreement`:
+    Spearman of the layer-output score's ranks with those of the loss, if asked for. A ratio that a recipe cannot meet
+    stands for the largest budget below it; `kv_ratio_asked` and `kv_ratio` tell both.
+
+    `counts`: any, powers_of_two or divisors; by default any up to 16 KV heads. `recipe_settings`: other choices of
+    `recipe`; `sources`: texts, their tokens, dtype and device as `orchestrator.conversion.request.Inputs.check` takes
+    them. Statistics and rises are read from `cache_dir` if they were measured before. Raises ConfigError, DataError,
+    RecipeError or ValueError for what a user can mend, all before the model is loaded where that can be known.
+    """
+    started = time.perf_counter()
+    geometry = loading.geometry_of(str(model), sequence_length, key="checkpoint")
+    chosen = sensitivity_recipe(recipe, counts, geometry, recipe_settings)
+    others = {name: untrained(name) for name in compare}
+    if not kv_ratios:
+        raise ConfigError("kv_ratio: expected at least one, e.g. 0.5")
+    cache = Path(cache_dir) if cache_dir is not None else default_cache()
+    check_writable(cache, "cache")
+    shared = {"sequence_length": sequence_length, "seed": seed, "cache_dir": cache}
+    inputs = Inputs.check(model, chosen, kv_ratios, nearest=True, **shared, **sources)
+    phases = inputs.phases
+    sequences, held_out = inputs.texts()
+    with phases("load"):
+        base = loading.load_working(model, inputs.dtype, inputs.device)
+    with phases("calibrate"):
+        calibration = cached_calibration(base, sequences, cache)
+    context = planning_context(base, calibration, sequences, cache)
+    with phases("similarity"):
+        similarity = _similarity(context)
+    with phases("sensitivity"):
+        plans, curves = _plans_and_curves(chosen, kv_ratios, context, seed)
+    with phases("recipes"):
+        loss = loading.score(base, held_out).loss
+        costs = _recipes(others, plans, context, base, held_out, loss, seed, chosen.name, inputs.dtype)
+    found = None
+    if agreement:
+        with phases("agreement"), progress("scoring moves both ways") as told:
+            sites = measured_agreement(context, np.random.default_rng(seed), progress=told)
+            found = [site.to_dict() for site in sites]
+    return {
+        "model": str(model),
+        **_about(base, geometry, inputs.dtype),
+        "loss_base": loss,
+        "eval_tokens": int(held_out.numel()),
+        "calibration_tokens": int(sequences.numel()),
+        "recipe": chosen.to_dict(),
+        "sensitivity": [{"layer": layer} | sides for layer, sides in enumerate(curves)],
+        "similarity": similarity,
+        "budgets": [_budget(*item, curves, base, inputs.dtype) for item in plans.items()],
+        "recipes": costs,
+        "agreement": found,
+        "seed": seed,
+        "dtype": inputs.dtype,
+        "cache": str(cache),
+        "seconds": dict(phases) | {"all": time.perf_counter() - started},
+    }
+
+
+def _about(base: PreTrainedModel, geometry: HeadGeometry, dtype: str) -> dict[str, Any]:
+    """What a checkpoint is, before anything is measured; bytes are of a cache in `dtype`."""
+    return {
+        "family": geometry.family,
+        "layers": geometry.num_layers,
+        "heads": geometry.num_heads,
+        "kv_heads": geometry.num_kv_heads,
+        "head_dim": geometry.head_dim,
+        "qk_norm": geometry.qk_norm,
+        "rotary_dims": geometry.rotary.dims,
+        "parameters": loading.parameters(base),
+        "kv_bytes_per_token": plan_of(base).kv_bytes_per_token(dtype),
+    }
+
+
+def sensitivity_recipe(
+    name: str, counts: str | None, geometry: HeadGeometry, settings: Mapping[str, Any] | None = None
+) -> Recipe:
+    """The named recipe with its budgets by knapsack, keys and values apart, of which the least sum of rises is taken:
+    to convert and refine finalists takes longer than all else here. Raises RecipeError."""
+    counts = counts or ("any" if geometry.num_kv_heads <= MANY_HEADS else "powers_of_two")
+    apart = {"together": False, "allocation": "knapsack", "relaxation": "none"}
+    knobs = {"allocation.counts": counts, "allocation.finalists": 1}
+    return named_recipe(name, **(apart | knobs | dict(settings or {})))
+
+
+def untrained(name: str) -> Recipe:
+    """The named recipe as far as it goes without training or refinement. Raises RecipeError for an unknown one."""
+    if name not in RECIPES:
+        raise ConfigError(f"compare: {one_of('recipe', sorted(RECIPES), name)}")
+    return RECIPES[name].with_changes(relaxation="none", refinement="none")
+
+
+def _similarity(context: PlanningContext) -> list[dict[str, Any]]:
+    assert context.calibration is not None
+    first = [unit[0] for unit in context.units]  # the heads of a unit are identical
+
+    def told(matrix: Tensor) -> list[list[float]]:
+        return [[round(float(x), 5) for x in row] for row in matrix[first][:, first]]
+
+    pairs = similarity_pairs(context.heads, context.calibration.layers, context.geometry)
+    return [
+        {"layer": layer} | {side: {"raw": told(p.raw), "aligned": told(p.aligned)} for side, p in sides.items()}
+        for layer, sides in enumerate(pairs)
+    ]
+
+
+def _plans_and_curves(
+    chosen: Recipe, kv_ratios: Sequence[float], context: PlanningContext, seed: int
+) -> tuple[dict[float, AttentionPlan], list[dict[str, dict[str, float]]]]:
+    """The plan of each ratio asked for, and of each layer and side the rises by head count (as text, for JSON)."""
+    geometry = context.geometry
+    plans = {}
+    with progress("measuring rises of the loss") as told:
+        done, total = [0], 2 * geometry.num_layers * (_measured_counts(chosen, geometry))
+
+        def one_more() -> None:
+            done[0] += 1
+            told(done[0], total)
+
+        fields: dict[str, Any] = {name: getattr(context, name) for name in PlanningContext.__dataclass_fields__}
+        fields["curves"] = {}
+        watched = WatchedContext(**fields, told=one_more)
+        for ratio in sorted(kv_ratios, reverse=True):
+            budget = nearest_budget(chosen, ratio, geometry)
+            plans[ratio] = make_plan(chosen, budget, watched, np.random.default_rng(seed))
+    (points,) = watched.curves.values()  # one recipe, one seed: one set of curves
+    curves: list[dict[str, dict[str, float]]] = [{side: {} for side in SIDES} for _ in range(geometry.num_layers)]
+    for key, point in points.items():
+        layer, _, place = key.partition("/")
+        side, _, count = place.partition("/")
+        if layer.isdigit():  # what is known of whole plans lies beside the places
+            curves[int(layer)][side][count] = point.rise
+    return plans, [{side: dict(sorted(c.items(), key=lambda i: int(i[0]))) for side, c in s.items()} for s in curves]
+
+
+def _measured_counts(chosen: Recipe, geometry: HeadGeometry) -> int:
+    from search_spaces.allocation.knapsack import considered
+    from search_spaces.allocation.problem import AllocationProblem
+    from search_spaces.planning.planning import admissible_counts
+
+    counts = admissible_counts(chosen, geometry)
+    stored = geometry.num_kv_heads
+    problem = AllocationProblem(geometry.num_layers, geometry.num_heads, stored, 1, counts)
+    return len(considered(problem, chosen.knobs("allocation")["counts"])) - 1  # all heads kept is 0 by definition
+
+
+def _budget(
+    asked: float, plan: AttentionPlan, curves: list[dict[str, dict[str, float]]], base: PreTrainedModel, dtype: str
+) -> dict[str, Any]:
+    heads = {side: [getattr(layer, f"{side}_heads") for layer in plan.layers] for side in SIDES}
+    # All heads kept is not in the curves: nothing rises.
+    rise = sum(curves[i][side].get(str(n), 0.0) for side, kept in heads.items() for i, n in enumerate(kept))
+    return {
+        "kv_ratio_asked": asked,
+        "kv_ratio": ratio_of(plan, plan_of(base).kv_heads),
+        "kv_bytes_per_token": plan.kv_bytes_per_token(dtype),
+        **heads,
+        "sum_of_rises": rise,
+        "plan": json.loads(plan.to_json()),
+    }
+
+
+def _recipes(
+    recipes: dict[str, Recipe],
+    plans: dict[float, AttentionPlan],
+    context: PlanningContext,
+    base: PreTrainedModel,
+    held_out: Tensor,
+    loss: float,
+    seed: int,
+    planned: str,
+    dtype: str,
+) -> list[dict[str, Any]]:
+    """Held-out loss of every recipe at every ratio, one entry each; `why_not` where a recipe cannot be shown.
+
+    The recipe `planned` takes the plans that are there."""
+    found: list[dict[str, Any]] = []
+    with progress("converting by each recipe") as told:
+        jobs = [(name, ratio) for name in recipes for ratio in plans]
+        for done, (name, asked) in enumerate(jobs, 1):
+            entry: dict[str, Any] = {"recipe": name, "kv_ratio_asked": asked}
+            began = time.perf_counter()
+            try:
+                plan = plans[asked]
+                if name != planned:
+                    budget: Fraction = nearest_budget(recipes[name], asked, context.geometry)
+                    plan = make_plan(recipes[name], budget, context, np.random.default_rng(seed))
+                converted = convert_with(recipes[name], base, plan, context.calibration)
+                round_weights(converted, loading.dtype_of(dtype))
+                scored = loading.score(converted, held_out, base)
+                entry |= {
+                    "kv_ratio": ratio_of(plan, plan_of(base).kv_heads),
+                    "kv_bytes_per_token": plan.kv_bytes_per_token(dtype),
+                    "loss": scored.loss,
+                    "rise": scored.loss - loss,
+                    "kl": scored.kl,
+                }
+            except ValueError as error:  # one recipe that does not fit this checkpoint must not cost the others
+                entry["why_not"] = str(error)
+            found.append(entry | {"seconds": time.perf_counter() - began})
+            told(done, len(jobs))
+    return found
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Told]:
+    """A line on stderr with the time left; yields a function of (done, total)."""
+    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

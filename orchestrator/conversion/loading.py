@@ -1,0 +1,216 @@
+"""Checkpoints and texts for the verbs: load, check before any weight is read, measure."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attention.geometry import HeadGeometry
+from attention.io import checkpoint
+from attention.io.dtype_names import SHORT, full_name
+from attention.io.precision import DTYPES, DtypeError, own_dtype
+from attention.io.weights import check, check_finite
+from attention.modeling.modeling import check_fits, plan_of, plan_of_config
+from attention.ratios import own_heads, ratio_of
+from orchestrator.config.schema import ConfigError
+from trainers.evaluation import Evaluation, Remembering, evaluate, measure_cache
+from trainers.text.data import Split, load_sequences
+from trainers.text.tokenizers import TokenizerError, read_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+AUTO = "auto"  # the dtype of the checkpoint
+CACHE_TOKENS = 64
+
+
+class Phases(dict[str, float]):
+    """Seconds of each named phase: `with phases("plan"): ...`."""
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self[name] = self.get(name, 0.0) + time.perf_counter() - started
+
+
+def kernel_field(file: str, name: str) -> int:
+    """Bytes of a field that the kernel gives in kB, e.g. of /proc/meminfo; 0 on systems that have no such file."""
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
+
+
+def memory_now() -> int:
+    """Resident memory of this process."""
+    return kernel_field("/proc/self/status", "VmRSS")
+
+
+def memory_peak() -> int:
+    """The most that this process has had resident so far."""
+    return kernel_field("/proc/self/status", "VmHWM")
+
+
+def release_memory() -> None:
+    """Free what only refers to itself, and hand freed memory back to the system where the C library can."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    if full_name(name) not in DTYPES:
+        raise ConfigError(f"dtype must be {AUTO} or one of {sorted((*DTYPES, *SHORT))}, got {name!r}")
+    return DTYPES[full_name(name)]
+
+
+def written_dtype(path: str | Path, asked: str = AUTO) -> str:
+    """Name of the dtype that what is made of a checkpoint is written in, and that bytes are counted in.
+
+    `auto` is the checkpoint's own. Raises ConfigError for an unknown one, or if nothing says which the checkpoint's is.
+    """
+    if asked != AUTO:
+        return str(dtype_of(asked)).removeprefix("torch.")
+    try:
+        return str(own_dtype(checkpoint.load_config(path), path)).removeprefix("torch.")
+    except DtypeError as error:
+        raise ConfigError(f"dtype: {error}") from None
+
+
+def working_dtype(written: str, device: str = "cpu") -> str:
+    """Name of the dtype that is computed in: float32 on the CPU; on a GPU that of what is written."""
+    return "float32" if device_of(device).type == "cpu" else written
+
+
+def device_of(name: str) -> torch.device:
+    """`auto` takes a GPU if there is one. Raises ConfigError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be auto, cpu or cuda, got {name!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r}: this machine has no CUDA GPU that torch can use; choose cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r}: this machine has {torch.cuda.device_count()} GPUs, cuda:0 is the first")
+    return device
+
+
+def geometry_of(
+    path: str, sequence_length: int | None = None, key: str = "model.path", *, weights: bool = True
+) -> HeadGeometry:
+    """Geometry of a checkpoint, from its config; and whether a folder's weights are those of the config, from headers.
+
+    Raises ConfigError if nothing is there, the family is not supported, the weights are not those of the config (unless
+    `weights` are not needed; see `attention.io.weights`), or `sequence_length` is longer than the model takes.
+    """
+    try:
+        config = checkpoint.load_config(path)
+        geometry = HeadGeometry.from_config(config)
+        check_fits(plan_of_config(config), geometry)
+        if weights:
+            check(path, config)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from None
+    if sequence_length is not None and sequence_length > geometry.max_positions:
+        raise ConfigError(
+            f"sequence_length: got {sequence_length}, but {path!r} takes at most {geometry.max_positions} positions"
+        )
+    return geometry
+
+
+def check_own_cache(config: PretrainedConfig, geometry: HeadGeometry, path: str, key: str) -> None:
+    """Raise ConfigError for a checkpoint whose heads share by a plan of Headfold's: it was converted already, and what
+    its config says of KV heads is not what it caches."""
+    kept = plan_of_config(config).kv_heads
+    if kept != own_heads(geometry):
+        raise ConfigError(
+            f"{key}: {path!r} was converted already and keeps {kept} of {own_heads(geometry)} key and value heads; "
+            "convert the original model to the smaller cache instead"
+        )
+
+
+def check_same_words(one: HeadGeometry, model: HeadGeometry, key: str, path: str) -> None:
+    """Raises ConfigError unless the logits of two checkpoints can be compared. `key`, `path`: of the first."""
+    if one.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"{key}: {path!r} has {one.vocab_size} tokens in its vocabulary, the model {model.vocab_size}; their "
+            "logits are compared, so they must be the same"
+        )
+
+
+def load_model(path: str | Path, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
+    """A checkpoint in evaluation mode, without gradients. Raises WeightsError for parameters that are not finite."""
+    model = checkpoint.load(path, dtype_of(dtype)).to(device_of(device))  # pyright: ignore[reportArgumentType]
+    check_finite(path, dict(model.named_parameters()))
+    return model.requires_grad_(False)
+
+
+def load_working(path: str | Path, written: str, device: str = "cpu") -> PreTrainedModel:
+    """A checkpoint to work on where what comes of it is written in the dtype `written` (see `working_dtype`)."""
+    return load_model(path, working_dtype(written, device), device)
+
+
+def record_of(path: str | Path) -> dict[str, Any]:
+    """What was recorded beside the weights when a checkpoint was converted; empty for any other checkpoint."""
+    return checkpoint.note_of(path)
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """Raises ConfigError if the checkpoint has none."""
+    try:
+        return read_tokenizer(path)
+    except TokenizerError as error:
+        raise ConfigError(str(error)) from None
+
+
+def texts(
+    source: str, split: Split, tokenizer: Any, tokens: int, sequence_length: int, seed: int, **more: Any
+) -> Tensor:
+    """Token sequences `[N, T]` of one split. Raises DataError naming the source."""
+    return load_sequences(
+        source, tokenizer, split=split, tokens=tokens, sequence_length=sequence_length, seed=seed, **more
+    )
+
+
+def parameters(model: PreTrainedModel) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def cache_facts(model: PreTrainedModel, own: int) -> dict[str, Any]:
+    """KV cost as planned, and as a cache really held it after a prefill, both in the dtype of the model.
+
+    `own`: key and value heads of the original model (`attention.ratios.own_heads`), of which `kv_ratio` is the share.
+    """
+    plan = plan_of(model)
+    return {
+        "kv_ratio": ratio_of(plan, own),
+        "kv_bytes_per_token": plan.kv_bytes_per_token(model.dtype),
+        "cache_bytes_measured": measure_cache(model, CACHE_TOKENS),
+        "cache_tokens": CACHE_TOKENS,
+        "parameters": parameters(model),
+    }
+
+
+def score(
+    model: PreTrainedModel, sequences: Tensor, teacher: PreTrainedModel | Remembering | None = None
+) -> Evaluation:
+    """Held-out loss, and KL to the teacher if there is one."""
+    return evaluate(model, sequences, teacher=teacher)

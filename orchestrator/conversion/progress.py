@@ -1,0 +1,151 @@
+"""How far a streamed conversion has come, on disk after each layer, so that a killed one goes on where it was.
+
+Legend: N sequences of T tokens, D model dim.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from attention.io.replacing import OutputError, entries
+from attention.io.shards import shard_path, write_shard
+from attention.plan import AttentionPlan, LayerPlan
+from orchestrator.conversion.loading import Phases
+from orchestrator.conversion.one_layer import Layer
+from orchestrator.storage.records import read_json, write_json
+
+STATE = "state.json"
+OWN = re.compile(
+    r"state\.json|\.state\.json\..*\.new|(streams-\d{5}|result/model-\d+-of-\d+)\.(safetensors|part)|result"
+)
+
+
+@dataclass
+class Stage:
+    """`folder` holds `state.json`, the streams that enter the next layer, and in `result` the shards of those done.
+
+    `identity`: all that the result depends on; `layers`: what was found in each layer done; `seconds` by phase.
+    """
+
+    folder: Path
+    identity: dict[str, Any]
+    layers: list[dict[str, Any]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+    finishing: bool = False
+
+    @classmethod
+    def open(cls, folder: Path, identity: dict[str, Any], overwrite: bool = False) -> Stage:
+        """What an earlier run of this very conversion has left, or a fresh start; `note` says which, if it matters.
+
+        Raises OutputError if finished layers of another conversion lie there, unless `overwrite` gives them up.
+        """
+        identity, note, known = json.loads(json.dumps(identity)), "", check_stage(folder)
+        if known and known["layers"]:
+            stage = cls(folder, identity, known["layers"], known["seconds"])
+            if known["identity"] == identity and stage._streams().is_file():
+                stage.note = f"going on after layer {stage.reached} of an earlier run in {folder}"
+                return stage
+            if not overwrite:
+                raise OutputError(
+                    f"out: {folder} holds {stage.reached} finished layers of another conversion; its command goes on "
+                    "with them; add --overwrite to give them up, or give another folder"
+                )
+            note = f"{folder} holds another conversion; starting over"
+        shutil.rmtree(folder, ignore_errors=True)
+        stage = cls(folder, identity, note=note)
+        folder.mkdir()
+        stage._write()
+        stage.result.mkdir()
+        return stage
+
+    @property
+    def result(self) -> Path:
+        """The checkpoint that is being written."""
+        return self.folder / "result"
+
+    @property
+    def reached(self) -> int:
+        """Layers that are done."""
+        return len(self.layers)
+
+    def _streams(self) -> Path:
+        return self.folder / f"streams-{self.reached:05d}.safetensors"
+
+    def streams(self) -> tuple[Tensor, Tensor]:
+        """`[N, T, D]` twice: what enters the next layer in the original and in the converted model."""
+        found = load_file(self._streams())
+        return found["original"], found["converted"]
+
+    def keep(self, done: Layer, original: Tensor, converted: Tensor, layers: int, phases: Phases) -> None:
+        """Put a finished layer, of `layers` in all, and the streams that leave it on disk.
+
+        A kill at any point leaves this layer done, or not begun.
+        """
+        write_shard(shard_path(self.result, self.reached + 1, layers), done.tensors)
+        before = self._streams()
+        self.layers.append(done.facts())
+        write_shard(self._streams(), {"original": original, "converted": converted})
+        self.seconds = dict(phases)
+        self._write()
+        before.unlink(missing_ok=True)
+
+    def finish(self) -> None:
+        """Note that from now on `result` gets what is not a layer."""
+        self.finishing = True
+        self._write()
+
+    def leave(self) -> str:
+        """Go away if no layer is done. Returns what is left, in words."""
+        layers = len((check_stage(self.folder) or {}).get("layers", ()))
+        if not layers:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            return "nothing was written"
+        return f"{layers} finished layer(s) are kept in {self.folder}; the same command goes on after them"
+
+    def _write(self) -> None:
+        record = {"identity": self.identity, "layers": self.layers, "seconds": self.seconds}
+        write_json(self.folder / STATE, record | {"finishing": self.finishing})
+
+    def plan(self, head_dim: int) -> AttentionPlan:
+        """The plan of the layers that are done."""
+        found = (LayerPlan(tuple(item["key_map"]), tuple(item["value_map"])) for item in self.layers)
+        return AttentionPlan(tuple(found), head_dim)
+
+
+def check_stage(folder: Path) -> dict[str, Any] | None:
+    """The state of what an earlier run has left in `folder`; None if it has left nothing.
+
+    Raises OutputError if anything there is not of a streamed conversion.
+    """
+    if not os.path.lexists(folder):
+        return None
+    known: Any = {}
+    if folder.is_dir() and (folder / STATE).is_file():
+        try:
+            known = read_json(folder / STATE)
+        except ValueError:
+            known = {}
+    ours = isinstance(known, dict) and {"identity", "layers", "seconds"} <= known.keys()
+    for name, mode in entries(folder) if folder.is_dir() and not folder.is_symlink() else [("", 0)]:
+        if stat.S_ISDIR(mode):
+            fits = name == "result"
+        else:
+            within = ours and bool(OWN.fullmatch(name) or (known.get("finishing") and name.startswith("result/")))
+            fits = stat.S_ISREG(mode) and within
+        if not fits:
+            raise OutputError(
+                f"out: {str(folder / name)!r} is in the way: a conversion layer by layer is kept there until it is "
+                "complete; move it, or give another folder"
+            )
+    return known if ours else None

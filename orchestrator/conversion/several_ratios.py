@@ -1,0 +1,158 @@
+"""`headfold convert` with several ratios: loss against KV bytes before any training, from one calibration."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attention.io.replacing import check_folder, digests, resolved, unused
+from orchestrator.config.schema import ConfigError
+from orchestrator.conversion.in_memory import Source, convert_checkpoint
+from orchestrator.storage.outputs import Interrupted, check_file, read_result, write_result
+from search_spaces.planning.planning import nearest_budget
+from search_spaces.recipes.recipe import Recipe
+from search_spaces.recipes.recipes import recipe as named_recipe
+
+BASE_BYTES = "kv_bytes_per_token_base"
+CURVE, PICTURE = "curve.json", "curve.png"
+SHARED = ("model", "recipe", "loss_base", "eval_tokens", "calibration_tokens", "seed", "dtype", BASE_BYTES)
+OF_THE_CALL = ("model", "recipe", "loss_base")  # the same by `check_curve`, or up to SAME_LOSS
+SAME_LOSS = 1e-4  # nats a token, between two measurements of one model
+
+
+def convert_curve(
+    model: str | Path,
+    recipe: str | Recipe,
+    kv_ratios: Sequence[float],
+    out: str | Path | None = None,
+    *,
+    overwrite: bool = False,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Convert at each ratio; `settings` are those of `Source.load`.
+
+    A ratio that the recipe cannot meet stands for the largest budget below it, each budget once. With `out`: a
+    checkpoint in `kv-RATIO`, `curve.json` and `curve.png` there; the ratios that lie there already stay, and join the
+    curve. `overwrite`: those that are named again are replaced. Returns what all points of this call share, and
+    `points`, by falling budget. Raises as `convert_checkpoint` does.
+    """
+    if out is not None:
+        check_curve(out, model, recipe, kv_ratios, overwrite, settings.get("recipe_settings"))
+    source = Source.load(model, recipe, kv_ratios, nearest=True, **settings)
+    geometry = source.context.geometry
+    budgets: dict[Any, float] = {}  # the budget that can be met -> the first ratio that asked for it
+    for ratio in sorted(kv_ratios, reverse=True):
+        budgets.setdefault(nearest_budget(source.recipe, ratio, geometry), ratio)
+    record: dict[str, Any] = {"points": []}
+    try:
+        for budget, asked in budgets.items():
+            folder = None if out is None else _folder(out, asked)
+            point = source.at(budget, folder, overwrite=overwrite) | {"kv_ratio_asked": asked}
+            record = {**{name: point[name] for name in SHARED}, "points": [*record["points"], _own(point)]}
+            if out is not None:
+                _join(out, record)
+    except KeyboardInterrupt:
+        done = [f"kv-{point['kv_ratio_asked']:g}" for point in record["points"] if out is not None]
+        left = f"{', '.join(done)} in {out} are finished, the others not begun" if done else "nothing was written"
+        raise Interrupted(left) from None
+    if out is not None:
+        _draw(out)
+    return record
+
+
+def convert_into(
+    model: str | Path, recipe: str | Recipe, kv_ratio: float, out: str | Path, *, overwrite: bool = False, **more: Any
+) -> dict[str, Any]:
+    """One more ratio for a folder that `convert_curve` has made (`is_curve`): its `kv-RATIO`, its point of the curve.
+
+    `more`: as `convert_checkpoint` takes it. Returns and raises what that does.
+    """
+    check_curve(out, model, recipe, [kv_ratio], overwrite, more.get("recipe_settings"))
+    record = convert_checkpoint(model, recipe, kv_ratio, _folder(out, kv_ratio), overwrite=overwrite, **more)
+    facts = {name: record[name] for name in SHARED}
+    _join(out, read_result(Path(out) / CURVE) | facts | {"points": [_own(record)]})
+    _draw(out)
+    return record
+
+
+def is_curve(folder: str | Path) -> bool:
+    """Whether `convert_curve` has made a folder."""
+    return isinstance(read_result(Path(folder) / CURVE).get("points"), list)
+
+
+def check_curve(
+    out: str | Path,
+    model: str | Path,
+    recipe: str | Recipe,
+    kv_ratios: Sequence[float],
+    overwrite: bool,
+    recipe_settings: Mapping[str, Any] | None = None,
+) -> None:
+    """Raise ConfigError or OutputError, before any work, unless checkpoints of these ratios can be put into `out`.
+
+    It must be free, empty, or a folder of ratios of the same model and recipe.
+    """
+    place = resolved(out)
+    if os.path.lexists(place) and (place.is_symlink() or not place.is_dir()):
+        raise ConfigError(f"out: {str(place)!r} is a link or a file; name a folder")
+    for entry in sorted(place.iterdir()) if place.is_dir() and not is_curve(place) else ():
+        if not (entry.name.startswith("kv-") and digests(entry)):
+            raise ConfigError(
+                f"out: {str(place)!r} holds {entry.name!r} and is no folder of several ratios; give another folder"
+            )
+    for ratio in kv_ratios:
+        check_folder(_folder(place, ratio), overwrite=overwrite, reads=[model])
+    check_file(place / CURVE, "json", "out")
+    check_file(place / PICTURE, "picture", "out")
+    earlier = read_result(place / CURVE)
+    chosen = named_recipe(recipe, **dict(recipe_settings or {})) if isinstance(recipe, str) else recipe
+    other = earlier and (
+        ("model" if not _same(earlier["model"], model) else "")
+        or ("recipe" if earlier["recipe"] != json.loads(json.dumps(chosen.to_dict())) else "")
+    )
+    if other:
+        raise ConfigError(f"out: {str(place)!r} holds ratios of another {other}; give another folder")
+
+
+def _same(one: str | Path, other: str | Path) -> bool:
+    """Whether two names are those of one model."""
+    folders = Path(one), Path(other)
+    return str(one) == str(other) or (all(map(Path.exists, folders)) and folders[0].samefile(folders[1]))
+
+
+def _folder(out: str | Path, ratio: float) -> Path:
+    return Path(out) / f"kv-{ratio:g}"
+
+
+def _own(point: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in point.items() if key not in SHARED}
+
+
+def _join(out: str | Path, record: Mapping[str, Any]) -> None:
+    """Write `curve.json`: the points of a record, and those of earlier calls whose checkpoints are still there.
+
+    Earlier points that were measured otherwise (other texts, another seed or dtype) cannot be on one curve: they are
+    left out, and told of; their checkpoints stay.
+    """
+    earlier = read_result(Path(out) / CURVE)
+    named = {point["kv_ratio_asked"] for point in record["points"]}
+    points = [point for point in earlier.get("points", ()) if point["kv_ratio_asked"] not in named]
+    points = [point for point in points if _folder(out, point["kv_ratio_asked"]).is_dir()]
+    other = [name for name in SHARED if name not in OF_THE_CALL and points and earlier[name] != record[name]]
+    if points and (other or abs(earlier["loss_base"] - record["loss_base"]) > SAME_LOSS):
+        print(f"note: {Path(out) / CURVE} leaves out earlier points, which were measured otherwise", file=sys.stderr)
+        points = []
+    joined = sorted([*points, *record["points"]], key=lambda point: -point["kv_ratio"])
+    write_result(Path(out) / CURVE, {**record, "points": joined}, "out")
+
+
+def _draw(out: str | Path) -> None:
+    from orchestrator.reporting.figures import curve_figure, save_png
+
+    place = check_file(Path(out) / PICTURE, "picture", "out")
+    save_png(curve_figure(read_result(Path(out) / CURVE)), fresh := unused(place))
+    fresh.replace(place)

@@ -1,0 +1,376 @@
+"""`headfold search`: prepare → trials under Ray Tune → front → promotion → report."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from orchestrator.cluster.session import Demand, capacity, concurrency, connected
+from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
+from orchestrator.conversion import loading
+from orchestrator.conversion.dha_distances import prepare
+from orchestrator.reporting import console
+from orchestrator.reporting.comparison import compare
+from orchestrator.search.candidates import Candidate
+from orchestrator.search.estimate import announce
+from orchestrator.search.prepare import locate_model, prepare_base
+from orchestrator.search.trial import TrialContext
+from orchestrator.search.validation import Prepared, validate_search
+from orchestrator.storage import records
+from orchestrator.storage.lock import SearchLock
+from orchestrator.storage.mirror import is_remote, mirrored
+from orchestrator.storage.paths import SearchFolder, in_ray_job, storage_path
+from orchestrator.storage.records import (
+    TrialRecord,
+    best_per_budget,
+    front,
+    load_trials,
+    read_json,
+    write_json,
+    write_text,
+)
+from orchestrator.storage.trust import warn_of_pickles
+from orchestrator.tracking.outbox import SpooledTracker
+from orchestrator.tracking.runs import Tracker, redact
+from search_spaces.recipes.recipes import recipe as named_recipe
+
+PACKAGES = ("torch", "transformers", "ray", "deepspeed", "optuna", "mlflow", "datasets", "numpy", "headfold")
+SECTIONS_OF_TRIALS = ("name", "model", "data", "search", "rungs", "train")
+INTERRUPTED = 130
+
+
+@dataclass
+class SearchOutcome:
+    """What came out of a search.
+
+    `exit_code`: 130 if interrupted; 1 if no trial gave a result, the baseline failed at a budget (nothing can be
+    compared there), or a step of the promotion failed; else 0. Other failed trials are told, and the search stands.
+    """
+
+    folder: Path
+    tracking: str
+    base: dict[str, Any]
+    trials: list[TrialRecord]
+    baseline: str
+    promotion: dict[str, Any] = field(default_factory=dict)
+    interrupted: bool = False
+    report: str | None = None
+
+    @property
+    def front(self) -> list[TrialRecord]:
+        return front(self.trials)
+
+    @property
+    def exit_code(self) -> int:
+        if self.interrupted:
+            return INTERRUPTED
+        compared = {t.kv_ratio for t in self.trials if t.usable and t.recipe == self.baseline}
+        complete = compared == {t.kv_ratio for t in self.trials}
+        return 0 if self.front and complete and not self.promotion.get("failed") else 1
+
+    @property
+    def status(self) -> str:
+        """As which state the parent run ends."""
+        return {0: records.DONE, INTERRUPTED: records.KILLED}.get(self.exit_code, records.FAILED)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "folder": str(self.folder),
+            "tracking": self.tracking,
+            "base": self.base,
+            "loss_base": self.base.get("loss"),
+            "trials": [asdict(t) for t in self.trials],
+            "front": [t.trial_id for t in self.front],
+            "best_per_budget": {f"{b:g}": t.trial_id for b, t in best_per_budget(self.trials).items()},
+            "comparison": compare(self.trials, self.base) if self.base else [],
+            "promotion": self.promotion,
+            "interrupted": self.interrupted,
+            "report": self.report,
+        }
+
+
+def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome:
+    """Run a search from its configuration to its report.
+
+    Everything that a user can get wrong is checked before the first process of a trial starts; raises ConfigError,
+    DataError or TrackingError. A trial that fails does not end the search. Interrupted by Ctrl-C, it keeps its state:
+    run it again with `resume`, which goes on with the newest search of the name, or with the one whose folder it names.
+    """
+    if in_ray_job():
+        config = _at_home(config)
+    with mirrored(config.storage, storage_path(config.storage)):
+        return _search(config, resume)
+
+
+def _search(config: SearchConfig, resume: bool | str) -> SearchOutcome:
+    """As `search`, in the folder of the storage."""
+    storage = storage_path(config.storage)
+    folder = _earlier(config, storage, resume)
+    prepared = validate_search(config)
+    uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
+    opened = Tracker.open(uri, config.tracking.experiment, storage) if folder is None else None
+    with connected() as resources:
+        parallel = concurrency(resources, Demand.of(config), config.resources.max_concurrent)
+        if opened is not None:
+            folder = _fresh(config, storage)
+            tracker = SpooledTracker.of(opened, folder.spool)
+        else:
+            assert folder is not None
+            tracker = SpooledTracker.beside(uri, config.tracking.experiment, storage, folder.spool)
+        with SearchLock(folder.lock).acquire(f"search {folder.root.name!r}"):
+            folder.sweep()
+            run = _start(config, folder, tracker, resources, parallel)
+            announce(config, folder, parallel)
+            with _closing_run(tracker, run, folder) as outcome_status:
+                outcome = _run(config, prepared, folder, tracker, run, parallel)
+                outcome_status.append(outcome.status)
+    console.print_outcome(outcome)
+    return outcome
+
+
+def _at_home(config: SearchConfig) -> SearchConfig:
+    """In a Ray job the working folder is Ray's and vanishes: relative storage goes to the home folder."""
+    if is_remote(config.storage):
+        return config
+    path = storage_path(config.storage)
+    if str(path) != config.storage:
+        print(f"storage {config.storage!r} is relative and this is a Ray job: results go to {path}", flush=True)
+    return config.model_copy(update={"storage": str(path)})
+
+
+def _earlier(config: SearchConfig, storage: Path, resume: bool | str) -> SearchFolder | None:
+    """The search to go on with; None for a new one.
+
+    A job that is submitted again goes on with what it has begun: same name, same settings of the trials, not ended.
+    Raises ConfigError if another driver runs the search of that name, or if there is none to resume, or with other
+    settings.
+    """
+    if not resume:
+        return _begun(config, storage)
+    named = isinstance(resume, str)
+    folder = SearchFolder.named(storage, resume) if named else SearchFolder.newest(storage, config.name)
+    folder.check_ratios()
+    if others := [f.root.name for f in SearchFolder.unended(storage, config.name) if f != folder]:
+        told = f"not ended either: {', '.join(others)} (--resume NAME)"
+        print(f"note: goes on with {folder.root.name}; {told}", flush=True)
+    changed = _changed(folder, config)
+    if changed:
+        raise ConfigError(
+            f"--resume: section {changed[0]!r} differs from the search in {folder.root}; resume with the same "
+            "settings, or start a new search without --resume"
+        )
+    warn_of_pickles(folder)
+    return folder
+
+
+def _begun(config: SearchConfig, storage: Path) -> SearchFolder | None:
+    """What a new job that is a Ray job goes on with; everybody else is told of searches that have not ended."""
+    unended = SearchFolder.unended(storage, config.name)
+    newest = SearchFolder.newest(storage, config.name) if unended else None
+    if newest is not None and newest in unended:
+        SearchLock(newest.lock).acquire(f"search {newest.root.name!r}").release()
+        if in_ray_job() and not newest.other_ratios and not _changed(newest, config):
+            print(f"goes on with the search of this name that has not ended: {newest.root}", flush=True)
+            warn_of_pickles(newest)
+            return newest
+    for folder in unended:
+        print(
+            f"note: {folder.root} has not ended; the same command with --resume {folder.root.name} goes on with it",
+            flush=True,
+        )
+    return None
+
+
+def _fresh(config: SearchConfig, storage: Path) -> SearchFolder:
+    folder = SearchFolder.fresh(storage, config.name)
+    write_json(folder.versions, {name: _version(name) for name in PACKAGES})
+    write_text(folder.snapshot, yaml.safe_dump(_record(config), sort_keys=False))
+    return folder
+
+
+def _record(config: SearchConfig) -> dict[str, Any]:
+    """The configuration as it is kept: without a password."""
+    record = config.model_dump(mode="json")
+    if config.tracking.uri:
+        record["tracking"]["uri"] = redact(config.tracking.uri)
+    return record
+
+
+def _changed(folder: SearchFolder, config: SearchConfig) -> list[str]:
+    """The sections that trials depend on and in which a search in `folder` differs from the configuration."""
+    # Read as a configuration, so that a key which is newer than the snapshot has its default there
+    before, record = _record(parse_config(folder.stored(), where=str(folder.snapshot))), _record(config)
+    return [name for name in SECTIONS_OF_TRIALS if before[name] != record[name]]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _start(
+    config: SearchConfig, folder: SearchFolder, tracker: Tracker, resources: dict[str, float], parallel: int
+) -> str:
+    """The MLflow parent run of the search, new or taken up again; says where things lie."""
+    state = read_json(folder.state) if folder.state.exists() else {}
+    if state.get("parent_run"):
+        tracker.resume(state["parent_run"])
+    else:
+        tags = {"headfold.kind": "search", "headfold.folder": folder.root}
+        state["parent_run"] = tracker.start(folder.root.name, tags=tags)
+        state["started"] = datetime.now(UTC).isoformat(timespec="seconds")
+        state["command"] = redact(shlex.join(["headfold", *sys.argv[1:]]))
+        state["tracking"] = tracker.address
+        tracker.params(state["parent_run"], config.model_dump(mode="json"))
+        tracker.file(state["parent_run"], folder.snapshot)
+        write_json(folder.state, state)
+    print(f"search   {folder.root}")
+    print(f"MLflow   {tracker.address}")
+    print(
+        f"cluster  {resources['CPU']:g} CPU, {resources['GPU']:g} GPU: {parallel} trial(s) at a time, "
+        f"{config.train.num_workers} worker(s) each",
+        flush=True,
+    )
+    return state["parent_run"]
+
+
+@contextlib.contextmanager
+def _closing_run(tracker: SpooledTracker, run: str, folder: SearchFolder) -> Iterator[list[str]]:
+    """End the parent run whatever happens; also on SIGTERM, which Ray turns into SystemExit."""
+    status: list[str] = []
+    started, ended = time.time(), {}
+    try:
+        yield status
+        ended = {"ended": status[-1]} if status[-1] != records.KILLED else {}
+    except (KeyboardInterrupt, SystemExit):
+        status[:] = [records.KILLED]
+        how = f"continue with the same command and --resume {folder.root.name}"
+        print(f"\ninterrupted; {how} (state is in {folder.root})", file=sys.stderr)
+        raise
+    except BaseException:
+        status[:] = [records.FAILED]
+        raise
+    finally:
+        try:
+            state = read_json(folder.state)
+            write_json(folder.state, state | {"seconds": state.get("seconds", 0.0) + time.time() - started, **ended})
+            tracker.end(run, status[-1] if status else records.FAILED)
+            if not tracker.flush():
+                print(
+                    f"MLflow at {tracker.address} is away: {tracker.waiting} messages wait in {folder.spool} and are "
+                    "sent when the same command is run again with --resume",
+                    file=sys.stderr,
+                )
+        except OSError as error:  # a full disk, which is told already: let nothing hide that
+            print(f"the end of the search could not be written down: {error}", file=sys.stderr)
+
+
+def _run(
+    config: SearchConfig, prepared: Prepared, folder: SearchFolder, tracker: Tracker, run: str, parallel: int
+) -> SearchOutcome:
+    base = prepare_base(config, prepared, folder)
+    tracker.metrics(run, {"loss_base": base["loss"], "kv_bytes_per_token_base": base["kv_bytes_per_token"]})
+    context = trial_context(config, prepared, folder, base)
+    _search_phases(config, prepared, context)
+    _measured_rises(config, prepared, context)
+    outcome = SearchOutcome(folder.root, tracker.address, base, [], config.search.baseline)
+    from orchestrator.cluster.pool_client import standing_groups
+    from orchestrator.search.tune_run import run_trials
+
+    with standing_groups(config, folder) as groups:
+        context = replace(context, groups=groups)
+        run_trials(config, prepared, context, folder, tracker, run, parallel)
+        outcome.trials = load_trials(folder.trials_file)
+        outcome.interrupted = any(t.status == records.KILLED for t in outcome.trials) or not outcome.trials
+        _log_front(outcome, folder, tracker, run)
+        console.print_trials(outcome.trials, base)
+        console.print_comparison(compare(outcome.trials, base))
+        if not outcome.interrupted and outcome.front and config.promotion.enabled:
+            from orchestrator.promotion.promote import promote
+
+            outcome.promotion = promote(config, context, folder, tracker, run, parallel)
+    outcome.report = _write_report(folder, tracker, run)
+    return outcome
+
+
+def trial_context(config: SearchConfig, prepared: Prepared, folder: SearchFolder, base: dict[str, Any]) -> TrialContext:
+    """What all trials share."""
+    return TrialContext(
+        folder=str(folder.root),
+        model=base["model"],
+        dtype=loading.written_dtype(base["model"], config.model.dtype),
+        train_file=str(prepared.train_file),
+        eval_file=str(prepared.eval_file),
+        calibration_file=str(prepared.calibration_file),
+        calibration_cache=str(prepared.cache / "calibration"),
+        rungs=tuple(config.rungs.steps),
+        reduction_factor=config.rungs.reduction_factor,
+        train=config.train.model_dump(mode="json"),
+        base_loss=base["loss"],
+        device="cuda" if config.resources.driver_gpus else "cpu",
+        teacher=config.model.teacher and locate_model(config.model.teacher, folder, "teacher"),
+    )
+
+
+def _search_phases(config: SearchConfig, prepared: Prepared, context: TrialContext) -> None:
+    """DHA's search phase, for every seed of every candidate whose plan rests on one."""
+    candidates = list(prepared.problem.named)
+    if "fusion_loss" in config.search.choices.get("objective", ()):
+        fixed = {k: v for k, v in config.search.settings.items() if k in ("objective.steps", "objective.rate")}
+        candidates.append(Candidate(named_recipe("dha", settings=fixed), 0.5, 1.0, config.seeds[0]))
+    phases = [phase for phase in map(context.search_phase, candidates) if phase]
+    own = config.train
+    prepare(phases, context.calibration_cache, own.cpus_per_worker, own.gpus_per_worker)
+
+
+def _measured_rises(config: SearchConfig, prepared: Prepared, context: TrialContext) -> None:
+    """The rises of the loss that plans of named candidates rest on, where several workers can share the measuring.
+
+    With fewer, the first trial that needs them measures them no later than the tasks would have started.
+    """
+    from orchestrator.search.loss_curves import SEVERAL, curve_tasks, measure_on_workers
+
+    cpus, gpus = config.train.cpus_per_worker, config.resources.driver_gpus
+    have = capacity()
+    slots = min(have["CPU"] // cpus, have["GPU"] // gpus if gpus else math.inf)
+    if slots >= SEVERAL:
+        measure_on_workers(curve_tasks(prepared.problem.named, prepared.geometry.num_layers), context, cpus, gpus)
+
+
+def _log_front(outcome: SearchOutcome, folder: SearchFolder, tracker: Tracker, run: str) -> None:
+    """The front in the parent run: numbers, table, picture."""
+    from orchestrator.reporting import figures
+
+    for budget, trial in best_per_budget(outcome.trials).items():
+        rise = trial.loss - outcome.base["loss"]
+        tracker.metrics(run, {f"best_loss_kv{budget:.3g}": trial.loss, f"best_rise_kv{budget:.3g}": rise})
+    if folder.trials_file.exists():
+        tracker.file(run, folder.trials_file)
+    if outcome.front:
+        for name, figure in (
+            ("front.png", figures.front_figure(outcome.trials, outcome.base)),
+            ("rungs.png", figures.rungs_figure(outcome.trials, outcome.base)),
+        ):
+            tracker.file(run, figures.save_png(figure, folder.root / name))
+
+
+def _write_report(folder: SearchFolder, tracker: Tracker, run: str) -> str:
+    from orchestrator.reporting.report_page import write_report
+
+    path = write_report(folder.root)["report"]
+    tracker.file(run, path)
+    return path

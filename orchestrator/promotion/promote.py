@@ -1,0 +1,184 @@
+"""Promotion: chosen trials go on to the full training, must pass a gate, and become registered model versions.
+
+The state of every step lies in `promotion.json`, so a promotion that was killed goes on where it stood: a finished
+training is not repeated, a half-done one resumes from its own checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from attention.messages import near
+from orchestrator.cluster.pool_client import standing_groups
+from orchestrator.cluster.session import Demand, concurrency, connected
+from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
+from orchestrator.promotion.state import BASELINE, PROMOTED, Entry, PromoteOutcome, PromotionState
+from orchestrator.promotion.steps import PromotionSteps
+from orchestrator.reporting import console
+from orchestrator.search.trial import TrialContext
+from orchestrator.storage.lock import SearchLock
+from orchestrator.storage.mirror import is_remote, mirrored
+from orchestrator.storage.paths import SearchFolder, storage_path
+from orchestrator.storage.records import TrialRecord, front, load_trials, ranked, read_json
+from orchestrator.storage.trust import warn_of_pickles
+from orchestrator.tracking.outbox import SpooledTracker
+from orchestrator.tracking.runs import Tracker
+
+
+def select(trials: Sequence[TrialRecord], how: str, top: int) -> list[TrialRecord]:
+    """The trials to promote: the `top` best at each budget, or the front."""
+    if how == "front":
+        return front(trials)
+    return [trial for best in ranked(trials).values() for trial in best[:top]]
+
+
+def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int | None = None) -> PromoteOutcome:
+    """`headfold promote`: promote from the folder of a search that has run.
+
+    Raises ConfigError if the folder is none, a trial id is unknown or of a baseline, or the cluster is too small.
+    """
+    from orchestrator.pipeline import trial_context
+    from orchestrator.search.validation import validate_search
+
+    folder = SearchFolder.existing(search)
+    warn_of_pickles(folder)
+    config = _stored_config(folder)
+    records = load_trials(folder.trials_file)
+    _check_ended(folder, records)
+    chosen = _chosen(records, list(trials), top, config)
+    prepared = validate_search(config)
+    with (
+        mirrored(_address(folder), folder.storage),
+        SearchLock(folder.lock).acquire(f"search {folder.root.name!r}"),
+        connected() as resources,
+    ):
+        parallel = concurrency(resources, Demand.of(config), config.resources.max_concurrent)
+        own = config.tracking
+        tracker = SpooledTracker.beside(own.uri, own.experiment, folder.storage, folder.spool)
+        base = read_json(folder.base)
+        context = trial_context(config, prepared, folder, base)
+        parent = read_json(folder.state)["parent_run"]
+        with standing_groups(config, folder) as groups:
+            context = replace(context, groups=groups)
+            promotion = promote(config, context, folder, tracker, parent, parallel, chosen)
+        tracker.flush()
+    console.print_promotion(promotion)
+    return PromoteOutcome(folder.root, promotion, tuple(trial.trial_id for trial in chosen))
+
+
+def _address(folder: SearchFolder) -> str:
+    """The `storage` that the search was started with, if this folder is still its working folder."""
+    storage = str(folder.stored().get("storage"))
+    return storage if is_remote(storage) and storage_path(storage) == folder.storage else str(folder.storage)
+
+
+def _stored_config(folder: SearchFolder) -> SearchConfig:
+    """The snapshot of a search. Its tracking address has lost its password; the environment may give it."""
+    record = folder.stored()
+    record["storage"] = str(folder.storage)
+    model, tracking = (part if isinstance(part := record.get(key), dict) else {} for key in ("model", "tracking"))
+    base = read_json(folder.base) if folder.base.exists() else {}
+    if "model" in base:
+        record["model"] = model | {"path": base["model"]}
+    uri = os.environ.get("MLFLOW_TRACKING_URI")
+    if uri:
+        record["tracking"] = tracking | {"uri": uri}
+    elif "***@" in str(tracking.get("uri")):
+        raise ConfigError("tracking.uri is stored without its password; set MLFLOW_TRACKING_URI to the whole address")
+    return parse_config(record, where=str(folder.snapshot))
+
+
+def _check_ended(folder: SearchFolder, records: Sequence[TrialRecord]) -> None:
+    """Raises ConfigError for a search that has not come as far as a trial that can be promoted."""
+    missing = [file.name for file in (folder.base, folder.state) if not file.is_file()]
+    if missing or not any(trial.usable for trial in records):
+        why = f"it has no {missing[0]}" if missing else "no trial of it has a result"
+        raise ConfigError(
+            f"nothing can be promoted from {str(folder.root)!r}: {why}; continue the search with "
+            "`headfold search CONFIG --resume`"
+        )
+
+
+def _chosen(records: Sequence[TrialRecord], ids: list[str], top: int | None, config: SearchConfig) -> list[TrialRecord]:
+    usable = {t.trial_id: t for t in records if t.usable}
+    copies = {t.trial_id: t.copy_of for t in records if t.copy_of is not None}
+    if known := [trial_id for trial_id in ids if trial_id in copies]:
+        first = copies[known[0]]
+        raise ConfigError(f"--trial: {known[0]!r} led to the same model as {first}; promote that one: --trial {first}")
+    unknown = [trial_id for trial_id in ids if trial_id not in usable]
+    if unknown:
+        raise ConfigError(
+            f"--trial: {unknown[0]!r} is no finished trial of this search{near(unknown[0], usable)}; there are "
+            f"{sorted(usable) or 'none'}"
+        )
+    baselines = [trial_id for trial_id in ids if usable[trial_id].recipe == config.search.baseline]
+    if baselines:
+        others = sorted(i for i, t in usable.items() if t.recipe != config.search.baseline)
+        raise ConfigError(
+            f"--trial: {baselines[0]!r} is a trial of the baseline {config.search.baseline}, which others must beat "
+            f"and which is never promoted itself; choose among {', '.join(others) or 'none: there is no other'}"
+        )
+    if ids:
+        return [usable[trial_id] for trial_id in ids]
+    section = config.promotion
+    return select(records, "best_per_budget" if top else section.select, top or section.top)
+
+
+def promote(
+    config: SearchConfig,
+    context: TrialContext,
+    folder: SearchFolder,
+    tracker: Tracker,
+    parent: str,
+    parallel: int,
+    chosen: Sequence[TrialRecord] | None = None,
+) -> dict[str, Any]:
+    """Train, check and register; returns the content of `promotion.json`. Nothing finished is done again."""
+    trials = load_trials(folder.trials_file)
+    if chosen is None:
+        chosen = select(trials, config.promotion.select, config.promotion.top)
+    state = PromotionState.load(folder.promotion)
+    step = PromotionSteps(config, context, folder, tracker, parent, state, {t.trial_id: t for t in trials})
+    total = context.rungs[-1] + config.promotion.steps
+    for trial in chosen:
+        state.add(state.candidates, trial.trial_id, Entry(trial.trial_id, trial.recipe, trial.kv_ratio, total))
+    _add_baselines(state, trials, config, total)
+    step.save()
+    step.train(parallel)
+    for entry in state.candidates.values():
+        step.check(entry)
+    step.register()
+    _link_export(folder, state)
+    step.save()
+    return state.to_dict()
+
+
+def _add_baselines(state: PromotionState, trials: Sequence[TrialRecord], config: SearchConfig, total: int) -> None:
+    """The best baseline trial of each budget that has a candidate: at its best learning rate of the same grid."""
+    name = config.search.baseline
+    for budget in {entry.kv_ratio for entry in state.candidates.values()}:
+        best = next((t for t in ranked(trials).get(budget, []) if t.recipe == name), None)
+        if best is not None:
+            fresh = Entry(best.trial_id, best.recipe, budget, total, role=BASELINE)
+            state.add(state.baselines, f"{budget:g}", fresh)
+
+
+def _link_export(folder: SearchFolder, state: PromotionState) -> None:
+    """`exported` in the search folder and in the storage: the promoted checkpoint of smallest cache that stock
+    transformers loads."""
+    plain = [e for e in state.candidates.values() if e.status == PROMOTED and e.plain and e.exported]
+    if not plain:
+        return
+    best = min(plain, key=lambda e: (e.kv_ratio, e.loss))
+    state.exported = best.exported
+    for link in (folder.root / "exported", folder.storage / "exported"):
+        with contextlib.suppress(OSError):  # a file system without links: the path is in promotion.json all the same
+            fresh = link.with_name(f".exported.{os.getpid()}")
+            fresh.unlink(missing_ok=True)
+            fresh.symlink_to(os.path.relpath(str(best.exported), link.parent))
+            fresh.replace(link)

@@ -1,0 +1,191 @@
+"""The steps of a promotion: train, check, register. Each is written down when it is done, and done once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from attention.io import checkpoint
+from orchestrator.config.schema import SearchConfig
+from orchestrator.promotion.gate import check_candidate
+from orchestrator.promotion.lineage import FILE as LINEAGE
+from orchestrator.promotion.lineage import lineage_of, lineage_tags
+from orchestrator.promotion.registry import gate_tags, register, settle_aliases
+from orchestrator.promotion.shipping import Measured, best_model
+from orchestrator.promotion.state import (
+    BASELINE,
+    FAILED,
+    PASSED,
+    PENDING,
+    PROMOTED,
+    REFUSED,
+    REGISTERED,
+    TRAINED,
+    Entry,
+    PromotionState,
+)
+from orchestrator.promotion.training import Training, run_all
+from orchestrator.search.trial import TrialContext
+from orchestrator.storage import records
+from orchestrator.storage.paths import SearchFolder
+from orchestrator.storage.records import TrialRecord, write_json
+from orchestrator.tracking.runs import Tracker, TrackingError
+
+
+@dataclass(frozen=True)
+class PromotionSteps:
+    """The steps of a promotion, each written down when it is done."""
+
+    config: SearchConfig
+    context: TrialContext
+    folder: SearchFolder
+    tracker: Tracker
+    parent: str
+    state: PromotionState
+    trials: dict[str, TrialRecord]
+
+    def save(self) -> None:
+        self.state.save(self.folder.promotion)
+
+    def train(self, parallel: int) -> None:
+        """Bring every pending entry to its full number of steps; a trial that is candidate and baseline once."""
+        entries: dict[str, list[Entry]] = {}
+        for entry in (*self.state.baselines.values(), *self.state.candidates.values()):
+            if entry.status == PENDING:
+                entries.setdefault(entry.trial_id, []).append(entry)
+        trainings = [
+            Training.of(self.trials[i], mine[0].steps, self.config, self.context, self.folder)
+            for i, mine in entries.items()
+        ]
+        if trainings:
+            print(f"\npromotion: {len(trainings)} training(s) to {trainings[0].total} steps", flush=True)
+
+        def done(training: Training, metrics: dict[str, Any] | None, error: str | None) -> None:
+            for entry in entries[training.trial_id]:
+                self._trained(entry, training, metrics, error)
+            self.save()
+
+        run_all(trainings, parallel, self.config, done, self.context.groups)
+
+    def _trained(self, entry: Entry, training: Training, metrics: dict[str, Any] | None, error: str | None) -> None:
+        """Take over what a training gave, and log it to the entry's run; points that are there already are not."""
+        entry.run_id = entry.run_id or self._run(entry)
+        known = self.tracker.logged_steps(entry.run_id, "loss")
+        for report in training.reports():
+            if report["step"] not in known:
+                own = {name: value for name, value in report.items() if not name.startswith("best_")}
+                self.tracker.metrics(entry.run_id, own, step=report["step"])
+        trial = self.trials[entry.trial_id]
+        best = None
+        if metrics is not None:
+            best = best_model(trial, self.folder.trial(entry.trial_id), training.reports())
+        if metrics is None or best is None:
+            entry.status, entry.reasons = FAILED, [error or "no weights are left of any step that was measured"]
+            self.tracker.tags(entry.run_id, {"error": entry.reasons[0]})
+            self.tracker.end(entry.run_id, records.FAILED)
+            return
+        self._take_best(entry, best, metrics["loss"])
+        if entry.role == BASELINE:
+            self.tracker.end(entry.run_id, records.DONE)
+
+    def _take_best(self, entry: Entry, best: Measured, last_loss: float) -> None:
+        """The best of all that was measured on a trial's way is what is shipped, and what a baseline counts with."""
+        entry.status, entry.folder, entry.best_step, entry.shipped = TRAINED, str(best.folder), best.step, best.what
+        entry.loss, entry.kl, entry.data_position, entry.last_loss = best.loss, best.kl, best.position, last_loss
+        entry.untrained_loss = (self.trials[entry.trial_id].untrained or {}).get("loss")
+        entry.original_loss = self.context.base_loss
+        if best.step == 0:
+            label = f"{entry.recipe} {entry.kv_ratio:.0%}"
+            print(f"promotion: {label}: no training made it better; what counts is the {best.what}", flush=True)
+        assert entry.run_id is not None
+        self.tracker.metrics(entry.run_id, losses_of(entry), step=entry.steps)
+        self.tracker.tags(entry.run_id, {"shipped": best.what})
+
+    def _run(self, entry: Entry) -> str:
+        """The MLflow run of an entry: the one that a killed promotion had started, else a new one."""
+        tags = {
+            "headfold.kind": f"promotion {entry.role}",
+            "trial_id": entry.trial_id,
+            "promotion_steps": str(entry.steps),
+        }
+        taken = {e.run_id for e in self.state.earlier}
+        if again := sum(
+            (e.trial_id, e.role, e.steps) == (entry.trial_id, entry.role, entry.steps) for e in self.state.earlier
+        ):
+            tags["promotion_attempt"] = str(again + 1)
+        found = self.tracker.find(self.parent, tags)
+        if found is not None and found not in taken:
+            return found
+        return self.tracker.start(f"promote {entry.recipe} {entry.kv_ratio:g}", parent=self.parent, tags=tags)
+
+    def check(self, entry: Entry) -> None:
+        """The gate, for a trained candidate; what it refuses is kept with the reasons."""
+        if entry.status != TRAINED:
+            return
+        baseline = self.state.baselines.get(f"{entry.kv_ratio:g}")
+        if baseline is not None and baseline.folder is not None:
+            entry.baseline_loss, entry.baseline_step = baseline.loss, baseline.best_step
+        checks = check_candidate(entry, self.config, self.context, self.folder)
+        entry.gate, entry.checks, entry.reasons = checks.outcomes, checks.record, list(checks.reasons)
+        entry.model, entry.plain, entry.kv_bytes_per_token = checks.model, checks.plain, checks.kv_bytes_per_token
+        entry.exported = entry.model if entry.plain else None
+        trial = self.trials[entry.trial_id]
+        given = (self.config, self.context, self.folder, self.parent)
+        entry.lineage = lineage_of(entry, trial, checks.digests, *given)
+        if entry.model is not None:
+            write_json(Path(entry.model) / LINEAGE, entry.lineage)
+            checkpoint.write_digests(entry.model)
+        self._log_check(entry)
+        entry.status = REFUSED if entry.reasons else PASSED
+        self.save()
+
+    def _log_check(self, entry: Entry) -> None:
+        assert entry.run_id is not None
+        self.tracker.metrics(entry.run_id, {"loss": entry.last_loss, **losses_of(entry)}, step=entry.steps)
+        told = gate_tags(entry) | {"reasons": "; ".join(entry.reasons)} | lineage_tags(entry.lineage)
+        self.tracker.tags(entry.run_id, told)
+        self.tracker.text(entry.run_id, yaml.safe_dump(entry.checks, sort_keys=True), "gate.yaml")
+        self.tracker.text(entry.run_id, json.dumps(entry.lineage, indent=1, sort_keys=True), LINEAGE)
+        if entry.reasons:
+            self.tracker.end(entry.run_id, records.DONE)
+
+    def register(self) -> None:
+        """Versions, then aliases. A registry that refuses is told; the next run goes on from the same place."""
+        entries = list(self.state.candidates.values())
+        if not any(entry.status in (PASSED, REGISTERED) for entry in entries):
+            return
+        try:
+            for entry in entries:
+                if entry.status == PASSED:
+                    register(entry, self.config, self.folder, self.tracker)
+                    self.save()
+            settle_aliases(self.state, self.config, self.tracker)
+        except TrackingError as error:
+            for entry in entries:
+                entry.reasons = [str(error)] if entry.status in (PASSED, REGISTERED) else entry.reasons
+            print(f"promotion: {error}; run `headfold promote {self.folder.root}` to finish it", flush=True)
+            self.save()
+            return
+        for entry in entries:
+            if entry.status == PROMOTED:
+                entry.reasons = []
+                assert entry.run_id is not None
+                self.tracker.tags(entry.run_id, {"gate": PROMOTED, "version": entry.version})
+                self.tracker.end(entry.run_id, records.DONE)
+
+
+def losses_of(entry: Entry) -> dict[str, float | int | None]:
+    """What a promotion compares, by the names of its metrics in MLflow."""
+    return {
+        "untrained_loss": entry.untrained_loss,
+        "best_loss": entry.loss,
+        "best_step": entry.best_step,
+        "last_loss": entry.last_loss,
+        "baseline_loss": entry.baseline_loss,
+        "baseline_step": entry.baseline_step,
+        "original_loss": entry.original_loss,
+    }

@@ -1,0 +1,189 @@
+"""The full trainings of a promotion: each a Ray task that runs Ray Train workers, several at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.config.schema import SearchConfig
+from orchestrator.search.callbacks import last_error
+from orchestrator.search.candidates import Candidate
+from orchestrator.search.resume import LOSSES, lost
+from orchestrator.search.trial import TrialContext, prepare_process, relaxation_spec
+from orchestrator.storage.paths import SearchFolder
+from orchestrator.storage.records import TrialRecord, read_json
+from trainers.jobs.worker import TrainJob, run_training
+
+if TYPE_CHECKING:
+    from trainers.relaxations.stage import RelaxationSpec
+
+POLL_SECONDS = 10.0
+Done = Callable[["Training", "dict[str, Any] | None", "str | None"], None]
+
+
+@dataclass(frozen=True)
+class Training:
+    """One trial's way to `total` steps. `job` None: the trial has got there already."""
+
+    trial_id: str
+    label: str
+    total: int
+    start: int
+    loss: float
+    kl: float | None
+    job: TrainJob | None
+
+    @classmethod
+    def of(
+        cls, trial: TrialRecord, total: int, config: SearchConfig, context: TrialContext, folder: SearchFolder
+    ) -> Training:
+        """Continue from the trial's last training checkpoint; from its converted weights if it has none."""
+        own = folder.trial(trial.trial_id)
+        label = f"{trial.recipe} {trial.kv_ratio:.0%}"
+        kl = trial.last.get("kl")
+        if trial.step == total:
+            return cls(trial.trial_id, label, total, total, trial.loss, kl, None)
+        saved = trial.last.get("checkpoint_path")
+        start = trial.step if saved and Path(saved).is_dir() else 0
+        target = folder.promoted / f"{trial.trial_id}-{total}"
+        candidate = Candidate.from_config(read_json(own / "recipe.json"))
+        # The steps of a relaxation count, but lie before the run that goes on
+        spec = _relaxation(context, candidate, own) if start else None
+        before = spec.total_steps if spec else 0
+        model = Path(str(trial.last["relaxed_dir"])) if before else own / "converted"
+        job = TrainJob(
+            model_dir=str(model),
+            teacher_dir=context.teacher or context.model,
+            train_file=context.train_file,
+            eval_file=context.eval_file,
+            out_dir=str(target / "trained"),
+            storage_path=str(folder.train),
+            run_name=f"promote-{trial.trial_id}-{total}",
+            milestones=tuple(m - before for m in milestones(start, total, config.promotion.evaluations)),
+            settings=context.settings(candidate.recipe, trial.learning_rate),
+            keep_best=True,
+            start_step=start - before,
+            schedule_offset=spec.scheduled_steps if spec else 0,
+            resume_from=saved if start else None,
+            seed=candidate.seed,
+        )
+        return cls(trial.trial_id, label, total, start, trial.loss, kl, job)
+
+    @property
+    def log(self) -> Path:
+        """Milestones as they come, one JSON object a line."""
+        assert self.job is not None
+        return Path(self.job.out_dir).parent / "milestones.jsonl"
+
+    def reports(self) -> list[dict[str, Any]]:
+        """The milestones so far, each step once, in steps of the trial: those of a relaxation before it count."""
+        if self.job is None:
+            return []
+        before = self.job.schedule_offset
+        told = read_milestones(self.log)
+        return [r | {key: r[key] + before for key in ("step", "best_step") if key in r} for r in told]
+
+
+def read_milestones(log: Path) -> list[dict[str, Any]]:
+    """The reports in a file of `milestone_log`, each step once."""
+    if not log.exists():
+        return []
+    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    return list({line["step"]: line for line in lines}.values())
+
+
+def _relaxation(context: TrialContext, candidate: Candidate, folder: Path) -> RelaxationSpec | None:
+    steps = context.relaxation_steps(candidate.recipe)
+    if not steps:
+        return None
+    return relaxation_spec(candidate.recipe, (folder / "plan.json").read_text(encoding="utf-8"), steps)
+
+
+def milestones(start: int, total: int, evaluations: int) -> tuple[int, ...]:
+    """`evaluations` steps spread evenly over (start, total], the last one being `total`."""
+    span = total - start
+    return tuple(sorted({start + round(span * (i + 1) / evaluations) for i in range(evaluations)} - {start}))
+
+
+def run_all(
+    trainings: Sequence[Training], parallel: int, config: SearchConfig, done: Done, groups: str | None = None
+) -> None:
+    """Run the trainings, at most `parallel` at a time; `done(training, metrics or None, error)` after each.
+
+    On standing groups of the pool `groups`; None: each on workers of its own. `metrics` has loss and kl after the last
+    step. One that fails does not end the others; one that loses its machines goes on from its last
+    checkpoint.
+    """
+    import ray
+
+    for training in (t for t in trainings if t.job is None):
+        done(training, {"loss": training.loss, "kl": training.kl}, None)
+    waiting = [t for t in trainings if t.job is not None]
+    own = config.resources
+    task: Any = ray.remote(num_cpus=own.driver_cpus, max_retries=0)(_train)
+    running: dict[Any, Training] = {}
+    losses: Counter[str] = Counter()
+    while waiting or running:
+        while waiting and len(running) < parallel:
+            training = waiting.pop(0)
+            assert training.job is not None
+            training.log.parent.mkdir(parents=True, exist_ok=True)
+            running[task.remote(training.job.to_json(), str(training.log), groups)] = training
+            print(f"promotion: {training.label} goes on from step {training.start} to {training.total}", flush=True)
+        finished, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)
+        for reference in finished:
+            training = running.pop(reference)
+            try:
+                metrics, error = ray.get(reference), None
+                print(
+                    f"promotion: {training.label}: loss {metrics['loss']:.3f} after {training.total} steps", flush=True
+                )
+            except Exception as failure:
+                metrics, error = None, _reason(failure)
+                losses[training.trial_id] += 1
+                if lost(failure) and losses[training.trial_id] <= LOSSES:
+                    print(f"promotion: {training.label} has lost its machines and starts again: {error}", flush=True)
+                    waiting.append(training)
+                    continue
+                print(f"promotion: {training.label} failed: {error}", flush=True)
+            done(training, metrics, error)
+
+
+def _reason(failure: Exception) -> str:
+    """The cause that Ray has wrapped, in one line."""
+    return last_error(f"{type(failure).__name__}: {failure}")
+
+
+def _train(job: str, log: str, groups: str | None = None) -> dict[str, Any]:
+    """A Ray task: carry out a job, writing its milestones to `log`."""
+    from orchestrator.cluster.pool_client import PoolGone, train_in_group
+
+    prepare_process()
+    parsed, outcome = TrainJob.from_json(job), None
+    if groups is not None:
+        with contextlib.suppress(PoolGone):
+            outcome = train_in_group(groups, parsed, lambda report: append_milestone(log, report))
+    if outcome is None:
+        outcome = run_training(parsed, callbacks=[milestone_log(log)])
+    return {key: outcome.metrics.get(key) for key in ("loss", "kl", "data_position")}
+
+
+def append_milestone(path: str, report: dict[str, Any]) -> None:
+    with Path(path).open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(report) + "\n")
+
+
+def milestone_log(path: str) -> Any:
+    """A callback of Ray Train's that appends each report to a file, one JSON object a line."""
+    from ray.train import UserCallback
+
+    class MilestoneLog(UserCallback):
+        def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+            append_milestone(path, metrics[0])
+
+    return MilestoneLog()

@@ -1,0 +1,212 @@
+"""The table that papers print: each arm at each budget with its best learning rate, mean and spread over seeds.
+
+An arm is what trials call their `recipe`. Rows are plain JSON values; terminal, page and `--json` all show these.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from orchestrator.storage import records
+from orchestrator.storage.records import TrialRecord, compact, family, number, percent
+
+Row = dict[str, Any]
+Spread = dict[str, Any]
+UNTOLD = "-"
+
+
+def spread(values: Iterable[float]) -> Spread:
+    """`{mean, sd, n}` of some values: sd is the sample standard deviation (n - 1 below), None for a single value."""
+    found = list(values)
+    return {
+        "mean": statistics.fmean(found) if found else None,
+        "sd": statistics.stdev(found) if len(found) > 1 else None,
+        "n": len(found),
+    }
+
+
+def seeds_of(trials: Iterable[TrialRecord]) -> Sequence[int | None]:
+    """The seeds that trials were run with; [None] if none was recorded."""
+    return sorted({t.seed for t in trials if t.seed is not None}) or [None]
+
+
+def several_seeds(rows: Sequence[Row]) -> bool:
+    """Whether the search ran its candidates with more than one seed, so that there is a spread to tell."""
+    return any(row["seeds_asked"] > 1 for row in rows)
+
+
+def diverged(trial: TrialRecord) -> bool:
+    """Whether a failed trial failed because its loss was no longer finite."""
+    if trial.status != records.FAILED:
+        return False
+    return "diverged" in (trial.error or "").lower() or (bool(trial.rungs) and not math.isfinite(trial.loss))
+
+
+def compare(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> list[Row]:
+    """One row for each arm and budget, in the order in which arms were first tried, budgets falling; no probes.
+
+    A learning rate takes part at a step if every seed of the search (of a candidate that the searcher drew: every seed
+    of its own) was measured there and none of its trials failed; the best one has the lowest mean held-out loss at the
+    highest such step (the smaller rate if two are equal). A row has:
+
+    recipe, kv_ratio, kv_bytes_per_token; learning_rate: the best, None if no rate has all seeds; seeds: how many it
+    has; seeds_asked: how many it should have; steps, tokens: at which the row compares; last: whether that is the last
+    rung that any trial has reached; loss and untrained (step 0): `{mean, sd, n}` in nats a token; rise: mean loss over
+    the untouched model; remaining_distance: `{mean, sd, n}` of what `TrialRecord` says of the pairs of a pull.
+
+    curve: the best rate's `{step, tokens, mean, sd, n}` at each of its rungs; rungs: the same with the rate that is
+    best at that rung, and its `learning_rate`; rates: `{learning_rate, mean, sd, n}` of every rate at the row's steps,
+    over the seeds that it has; trial_ids: of the best rate, by seed.
+
+    trials, failed, diverged, stopped (early, by the scheduler), copied (of a trial with the same model), unfinished:
+    how many trials of all rates. pooled: whether `untrained` is of a pooled model that no training started from.
+    """
+    arms: dict[tuple[str, float], list[TrialRecord]] = {}
+    trials = records.without_probes(trials)
+    for t in trials:
+        arms.setdefault((t.recipe, t.kv_ratio), []).append(t)
+    names = list(dict.fromkeys(t.recipe for t in trials))
+    ordered = sorted(arms, key=lambda arm: (-arm[1], names.index(arm[0])))
+    seeds = seeds_of(trials)
+    last = max((s for t in trials for s in _losses(t)), default=0)
+    # What the searcher draws by itself is run with one seed only.
+    return [_row(arms[a], seeds_of(arms[a]) if family(a[0]) == "joint" else seeds, last, base) for a in ordered]
+
+
+def _losses(trial: TrialRecord) -> dict[int, float]:
+    """The finite held-out losses of a trial that did not fail, by step."""
+    if trial.status == records.FAILED:
+        return {}
+    return {int(r["step"]): r["loss"] for r in trial.rungs if r.get("loss") is not None and math.isfinite(r["loss"])}
+
+
+def _row(arm: Sequence[TrialRecord], seeds: Sequence[int | None], last: int, base: Mapping[str, Any]) -> Row:
+    rates = {rate: [t for t in arm if t.learning_rate == rate] for rate in sorted({t.learning_rate for t in arm})}
+    steps = sorted({step for t in arm for step in _losses(t)})
+    rungs = [rung for step in steps if (rung := _best_at(step, rates, seeds))]
+    best = rungs[-1] if rungs else None
+    chosen = rates[best["learning_rate"]] if best else []
+    curve = [point for step in steps if (point := _point(step, chosen, seeds))] if best else []
+    sizes = [t.kv_bytes_per_token for t in chosen or arm if t.kv_bytes_per_token is not None]
+    return {
+        "recipe": arm[0].recipe,
+        "kv_ratio": arm[0].kv_ratio,
+        "kv_bytes_per_token": round(statistics.fmean(sizes)) if sizes else None,
+        "learning_rate": best and best["learning_rate"],
+        "seeds": len(seeds) if best else 0,
+        "seeds_asked": len(seeds),
+        "steps": best and best["step"],
+        "tokens": best and best["tokens"],
+        "last": bool(best) and best["step"] == last,
+        "loss": _bare(best) if best else spread(()),
+        "untrained": next((_bare(p) for p in curve if p["step"] == 0), spread(())),
+        "pooled": any(t.relaxes for t in chosen or arm),
+        "rise": best["mean"] - base["loss"] if best else None,
+        "remaining_distance": spread(t.remaining_distance for t in chosen if t.remaining_distance is not None),
+        "curve": curve,
+        "rungs": rungs,
+        "rates": [_rate(rate, mine, best) for rate, mine in rates.items()],
+        "trial_ids": [t.trial_id for t in sorted(chosen, key=lambda t: (t.seed is not None, t.seed or 0))],
+        **_counts(arm),
+    }
+
+
+def _point(step: int, trials: Sequence[TrialRecord], seeds: Sequence[int | None]) -> dict[str, Any] | None:
+    """Mean and spread of a rate's trials at a step; None unless every seed was measured there and none failed."""
+    if any(t.status == records.FAILED for t in trials):
+        return None
+    found = {t.seed: (_losses(t)[step], t) for t in trials if step in _losses(t)}
+    if set(found) != set(seeds):
+        return None
+    tokens = [r["tokens"] for _, t in found.values() for r in t.rungs if r["step"] == step and "tokens" in r]
+    mean_tokens = round(statistics.fmean(tokens)) if tokens else None
+    return {"step": step, "tokens": mean_tokens, **spread(loss for loss, _ in found.values())}
+
+
+def _best_at(
+    step: int, rates: Mapping[float, Sequence[TrialRecord]], seeds: Sequence[int | None]
+) -> dict[str, Any] | None:
+    points = [p | {"learning_rate": rate} for rate, mine in rates.items() if (p := _point(step, mine, seeds))]
+    return min(points, key=lambda p: (p["mean"], p["learning_rate"]), default=None)
+
+
+def _rate(rate: float, trials: Sequence[TrialRecord], best: Mapping[str, Any] | None) -> dict[str, Any]:
+    losses = [_losses(t)[best["step"]] for t in trials if best["step"] in _losses(t)] if best else []
+    return {"learning_rate": rate, **spread(losses)}
+
+
+def _bare(point: Mapping[str, Any]) -> Spread:
+    return {key: point[key] for key in ("mean", "sd", "n")}
+
+
+def _counts(arm: Sequence[TrialRecord]) -> dict[str, int]:
+    broken = sum(diverged(t) for t in arm)
+    return {
+        "trials": len(arm),
+        "diverged": broken,
+        "failed": sum(t.status == records.FAILED for t in arm) - broken,
+        "stopped": sum(t.status == records.STOPPED for t in arm),
+        "copied": sum(t.status == records.COPY for t in arm),
+        "unfinished": sum(t.status not in (records.DONE, records.STOPPED, records.COPY, records.FAILED) for t in arm),
+    }
+
+
+# ---- as text ------------------------------------------------------------------------------------------------------
+
+OF_THE_CHECKPOINT = "KV of the checkpoint's"
+MEASURES = ("loss", "rise", "untrained", "rate", "steps", "tokens", "KV bytes/token", "left")
+COLUMNS = ("recipe", OF_THE_CHECKPOINT, *MEASURES, "seeds", "trials")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row as text, one cell for each of `COLUMNS`. A star marks a row that compares before the last rung."""
+    rate, steps = row["learning_rate"], row["steps"]
+    return (
+        row["recipe"],
+        percent(row["kv_ratio"]),
+        _told(row["loss"]),
+        number(row["rise"], "+.3f"),
+        _told(row["untrained"]) + (" pooled" if row["pooled"] else ""),
+        UNTOLD if rate is None or not steps else f"{rate:.1e}",
+        UNTOLD if steps is None else f"{steps}{'' if row['last'] else '*'}",
+        UNTOLD if row["tokens"] is None else compact(row["tokens"]),
+        UNTOLD if row["kv_bytes_per_token"] is None else str(row["kv_bytes_per_token"]),
+        UNTOLD if (left := row["remaining_distance"]["mean"]) is None else f"{left:.2g}",
+        str(row["seeds"]),
+        counts_text(row),
+    )
+
+
+def _told(found: Spread) -> str:
+    """Mean ± standard deviation; the mean alone of one seed."""
+    mean = number(found["mean"])
+    return mean if found["sd"] is None else f"{mean} ± {found['sd']:.3f}"
+
+
+ODD = ("diverged", "failed", "stopped", "copied", "unfinished")
+
+
+def counts_text(row: Row) -> str:
+    """How many trials a row is made from, and what became of those that tell nothing: "9 (1 diverged)"."""
+    odd = [f"{row[name]} {name}" for name in ODD if row[name]]
+    return str(row["trials"]) + (f" ({', '.join(odd)})" if odd else "")
+
+
+def footnote(rows: Sequence[Row]) -> str:
+    """What the reader of the table must know."""
+    several = max((row["seeds_asked"] for row in rows), default=0)
+    told = (
+        f"Each arm at its best learning rate of the same grid; mean ± sample standard deviation over {several} seeds; "
+        "a rate with a failed, diverged or early stopped seed is left out of the choice"
+    )
+    if any(row["seeds"] == 1 < several for row in rows):
+        told += "; candidates that the searcher drew by itself have one seed"
+    if any(row["pooled"] for row in rows):
+        told += f"; {records.POOLED_NOTE}"
+    if any(row["remaining_distance"]["n"] for row in rows):
+        told += "; left: of the squared distance of the pairs when they were made to share, 1 at the start"
+    early = any(row["steps"] is not None and not row["last"] for row in rows)
+    return told + ("; * all seeds of a rate got only so far: not comparable with the others." if early else ".")

@@ -1,0 +1,191 @@
+"""How a search went: what rung 0 foretold, when trials ran, and where their time went."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from scipy.stats import spearmanr
+
+from orchestrator.reporting.figures.drawing import COLOURS, MARKERS, STYLE, legend_below, looks_of
+from orchestrator.storage import records
+from orchestrator.storage.records import TrialRecord, family, percent
+
+LEAST = 4  # trials of a budget from which on a rank correlation tells anything
+ROWS = 60  # trials that a timeline shows
+ORDER = ("load", "plan", "convert", "refine", "evaluate", "save", "similarity")
+SHORT = 0.01  # share of an arm's time below which phases are drawn as one
+Agreement = dict[str, float | int]
+
+
+def proxy_agreement(trials: Sequence[TrialRecord]) -> dict[float, Agreement]:
+    """How well the untrained loss ranks the trials of a budget that came to the last rung.
+
+    By budget, falling: `trials`, `rho` (Spearman's rank correlation of the losses at rung 0 and at the last rung), and
+    `regret`: nats that the best at rung 0 ends above the best of all. Budgets of fewer than LEAST trials are left out,
+    and so are relaxations, of which rung 0 measures a model that they never train from.
+    """
+    found: dict[float, Agreement] = {}
+    for budget, pairs in _pairs(trials).items():
+        if len(pairs) < LEAST or len({a for a, _ in pairs}) == 1 or len({b for _, b in pairs}) == 1:
+            continue
+        rho = float(spearmanr([a for a, _ in pairs], [b for _, b in pairs]).statistic)  # type: ignore[union-attr]
+        regret = min(pairs)[1] - min(b for _, b in pairs)
+        found[budget] = {"trials": len(pairs), "rho": rho, "regret": regret}
+    return found
+
+
+def _pairs(trials: Sequence[TrialRecord]) -> dict[float, list[tuple[float, float]]]:
+    """(loss at rung 0, loss at the last rung that any trial has reached), of those that got there, by budget."""
+    last = max((t.step for t in trials if t.usable), default=0)
+    found: dict[float, list[tuple[float, float]]] = {}
+    for t in sorted(trials, key=lambda t: -t.kv_ratio):
+        first = next((r["loss"] for r in t.rungs if r["step"] == 0 and r["loss"] is not None), math.inf)
+        if last and t.usable and not t.relaxes and t.step == last and math.isfinite(first):
+            found.setdefault(t.kv_ratio, []).append((first, t.loss))
+    return found
+
+
+def proxy_figure(trials: Sequence[TrialRecord]) -> Figure | None:
+    """Rank among the trials of a budget before training (rung 0) against rank at the last rung, a mark a trial.
+
+    None where no budget has enough trials that were trained to the end.
+    """
+    told = proxy_agreement(trials)
+    if not told:
+        return None
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7, 4.6), layout="constrained")
+        axes = figure.add_subplot()
+        most, handles = 1, {}
+        for place, (budget, agreement) in enumerate(told.items()):
+            pairs = _pairs(trials)[budget]
+            firsts, lasts = _ranks([a for a, _ in pairs]), _ranks([b for _, b in pairs])
+            look: dict[str, Any] = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
+            axes.plot(firsts, lasts, ls="", ms=6, alpha=0.8, **look)
+            name = (
+                f"{percent(budget)} of the checkpoint's KV: rho = {agreement['rho']:+.2f}, {agreement['trials']} trials"
+            )
+            handles[name] = Line2D([], [], ls="", **look)
+            most = max(most, len(pairs))
+        axes.plot([1, most], [1, most], color="#888888", lw=1, ls="--", zorder=0)
+        axes.set_xlabel("rank untrained (rung 0), 1 is best")
+        axes.set_ylabel("rank at the last rung")
+        legend_below(figure, handles, columns=2)
+        return figure
+
+
+def _ranks(values: Sequence[float]) -> list[int]:
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    ranks = [0] * len(values)
+    for rank, index in enumerate(order, start=1):
+        ranks[index] = rank
+    return ranks
+
+
+# ---- time -------------------------------------------------------------------------------------------------------
+
+
+def seconds_by_phase(trial: TrialRecord) -> dict[str, float]:
+    """Seconds of a trial: the phases of its own process, then `train`: its workers, measuring and saving included."""
+    found = {name: trial.seconds[name] for name in ORDER if name in trial.seconds}
+    found |= {name: value for name, value in trial.seconds.items() if name not in found}
+    if trial.step and trial.last.get("seconds"):
+        found["train"] = float(trial.last["seconds"])
+    return found
+
+
+def phases_figure(trials: Sequence[TrialRecord]) -> Figure | None:
+    """Mean seconds of a trial of each arm, by phase; None if no trial has told any."""
+    arms: dict[str, list[dict[str, float]]] = {}
+    for t in trials:
+        if found := seconds_by_phase(t):
+            arms.setdefault(family(t.recipe), []).append(found)
+    if not arms:
+        return None
+    names = list(dict.fromkeys(n for found in arms.values() for one in found for n in one if n != "train"))
+    means = {
+        arm: {n: statistics.fmean(one.get(n, 0.0) for one in found) for n in (*names, "train")}
+        for arm, found in arms.items()
+    }
+    shown = [n for n in (*names, "train") if any(m[n] > SHORT * sum(m.values()) for m in means.values())]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7, 1.3 + 0.28 * len(arms)), layout="constrained")
+        axes = figure.add_subplot()
+        handles, left = {}, dict.fromkeys(arms, 0.0)
+        rest = {arm: {"other": sum(v for n, v in m.items() if n not in shown)} for arm, m in means.items()}
+        for place, name in enumerate([*shown, "other"]):
+            widths = [means[arm][name] if name in shown else rest[arm]["other"] for arm in arms]
+            if not any(widths):
+                continue
+            colour = "#bbbbbb" if name == "other" else COLOURS[place % len(COLOURS)]
+            handles[name] = axes.barh(range(len(arms)), widths, left=list(left.values()), color=colour, height=0.7)
+            left = {arm: start + width for (arm, start), width in zip(left.items(), widths, strict=True)}
+        axes.set_yticks(range(len(arms)), list(arms), fontsize=9)
+        axes.set_ylim(len(arms) - 0.4, -0.6)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("seconds a trial, mean")
+        legend_below(figure, handles)
+        return figure
+
+
+def spans(trial: TrialRecord) -> list[tuple[float, float, int]]:
+    """When a trial worked: (start, end, step at the end) of each report that has a time, in seconds since 1970."""
+    found, before = [], 0.0
+    for rung in trial.rungs:
+        taken = float(rung.get("seconds") or 0.0)
+        # Seconds of workers count from the first of their rungs; those of rung 0 are of the trial's own process.
+        own = taken if rung["step"] == 0 else max(0.0, taken - before)
+        before = taken if rung["step"] else 0.0
+        if rung.get("timestamp"):
+            found.append((float(rung["timestamp"]) - own, float(rung["timestamp"]), int(rung["step"])))
+    return found
+
+
+def timeline_figure(trials: Sequence[TrialRecord]) -> Figure | None:
+    """When each trial worked, a row a trial by its start: a bar up to each rung, a mark where it was stopped or failed.
+
+    Of more than ROWS trials, those that got furthest. None if the trials' reports have no times.
+    """
+    timed = [(t, found) for t in trials if (found := spans(t))]
+    if not timed:
+        return None
+    timed.sort(key=lambda pair: (-pair[0].step, pair[0].loss))
+    timed = sorted(timed[:ROWS], key=lambda pair: pair[1][0])
+    zero = min(found[0][0] for _, found in timed)
+    looks = looks_of([family(t.recipe) for t, _ in timed])
+    unit, name = _unit(max(found[-1][1] for _, found in timed) - zero)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7, 1.4 + 0.13 * len(timed)), layout="constrained")
+        axes = figure.add_subplot()
+        for row, (trial, found) in enumerate(timed):
+            colour = looks[family(trial.recipe)]["color"]
+            for start, end, step in found:
+                x, width = (start - zero) / unit, max(end - start, 1.0) / unit
+                axes.barh(row, width, left=x, height=0.72, color=colour, alpha=0.45 if step == 0 else 1.0)
+                axes.plot([x + width] * 2, [row - 0.45, row + 0.45], color="#222222", lw=0.8)
+            if mark := _ENDS.get(trial.status):
+                axes.plot((found[-1][1] - zero) / unit, row, marker=mark, color="#111111", ms=4, mfc="white", ls="")
+        axes.set_ylim(len(timed) - 0.3, -0.7)
+        axes.set_yticks([])
+        axes.set_ylabel("trials")
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel(f"{name} since the first trial started")
+        handles: dict[str, object] = {n: Line2D([], [], color=look["color"], lw=5) for n, look in looks.items()}
+        for status, mark in _ENDS.items():
+            if any(t.status == status for t, _ in timed):
+                handles[status] = Line2D([], [], color="#111111", marker=mark, mfc="white", ls="")
+        legend_below(figure, handles)
+        return figure
+
+
+_ENDS: Mapping[str, str] = {records.STOPPED: "o", records.FAILED: "X", records.KILLED: "P"}
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    return (3600.0, "hours") if seconds > 5400 else (60.0, "minutes") if seconds > 90 else (1.0, "seconds")

@@ -1,0 +1,121 @@
+"""What trials measured of themselves: the similarity of heads that share, and their relaxations over time."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from orchestrator.reporting.figures.drawing import COLOURS, STYLE, legend_below
+from orchestrator.storage.records import TrialRecord, family, percent
+
+SIDES = {"key": "keys", "value": "values"}
+# The relaxations' own metrics, in the order of their panels, as they are labelled.
+PANELS = {
+    "own_share": "own share ω of a head",
+    "fusion_loss": "fusion loss",
+    "multiplier": "multiplier λ",
+    "mean_mask": "mean mask (dashed: target)",
+    "masks_open": "share of masks open",
+    "distance": "distance of the pairs, 1 at the start",
+}
+LOGARITHMIC = ("fusion_loss",)
+
+
+def similarity_figure(trials: Sequence[TrialRecord]) -> Figure | None:
+    """Mean cosine of the heads that share, before (hollow) and after (filled) the best alignment, keys and values.
+
+    A line is an arm at a budget, averaged over its trials; None if no trial has measured any.
+    """
+    arms: dict[tuple[str, float], list[dict[str, float]]] = {}
+    for t in sorted(trials, key=lambda t: -t.kv_ratio):
+        means = (t.similarity or {}).get("means")
+        if means:
+            arms.setdefault((family(t.recipe), t.kv_ratio), []).append(means)
+    if not arms:
+        return None
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7, 1.3 + 0.21 * len(arms)), layout="constrained")
+        panels = figure.subplots(1, 2, sharex=True, sharey=True)
+        for axes, (side, title) in zip(panels, SIDES.items(), strict=True):
+            for place, found in enumerate(arms.values()):
+                ends = [[m[f"{side}_{name}"] for m in found if f"{side}_{name}" in m] for name in ("raw", "aligned")]
+                if ends[0] and ends[1]:
+                    _span(axes, place, *(statistics.fmean(values) for values in ends))
+            for place, ((_, above), (_, below)) in enumerate(pairwise(arms)):
+                if above != below:
+                    axes.axhline(place + 0.5, color="#dddddd", lw=1, zorder=0)
+            axes.set_title(title, fontsize=10, loc="left")
+            axes.set_xlabel("mean cosine")
+            axes.axvline(0, color="#bbbbbb", lw=1, zorder=0)
+            axes.grid(axis="y", visible=False)
+        panels[0].set_yticks(range(len(arms)), [f"{name} {percent(budget)}" for name, budget in arms], fontsize=9)
+        panels[0].set_ylim(len(arms) - 0.4, -0.6)
+        marks = {"as they are": "white", "each pair aligned": COLOURS[0]}
+        handles = {k: Line2D([], [], color=COLOURS[0], marker="o", ls="", mfc=fill) for k, fill in marks.items()}
+        legend_below(figure, handles, columns=2)
+        return figure
+
+
+def _span(axes: Any, place: int, raw: float, aligned: float) -> None:
+    axes.plot([raw, aligned], [place, place], color=COLOURS[0], lw=1.4, alpha=0.6, zorder=2)
+    axes.plot(raw, place, color=COLOURS[0], marker="o", ms=5.5, mfc="white", zorder=3)
+    axes.plot(aligned, place, color=COLOURS[0], marker="o", ms=5.5, zorder=3)
+
+
+def relaxation_figure(trials: Sequence[TrialRecord]) -> Figure | None:
+    """Each arm's relaxation over its steps: one row an arm, one panel a quantity, one line a trial, a colour a budget.
+
+    The mean mask has its target beside it, dashed. None if no trial was relaxed.
+    """
+    arms: dict[str, list[TrialRecord]] = {}
+    for t in (t for t in trials if t.relaxation):
+        arms.setdefault(family(t.recipe), []).append(t)
+    names = {arm: [k for k in PANELS if any(k in p for t in mine for p in t.relaxation)] for arm, mine in arms.items()}
+    names = {arm: found for arm, found in names.items() if found}
+    if not names:
+        return None
+    budgets = sorted({t.kv_ratio for arm in names for t in arms[arm]}, reverse=True)
+    colours = {budget: COLOURS[i % len(COLOURS)] for i, budget in enumerate(budgets)}
+    columns = max(len(found) for found in names.values())
+    with matplotlib.rc_context({**STYLE, "font.size": 9}):
+        figure = Figure(figsize=(7, 0.6 + 1.9 * len(names)), layout="constrained")
+        grid = figure.subplots(len(names), columns, squeeze=False)
+        for (arm, found), row in zip(names.items(), grid, strict=True):
+            for axes, name in zip(row, found, strict=False):
+                for trial in arms[arm]:
+                    _over_steps(axes, trial, name, colours[trial.kv_ratio])
+                axes.set_title(
+                    f"{arm}\n{PANELS[name]}" if name == found[0] else f"\n{PANELS[name]}", loc="left", fontsize=9
+                )
+                axes.tick_params(labelsize=8)
+                if name in LOGARITHMIC and _positive(arms[arm], name):
+                    axes.set_yscale("log")
+            for axes in row[len(found) :]:
+                axes.set_visible(False)
+        figure.supxlabel("step of the relaxation", fontsize=9)
+        handles = {
+            f"{percent(b)} of the checkpoint's KV": Line2D([], [], color=colour) for b, colour in colours.items()
+        }
+        figure.legend(
+            list(handles.values()), list(handles), loc="outside upper right", ncols=len(handles), frameon=False
+        )
+        return figure
+
+
+def _over_steps(axes: Any, trial: TrialRecord, name: str, colour: str) -> None:
+    points = [p for p in trial.relaxation if p.get(name) is not None]
+    steps = [p["step"] for p in points]
+    axes.plot(steps, [p[name] for p in points], color=colour, lw=1.1, alpha=0.8)
+    if name == "mean_mask":
+        axes.plot(steps, [p.get("target") for p in points], color="#444444", lw=1, ls="--")
+
+
+def _positive(trials: Sequence[TrialRecord], name: str) -> bool:
+    """Whether a logarithmic axis can show all values."""
+    return all(p[name] > 0 for t in trials for p in t.relaxation if p.get(name) is not None)

@@ -1,0 +1,285 @@
+"""`headfold watch`: where a search stands, from the files in its folder; it need not run on this machine.
+
+Hours are those of trials as they have reported them: a trial's own process while it plans, converts and measures, and
+its workers while they train. What processes take to start, and what has not been reported yet, is not in them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import yaml
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
+from orchestrator.reporting.comparison import OF_THE_CHECKPOINT
+from orchestrator.reporting.durations import clock
+from orchestrator.storage import records
+from orchestrator.storage.paths import SearchFolder
+from orchestrator.storage.records import (
+    TrialRecord,
+    compact,
+    front,
+    load_trials,
+    number,
+    percent,
+    read_json,
+)
+
+STATES = (records.WAITING, records.RUNNING, *records.ENDED)
+POINTS = 12  # of the front, as many as a terminal has room for
+
+
+@dataclass(frozen=True)
+class View:
+    """A search at one moment.
+
+    `state`: "running", "ended", or "interrupted" (it can be resumed). `trials`: how many are in each state; `expected`:
+    how many there will be, None if the search has not told. `tokens`: trained on so far; `tokens_per_second`: of the
+    trials under way, as last reported. `hours_spent`, `hours_left` of `unit` ("GPU" or "CPU"), `money_spent`,
+    `money_left` where there is a price; left is what the estimate at the start says, less what is spent. `front`: by
+    rising KV bytes. `seconds_left`: by the share of rungs that is behind.
+    """
+
+    name: str
+    state: str
+    started: str | None
+    seconds: float | None
+    seconds_left: float | None
+    trials: dict[str, int]
+    probes: int
+    expected: int | None
+    tokens: int
+    tokens_per_second: float
+    unit: str
+    hours_spent: float
+    hours_left: float | None
+    money_spent: float | None
+    money_left: float | None
+    base_loss: float | None
+    front: list[dict[str, Any]]
+    failures: list[str]
+    promotion: dict[str, int]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def look(folder: SearchFolder, now: datetime | None = None) -> View:
+    """Where the search of a folder stands. Reads a few small files, writes none."""
+    trials = load_trials(folder.trials_file)
+    state = read_json(folder.state) if folder.state.exists() else {}
+    base = read_json(folder.base) if folder.base.exists() else {}
+    told = read_json(folder.estimate) if folder.estimate.exists() else {}
+    config = _config(folder)
+    seconds = _seconds(state, now or datetime.now(UTC))
+    standing = _state(state, trials)
+    unit, spent = hours_spent(trials, config)
+    estimated = told.get(f"{unit.lower()}_hours")
+    left = None if estimated is None else max(0.0, estimated - spent)
+    price = config.resources.price_per_hour if config else None
+    rungs = len(config.rungs.steps) if config else 1
+    return View(
+        name=folder.root.name,
+        state=standing,
+        started=state.get("started"),
+        seconds=seconds,
+        seconds_left=seconds_left(trials, told.get("trials"), rungs, seconds) if standing == "running" else None,
+        trials={name: sum(t.status == name for t in trials) for name in STATES},
+        probes=sum(t.probe for t in trials),
+        expected=told.get("trials"),
+        tokens=sum(int(t.last.get("tokens") or 0) for t in trials if t.copy_of is None),
+        tokens_per_second=tokens_per_second(trials),
+        unit=unit,
+        hours_spent=spent,
+        hours_left=left if standing == "running" else None,
+        money_spent=None if price is None else price * spent,
+        money_left=None if price is None or left is None or standing != "running" else price * left,
+        base_loss=base.get("loss"),
+        front=[_point(t, base.get("loss")) for t in front(so_far(trials))],
+        failures=[f"{t.recipe} {percent(t.kv_ratio)}: {t.error}" for t in trials if t.status == records.FAILED],
+        promotion=_promotion(folder),
+    )
+
+
+def so_far(trials: Iterable[TrialRecord]) -> list[TrialRecord]:
+    """Trials as they stand: one that is under way counts with its last rung."""
+    open_states = (records.RUNNING, records.WAITING, records.KILLED)
+    return [TrialRecord(**{**asdict(t), "status": records.STOPPED}) if t.status in open_states else t for t in trials]
+
+
+def hours_spent(trials: Iterable[TrialRecord], config: SearchConfig | None) -> tuple[str, float]:
+    """The unit, and the hours of it that trials have reported."""
+    if config is None:
+        return "CPU", sum(sum(t.seconds.values()) + _trained(t) for t in trials) / 3600
+    gpus, train = config.train.gpus_per_worker, config.train
+    worker = train.num_workers * (gpus or train.cpus_per_worker)
+    driver = config.resources.driver_gpus if gpus else max(1.0, config.resources.driver_cpus)
+    return ("GPU" if gpus else "CPU"), sum(
+        driver * sum(t.seconds.values()) + worker * _trained(t) for t in trials
+    ) / 3600
+
+
+def _trained(trial: TrialRecord) -> float:
+    """Seconds that the workers of a trial have worked."""
+    return float(trial.last.get("seconds") or 0.0) if trial.step and trial.copy_of is None else 0.0
+
+
+def tokens_per_second(trials: Iterable[TrialRecord]) -> float:
+    """Of the trials that train now, together, each as it last reported."""
+    return sum(float(t.last.get("tokens_per_second") or 0) for t in trials if t.status == records.RUNNING)
+
+
+def seconds_left(
+    trials: Sequence[TrialRecord], expected: int | None, rungs: int, elapsed: float | None
+) -> float | None:
+    """By the share of trials and rungs that is behind; None before the first report, and where it cannot be told."""
+    if not expected or elapsed is None:
+        return None
+    behind = sum(1.0 if t.status in records.ENDED else len(t.rungs) / rungs for t in trials)
+    return elapsed * (expected - behind) / behind if 0 < behind < expected else None
+
+
+def _config(folder: SearchFolder) -> SearchConfig | None:
+    try:
+        return parse_config(yaml.safe_load(folder.snapshot.read_text(encoding="utf-8")), where=str(folder.snapshot))
+    except (ConfigError, yaml.YAMLError):
+        return None  # of another version: what follows from the settings is left out
+
+
+def _state(state: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str:
+    if "ended" in state:
+        return "ended"
+    if "seconds" not in state or any(t.status == records.RUNNING for t in trials):
+        return "running"
+    return "interrupted" if any(t.status == records.KILLED for t in trials) or not trials else "ended"
+
+
+def _seconds(state: Mapping[str, Any], now: datetime) -> float | None:
+    if "seconds" in state:
+        return float(state["seconds"])
+    return (now - datetime.fromisoformat(state["started"])).total_seconds() if state.get("started") else None
+
+
+def _point(trial: TrialRecord, base_loss: float | None) -> dict[str, Any]:
+    return {
+        "trial_id": trial.trial_id,
+        "recipe": trial.recipe,
+        "kv_ratio": trial.kv_ratio,
+        "kv_bytes_per_token": trial.kv_bytes_per_token,
+        "step": trial.step,
+        "loss": trial.loss,
+        "rise": None if base_loss is None else trial.loss - base_loss,
+    }
+
+
+def _promotion(folder: SearchFolder) -> dict[str, int]:
+    record = read_json(folder.promotion) if folder.promotion.exists() else {}
+    states = [entry["status"] for entry in record.get("candidates", {}).values()]
+    return {name: states.count(name) for name in dict.fromkeys(states)}
+
+
+# ---- on a terminal, and elsewhere -------------------------------------------------------------------------------
+
+
+def facts(view: View) -> dict[str, str]:
+    """The view's numbers in words, by what they are about; what is not known is left out."""
+    ended = sum(view.trials[name] for name in records.ENDED)
+    states = ", ".join(f"{count} {name}" for name, count in view.trials.items() if count) or "none yet"
+    told = {"state": view.state}
+    if view.seconds is not None:
+        left = "" if view.seconds_left is None else f", about {clock(view.seconds_left)} left"
+        told["time"] = clock(view.seconds) + left
+    told["trials"] = f"{ended}/{view.expected or '?'} ended: {states}" + (
+        f" ({view.probes} probes)" if view.probes else ""
+    )
+    rate = f", {compact(view.tokens_per_second)}/s now" if view.tokens_per_second else ""
+    told["tokens"] = f"{compact(view.tokens)}{rate}"
+    left = "" if view.hours_left is None else f", about {view.hours_left:.2f} left"
+    told["spent"] = f"{view.hours_spent:.2f} {view.unit}-hours{left}"
+    if view.money_spent is not None:
+        left = "" if view.money_left is None else f", about {view.money_left:.2f} left"
+        told["money"] = f"{view.money_spent:.2f}{left}"
+    if view.promotion:
+        told["promotion"] = ", ".join(f"{count} {name}" for name, count in view.promotion.items())
+    return told
+
+
+def picture(view: View) -> Group:
+    """The view for a terminal: facts, front, failures."""
+    head = Table(box=None, pad_edge=False, show_header=False)
+    head.add_column(style="bold")
+    head.add_column(overflow="fold")
+    for name, value in facts(view).items():
+        head.add_row(name, Text(value))
+    parts: list[Any] = [Text(view.name, style="bold"), head]
+    if view.front:
+        table = Table(box=None, pad_edge=False, title="front so far", title_justify="left")
+        for name, justify in (
+            ("recipe", "left"),
+            (OF_THE_CHECKPOINT, "right"),
+            ("bytes/token", "right"),
+            ("steps", "right"),
+        ):
+            table.add_column(name, justify=justify)  # type: ignore[arg-type]
+        table.add_column("loss", justify="right")
+        table.add_column("rise", justify="right")
+        for p in view.front[:POINTS]:
+            cells = (p["recipe"], percent(p["kv_ratio"]), str(p["kv_bytes_per_token"]), str(p["step"]))
+            rise = math.nan if p["rise"] is None else p["rise"]
+            table.add_row(*map(Text, (*cells, number(p["loss"]), number(rise, "+.3f"))))
+        parts.append(table)
+    parts += [Text(f"failed: {text}", style="red") for text in view.failures[-3:]]
+    return Group(*parts)
+
+
+def line(view: View) -> str:
+    """The view in one line, for a log."""
+    best = ", ".join(
+        f"{percent(p['kv_ratio'])} {number(p['loss'])} ({p['recipe']})" for p in reversed(view.front[-POINTS:])
+    )
+    parts = [f"{name} {value}" for name, value in facts(view).items() if name != "state"]
+    return f"{view.name} {view.state} | " + " | ".join([*parts, f"front {best or 'none yet'}"])
+
+
+def watch(
+    folder: SearchFolder,
+    *,
+    every: float = 2.0,
+    once: bool = False,
+    console: Console | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> View:
+    """Show a search until it ends: in place on a terminal, else a line whenever something has changed."""
+    out = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    view = look(folder)
+    if not out.is_terminal:
+        told = ""
+        while True:
+            fixed = json.dumps({k: v for k, v in view.to_dict().items() if not k.startswith("seconds")})
+            if fixed != told:
+                out.print(line(view), markup=False)
+                told = fixed
+            if once or view.state != "running":
+                return view
+            sleep(every)
+            view = look(folder)
+    if once:
+        out.print(picture(view))
+        return view
+    with Live(picture(view), console=out, auto_refresh=False) as live:
+        while view.state == "running":
+            sleep(every)
+            view = look(folder)
+            live.update(picture(view), refresh=True)
+    return view

@@ -1,0 +1,219 @@
+"""What a searcher chooses among: the joint space of recipes and budgets, and the learning rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from attention.geometry import HeadGeometry
+from attention.messages import cut, near
+from attention.ratios import ratio_of_kv_heads
+from orchestrator.config.parsing import ConfigError
+from orchestrator.config.schema import ArmSection, SearchConfig, SearchSection
+from search_spaces.planning.planning import check_budget
+from search_spaces.recipes.recipes import AXES, RECIPES, Recipe
+from search_spaces.recipes.recipes import recipe as named_recipe
+from search_spaces.recipes.rules import keeps_everything
+from search_spaces.space.space import Domain, JointSpace
+
+Point = dict[str, Any]
+OF_SEARCHER = "searcher."
+"""What the names of a searcher's own settings begin with."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One thing to try: a recipe at a budget, trained with a learning rate. `seed`: of its plan and its training.
+
+    `plan`: the plan to carry out, as JSON, where the searcher and not the recipe makes it. A `probe` is measured
+    untrained and ends there; its plan need not meet the budget yet.
+    """
+
+    recipe: Recipe
+    kv_ratio: float
+    learning_rate: float
+    seed: int = 0
+    plan: str | None = None
+    probe: bool = False
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for candidates that would give the same trial."""
+        return (self.recipe.digest, self.kv_ratio, self.learning_rate, self.seed, self.plan, self.probe)
+
+    def config(self) -> dict[str, Any]:
+        """What a Tune trial is handed: plain JSON values, complete in themselves."""
+        return {
+            "recipe": self.recipe.name,
+            "kv_ratio": self.kv_ratio,
+            "learning_rate": self.learning_rate,
+            "seed": self.seed,
+            "choices": self.recipe.to_dict(),
+            **({} if self.plan is None else {"plan": self.plan, "probe": self.probe}),
+        }
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Candidate:
+        return cls(
+            Recipe.from_dict(config["choices"]),
+            float(config["kv_ratio"]),
+            float(config["learning_rate"]),
+            int(config["seed"]),
+            config.get("plan"),
+            bool(config.get("probe", False)),
+        )
+
+
+@dataclass
+class CandidateSpace:
+    """`JointSpace` with one more decision, the learning rate; a point is decided one domain at a time."""
+
+    joint: JointSpace
+    learning_rates: Sequence[float]
+    seed: int = 0
+
+    def next(self, point: Mapping[str, Any]) -> Domain | None:
+        """The next decision, or None when the point is complete."""
+        if (domain := self.joint.next(_joint(point))) is not None:
+            return domain
+        if len(self.learning_rates) > 1 and "learning_rate" not in point:
+            return Domain("learning_rate", "learning_rate", "choice", choices=tuple(self.learning_rates))
+        return None
+
+    def sample(self, generator: np.random.Generator) -> Point:
+        """A random valid point."""
+        point: Point = {}
+        while (domain := self.next(point)) is not None:
+            point[domain.name] = domain.sample(generator)
+        return point
+
+    def vary(self, point: Mapping[str, Any], changes: int, generator: np.random.Generator) -> Point:
+        """A valid point beside another: `changes` of its decisions are drawn anew, and what no longer fits them."""
+        redrawn = set(generator.permutation(sorted(point))[:changes].tolist())
+        varied: Point = {}
+        while (domain := self.next(varied)) is not None:
+            kept = domain.name in point and domain.name not in redrawn and _allows(domain, point[domain.name])
+            varied[domain.name] = point[domain.name] if kept else domain.sample(generator)
+        return varied
+
+    def candidate(self, point: Mapping[str, Any]) -> Candidate:
+        """The candidate of a complete point. A recipe without a name is called by its digest."""
+        recipe, kv_ratio = self.joint.to_recipe(_joint(point))
+        if recipe.name not in RECIPES:
+            recipe = replace(recipe, name=f"joint-{recipe.digest[:6]}")
+        return Candidate(recipe, kv_ratio, float(point.get("learning_rate", self.learning_rates[0])), self.seed)
+
+    def locate(self, candidate: Candidate) -> Point | None:
+        """The point of a candidate, or None if it lies outside of the space (its choices are restricted)."""
+        fields = {"kv_ratio": candidate.kv_ratio, "learning_rate": candidate.learning_rate}
+        fields |= {k: v for k, v in candidate.recipe.to_dict().items() if k != "settings"}
+        fields |= dict(candidate.recipe.settings)
+        point: Point = {}
+        while (domain := self.next(point)) is not None:
+            value = fields.get(domain.field)
+            if not _allows(domain, value):
+                return None
+            point[domain.name] = value
+        return point if self.candidate(point).key == candidate.key else None
+
+
+def _joint(point: Mapping[str, Any]) -> Point:
+    return {name: value for name, value in point.items() if name != "learning_rate"}
+
+
+def _allows(domain: Domain, value: Any) -> bool:
+    if domain.kind == "bool":
+        return isinstance(value, bool) and value in (domain.choices or (False, True))
+    if domain.kind == "choice":
+        return value in domain.choices
+    if value is None:
+        return False
+    return (domain.low is None or value >= domain.low) and (domain.high is None or value <= domain.high)
+
+
+def named_candidates(config: SearchConfig, geometry: HeadGeometry) -> tuple[Candidate, ...]:
+    """Every configured arm at its budgets with every learning rate and seed, the baseline first and at every budget.
+
+    Raises ConfigError for an unknown recipe, and for a budget that a recipe cannot meet on this checkpoint.
+    """
+    asked = ratios_of(config.search, geometry)
+    arms = [(_recipe(config, arm), ratios_of(arm, geometry) or asked) for arm in config.arms]
+    arms.sort(key=lambda arm: arm[0].name != config.search.baseline)
+    budgets = list(dict.fromkeys([*asked, *(b for _, own in arms for b in own)]))
+    found = []
+    for recipe, own in arms:
+        baseline = recipe.name == config.search.baseline
+        cannot = partial(_cannot_meet, recipe, geometry=geometry, dtype=config.model.dtype, baseline=baseline)
+        for budget in budgets if baseline else own:
+            if reason := cannot(budget):
+                known = [f"{k / geometry.num_kv_heads:g}" for k in range(1, geometry.num_kv_heads + 1)]
+                possible = [ratio for ratio in known if cannot(float(ratio)) is None]
+                raise ConfigError(
+                    f"search.budgets: got {budget:g}, which recipe {recipe.name} cannot meet on this checkpoint "
+                    f"({reason}); it can meet {', '.join(possible) or 'none'} of the checkpoint's own KV cache"
+                )
+            found.append((recipe, budget))
+    rates, seeds = config.learning_rates, config.seeds
+    return tuple(Candidate(r, b, lr, seed) for r, b in found for lr in rates for seed in seeds)
+
+
+def ratios_of(section: SearchSection | ArmSection, geometry: HeadGeometry) -> list[float]:
+    """The budgets of a search or an arm as shares of the checkpoint's own KV cache. Raises ConfigError."""
+    try:
+        return section.budgets or [ratio_of_kv_heads(heads, geometry) for heads in section.kv_heads]
+    except ValueError as error:
+        where = "search" if isinstance(section, SearchSection) else f"search.recipes: {section.name}"
+        raise ConfigError(f"{where}{'.' if where == 'search' else ': '}kv_heads: {error}") from None
+
+
+def _recipe(config: SearchConfig, arm: ArmSection) -> Recipe:
+    """The recipe of an arm, called by its label. Raises ConfigError."""
+    where = f"search.recipes: {arm.name}"
+    fields = (*AXES, "together", "by")
+    for name in arm.changes:
+        if name not in fields:
+            raise ConfigError(
+                f"{where}: changes: no axis {cut(repr(name))}{near(name, fields)}; there are {', '.join(fields)}"
+            )
+    try:
+        recipe = named_recipe(arm.recipe, **arm.changes, settings=arm.settings)
+    except ValueError as error:
+        key = "search.baseline" if arm.recipe not in {a.recipe for a in config.search.recipes} else where
+        raise ConfigError(f"{key}: {cut(str(error))}") from None
+    steps, last = recipe.knobs("relaxation").get("steps", 0), config.rungs.steps[-1]
+    if steps >= max(last, 1) and last:
+        raise ConfigError(f"{where}: relaxation.steps must be below the last of rungs.steps, {last}, got {steps}")
+    return replace(recipe, name=arm.name)
+
+
+def _cannot_meet(recipe: Recipe, budget: float, geometry: HeadGeometry, dtype: str, baseline: bool) -> str | None:
+    """Why, or None. With the whole cache the baseline is the original model, trained for the same tokens."""
+    if not baseline and (whole := keeps_everything(recipe.sharing, recipe.composition, budget)):
+        return whole
+    try:
+        check_budget(recipe, budget, geometry, dtype)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def candidate_space(config: SearchConfig, geometry: HeadGeometry) -> CandidateSpace:
+    """The space that free candidates are drawn from. Raises ConfigError for a field or choice that does not exist."""
+    section, budgets = config.search, ratios_of(config.search, geometry)
+    try:
+        settings = {name: value for name, value in section.settings.items() if not name.startswith(OF_SEARCHER)}
+        joint = JointSpace(budgets, geometry, choices=section.choices, settings=settings)
+    except ValueError as error:
+        key = "search" if str(error).startswith("settings: ") else "search.choices"
+        raise ConfigError(f"{key}{'.' if key == 'search' else ': '}{cut(str(error))}") from None
+    return CandidateSpace(joint, config.learning_rates, config.seeds[0])
+
+
+def searcher_settings(config: SearchConfig) -> dict[str, Any]:
+    """The settings of the searcher itself, without their prefix."""
+    given = config.search.settings
+    return {name.removeprefix(OF_SEARCHER): value for name, value in given.items() if name.startswith(OF_SEARCHER)}

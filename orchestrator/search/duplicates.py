@@ -1,0 +1,78 @@
+"""Trials that lead to the same model: the work is done once, and the others are recorded as copies of the first.
+
+Two different candidates may come to the same plan and the same weights, such as two ways of grouping that find the same
+groups. That is known once a candidate has been converted: its training is then a function of those weights and of the
+job. The scheduler stops a trial whose work another has told before (`RungScheduler.copies`), and what the first one
+scores counts for its copies too, for the searcher here and for tables in `results.load_trials`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ray.tune.search import Searcher
+
+from orchestrator.storage.records import read_json
+
+if TYPE_CHECKING:
+    from trainers.jobs.job import TrainJob
+
+PLACES = ("model_dir", "out_dir", "storage_path", "run_name")
+
+
+def work_digest(job: TrainJob, folder: Path) -> str:
+    """Equal for trainings that would end with the same weights: of the job but for its folders, and of the weights that
+    lie in the trial's folder when it begins (`converted`; with a relaxation `start` too)."""
+    from attention.io.checkpoint import DIGESTS
+
+    record = {name: value for name, value in json.loads(job.to_json()).items() if name not in PLACES}
+    for name in ("converted", "start"):
+        file = folder / name / DIGESTS
+        found = read_json(file) if file.is_file() else {}
+        # The config beside the weights tells plans apart that differ in more than weights
+        record[name] = {k: v for k, v in found.items() if k.endswith(".safetensors") or k == "config.json"}
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class CopyingSearcher(Searcher):
+    """Tells the searcher behind it of each copy what the first of its kind scores. `copies`: by copy, the first; it
+    grows while the search runs. A copy ends for the searcher when the first one does."""
+
+    def __init__(self, searcher: Searcher, copies: Mapping[str, str]) -> None:
+        super().__init__(metric=searcher.metric, mode=searcher.mode)
+        self.searcher, self._copies = searcher, copies
+        self._last: dict[str, dict] = {}
+        self._ends: dict[str, tuple[dict | None, bool]] = {}
+        self._waiting: dict[str, list[str]] = {}
+
+    def suggest(self, trial_id: str) -> Any:
+        return self.searcher.suggest(trial_id)
+
+    def on_trial_result(self, trial_id: str, result: dict) -> None:
+        self._last[trial_id] = result
+        for each in (trial_id, *self._waiting.get(trial_id, ())):
+            self.searcher.on_trial_result(each, result)
+
+    def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
+        first = self._copies.get(trial_id)
+        if first is None:
+            self._ends[trial_id] = (result, error)
+            for each in (trial_id, *self._waiting.pop(trial_id, ())):
+                self.searcher.on_trial_complete(each, result, error)
+            return
+        if first in self._last:
+            self.searcher.on_trial_result(trial_id, self._last[first])
+        if first in self._ends:
+            self.searcher.on_trial_complete(trial_id, *self._ends[first])
+        else:
+            self._waiting.setdefault(first, []).append(trial_id)
+
+    def save(self, checkpoint_path: str) -> None:
+        """Nothing: the journal is the state."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Nothing, see `save`."""

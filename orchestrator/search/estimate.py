@@ -1,0 +1,351 @@
+"""`headfold estimate CONFIG`: what a search will take, from its configuration and the checkpoint's config.json.
+
+Legend: P parameters, N workers of a trial, b bytes of a weight, T tokens a sequence, R sequences that a worker holds.
+
+Trials and tokens are counted, memory and disk are sums of what is known to be held or written; time is tokens over a
+rate that is either configured or measured here on random weights. The starts of processes and the search phases of DHA
+are left out; what a plan takes beyond its operations is not known beforehand.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from attention.geometry import HeadGeometry
+from attention.io import checkpoint
+from attention.io.precision import DTYPES
+from orchestrator.cluster.session import Demand, concurrency
+from orchestrator.config.schema import ConfigError, SearchConfig
+from orchestrator.conversion import loading
+from orchestrator.conversion.estimate import (
+    SPARE,
+    Conversion,
+    Size,
+    available_bytes,
+    matmul_rate,
+    operations,
+    resident_peak,
+)
+from orchestrator.search.candidates import candidate_space, named_candidates, searcher_settings
+from orchestrator.search.searchers import SearchProblem, make_searcher, trials_of
+from orchestrator.search.validation import local_resources
+from orchestrator.storage.paths import SearchFolder
+from orchestrator.storage.records import compact, write_json
+from trainers.jobs.checkpoints import KEEP
+from trainers.settings import TrainSettings
+
+PROCESS = 650 * 2**20  # resident memory of a worker's libraries: torch, transformers, DeepSpeed, Ray
+MEASURABLE = 300_000_000  # parameters up to which a rate is measured here
+FEW_TOKENS = 1024  # of the measured step
+FLOAT = 4
+
+
+@dataclass(frozen=True)
+class SearchEstimate:
+    """Counts, bytes, hours, and what of it does not fit (`warnings`).
+
+    `tokens`: trained on if every rung stops as many as it should; `tokens_most`: if it stops none. `rate`: tokens a
+    second of one worker, None where it is not known; `rate_from`: "configured", "measured here", or why it is not
+    known. `cpu_hours`, `gpu_hours`: of trials and promotion; `hours`: on the wall with `parallel` trials at a time;
+    `price`: of these hours. `worker_bytes`, `driver_bytes`: peak memory of a training worker and of a trial's own
+    process; `disk`: bytes that lie in the storage in the end, `disk_free`: what is free there.
+    """
+
+    trials: int
+    probes: int
+    trainings: int
+    tokens: int
+    tokens_most: int
+    tokens_measured: int
+    rate: float | None
+    rate_from: str
+    cpu_hours: float | None
+    gpu_hours: float | None
+    hours: float | None
+    price: float | None
+    parallel: int
+    worker_bytes: int
+    driver_bytes: int
+    memory_free: int
+    disk: int
+    disk_free: int
+    warnings: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a search will do, counted: trials, those of them that are probes, trainings of the promotion, tokens."""
+
+    trials: int
+    probes: int
+    trainings: int
+    tokens: int
+    tokens_most: int
+    measured: int
+
+    @classmethod
+    def of(cls, config: SearchConfig, geometry: HeadGeometry) -> Work:
+        """Raises ConfigError for what `validate_search` refuses of the candidates."""
+        named = named_candidates(config, geometry)
+        space, own = candidate_space(config, geometry), searcher_settings(config)
+        problem = SearchProblem(space, named, config.search.samples, config.search.seed, own, tuple(config.seeds))
+        trials = trials_of(make_searcher(config.search.searcher, problem), problem)
+        # A searcher with a number of its own measures its samples untrained, and trains what it has found.
+        probes = config.search.samples if trials > problem.total else 0
+        never = sum(c.recipe.name == config.search.baseline for c in named) if config.rungs.stop else trials - probes
+        a_step, steps = config.train.batch_size * config.data.sequence_length, config.rungs.steps
+        tokens, measured = 0.0, float(trials * config.data.eval.tokens)
+        for rung, (before, after) in enumerate(itertools.pairwise(steps), start=1):
+            left = never + (trials - probes - never) * config.rungs.reduction_factor**-rung
+            tokens += left * (after - before) * a_step
+            measured += left * config.data.eval.tokens
+        trainings, promoted = _trainings(config), config.promotion.steps * a_step
+        measured += trainings * config.promotion.evaluations * config.data.eval.tokens
+        most = (trials - probes) * steps[-1] * a_step + trainings * promoted
+        return cls(trials, probes, trainings, round(tokens) + trainings * promoted, most, round(measured))
+
+
+def _trainings(config: SearchConfig) -> int:
+    """Full trainings of the promotion: candidates, and the baseline at each budget."""
+    budgets, own = len(config.search.budgets or config.search.kv_heads), config.promotion
+    if not own.enabled or not own.steps:
+        return 0
+    return budgets * (2 if own.select == "front" else own.top + 1)
+
+
+def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, alone: bool = True) -> SearchEstimate:
+    """The estimate of `orchestrator.pipeline.search`. No text and no weights are read, nothing is written.
+
+    `parallel`: trials at a time. Memory is held against that of this machine where it is the only one (`alone`).
+    Raises ConfigError.
+    """
+    geometry = loading.geometry_of(config.model.path, config.data.sequence_length, weights=False)
+    model_config = checkpoint.load_config(config.model.path)
+    size, work, train = Size.of(model_config), Work.of(config, geometry), config.train
+    found, source = training_rate(model_config, config, size)
+    planning = planning_seconds(config, model_config, size, geometry)
+    worker, driver = worker_bytes(model_config, size, train, config), driver_bytes(model_config, size, config)
+    hours = cpu = gpu = price = None
+    if found is not None:
+        # A measured token goes forward through the model and the untouched one; a trained one back as well.
+        training = (work.tokens + work.measured * 2 / 3) / found / 3600
+        driving = planning / 3600
+        cpu = training * train.cpus_per_worker + driving * max(1.0, config.resources.driver_cpus)
+        gpu = training * train.gpus_per_worker + driving * config.resources.driver_gpus
+        hours = (training / train.num_workers + driving) / parallel
+        own = config.resources.price_per_hour
+        price = None if own is None else own * (gpu if train.gpus_per_worker else cpu)
+    disk, free = disk_bytes(size, config, work), _free(storage)
+    held = parallel * (driver + train.num_workers * worker)
+    memory = available_bytes() if alone else 0
+    warnings = []
+    if memory and not train.gpus_per_worker and held > SPARE * memory:
+        warnings.append(
+            f"memory: {parallel} trial(s) at a time take about {_giga(held)}, and {_giga(memory)} are available; lower "
+            "resources.max_concurrent, train.micro_batch or train.num_workers"
+        )
+    if free and disk > SPARE * free:
+        warnings.append(f"disk: about {_giga(disk)} will be written to {storage}, and {_giga(free)} are free there")
+    counted = (work.trials, work.probes, work.trainings, work.tokens, work.tokens_most, work.measured)
+    times = (found, source, cpu, gpu, hours, price)
+    return SearchEstimate(*counted, *times, parallel, worker, driver, memory, disk, free, tuple(warnings))
+
+
+def local_parallel(config: SearchConfig) -> int:
+    """Trials at a time on this machine; 1 where not even one fits, since a larger cluster will run it."""
+    try:
+        return concurrency(local_resources(), Demand.of(config), config.resources.max_concurrent)
+    except ConfigError:
+        return 1
+
+
+def announce(config: SearchConfig, folder: SearchFolder, parallel: int) -> SearchEstimate | None:
+    """Print what a search will take as it starts, warn of what does not fit, and keep it in the search's folder.
+
+    A search that is resumed was told before. What cannot be estimated ends no search: it is said, and None returned.
+    """
+    if folder.estimate.exists():
+        return None
+    try:
+        found = estimate_search(config, folder.root, parallel=parallel, alone=not os.environ.get("RAY_ADDRESS"))
+    except Exception as error:
+        print(f"estimate not possible: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return None
+    write_json(folder.estimate, found.to_dict())
+    for number, (name, value) in enumerate(describe_search(found, config).items()):
+        print(f"{'' if number else 'estimate':9}{name}: {value}", flush=True)
+    for warning in found.warnings:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
+    print(f"watch    headfold watch {shlex.quote(str(folder.root))}", flush=True)
+    return found
+
+
+# ---- time -------------------------------------------------------------------------------------------------------
+
+
+def training_rate(model_config: PretrainedConfig, config: SearchConfig, size: Size) -> tuple[float | None, str]:
+    """Tokens a second that one worker trains on, and where that is from."""
+    if config.resources.tokens_per_second is not None:
+        return config.resources.tokens_per_second, "configured"
+    wants_gpu = bool(config.train.gpus_per_worker)
+    if wants_gpu and not torch.cuda.is_available():
+        return None, "unknown: workers have GPUs and this machine has none; set resources.tokens_per_second"
+    if size.total > MEASURABLE:
+        return None, "unknown: too large a model to be measured in passing; set resources.tokens_per_second"
+    return measured_rate(model_config, config), "measured here"
+
+
+def measured_rate(model_config: PretrainedConfig, config: SearchConfig) -> float:
+    """Tokens a second of one training step on random weights, distillation included: the second step of two."""
+    from transformers import AutoModelForCausalLM
+
+    train, length = config.train, config.data.sequence_length
+    device = torch.device("cuda" if train.gpus_per_worker else "cpu")
+    dtype = DTYPES[train.dtype]
+    model: Any = AutoModelForCausalLM.from_config(model_config, dtype=dtype).to(device)
+    rows = max(1, min(train.rows, FEW_TOKENS // length))
+    batch = torch.zeros(rows, length, dtype=torch.long, device=device)
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, int(train.cpus_per_worker)))
+    seconds = 0.0
+    try:
+        for _ in range(2):
+            started = time.perf_counter()
+            if train.distillation != "none":
+                with torch.no_grad():
+                    model(batch)
+            model(batch, labels=batch).loss.backward()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - started
+    finally:
+        torch.set_num_threads(before)
+    return rows * length / seconds
+
+
+def planning_seconds(config: SearchConfig, model_config: PretrainedConfig, size: Size, geometry: HeadGeometry) -> float:
+    """Seconds of planning and converting: the operations of all candidates at the rate of a matrix product here."""
+    named = named_candidates(config, geometry)
+    rate = matmul_rate(_kinds(config)[1])
+    made = [_conversion(model_config, c.recipe, c.kv_ratio, config) for c in named]
+    each = [operations(c, size, 0) / rate for c in made]
+    return sum(each) + config.search.samples * (sum(each) / len(each))
+
+
+# ---- memory and disk --------------------------------------------------------------------------------------------
+
+
+def worker_bytes(model_config: Any, size: Size, train: TrainSettings, config: SearchConfig) -> int:
+    """Peak memory of one training worker, libraries included: weights, gradients and optimiser state as far as its
+    ZeRO stage leaves them whole, the teacher, activations, and the logits of a micro-batch."""
+    width = DTYPES[train.dtype].itemsize
+    # Adam's two moments in float32, and a float32 copy of the weights (ZeRO keeps a flat one of its share)
+    parts = {"optimiser": 12.0, "gradients": float(width), "weights": float(width)}
+    split = {0: (), 1: ("optimiser",), 2: ("optimiser", "gradients"), 3: ("optimiser", "gradients", "weights")}
+    for name in split[train.zero_stage]:
+        parts[name] /= train.num_workers
+    states = size.total * sum(parts.values())
+    teacher = size.total * width  # the untouched model, for KL at every measurement
+    g = HeadGeometry.from_config(model_config)
+    inner = int(
+        getattr(model_config, "intermediate_size", None) or getattr(model_config, "ffn_dim", 0) or 4 * g.hidden_size
+    )
+    rows, length = train.rows, config.data.sequence_length
+    # What a layer keeps of a token for the way back: norms, projections, attention's output, the MLP's inner values.
+    layer = width * (6 * g.hidden_size + 4 * g.num_heads * g.head_dim + 4 * inner)
+    kept = rows * length * (g.num_layers * layer + 4 * FLOAT * g.vocab_size)
+    return round(PROCESS + states + teacher + kept)
+
+
+def driver_bytes(model_config: PretrainedConfig, config_size: Size, config: SearchConfig) -> int:
+    """Peak memory of a trial's own process: its largest conversion, libraries included."""
+    width = _kinds(config)[1].itemsize
+    geometry = HeadGeometry.from_config(model_config)
+    made = {(c.recipe, c.kv_ratio) for c in named_candidates(config, geometry)}
+    peaks = [resident_peak(_conversion(model_config, r, b, config), config_size, width) for r, b in made]
+    return PROCESS + max(peaks)
+
+
+def disk_bytes(size: Size, config: SearchConfig, work: Work) -> int:
+    """Bytes in the storage in the end, if no trial is stopped: of each trial its converted and its trained weights, the
+    best ones of an earlier rung and the training checkpoints that are kept (Adam's moments with them), of each
+    promotion the same and its export; token files."""
+    width = _kinds(config)[0].itemsize
+    trained = DTYPES[config.train.dtype].itemsize
+    state = trained + 12  # a float32 copy and two moments besides, of float32 weights too
+    full = max(1, work.trials - work.probes)
+    rungs = min(KEEP, len(config.rungs.steps) - 1)
+    best = rungs > 1
+    of_trials = full * size.total * (width + ((1 + best) * trained + rungs * state if rungs else 0))
+    texts = 4 * sum(config.data.section(split)[1] for split in ("train", "eval", "calibration"))
+    kept = min(KEEP, config.promotion.evaluations)
+    promotion = (1 + (kept > 1)) * trained + width + kept * state
+    return round(of_trials + work.trainings * size.total * promotion + texts)
+
+
+def _conversion(model_config: PretrainedConfig, recipe: Any, ratio: float, config: SearchConfig) -> Conversion:
+    tokens, held_out = config.data.calibration.tokens, config.data.eval.tokens
+    dtype, working = _kinds(config)
+    sizes = (tokens, held_out, config.data.sequence_length)
+    return Conversion(model_config, recipe, ratio, *sizes, dtype, working=working)
+
+
+def _kinds(config: SearchConfig) -> tuple[torch.dtype, torch.dtype]:
+    """Dtypes of what a search's conversions write, and of what they compute in."""
+    written = loading.written_dtype(config.model.path, config.model.dtype)
+    return DTYPES[written], DTYPES[written] if config.resources.driver_gpus else torch.float32
+
+
+def _free(storage: Path) -> int:
+    """Free bytes where a folder is, or will be."""
+    there = next((p for p in (storage, *storage.parents) if p.exists()), None)
+    return shutil.disk_usage(there).free if there else 0
+
+
+# ---- words ------------------------------------------------------------------------------------------------------
+
+
+def _giga(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB"
+
+
+def describe_search(found: SearchEstimate, config: SearchConfig) -> Mapping[str, str]:
+    """The estimate in words, by what they are about."""
+    trials = f"{found.trials}" + (f", {found.probes} of them probes" if found.probes else "")
+    told = {
+        "trials": f"{trials}; {found.trainings} full training(s) in the promotion",
+        "tokens": f"about {compact(found.tokens)} to train on, {compact(found.tokens_most)} at most; "
+        f"{compact(found.tokens_measured)} to measure on",
+        "rate": f"{found.rate:.0f} tokens/s a worker, {found.rate_from}" if found.rate else found.rate_from,
+    }
+    if found.hours is not None and found.cpu_hours is not None:
+        unit = f"{found.gpu_hours:.2f} GPU-hours" if found.gpu_hours else f"{found.cpu_hours:.2f} CPU-hours"
+        told["time"] = f"{unit}; about {_hours(found.hours)} with {found.parallel} trial(s) at a time, starts left out"
+    if found.price is not None:
+        told["price"] = f"{found.price:.2f} at {config.resources.price_per_hour:g} an hour"
+    free = f" ({_giga(found.memory_free)} available here)" if found.memory_free else ""
+    told["memory"] = (
+        f"{_giga(found.worker_bytes)} a training worker, {_giga(found.driver_bytes)} a trial's own process{free}"
+    )
+    told["disk"] = f"{_giga(found.disk)} ({_giga(found.disk_free)} free)"
+    return told
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:.1f} h" if hours >= 1 else f"{math.ceil(60 * hours)} min"

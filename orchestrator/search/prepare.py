@@ -1,0 +1,75 @@
+"""The untouched model of a search: where it lies, what it scores, and the statistics that all trials share."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from attention.calibration.calibration import cached_calibration
+from attention.io import checkpoint
+from attention.io.precision import cast_weights
+from attention.ratios import own_heads
+from orchestrator.config.schema import SearchConfig
+from orchestrator.conversion import loading
+from orchestrator.search.validation import Prepared
+from orchestrator.storage.paths import SearchFolder, in_ray_job
+from orchestrator.storage.records import read_json, write_json
+from trainers.text.data import read_sequences
+
+
+def prepare_base(config: SearchConfig, prepared: Prepared, folder: SearchFolder) -> dict[str, Any]:
+    """Score the untouched model and calibrate it, once a search; kept in `base.json`.
+
+    Losses are in nats a token. Trials read the statistics from the cache.
+    """
+    if folder.base.exists():
+        return read_json(folder.base)
+    started = time.perf_counter()
+    path = locate_model(config.model.path, folder)
+    device = "cuda" if config.resources.driver_gpus else "cpu"
+    dtype = loading.written_dtype(path, config.model.dtype)
+    model = loading.load_working(path, dtype, device)
+    held_out = read_sequences(prepared.eval_file)
+    scored = loading.score(model, held_out)
+    tokens = read_sequences(prepared.calibration_file)
+    calibration = cached_calibration(model, tokens, prepared.cache / "calibration")
+    cast_weights(model, loading.dtype_of(dtype))  # bytes are those of what is written
+    record = {
+        "model": str(path),
+        "dtype": dtype,
+        "loss": scored.loss,
+        "eval_tokens": scored.tokens,
+        "family": prepared.geometry.family,
+        **loading.cache_facts(model, own_heads(prepared.geometry)),
+        "digests": {"weights": checkpoint.weights_digest(path), "calibration": calibration.digest},
+        "seconds": time.perf_counter() - started,
+    }
+    write_json(folder.base, record)
+    print(
+        f"untouched model: held-out loss {scored.loss:.3f} nats a token, "
+        f"{record['kv_bytes_per_token']} KV bytes a token",
+        flush=True,
+    )
+    return record
+
+
+def locate_model(path: str, folder: SearchFolder, name: str = "model") -> str:
+    """Where trials find a model: an absolute folder, or a hub name.
+
+    A Ray job's working folder vanishes with the job, so a model inside it is copied into the search.
+    """
+    source = Path(path).expanduser()
+    if not source.is_dir():
+        return path
+    if in_ray_job() and not Path(path).is_absolute():
+        copy = folder.root / name
+        if not copy.exists():
+            checkpoint.write_atomically(copy, lambda fresh: _copy(source, fresh))
+        return str(copy)
+    return str(source.absolute())
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, dirs_exist_ok=True)

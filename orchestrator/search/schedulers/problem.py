@@ -1,0 +1,167 @@
+"""What a scheduler is handed, and what all of them share: who counts at the rungs, and deciding once."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ray.tune.experiment import Trial
+from ray.tune.schedulers import FIFOScheduler, TrialScheduler
+
+from attention.axes import Axis
+from orchestrator.search.schedulers.slots import Slots
+
+SCHEDULERS = Axis("scheduler", "orchestrator.search.schedulers")
+BUDGET = "kv_ratio"
+OBJECTIVES = ("loss", "kv_bytes_per_token")
+
+
+@dataclass(frozen=True)
+class RungProblem:
+    """`rungs`: how many, the untrained conversion included; results carry `rung`, from 0.
+
+    At each rung about 1 / `reduction_factor` of the trials goes on. `objectives` are to be small; the first one is the
+    quality. Trials of a `protected` recipe are never held. `trials`: how many the search makes at most. `slots`: how
+    many trials run at a time.
+    """
+
+    rungs: int
+    reduction_factor: float
+    protected: tuple[str, ...] = ()
+    objectives: tuple[str, ...] = OBJECTIVES
+    trials: int | None = None
+    slots: Slots = field(default_factory=Slots)
+
+    def __post_init__(self) -> None:
+        if self.rungs < 1:
+            raise ValueError(f"a search needs at least one rung, got {self.rungs}")
+        if self.reduction_factor <= 1:
+            raise ValueError(f"the reduction factor must be above 1, got {self.reduction_factor}")
+
+
+def make_scheduler(name: str, problem: RungProblem, settings: Mapping[str, Any] | None = None) -> RungScheduler:
+    """The scheduler of a name. Raises ValueError for a name that there is not, and settings that it does not have."""
+    part = SCHEDULERS.get(name)
+    return part(problem, **part.settings(settings))
+
+
+class RungScheduler(FIFOScheduler):
+    """Decides at each rung whether a trial goes on. Subclasses say how in `_decide`.
+
+    The last rung holds nobody: its trials end by themselves and write their weights. A trial whose recipe is protected
+    (the baseline of every comparison) goes on whatever its loss and does not count at the rungs; nor does one whose
+    `plan` the searcher has made: a probe, which ends untrained, or what many probes have led to. A trial whose loss is
+    not finite is stopped at once. A rung that a trial reports again, because it continues from a checkpoint or was
+    restarted, counts once and stays decided.
+
+    A report that is `pooled` is of a model which the trial never trains from: its relaxation starts from unfused heads.
+    It holds nobody and does not count; the first rung behind the relaxation does. A trial whose `work_digest` another
+    one has told before would be trained to the same model: it is stopped, as a copy of that one (`copies`: by copy, the
+    first), and does not count.
+
+    The state is a function of the events alone, in their order: trials added, reports, promotions, ends. Tune brings a
+    scheduler back as it was when the search began and never asks it to `save` [ray 2.60], so a resumed search tells a
+    fresh one the events again, each promotion by `on_trial_promoted`.
+    """
+
+    def __init__(self, problem: RungProblem) -> None:
+        super().__init__()
+        self.problem, self.slots = problem, problem.slots
+        self._decisions: dict[tuple[str, int], str] = {}
+        self._works: dict[str, str] = {}
+        self.copies: dict[str, str] = {}
+
+    # ---- what a subclass says ---------------------------------------------------------------------------------
+
+    def _decide(self, trial: Any, rung: int, values: tuple[float, ...]) -> str:
+        """CONTINUE, PAUSE or STOP for the first report at a rung below the last, of a trial that counts."""
+        raise NotImplementedError
+
+    def _standing(self, trial_id: str, rung: int) -> str:
+        """What holds for a report that was decided before."""
+        return self._decisions[trial_id, rung]
+
+    def on_trial_promoted(self, trial_id: str) -> None:
+        """A paused trial goes on: `choose_trial_to_run` has given it to Tune, or had before a restart."""
+        self.slots.take(trial_id)
+
+    # ---- Tune's hooks -----------------------------------------------------------------------------------------
+
+    def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
+        return True
+
+    def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
+        if trial.status in (Trial.PENDING, Trial.RUNNING):
+            self.slots.take(trial.trial_id)
+
+    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict) -> str:
+        decision = self._judge(trial, result)
+        if decision != TrialScheduler.CONTINUE:
+            self.slots.free(trial.trial_id)
+        return decision
+
+    def _judge(self, trial: Any, result: dict) -> str:
+        quality, rung = result.get(self.problem.objectives[0]), result.get("rung")
+        if self._is_copy(trial, result.get("work_digest")):
+            return TrialScheduler.STOP
+        if result.get("pooled"):
+            return TrialScheduler.CONTINUE
+        if quality is not None and not math.isfinite(quality):
+            return TrialScheduler.STOP  # NaN would pass every comparison
+        if quality is None or rung is None or not self.counts(trial) or rung >= self.problem.rungs - 1:
+            return TrialScheduler.CONTINUE
+        key = (trial.trial_id, int(rung))
+        if key in self._decisions:
+            return self._standing(*key)
+        values = tuple(float(result[name]) for name in self.problem.objectives)
+        self._decisions[key] = self._decide(trial, key[1], values)
+        return self._decisions[key]
+
+    def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict) -> None:
+        self._over(trial)
+
+    def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
+        self._over(trial)
+
+    def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
+        self._over(trial)
+
+    def choose_trial_to_run(self, tune_controller: Any) -> Any:
+        """Tune starts what is pending by itself; to look through all trials for it would take ever longer."""
+        return None
+
+    def save(self, checkpoint_path: str) -> None:
+        Path(checkpoint_path).write_bytes(pickle.dumps(self.__getstate__()))
+
+    def restore(self, checkpoint_path: str) -> None:
+        """A file that `save` wrote, trusted like the program itself: it is unpickled."""
+        self.__dict__.update(pickle.loads(Path(checkpoint_path).read_bytes()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+    # ---- for subclasses ---------------------------------------------------------------------------------------
+
+    def _over(self, trial: Any) -> None:
+        """A trial has ended, however it did."""
+        self.slots.free(trial.trial_id)
+
+    def counts(self, trial: Any) -> bool:
+        return self.problem.rungs > 1 and not self._protected(trial) and "plan" not in trial.config
+
+    def _protected(self, trial: Any) -> bool:
+        return trial.config.get("recipe") in self.problem.protected
+
+    def _is_copy(self, trial: Any, work: str | None) -> bool:
+        """Whether another trial, the first with this work, does it. A protected trial always does its own."""
+        if work is None:
+            return False
+        first = self._works.setdefault(work, trial.trial_id)
+        if first == trial.trial_id or self._protected(trial):
+            return False
+        self.copies[trial.trial_id] = first
+        return True

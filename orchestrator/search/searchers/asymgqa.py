@@ -1,0 +1,225 @@
+"""The walk of AsymGQA (paper 003) as parallel trials: every move that it scores is a probe of its own.
+
+Several chains walk at a time, each with a generator of its own and one probe at most under way, so that each accepts,
+resets and preserves as in the paper; results are taken as they come. A chain's score is minus its probe's loss on the
+calibration tokens: the held-out text judges the search and decides nothing in it. When the probes are used up, the best
+plan of each budget is trained through the rungs, once with every learning rate and seed.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from ray.tune.search import Searcher
+
+from attention.axes import Knob
+from attention.geometry import HeadGeometry
+from orchestrator.config.schema import ConfigError
+from orchestrator.search.candidates import Candidate
+from orchestrator.search.searchers.problem import SEARCHERS, SearchProblem
+from search_spaces.allocation.uniform import uniform
+from search_spaces.grouping.chain import Chain, SiteKey, searched_sites
+from search_spaces.planning.planning import admissible_counts, check_budget
+from search_spaces.recipes.recipes import Recipe, recipe
+
+SCORE = "calibration_loss"
+NAME = "asymgqa-search"
+CHOSEN = ("grouping", "similarity", "alignment", "fusion", "refinement", "recovery")
+"""What `search.choices` may set, one value each; the rest is as in the recipe asymgqa."""
+STATE = ("_made", "_chains", "_scores", "_running", "_finals", "_similarities")
+
+
+class ChainSearch(Searcher):
+    """The configured candidates, then the chains' probes, then the best plan of every budget as a full trial.
+
+    A plan that was measured before is not measured again: its score is known, and the move is made at once. So there
+    are `total` trials at most; `skipped` says in the end how many were not needed.
+    """
+
+    def __init__(self, problem: SearchProblem, chains: int) -> None:
+        super().__init__(metric="loss", mode="min")
+        self._problem, self._made = problem, 0
+        self._recipe = walk_recipe(problem)
+        self._chains = make_chains(problem, self._recipe, chains)
+        self._scores: dict[str, float | None] = {}
+        self._running: dict[str, str] = {}
+        self._finals: list[tuple[float, float, int]] = [
+            (budget, rate, seed)
+            for budget in self._chains
+            for rate in problem.space.learning_rates
+            for seed in problem.seeds
+        ]
+        self._similarities: Mapping[SiteKey, np.ndarray] | None = None
+        self.total = problem.total + len(self._finals)
+
+    @property
+    def skipped(self) -> int:
+        """Moves whose plan was measured already, once all chains have ended."""
+        return sum(chain.moves for chains in self._chains.values() for chain in chains) - len(self._scores)
+
+    # ---- Tune's hooks -----------------------------------------------------------------------------------------
+
+    def suggest(self, trial_id: str) -> Any:
+        """A trial; None while every chain waits for a result; FINISHED when all has been suggested."""
+        if self._made < len(self._problem.named):
+            candidate: Candidate | None = self._problem.named[self._made]
+        else:
+            candidate = self._probe(trial_id) or self._final()
+        if candidate is None:
+            return Searcher.FINISHED if not self._finals else None
+        self._made += 1
+        return candidate.config()
+
+    def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
+        """Take a probe's score. A probe that failed, or diverged, counts as rejected."""
+        plan = self._running.pop(trial_id, None)
+        if plan is None:
+            return
+        loss = None if error or result is None else result.get(SCORE)
+        self._scores[plan] = None if loss is None or not math.isfinite(loss) else -float(loss)
+
+    def on_trial_result(self, trial_id: str, result: dict) -> None:
+        """Probes report once, so that everything is told at their end."""
+
+    def save(self, checkpoint_path: str) -> None:
+        Path(checkpoint_path).write_bytes(pickle.dumps({name: getattr(self, name) for name in STATE}))
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Tune's own state, written by `save`: trusted, like the rest of a search folder that is resumed."""
+        self.__dict__.update(pickle.loads(Path(checkpoint_path).read_bytes()))
+
+    # ---- chains -----------------------------------------------------------------------------------------------
+
+    def _probe(self, trial_id: str) -> Candidate | None:
+        """A plan that some chain wants measured and no trial measures yet; chains that have moved least come first."""
+        budgets = [(budget, chain) for budget, chains in self._chains.items() for chain in chains if not chain.done]
+        for budget, chain in sorted(budgets, key=lambda pair: pair[1].moves):
+            plan = self._wanted(chain)
+            if plan is not None and plan not in self._running.values():
+                self._running[trial_id] = plan
+                rate, seed = self._problem.space.learning_rates[0], self._problem.seeds[0]
+                return Candidate(self._recipe, budget, rate, seed, plan, probe=True)
+        return None
+
+    def _wanted(self, chain: Chain) -> str | None:
+        """The plan that the chain waits for, after every move whose score is known; None when it is done."""
+        while (plan := chain.propose_next(self._similar)) is not None:
+            text = plan.to_json()
+            if text not in self._scores:
+                return text
+            chain.tell(self._scores[text])
+        return None
+
+    def _final(self) -> Candidate | None:
+        """The best plan of a budget whose chains have all ended, with one of the learning rates and seeds."""
+        for place, (budget, rate, seed) in enumerate(self._finals):
+            chains = self._chains[budget]
+            if all(chain.done for chain in chains):
+                del self._finals[place]
+                best = max(chains, key=lambda chain: chain.score)  # the first of equals
+                return Candidate(self._recipe, budget, rate, seed, best.plan.to_json())
+        return None
+
+    @property
+    def _similar(self) -> Mapping[SiteKey, np.ndarray]:
+        if self._similarities is None:
+            if self._problem.similarities is None:
+                raise ValueError("the asymgqa searcher proposes by similarity; the problem brings none")
+            self._similarities = self._problem.similarities(self._recipe)
+        return self._similarities
+
+
+def walk_recipe(problem: SearchProblem) -> Recipe:
+    """The recipe asymgqa, scored by the whole model, with what `search.choices` and `search.settings` say.
+
+    Raises ConfigError for a choice that is not one walk, one similarity and so on.
+    """
+    joint = problem.space.joint
+    changes: dict[str, Any] = {}
+    base = recipe("asymgqa", objective="model")
+    for name, options in joint.choices.items():
+        allowed = [option for option in options if option is not None]
+        if name in CHOSEN and len(allowed) == 1:
+            changes[name] = allowed[0]
+        elif name in CHOSEN or getattr(base, name, None) not in allowed:
+            kept = f"{name} {getattr(base, name)!r} only" if name not in CHOSEN else f"one value for {name}"
+            raise ConfigError(f"search.choices: got {name}: {allowed}, but the asymgqa searcher takes {kept}")
+    if not changes.get("grouping", base.grouping).startswith("walk_"):
+        raise ConfigError(
+            f"search.choices: got grouping: [{changes['grouping']}], but the asymgqa searcher walks; choose "
+            "walk_asymmetric or walk_symmetric"
+        )
+    changed = base.with_changes(**changes)
+    own = {name: value for name, value in joint.settings.items() if name in dict(changed.settings)}
+    return replace(changed.with_changes(settings=own), name=NAME)
+
+
+def make_chains(problem: SearchProblem, walk: Recipe, chains: int) -> dict[float, list[Chain]]:
+    """The chains of every budget. The samples are spread evenly over them and their sites, the first sites first.
+
+    Raises ConfigError for a budget that cannot be met, and for fewer samples than one move a site, or more than
+    `grouping.iterations` allows.
+    """
+    joint = problem.space.joint
+    geometry = cast(HeadGeometry, joint.geometry)
+    counts = {}
+    for budget in map(float, joint.kv_ratios):
+        try:
+            check_budget(walk, budget, geometry)
+        except ValueError as error:
+            raise ConfigError(f"search.budgets: {error}") from None
+        admissible = admissible_counts(walk, geometry)
+        counts[budget] = uniform(geometry.num_layers, geometry.num_kv_heads, budget, admissible=admissible)
+    sites = {budget: list(searched_sites(counts[budget], geometry.num_kv_heads)) for budget in counts}
+    moves = spread(problem.samples, sites, chains, walk.knobs("grouping")["iterations"])
+    settings = {k: v for k, v in walk.knobs("grouping").items() if k not in ("iterations", "equal_sizes")}
+    settings["symmetric"] = walk.grouping == "walk_symmetric"
+    generators = iter(np.random.default_rng(problem.seed).spawn(len(counts) * chains))
+    return {
+        budget: [
+            Chain(geometry, counts[budget], moves[budget, index], next(generators), settings) for index in range(chains)
+        ]
+        for budget in counts
+    }
+
+
+def spread(
+    samples: int, sites: Mapping[float, list[SiteKey]], chains: int, iterations: int
+) -> dict[tuple[float, int], dict[SiteKey, int]]:
+    """Moves at each site of each chain (budget, index), `samples` in all. Raises ConfigError if they do not fit."""
+    places = [
+        (budget, index, own[position])
+        for position in range(max(map(len, sites.values())))
+        for budget, own in sites.items()
+        if position < len(own)
+        for index in range(chains)
+    ]
+    if not len(places) <= samples <= iterations * len(places):
+        walked = " and ".join(f"{len(own)} sites at {budget:g}" for budget, own in sites.items())
+        raise ConfigError(
+            f"search.samples: got {samples}, but {chains} chain(s) for each budget, with {walked}, make "
+            f"{len(places)} probes with one move a site and {iterations * len(places)} with grouping.iterations "
+            f"{iterations}; choose a number between them, or other searcher.chains or grouping.iterations in "
+            "search.settings"
+        )
+    each, more = divmod(samples, len(places)) if places else (0, 0)
+    moves: dict[tuple[float, int], dict[SiteKey, int]] = {(budget, i): {} for budget in sites for i in range(chains)}
+    for place, (budget, index, site) in enumerate(places):
+        moves[budget, index][site] = each + (place < more)
+    return moves
+
+
+@SEARCHERS.part(
+    "asymgqa",
+    source="Chen 2024 (paper 003), sec. 2.1, Alg. 1 and 2, as parallel chains",
+    knobs=(Knob("chains", "int", 2, "walks at a time for each budget", low=1, high=1024),),
+)
+def asymgqa(problem: SearchProblem, *, chains: int = 2) -> Searcher:
+    """Raises ConfigError for choices, budgets or samples that the walk cannot use."""
+    return ChainSearch(problem, chains)

@@ -1,0 +1,139 @@
+"""The trials of a search under Ray Tune."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from dataclasses import replace
+from typing import Any
+
+from orchestrator.cluster.session import Demand, Room
+from orchestrator.config.schema import SearchConfig
+from orchestrator.search.callbacks import SearchLog, last_error
+from orchestrator.search.duplicates import CopyingSearcher
+from orchestrator.search.head_similarities import Similarities
+from orchestrator.search.journal import History, Journal, JournalError, unwritable
+from orchestrator.search.resume import JournaledScheduler, JournaledSearch, disk_failed, replay, settle
+from orchestrator.search.schedulers import RungProblem, RungScheduler, SlotSearcher, make_scheduler
+from orchestrator.search.searchers import make_searcher, trials_of
+from orchestrator.search.trial import TrialContext, run_trial
+from orchestrator.search.validation import Prepared
+from orchestrator.storage.paths import SearchFolder
+from orchestrator.tracking.runs import Tracker
+
+NAME = "search"
+
+
+def run_trials(
+    config: SearchConfig,
+    prepared: Prepared,
+    context: TrialContext,
+    folder: SearchFolder,
+    tracker: Tracker,
+    parent_run: str,
+    parallel: int,
+) -> None:
+    """Run the trials, or go on with those of an interrupted search. The results lie in the folder's `trials.json`.
+
+    Ctrl-C stops Tune in an orderly way: the open trials are marked as killed. Raises JournalError when the journal can
+    no longer be written, as on a full disk; everything up to then is kept.
+    """
+    journal = Journal(folder.journal)
+    history = History(journal.events())
+    database = str(folder.root / "optuna.journal")
+    problem = replace(prepared.problem, similarities=similarities_of(context), database=database)
+    own = make_searcher(config.search.searcher, problem)
+    expected, rungs = trials_of(own, problem), len(context.rungs)
+    log = SearchLog(folder.trials_file, tracker, parent_run, expected, rungs, context.base_loss)
+    log.waits, log.copy_of = history.paused.__contains__, history.copies.get
+    scheduler = scheduler_of(config, expected)
+    searcher = CopyingSearcher(own, scheduler.copies)
+    scheduler.slots.capacity = Room(Demand.of(config), config.resources.max_concurrent).trials
+    settle(journal, history, rungs)
+    log.reconcile(history)
+    if len(history.configs) == expected and not history.open:
+        return  # resumed, and only the promotion is left to do
+    replay(history, searcher, scheduler)
+    decided = JournaledScheduler(scheduler, journal, history)
+    search = JournaledSearch(SlotSearcher(searcher, scheduler.slots), decided, journal, history)
+    _quiet(parallel)
+    tuner = _tuner(config, context, folder, search, decided, log)
+    try:
+        tuner.fit()
+    except Exception as error:
+        if journal.failed is None and not disk_failed(error):
+            raise
+        journal.failed = journal.failed or f"{folder.root}: {unwritable(last_error(str(error)))}"
+    if journal.failed is not None:
+        with contextlib.suppress(OSError):
+            log.on_experiment_end([])
+        raise JournalError(journal.failed)
+
+
+def _tuner(
+    config: SearchConfig,
+    context: TrialContext,
+    folder: SearchFolder,
+    search: JournaledSearch,
+    scheduler: JournaledScheduler,
+    log: SearchLog,
+) -> Any:
+    """Tune's `Tuner` over `run_trial`, with all decisions and records our own."""
+    from ray import tune
+
+    needed = {"CPU": config.resources.driver_cpus}
+    if config.resources.driver_gpus:
+        needed["GPU"] = config.resources.driver_gpus
+    return tune.Tuner(
+        tune.with_resources(tune.with_parameters(run_trial, context=context), needed),
+        tune_config=tune.TuneConfig(
+            search_alg=search,
+            scheduler=scheduler,
+            num_samples=log.expected,
+            reuse_actors=not stops_in_training(config),
+            trial_name_creator=_name,
+            trial_dirname_creator=_name,
+        ),
+        run_config=tune.RunConfig(name=NAME, storage_path=str(folder.tune), callbacks=[log], verbose=0),
+    )
+
+
+def stops_in_training(config: SearchConfig) -> bool:
+    """Whether a trial may be stopped while its workers train.
+
+    A process that has loaded torch and the untouched model takes the next trial: seconds saved each time. But one whose
+    trial was stopped in the middle still waits for the workers; Tune gives it two seconds to end, then drops the *next*
+    trial without a word to searcher, scheduler or log [ray 2.60]. Such a process must go with its trial.
+    """
+    return config.rungs.stop and len(config.rungs.steps) > 2
+
+
+def scheduler_of(config: SearchConfig, expected: int) -> RungScheduler:
+    """What decides at the rungs. Raises ValueError for a name or settings that there are not."""
+    own = config.rungs
+    problem = RungProblem(len(own.steps), own.reduction_factor, (config.search.baseline,), trials=expected)
+    return make_scheduler(own.scheduler if own.stop else "none", problem, own.settings if own.stop else None)
+
+
+def similarities_of(context: TrialContext) -> Similarities:
+    """Where a searcher finds the heads and statistics that the trials use."""
+    return Similarities(
+        context.model, context.dtype, context.device, context.calibration_file, context.calibration_cache
+    )
+
+
+def _name(trial: Any) -> str:
+    return str(trial.trial_id)
+
+
+def _quiet(parallel: int) -> None:
+    """Our own log and progress line replace Tune's, our journal its snapshots."""
+    os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
+    os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "3600")
+    os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(parallel)  # nodes that are to be added are asked for at once
+    os.environ.setdefault("TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S", "0")
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
+    # Errors of trials are told once, at the end, with the place of their trace.
+    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
+    logging.getLogger("ray.train").setLevel(logging.CRITICAL)

@@ -1,0 +1,123 @@
+"""Everything about a search that can be wrong, checked before anything of it starts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from attention.geometry import HeadGeometry
+from attention.io import checkpoint
+from orchestrator.cluster.session import Demand, concurrency
+from orchestrator.config.schema import ConfigError, SearchConfig
+from orchestrator.conversion import loading
+from orchestrator.search.candidates import candidate_space, named_candidates, searcher_settings
+from orchestrator.search.schedulers import SCHEDULERS
+from orchestrator.search.searchers import SearchProblem, make_searcher
+from orchestrator.storage.paths import check_writable, storage_path
+from trainers.text.data import DataError, sequence_file
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What validation found and made: geometry, candidates, token files (kept in the storage and reused)."""
+
+    geometry: HeadGeometry
+    problem: SearchProblem
+    train_file: Path
+    eval_file: Path
+    calibration_file: Path
+    cache: Path
+
+
+def validate_search(config: SearchConfig) -> Prepared:
+    """Check a configuration against its checkpoint, its texts and its storage, and tokenise the texts.
+
+    Raises ConfigError or DataError naming key, value and remedy. What the cluster has is checked once it is connected.
+    """
+    length = config.data.sequence_length
+    geometry = loading.geometry_of(config.model.path)
+    loading.check_own_cache(checkpoint.load_config(config.model.path), geometry, config.model.path, "model.path")
+    _check_length(length, config.model.path, geometry)
+    if config.model.teacher:
+        teacher = loading.geometry_of(config.model.teacher, key="model.teacher")
+        _check_length(length, config.model.teacher, teacher)
+        loading.check_same_words(teacher, geometry, "model.teacher", config.model.teacher)
+    named = named_candidates(config, geometry)
+    space = candidate_space(config, geometry)
+    own = searcher_settings(config)
+    problem = SearchProblem(space, named, config.search.samples, config.search.seed, own, tuple(config.seeds))
+    check_searcher(config, problem)
+    check_scheduler(config)
+    check_machine(Demand.of(config), config.resources.max_concurrent)
+    storage = storage_path(config.storage)
+    check_writable(storage)
+    files = token_files(config, storage / "cache")
+    return Prepared(geometry, problem, files["train"], files["eval"], files["calibration"], storage / "cache")
+
+
+def check_scheduler(config: SearchConfig) -> None:
+    """Raises ConfigError for a scheduler that does not exist, and for settings that it does not have."""
+    own = config.rungs
+    try:
+        SCHEDULERS.get(own.scheduler).settings(own.settings)
+    except ValueError as error:
+        key = "settings" if own.scheduler in SCHEDULERS.names() else "scheduler"
+        raise ConfigError(f"rungs.{key}: {error}") from None
+
+
+def _check_length(length: int, path: str, geometry: HeadGeometry) -> None:
+    if length > geometry.max_positions:
+        raise ConfigError(
+            f"data.sequence_length: got {length}, but {path!r} takes at most {geometry.max_positions} positions; "
+            "choose a shorter one"
+        )
+
+
+def local_resources() -> dict[str, float]:
+    """What a Ray that is started on this machine alone will have."""
+    import torch
+    from ray._private.utils import get_num_cpus
+
+    return {"CPU": float(get_num_cpus()), "GPU": float(torch.cuda.device_count())}
+
+
+def check_machine(demand: Demand, limit: int | Literal["auto"] = "auto") -> None:
+    """Where Ray will be started on this machine alone: whether a trial fits it. Raises ConfigError before it is."""
+    import ray
+
+    if not ray.is_initialized() and not os.environ.get("RAY_ADDRESS"):
+        concurrency(local_resources(), demand, limit)
+
+
+def check_searcher(config: SearchConfig, problem: SearchProblem) -> None:
+    """Build the searcher once: it says itself what it cannot do."""
+    try:
+        make_searcher(config.search.searcher, problem)
+    except ValueError as error:
+        message = str(error)
+        place = "search.settings: searcher.*" if " has no setting " in message else "search.searcher"
+        raise ConfigError(message if message.startswith("search.") else f"{place}: {message}") from None
+
+
+def token_files(config: SearchConfig, cache: Path) -> dict[str, Path]:
+    """The token sequences of each split, as safetensors files. Raises DataError naming split and source."""
+    tokenizer: Any = loading.load_tokenizer(config.model.path)
+    files = {}
+    for split in ("train", "eval", "calibration"):
+        source, tokens = config.data.section(split)
+        try:
+            files[split] = sequence_file(
+                source,
+                tokenizer,
+                split=split,  # pyright: ignore[reportArgumentType]
+                tokens=tokens,
+                sequence_length=config.data.sequence_length,
+                seed=config.search.seed,
+                cache_dir=cache / "tokens",
+                text_field=config.data.text_field,
+            )
+        except DataError as error:
+            raise DataError(f"data.{split}: source {source!r}: {error}") from None
+    return files

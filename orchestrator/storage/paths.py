@@ -1,0 +1,273 @@
+"""Where the files of a search lie.
+
+<storage>/mlflow.db, mlartifacts/     the MLflow store, unless tracking.uri names another
+<storage>/<name>/                     one search; a second one of the same name becomes <name>-2
+    search.yaml, versions.json        snapshot of the configuration, package versions
+    base.json, data/, calibration/    the untouched model's scores; token sequences and statistics that trials share
+    journal.jsonl                     what was tried, reported, decided and ended: what a resumed search goes by
+    trials.json, trials/<id>/         records; recipe, plan, converted and trained checkpoint of each trial
+    mlflow.jsonl, driver.lock         what MLflow is told; who runs the search
+    tune/, train/                     files of Ray Tune and Ray Train
+    promotion.json, promoted/         the promotion's steps and checkpoints: `exported` (stock software), or `headfold`
+    report.html
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from attention.io.replacing import checkpoint_around
+from orchestrator.config.schema import ConfigError, read_yaml
+from orchestrator.storage.mirror import check_address, is_remote, working_folder
+from orchestrator.storage.records import read_json
+
+
+def in_ray_job() -> bool:
+    """Whether this process was started by `ray job submit`."""
+    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+
+
+def home() -> Path:
+    """Where relative storage of a Ray job goes (its working folder is Ray's and vanishes), and that of addresses."""
+    return Path(os.environ.get("HEADFOLD_HOME", "~/headfold")).expanduser().absolute()
+
+
+def storage_path(storage: str) -> Path:
+    """The absolute folder of a `storage` setting; for an address (s3://...) the folder that the search works in.
+
+    Relative paths count from the working folder, in a Ray job from HEADFOLD_HOME (default ~/headfold). Raises
+    ConfigError for an address that holds credentials or names no bucket.
+    """
+    if is_remote(storage):
+        check_address(storage)
+        return working_folder(storage, home())
+    address = urlparse(storage)
+    if address.scheme == "file":
+        return Path(address.path)
+    path = Path(storage).expanduser()
+    return path if path.is_absolute() else (home() if in_ray_job() else Path.cwd()) / path
+
+
+def check_writable(folder: Path, key: str = "storage") -> None:
+    """Create `folder` and write a file into it. Raises ConfigError if either fails, or if it lies in a checkpoint."""
+    if (around := checkpoint_around(folder.resolve() / "search")) is not None:
+        raise ConfigError(f"{key}: {str(folder)!r} lies within a checkpoint, {str(around)!r}; give a folder outside")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".headfold"):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{key}: cannot write to {str(folder)!r} ({error.strerror or error}); give a folder that can be written"
+        ) from None
+
+
+@dataclass(frozen=True)
+class SearchFolder:
+    """The files of one search."""
+
+    root: Path
+
+    @classmethod
+    def fresh(cls, storage: Path, name: str) -> SearchFolder:
+        """The first of <name>, <name>-2, ... that is not taken; created."""
+        storage.mkdir(parents=True, exist_ok=True)
+        number = 1
+        while True:
+            root = storage / (name if number == 1 else f"{name}-{number}")
+            try:
+                root.mkdir()
+            except FileExistsError:
+                number += 1
+            else:
+                folder = cls(root)
+                folder.origin.write_text(json.dumps({"folder": str(root)}), encoding="utf-8")
+                return folder
+
+    @classmethod
+    def newest(cls, storage: Path, name: str) -> SearchFolder:
+        """The newest search of that name. Raises ConfigError if there is none."""
+        found = cls._of(storage, name)
+        if not found:
+            raise ConfigError(f"--resume: no search named {name!r} in {storage}; {cls._told(storage)}")
+        return found[-1]
+
+    @classmethod
+    def named(cls, storage: Path, folder: str) -> SearchFolder:
+        """The search in a folder of the storage, given by its name there or by its path. Raises ConfigError."""
+        for root in (storage / folder, Path(folder).expanduser().absolute()):
+            if (root / "search.yaml").is_file() and root.parent.resolve() == storage.resolve():
+                return cls(storage / root.name)
+        raise ConfigError(f"--resume: no search {folder!r} in {storage}; {cls._told(storage)}")
+
+    @classmethod
+    def unended(cls, storage: Path, name: str) -> list[SearchFolder]:
+        """The searches of that name that were killed, or run, oldest first."""
+        return [folder for folder in cls._of(storage, name) if not folder.ended]
+
+    @classmethod
+    def _told(cls, storage: Path) -> str:
+        """What can be resumed in a storage."""
+        found = sorted((cls(p.parent) for p in storage.glob("*/search.yaml")), key=lambda folder: folder.root.name)
+        if not found:
+            return "there is none at all; start one without --resume"
+        open_ones = [folder.root.name for folder in found if not folder.ended]
+        ended = [folder.root.name for folder in found if folder.ended]
+        return f"not ended: {', '.join(open_ones) or 'none'}; ended: {', '.join(ended) or 'none'}"
+
+    @classmethod
+    def _of(cls, storage: Path, name: str) -> list[SearchFolder]:
+        """The searches of a name, oldest first."""
+        found = [p.parent for p in storage.glob("*/search.yaml") if _belongs(p.parent.name, name)]
+        found = [root for root in found if (root / "origin.json").is_file()]  # which `fresh` has written
+        # By the number too: a file system's clock may be coarse
+        age = {root: ((root / "search.yaml").stat().st_mtime_ns, len(root.name), root.name) for root in found}
+        return [cls(root) for root in sorted(found, key=age.__getitem__)]
+
+    @property
+    def ended(self) -> bool:
+        """Whether the search has run to its end, for better or worse."""
+        return self.state.exists() and "ended" in json.loads(self.state.read_text(encoding="utf-8"))
+
+    def sweep(self) -> None:
+        """Remove what killed writers have left unfinished. For the driver that holds the lock."""
+        for half in [p for p in self.root.rglob(".*.new") if not p.is_relative_to(self.tune)]:
+            if half.is_dir():
+                shutil.rmtree(half, ignore_errors=True)
+            else:
+                half.unlink(missing_ok=True)
+
+    @classmethod
+    def existing(cls, root: str | Path) -> SearchFolder:
+        """The folder of a search that has run. Raises ConfigError if `root` is none."""
+        folder = cls(Path(root).expanduser().absolute())
+        if not folder.snapshot.is_file():
+            raise ConfigError(
+                f"{str(root)!r} is not the folder of a search (it has no search.yaml); give the folder that "
+                "`headfold search` printed, e.g. runs/demo"
+            )
+        folder.check_ratios()
+        return folder
+
+    def stored(self) -> dict[str, Any]:
+        """The configuration as it was kept. Raises ConfigError if it is none any more."""
+        try:
+            record = read_yaml(self.snapshot.read_text(encoding="utf-8"))
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"{self.snapshot} cannot be read: {error}") from None
+        if not isinstance(record, dict):
+            raise ConfigError(f"{self.snapshot} must hold a mapping of sections, got {type(record).__name__}")
+        return record
+
+    @property
+    def other_ratios(self) -> bool:
+        """Whether the search is of a former version, whose ratios were shares of multi-head attention, and its model
+        has fewer KV heads than query heads, so that they meant another cache. Its own model was not at 1 then."""
+        base = read_json(self.base) if self.base.is_file() else {}
+        return base.get("kv_ratio", 1) != 1
+
+    def check_ratios(self) -> None:
+        """Raise ConfigError if the ratios in the folder do not mean what they mean now."""
+        if self.other_ratios:
+            raise ConfigError(
+                f"{self.root} was written by a former version of Headfold, in which a KV ratio was the share of "
+                "multi-head attention; now it is the share of the checkpoint's own KV cache, which is another one for "
+                "this model. Start a new search"
+            )
+
+    @property
+    def storage(self) -> Path:
+        return self.root.parent
+
+    @property
+    def snapshot(self) -> Path:
+        return self.root / "search.yaml"
+
+    @property
+    def versions(self) -> Path:
+        return self.root / "versions.json"
+
+    @property
+    def state(self) -> Path:
+        """What `search` has settled: the MLflow parent run, the command, when it started and ended."""
+        return self.root / "state.json"
+
+    @property
+    def estimate(self) -> Path:
+        """What the search was said to take before it began."""
+        return self.root / "estimate.json"
+
+    @property
+    def base(self) -> Path:
+        return self.root / "base.json"
+
+    @property
+    def data(self) -> Path:
+        return self.root / "data"
+
+    @property
+    def calibration(self) -> Path:
+        return self.root / "calibration"
+
+    @property
+    def journal(self) -> Path:
+        return self.root / "journal.jsonl"
+
+    @property
+    def spool(self) -> Path:
+        """What MLflow is told."""
+        return self.root / "mlflow.jsonl"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / "driver.lock"
+
+    @property
+    def trials_file(self) -> Path:
+        return self.root / "trials.json"
+
+    @property
+    def tune(self) -> Path:
+        return self.root / "tune"
+
+    @property
+    def train(self) -> Path:
+        return self.root / "train"
+
+    @property
+    def promotion(self) -> Path:
+        return self.root / "promotion.json"
+
+    @property
+    def promoted(self) -> Path:
+        return self.root / "promoted"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    @property
+    def origin(self) -> Path:
+        """Where the search was made, see `orchestrator.storage.trust`."""
+        return self.root / "origin.json"
+
+    def trial(self, trial_id: str) -> Path:
+        """Raises ConfigError for an id that would lead out of the folder: records may come from elsewhere."""
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", trial_id):
+            raise ConfigError(f"{self.trials_file}: {trial_id[:100]!r} is no trial's id; the file has been changed")
+        return self.root / "trials" / trial_id
+
+    def tokens(self, split: str) -> Path:
+        return self.data / f"{split}.safetensors"
+
+
+def _belongs(folder: str, name: str) -> bool:
+    return folder == name or (folder.startswith(f"{name}-") and folder[len(name) + 1 :].isdigit())

@@ -1,0 +1,331 @@
+"""What came out of trials: plain records on disk, written by the driver alone.
+
+`trials.json` in the folder of a search, with the changes beside it while the search runs (`trials.changes.jsonl`), is
+the one source for the table, the report, the promotion and a resumed search. Read it with `load_trials`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from attention.ratios import is_met
+from orchestrator.config.parsing import ConfigError, shown
+
+WAITING, RUNNING, DONE, STOPPED, FAILED, KILLED = "waiting", "running", "done", "stopped", "failed", "killed"
+COPY = "copy"  # of a trial that leads to the same model: not trained again
+ENDED = (DONE, STOPPED, COPY, FAILED, KILLED)
+RUNG_KEYS = (
+    "step",
+    "rung",
+    "loss",
+    "rise",
+    "kl",
+    "tokens",
+    "train_loss",
+    "tokens_per_second",
+    "seconds",
+    "checkpoint_path",
+    "data_position",
+    "collapsed_loss",
+    "relaxed_dir",
+    "relaxation_steps",
+    "weights_digest",
+    "best_step",
+    "best_loss",
+    "best_kl",
+    "best_dir",
+    "pooled",
+    "timestamp",
+)
+OWN = {"seconds", "status", "rungs", "error", "error_log", "run_id", "choices", "relaxation"}
+"""Fields that no report of a trial sets directly."""
+
+
+@dataclass
+class TrialRecord:
+    """One candidate and its scores.
+
+    `rungs` holds one mapping for each rung reached: step (training steps so far), loss (held-out, nats a token), rise
+    (over the untouched model), kl (to it), tokens (trained on), seconds and what else the trial reported.
+    `kv_bytes_per_token` is of the plan in the model's dtype; `cache_bytes_measured` of a prefill of `cache_tokens`.
+    `calibration_loss`: untrained, on calibration tokens, where the searcher made the plan. A `probe` was measured for
+    the searcher alone: it ends untrained, its plan may be unfinished, and it is no candidate for anything.
+    `relaxation`: points over a relaxation stage, each with step, train_loss and what the relaxation measures of itself.
+    `copy_of`: the first trial that leads to the same model; this one was not trained, its scores are those of that one.
+    `notes`: what its training met and went on from (out of memory, a damaged checkpoint).
+    `similarity`: of the heads that share, before and after alignment (`search_spaces.similarity.sharing_similarity`).
+    """
+
+    trial_id: str
+    recipe: str
+    kv_ratio: float
+    learning_rate: float
+    choices: dict[str, Any]
+    status: str = WAITING
+    rungs: list[dict[str, Any]] = field(default_factory=list)
+    kv_bytes_per_token: int | None = None
+    cache_bytes_measured: int | None = None
+    cache_tokens: int | None = None
+    parameters: int | None = None
+    plan_digest: str | None = None
+    actual_kv_ratio: float | None = None
+    seed: int | None = None
+    calibration_loss: float | None = None
+    probe: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+    error_log: str | None = None
+    run_id: str | None = None
+    relaxation: list[dict[str, Any]] = field(default_factory=list)
+    similarity: dict[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
+    copy_of: str | None = None
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The scores at the highest rung reached; empty before the first."""
+        return max(self.rungs, key=lambda rung: rung["step"], default={})
+
+    @property
+    def loss(self) -> float:
+        """Held-out loss at the highest rung reached; infinite before the first and for a diverged trial."""
+        value = self.last.get("loss")
+        return value if value is not None and math.isfinite(value) else math.inf
+
+    @property
+    def remaining_distance(self) -> float | None:
+        """What PostShare's pull has left of the squared distance of the pairs; None without one that has ended."""
+        return self.relaxation[-1].get("distance") if self.relaxation else None
+
+    @property
+    def step(self) -> int:
+        return int(self.last.get("step", 0))
+
+    @property
+    def untrained(self) -> dict[str, Any] | None:
+        """The scores at step 0, before any training; None before they are there. See `relaxes`."""
+        return next((rung for rung in self.rungs if rung["step"] == 0), None)
+
+    @property
+    def relaxes(self) -> bool:
+        """Whether its heads are fused while it trains: what was measured at step 0 is then the closed-form pooled
+        conversion, which the training does not start from."""
+        return any(rung.get("pooled") or rung.get("relaxation_steps") for rung in self.rungs)
+
+    @property
+    def usable(self) -> bool:
+        """Whether the trial has a score and weights of its own, did not fail, and is no probe."""
+        return math.isfinite(self.loss) and self.status in (DONE, STOPPED) and not self.probe
+
+    def add(self, result: dict[str, Any]) -> None:
+        """Take over one report of the trial. A step that was reported before is replaced (a resumed trial)."""
+        names = {f.name for f in fields(self)} & set(result) - {"trial_id", "recipe", "kv_ratio", "learning_rate"}
+        for name in names - OWN:
+            setattr(self, name, result[name])
+        self.seconds.update(result.get("phases", {}))
+        self.relaxation = result.get("relaxation_history") or self.relaxation
+        rung = {key: result[key] for key in RUNG_KEYS if key in result}
+        self.rungs = sorted([r for r in self.rungs if r["step"] != rung["step"]] + [rung], key=lambda r: r["step"])
+
+
+def write_json(path: str | Path, record: Any) -> None:
+    """Write JSON so that a reader, or a kill in the middle, never sees half a file."""
+    write_text(path, json.dumps(_finite(record), indent=1, sort_keys=True, allow_nan=False) + "\n")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file so that a reader, a kill in the middle, or a full disk never leaves half of it."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        with fresh.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        fresh.replace(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
+
+
+def _finite(record: Any) -> Any:
+    """A record without nan and infinity, which JSON does not have: null in their place."""
+    if isinstance(record, dict):
+        return {key: _finite(value) for key, value in record.items()}
+    if isinstance(record, (list, tuple)):
+        return [_finite(value) for value in record]
+    return None if isinstance(record, float) and not math.isfinite(record) else record
+
+
+def number(value: float | None, form: str = ".3f") -> str:
+    """A loss for a table; "-" where there is none."""
+    return "-" if value is None or not math.isfinite(value) else format(value, form)
+
+
+LOSSES = ("untrained", "best", "at step", "last", "baseline", "original")
+PROMOTION = ("recipe", "KV of the checkpoint's", "steps", *LOSSES, "state", "version")
+"""Columns of a promotion; losses are held out, in nats a token."""
+
+
+def promotion_cells(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    """An entry of `promotion.json` as text, one cell for each of PROMOTION."""
+    losses = {name: number(entry.get(name)) for name in ("untrained_loss", "loss", "last_loss", "baseline_loss")}
+    best = entry.get("best_step")
+    return (
+        entry["recipe"],
+        percent(entry["kv_ratio"]),
+        str(entry.get("steps", "-")),
+        losses["untrained_loss"],
+        losses["loss"],
+        "-" if best is None else str(best),
+        losses["last_loss"],
+        losses["baseline_loss"],
+        number(entry.get("original_loss")),
+        entry.get("status", "-"),
+        str(entry.get("version") or "-"),
+    )
+
+
+def family(recipe: str) -> str:
+    """The name that a trial is drawn under: candidates of the searcher's own (joint-...) share one."""
+    return "joint" if recipe.startswith("joint-") else recipe
+
+
+def percent(ratio: float) -> str:
+    """A budget as text: 0.125 -> 12.5%, 0.25 -> 25%."""
+    return f"{100 * ratio:.4g}%"
+
+
+def unmet(point: Mapping[str, Any]) -> str:
+    """What to say of a ratio that could not be met exactly and was rounded down; nothing for one that was."""
+    asked, kept = point["kv_ratio_asked"], point["kv_ratio"]
+    return "" if is_met(asked, kept) else f" ({percent(asked)} cannot be met exactly)"
+
+
+def compact(count: float) -> str:
+    """A count in three digits: 409600 -> 410k, 1500000 -> 1.5M."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= size:
+            return f"{count / size:.3g}{letter}"
+    return f"{count:.3g}"
+
+
+def read_json(path: str | Path, kind: type = dict) -> Any:
+    """The value in a JSON file. Raises ConfigError if it is none of `kind`: it was changed, or cut by a full disk."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not the JSON that was written there: {error}") from None
+    if not isinstance(found, kind):
+        raise ConfigError(f"{path} is not what was written there: expected a {kind.__name__}, got {shown(found)}")
+    return found
+
+
+def save_trials(path: str | Path, trials: Iterable[TrialRecord]) -> None:
+    """Write all records, which then hold all changes."""
+    write_json(path, [asdict(trial) for trial in trials])
+    _changes(path).unlink(missing_ok=True)
+
+
+def save_change(path: str | Path, trial: TrialRecord) -> None:
+    """Keep one record that has changed: a line beside the file of all, whose cost does not grow with their number."""
+    line = json.dumps(_finite(asdict(trial)), sort_keys=True, allow_nan=False)
+    changes = _changes(path)
+    changes.parent.mkdir(parents=True, exist_ok=True)
+    with changes.open("ab") as stream:
+        # A line that a kill or a full disk has cut short ends here, and is passed over in reading
+        stream.write(b"\n" + line.encode() + b"\n")
+
+
+def load_trials(path: str | Path) -> list[TrialRecord]:
+    """The records of a search, later changes included; none if no trial has started. A copy has the scores, and the
+    failure, of the trial that it is a copy of. Raises ConfigError."""
+    found = {record.trial_id: record for record in stored_trials(path)}
+    for copy in found.values():
+        first = found.get(copy.copy_of or "")
+        if first is not None:
+            copy.rungs, copy.relaxation, copy.notes = first.rungs, first.relaxation, first.notes
+            if first.status == FAILED:
+                copy.status, copy.error = FAILED, f"the same model as {first.trial_id}, which failed: {first.error}"
+    return list(found.values())
+
+
+def stored_trials(path: str | Path) -> list[TrialRecord]:
+    """The records as they were written: a copy has what was measured of itself. Raises ConfigError."""
+    found = {_id(record, path): record for record in (read_json(path, list) if Path(path).exists() else [])}
+    changes = _changes(path)
+    for line in changes.read_bytes().splitlines() if changes.exists() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        found[_id(record, path)] = record
+    try:
+        return [TrialRecord(**record) for record in found.values()]
+    except TypeError as error:
+        raise ConfigError(f"{path} does not hold the trials of a search: {error}") from None
+
+
+def _id(record: Any, path: str | Path) -> str:
+    if not isinstance(record, dict) or not isinstance(record.get("trial_id"), str):
+        raise ConfigError(f"{path} does not hold the trials of a search: a record has no trial_id")
+    return record["trial_id"]
+
+
+def _changes(path: str | Path) -> Path:
+    return Path(path).with_suffix(".changes.jsonl")
+
+
+def untrained_text(trial: TrialRecord) -> str:
+    """The loss at step 0 for a table; "pooled" where the trial's relaxation does not start from what was measured."""
+    first = trial.untrained
+    return "-" if first is None else number(first["loss"]) + (" pooled" if trial.relaxes else "")
+
+
+POOLED_NOTE = (
+    "pooled: the closed-form conversion that was measured at step 0; the relaxation of such a trial starts from "
+    "unfused heads and not from it"
+)
+
+
+def state_text(trial: TrialRecord) -> str:
+    return f"same as {trial.copy_of}" if trial.status == COPY else trial.status
+
+
+def without_probes(trials: Iterable[TrialRecord]) -> list[TrialRecord]:
+    """The trials that stand for a candidate: those that a table or picture compares."""
+    return [trial for trial in trials if not trial.probe]
+
+
+def front(trials: Sequence[TrialRecord]) -> list[TrialRecord]:
+    """The trials that no other one beats in both held-out loss and KV bytes a token, by rising bytes.
+
+    Trials are compared at their last rung; a promotion ships the best step of a trial
+    (`orchestrator.promotion.shipping`).
+    """
+    scored = [t for t in trials if t.usable and t.kv_bytes_per_token is not None]
+    best: list[TrialRecord] = []
+    for trial in sorted(scored, key=lambda t: (t.kv_bytes_per_token, t.loss, t.trial_id)):
+        if not best or trial.loss < best[-1].loss:
+            best.append(trial)
+    return best
+
+
+def ranked(trials: Sequence[TrialRecord]) -> dict[float, list[TrialRecord]]:
+    """The usable trials of each budget by rising held-out loss; budgets falling."""
+    by_budget: dict[float, list[TrialRecord]] = {}
+    for trial in sorted((t for t in trials if t.usable), key=lambda t: (t.loss, t.trial_id)):
+        by_budget.setdefault(trial.kv_ratio, []).append(trial)
+    return dict(sorted(by_budget.items(), reverse=True))
+
+
+def best_per_budget(trials: Sequence[TrialRecord]) -> dict[float, TrialRecord]:
+    """The usable trial of lowest held-out loss at each budget; budgets falling."""
+    return {budget: best[0] for budget, best in ranked(trials).items()}

@@ -1,0 +1,52 @@
+"""What is read from a folder that somebody may have got from elsewhere, and the warning before it.
+
+Weights, plans, tokens and records are safetensors, JSON and YAML: reading them runs nothing. Training checkpoints are
+DeepSpeed's, which are pickles: reading one can run anything. They are read when a search is resumed or promoted from.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from orchestrator.storage.paths import SearchFolder
+from orchestrator.storage.records import load_trials, read_json
+
+
+def doubts(folder: SearchFolder) -> list[str]:
+    """Why the training checkpoints of a search may not be this user's own; empty if nothing speaks for it."""
+    record: Any = read_json(folder.origin) if folder.origin.exists() else {}
+    made = record.get("folder") if isinstance(record, dict) else None
+    found = []
+    if made != str(folder.root):
+        found.append(f"it was made as {made}" if made else "it does not say where it was made")
+    user = getattr(os, "getuid", lambda: None)()
+    if user is not None and folder.root.stat().st_uid not in (user, 0):
+        found.append(f"it belongs to user {folder.root.stat().st_uid}")
+    outside = [
+        str(path)
+        for trial in load_trials(folder.trials_file)
+        if (path := trial.last.get("checkpoint_path")) and not _within(Path(str(path)), folder.root)
+    ]
+    if outside:
+        found.append(f"a trial's checkpoint lies outside of it, at {outside[0]}")
+    return found
+
+
+def _within(path: Path, root: Path) -> bool:
+    return path.resolve().is_relative_to(root.resolve())
+
+
+def warn_of_pickles(folder: SearchFolder) -> bool:
+    """Say so on standard error before training checkpoints of a folder are read that may come from elsewhere."""
+    found = doubts(folder)
+    if found:
+        print(
+            f"warning: {folder.root}: {'; '.join(found)}. Its training checkpoints are pickles, which can run any "
+            "program when they are read: go on only if you trust whoever made them",
+            file=sys.stderr,
+            flush=True,
+        )
+    return bool(found)

@@ -1,0 +1,1 @@
+"""From a recipe and a ratio to a plan, and what is measured and kept on the way."""

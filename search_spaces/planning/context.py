@@ -1,0 +1,162 @@
+"""What plans are made from: the heads, their statistics, and a way to measure a whole model.
+
+Legend: L layers, H query heads, U stored KV heads a layer (units).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from attention.calibration.calibration import Calibration
+from attention.conversion.conversion import convert
+from attention.conversion.refinement import refine
+from attention.conversion.refinement.local import FIT_BATCH, FIT_RATE, FIT_TOKENS, LayerTask, fit_module
+from attention.geometry import HeadGeometry
+from attention.heads import LayerHeads
+from attention.modeling.mlp import MlpWeights, mlp_sites, read
+from attention.plan import AttentionPlan, LayerPlan, groups_of
+from search_spaces.planning.rises import LayerTrials
+from search_spaces.recipes.recipe import AXES, Recipe
+from search_spaces.scores import language_loss
+
+Measure = Callable[[Recipe, AttentionPlan], float]
+
+
+@dataclass(frozen=True)
+class PlanningContext:
+    """What plans are made from.
+
+    `heads`: lifted, one entry a layer (`attention.conversion.conversion.lift`). `calibration` for parts that need
+    statistics;
+    `model` for the layer-output score (rotary tables); `model` and `sequences` `[N, T]` for whole-model scores and
+    measured curves. `measure(recipe, plan)` is the loss in nats a token of the model converted so; by default the model
+    is converted and run on `sequences`. `cache_dir`: folder where measured curves are kept, beside `curves` in memory.
+    `fusion_distances`: of DHA's search phase, `[L, H, H]` for "key" and "value". Raises ValueError if heads or
+    statistics do not fit the geometry.
+    """
+
+    geometry: HeadGeometry
+    heads: Sequence[LayerHeads]
+    calibration: Calibration | None = None
+    model: PreTrainedModel | None = None
+    sequences: Tensor | None = None
+    measure: Measure | None = None
+    cache_dir: str | Path | None = None
+    fusion_distances: Mapping[str, np.ndarray] | None = None
+    curves: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
+    _similarities: dict[Any, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
+    _trials: dict[int, LayerTrials] = field(default_factory=dict, repr=False, compare=False)
+    _tasks: dict[int, LayerTask] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        layers, heads = self.geometry.num_layers, self.geometry.num_heads
+        counts = {(h.num_heads, h.k.shape[0], h.v.shape[0]) for h in self.heads}
+        if len(self.heads) != layers or counts != {(heads, heads, heads)}:
+            raise ValueError(
+                f"expected {layers} layers of {heads} lifted heads, got {len(self.heads)} layers of {sorted(counts)}; "
+                "use attention.conversion.conversion.lift"
+            )
+        if self.calibration is not None and len(self.calibration.layers) != layers:
+            raise ValueError(f"the calibration has {len(self.calibration.layers)} layers, the model {layers}")
+
+    @property
+    def units(self) -> tuple[tuple[int, ...], ...]:
+        """The query heads of each stored KV head."""
+        return groups_of(self.geometry.kv_map)
+
+    def loss_of(self, recipe: Recipe, plan: AttentionPlan, refinement: Mapping[str, Any] | None = None) -> float:
+        """Loss of the model converted with the recipe's alignment and fusion, and with its refinement if that is given
+        settings (`refinement`).
+
+        Raises ValueError without a model or sequences.
+        """
+        if self.measure is not None:
+            return self.measure(recipe, plan)
+        if self.model is None or self.sequences is None:
+            raise ValueError(f"recipe {recipe.name} measures whole models; the context needs a model and sequences")
+        converted = convert(
+            self.model,
+            plan,
+            alignment=recipe.alignment,
+            fusion=recipe.fusion,
+            calibration=self.calibration,
+            alignment_settings=recipe.knobs("alignment"),
+            fusion_settings=recipe.knobs("fusion"),
+        )
+        if refinement is not None:
+            refine(recipe.refinement, self.model, converted, self.sequences, refinement)
+        return language_loss(converted, self.sequences)
+
+    def measured_on(self, tokens: int) -> Tensor:
+        """The first sequences, about `tokens` tokens and at least one. Raises ValueError without sequences."""
+        if self.model is None or self.sequences is None:
+            raise ValueError("measuring the rise of the loss needs a model and sequences in the context")
+        return self.sequences[: max(1, tokens // self.sequences.shape[1])]
+
+    def rise_of(self, recipe: Recipe, plan: AttentionPlan, layer: int, *, tokens: int, fit_steps: int = 0) -> float:
+        """Rise of the loss in nats a token if only `layer` follows `plan`, with the recipe's alignment and fusion.
+
+        With `fit_steps` the layer is first fitted to the original's output for so many steps, as refinement will do.
+        The layers below are not run again (`search_spaces.planning.rises`). Raises ValueError without model or
+        sequences.
+        """
+        if self.measure is not None:
+            own = LayerPlan(self.geometry.kv_map, self.geometry.kv_map)
+            untouched = AttentionPlan((own,) * self.geometry.num_layers, self.geometry.head_dim)
+            alone = tuple(plan.layers[i] if i == layer else own for i in range(len(untouched.layers)))
+            return self.measure(recipe, replace(untouched, layers=alone)) - self.measure(recipe, untouched)
+        trials = self._trials.get(tokens)
+        if trials is None:
+            trials = LayerTrials(self.model, self.measured_on(tokens))  # type: ignore[arg-type]
+            self._trials[tokens] = trials
+        heads, layer_plan = self.heads[layer], plan.layers[layer]
+        statistics = self.calibration.layers[layer] if self.calibration else None
+        for axis in ("alignment", "fusion"):
+            part = AXES[axis].get(getattr(recipe, axis))
+            heads = part(heads, layer_plan, statistics, self.geometry, **recipe.knobs(axis))
+        if not fit_steps:
+            return trials.rise(layer, heads.expand(layer_plan.key_map, layer_plan.value_map))
+        module = trials.module(layer, heads, layer_plan)
+        fit_module(module, self._task(layer), fit_steps, FIT_RATE.default, torch.Generator().manual_seed(layer))
+        return trials.rise(layer, trials.heads_of(module, layer_plan))
+
+    def _task(self, layer: int) -> LayerTask:
+        """What a layer is fitted to; only the last one asked for is kept."""
+        if layer not in self._tasks:
+            self._tasks.clear()
+            used = self.measured_on(FIT_TOKENS.default)
+            self._tasks[layer] = LayerTask.of(self.model, layer, used, FIT_BATCH.default)  # type: ignore[arg-type]
+        return self._tasks[layer]
+
+    def fusion_distance(self, layer: int, sides: Sequence[str]) -> np.ndarray | None:
+        """L_head of Eq. 7 (paper 000) of a layer's units, summed over `sides`, `[U, U]`; None if not there."""
+        if self.fusion_distances is None:
+            return None
+        first = [unit[0] for unit in self.units]
+        return sum(self.fusion_distances[side][layer][np.ix_(first, first)] for side in sides)  # type: ignore[return-value]
+
+    def mlps(self) -> list[MlpWeights]:
+        """The MLP of every layer. Raises ValueError without a model."""
+        if self.model is None:
+            raise ValueError("sharing.mlp=true compares MLPs; the context needs a model")
+        return [read(site) for site in mlp_sites(self.model)]
+
+    def similarity(self, recipe: Recipe, layer: int, side: str) -> np.ndarray:
+        """The recipe's similarity of the units of one side, `[U, U]`, kept for the next recipe that asks."""
+        knobs = recipe.knobs("similarity")
+        key = (recipe.similarity, tuple(sorted(knobs.items())), layer, side)
+        if key not in self._similarities:
+            statistics = self.calibration.layers[layer] if self.calibration else None
+            part = AXES["similarity"].get(str(recipe.similarity))
+            full = part(self.heads[layer], statistics, self.geometry, side, **knobs)
+            first = [unit[0] for unit in self.units]  # the heads of a unit are identical
+            self._similarities[key] = full.double().cpu().numpy()[np.ix_(first, first)]
+        return self._similarities[key]

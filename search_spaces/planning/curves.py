@@ -1,0 +1,108 @@
+"""Error curves: the measured rise of the loss for each head count of a site, with the partition that was measured.
+
+Legend: U stored KV heads a layer (units).
+
+A curve does not depend on the budget, so all budgets share it, in memory and on disk: a list of ratios costs one
+measurement.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from attention.calibration.calibration import calibration_digest
+from search_spaces.partitions import Partition
+from search_spaces.planning.context import PlanningContext
+from search_spaces.planning.kept_files import alone, write_whole
+from search_spaces.recipes.recipe import Recipe
+
+DECIDES = ("grouping", "objective", "similarity", "alignment", "fusion")  # axes that what is measured depends on
+
+
+class Point(NamedTuple):
+    """One measured point of a curve."""
+
+    rise: float
+    partition: Partition
+
+
+class Curves:
+    """Curves of one recipe on one context. `group(layer, sides, count)` is the recipe's partition of a site's units;
+    `measure(layer, sides, partition)` the rise of the loss with it. `known` holds the points so far and is added to."""
+
+    def __init__(
+        self,
+        group: Callable[[int, tuple[str, ...], int], Partition],
+        measure: Callable[[int, tuple[str, ...], Partition], float],
+        known: dict[str, Point],
+        file: Path | None = None,
+    ) -> None:
+        self._group, self._measure, self.file = group, measure, file
+        self._points = known
+        known.update(_read(file))
+
+    def curve(self, layer: int, sides: tuple[str, ...], counts: Sequence[int], units: int) -> dict[int, float]:
+        """Rise in nats a token for each count; all units kept is 0."""
+        missing = [c for c in counts if c != units and _key(layer, sides, c) not in self._points]
+        for count in missing:
+            partition = self._group(layer, sides, count)
+            rise = self._measure(layer, sides, partition)
+            self._points[_key(layer, sides, count)] = Point(rise, partition)
+        if missing:
+            self._save()
+        return {c: 0.0 if c == units else self._points[_key(layer, sides, c)].rise for c in counts}
+
+    def whole(self, plan: Any, measure: Callable[[], float]) -> float:
+        """A measured loss of the whole model; `plan`: in plain values, all that it rests on besides the curves."""
+        key = f"whole/{hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:24]}"
+        if key not in self._points:
+            self._points[key] = Point(measure(), ())
+            self._save()
+        return self._points[key].rise
+
+    def partition(self, layer: int, sides: tuple[str, ...], count: int) -> Partition | None:
+        """The partition that was measured, or None."""
+        point = self._points.get(_key(layer, sides, count))
+        return None if point is None else point.partition
+
+    def _save(self) -> None:
+        if self.file is None:
+            return
+        with alone(self.file.parent):
+            # What another process has measured meanwhile stays; equal points are equal by construction.
+            self._points.update({**_read(self.file), **self._points})
+            write_whole(self.file, json.dumps(self._points, sort_keys=True).encode())
+
+
+def curve_name(recipe: Recipe, context: PlanningContext, knobs: dict[str, int], seed_of: str) -> str:
+    """A name that holds all that curves depend on but for a `measure` of the context's own.
+
+    `knobs` are those of the measurement; `seed_of` stands for the random generator of the grouping.
+    """
+    own = context.measure is None and context.model is not None and context.sequences is not None
+    record = {
+        "axes": {axis: [getattr(recipe, axis), recipe.knobs(axis)] for axis in DECIDES},
+        "by": [recipe.together, recipe.by],
+        "calibration": None if context.calibration is None else context.calibration.digest,
+        "measured on": calibration_digest(context.model, context.sequences, 0) if own else None,  # type: ignore[arg-type]
+        "knobs": knobs,
+        "seed": seed_of,
+    }
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _key(layer: int, sides: tuple[str, ...], count: int) -> str:
+    return f"{layer}/{'+'.join(sides)}/{count}"
+
+
+def _read(file: Path | None) -> dict[str, Point]:
+    """The points of a file; none if it is missing or damaged, since they can be measured again."""
+    try:
+        record = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
+        return {key: Point(rise, tuple(tuple(group) for group in groups)) for key, (rise, groups) in record.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}

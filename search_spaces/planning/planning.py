@@ -1,0 +1,395 @@
+"""From a recipe and a budget to a plan.
+
+Legend: L layers, H query heads, U stored KV heads a layer (units).
+
+The same recipe, budget, model, calibration and seed give the same plan in any process: every site has a generator of
+its own, spawned in a fixed order, so that the draws of one site do not depend on those of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import cached_property, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from attention.geometry import HeadGeometry
+from attention.plan import AttentionPlan, LayerPlan
+from attention.ratios import own_cache, own_heads
+from search_spaces.allocation import AllocationProblem, Counts
+from search_spaces.costs import GroupCost, Objective
+from search_spaces.grouping import GroupingProblem, neighbour_partition
+from search_spaces.partitions import Partition
+from search_spaces.planning.context import PlanningContext
+from search_spaces.planning.curves import Curves, curve_name
+from search_spaces.planning.prices import prices_of_site
+from search_spaces.recipes.recipe import AXES, Recipe
+from search_spaces.recipes.rules import keeps_everything, nothing_to_fuse, sharing_saves_no_cache
+from search_spaces.sharing import SharingProblem, share_count
+from search_spaces.site import SIDES, Site, plan_of_sites
+
+LOOKS_AT_WEIGHTS = frozenset({"measure", "group_cost", "model"})  # needs of an allocation
+
+
+def make_plan(
+    recipe: Recipe, kv_ratio: float | Fraction, context: PlanningContext, generator: np.random.Generator
+) -> AttentionPlan:
+    """The plan of `recipe` that keeps exactly `kv_ratio` of the checkpoint's own KV heads.
+
+    Raises ValueError if the budget cannot be met exactly (naming the admissible ratios), or if a part of the
+    recipe lacks what it needs.
+    """
+    check_budget(recipe, kv_ratio, context.geometry)
+    return _Planner(recipe, kv_ratio, context, *site_generators(generator, context.geometry.num_layers)).plan()
+
+
+def site_generators(generator: np.random.Generator, layers: int) -> tuple[list[np.random.Generator], ...]:
+    """Generators of the sites for grouping, and for measured curves: two a layer each.
+
+    Spawned first and in order: a site's draws do not depend on the other sites.
+    """
+    return generator.spawn(2 * layers), generator.spawn(2 * layers)
+
+
+def counts_of(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> Counts:
+    """(key heads, value heads) of each layer, for allocations that look at no weights. Raises ValueError for others."""
+    part = AXES["allocation"].get(recipe.allocation)
+    if part.needs & LOOKS_AT_WEIGHTS:
+        raise ValueError(f"allocation={recipe.allocation} looks at the weights of all layers")
+    check_budget(recipe, kv_ratio, geometry)
+    counts = admissible_counts(recipe, geometry)
+    problem = AllocationProblem(geometry.num_layers, geometry.num_heads, geometry.num_kv_heads, kv_ratio, counts)
+    return part(problem, **recipe.knobs("allocation"))
+
+
+def plan_layer(
+    recipe: Recipe, counts: tuple[int, int], context: PlanningContext, generators: list[np.random.Generator]
+) -> LayerPlan:
+    """The plan of a single layer, which is all that `context` holds, keeping `counts` (key heads, value heads).
+
+    `generators`: its two of `site_generators` for the whole checkpoint. Then the plan is the layer's in `make_plan`.
+    """
+    planner = _Planner(recipe, 1, context, generators, [])
+    planner.group_layer(0, counts)
+    return planner.plan_of(planner.found).layers[0]
+
+
+def measure_curves(
+    recipe: Recipe,
+    kv_ratio: float | Fraction,
+    context: PlanningContext,
+    generator: np.random.Generator,
+    layers: Sequence[int],
+) -> int:
+    """Measure what `make_plan` with the same generator would measure in `layers`, into the context's curves.
+
+    Returns the number of points that these layers have. Raises ValueError as `make_plan` does.
+    """
+    geometry = context.geometry
+    asked: dict[tuple[int, str], Sequence[int]] = {}
+
+    def flat(layer: int, side: str, counts: Sequence[int]) -> dict[int, float]:
+        asked[layer, side] = counts
+        return dict.fromkeys(counts, 0.0)
+
+    check_budget(recipe, kv_ratio, geometry)
+    heads = (geometry.num_layers, geometry.num_heads, geometry.num_kv_heads)
+    problem = AllocationProblem(*heads, kv_ratio, admissible_counts(recipe, geometry), lambda *_: 1.0, flat)
+    AXES["allocation"].get(recipe.allocation)(problem, **recipe.knobs("allocation"))
+    planner = _Planner(recipe, kv_ratio, context, *site_generators(generator, geometry.num_layers))
+    mine = {site: counts for site, counts in asked.items() if site[0] in layers}
+    return sum(len(planner._curve(*site, counts)) for site, counts in sorted(mine.items()))
+
+
+def admissible_counts(recipe: Recipe, geometry: HeadGeometry) -> tuple[int, ...]:
+    """Head counts that the recipe's grouping can make of one site, ascending."""
+    stored = geometry.num_kv_heads
+    return tuple(g for g in range(1, stored + 1) if not recipe.equal_groups or stored % g == 0)
+
+
+def check_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry, dtype: Any = None) -> None:
+    """Raise ValueError if the budget cannot be met, as far as can be told without weights, naming the nearest that can.
+
+    Cheap: for config checks. `dtype`: of the cache, where it is known, for the message.
+    """
+    try:
+        require_budget(recipe, kv_ratio, geometry)
+    except ValueError as error:
+        raise ValueError(f"{error}; {own_cache(geometry, dtype)}; {_nearest(recipe, kv_ratio, geometry)}") from None
+
+
+def _nearest(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> str:
+    """In words: the next budgets below and above that the recipe can meet and that change something."""
+    heads = own_heads(geometry)
+    most = heads - bool(keeps_everything(recipe.sharing, recipe.composition, 1))
+    whole = min(max(int(kv_ratio * heads), 0), most)
+    found = []
+    for totals in (range(whole, 0, -1), range(whole + 1, most + 1)):
+        found += islice((t for t in totals if _can_meet(recipe, Fraction(t, heads), geometry)), 1)
+    if not found:
+        return f"recipe {recipe.name} can meet no kv_ratio on this checkpoint"
+    return (
+        f"the nearest kv_ratio that recipe {recipe.name} can meet is {' or '.join(f'{t / heads:.8g}' for t in found)}"
+    )
+
+
+def _can_meet(recipe: Recipe, kv_ratio: Fraction, geometry: HeadGeometry) -> bool:
+    try:
+        require_budget(recipe, kv_ratio, geometry)
+    except ValueError:
+        return False
+    return True
+
+
+def require_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> None:
+    """`check_budget` without a search for budgets to name: for many calls, as of a space that is being laid out."""
+    for reason in (sharing_saves_no_cache(recipe.sharing, kv_ratio), nothing_to_fuse(recipe.relaxation, kv_ratio)):
+        if reason:
+            raise ValueError(reason)
+    if recipe.sharing != "none":
+        if geometry.num_kv_heads < geometry.num_heads:
+            raise ValueError(
+                f"sharing={recipe.sharing} gives a query head the weights of another with the key and value of its "
+                f"own, and this checkpoint has {geometry.num_kv_heads} KV heads for {geometry.num_heads} query heads; "
+                "it takes a multi-head checkpoint"
+            )
+        share_count(recipe.knobs("sharing")["alpha"], geometry.num_layers, geometry.num_heads)
+    part = AXES["allocation"].get(recipe.allocation)
+    if "any_count" in part.needs and recipe.equal_groups:
+        raise ValueError(
+            f"allocation={recipe.allocation} gives counts that do not divide the heads, and grouping={recipe.grouping} "
+            "makes groups of equal size only; set grouping.equal_sizes to false or use walk_asymmetric"
+        )
+    # Flat losses: the counts are not those of the plan, but whether there are any does not depend on the losses.
+    problem = AllocationProblem(
+        geometry.num_layers,
+        geometry.num_heads,
+        geometry.num_kv_heads,
+        kv_ratio,
+        admissible_counts(recipe, geometry),
+        loss=lambda layer, side: 1.0,
+        curve=lambda layer, side, counts: dict.fromkeys(counts, 0.0),
+    )
+    if problem.total < 2 * geometry.num_layers:
+        raise ValueError(
+            f"kv_ratio {float(kv_ratio):g} is {problem.total} heads, fewer than one key and one value head in each of "
+            f"{geometry.num_layers} layers; the least is {1 / geometry.num_kv_heads:g}"
+        )
+    part(problem, **recipe.knobs("allocation"))
+
+
+def nearest_budget(recipe: Recipe, kv_ratio: float, geometry: HeadGeometry, dtype: Any = None) -> Fraction:
+    """The largest share of the checkpoint's KV heads, at most `kv_ratio`, that the recipe can keep.
+
+    Raises ValueError if there is none; `dtype`: as in `check_budget`.
+    """
+    heads = own_heads(geometry)
+    reason = None
+    for total in range(int(kv_ratio * heads + 1e-6), 2 * geometry.num_layers - 1, -1):
+        try:
+            require_budget(recipe, Fraction(total, heads), geometry)
+            return Fraction(total, heads)
+        except ValueError as error:
+            reason = reason or str(error)
+    raise ValueError(
+        f"recipe {recipe.name} has no budget of at most {kv_ratio:g}: "
+        f"{reason or f'the least is one key and one value head a layer, {1 / geometry.num_kv_heads:g}'}; "
+        f"{own_cache(geometry, dtype)}"
+    )
+
+
+def relaxed_stages(recipe: Recipe, plan: AttentionPlan) -> tuple[AttentionPlan, ...]:
+    """The plans that the recipe's relaxation reaches one after the other, `plan` being the last; none without one."""
+    return AXES["relaxation"].get(recipe.relaxation)(plan, **recipe.knobs("relaxation"))
+
+
+class _Planner:
+    """One call of `make_plan`: the groups found so far, and what is still to be found."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        kv_ratio: float | Fraction,
+        context: PlanningContext,
+        generators: list[np.random.Generator],
+        curve_generators: list[np.random.Generator],
+    ) -> None:
+        self.recipe, self.kv_ratio, self.context = recipe, kv_ratio, context
+        self.units = context.units
+        self.found: dict[tuple[int, str], Partition] = {}
+        self.generators, self.curve_generators = generators, curve_generators
+        self._last_objective: tuple[Any, Objective] | None = None
+
+    def plan(self) -> AttentionPlan:
+        for layer, counts in enumerate(self.counts()):
+            self.group_layer(layer, counts)
+        plan = self.share(self.plan_of(self.found))
+        return AXES["composition"].get(self.recipe.composition)(plan, **self.recipe.knobs("composition"))
+
+    def group_layer(self, layer: int, counts: tuple[int, int]) -> None:
+        """Find the partitions of one layer with these (key heads, value heads)."""
+        if self.recipe.together:
+            partition = self.group(layer, SIDES, counts[0], self.generators[2 * layer])
+            self.found[layer, "key"] = self.found[layer, "value"] = partition
+            return
+        for index, (side, groups) in enumerate(zip(SIDES, counts, strict=True)):
+            self.found[layer, side] = self.group(layer, (side,), groups, self.generators[2 * layer + index])
+
+    def share(self, plan: AttentionPlan) -> AttentionPlan:
+        """The plan with the heads and MLP blocks that the recipe shares."""
+        recipe, context = self.recipe, self.context
+        part = AXES["sharing"].get(recipe.sharing)
+        found = part(SharingProblem(context.heads, context.mlps), **recipe.knobs("sharing"))
+        return found.on(plan)
+
+    def counts(self) -> Counts:
+        """(key heads, value heads) of each layer, from the allocation part, checked against the budget."""
+        geometry, recipe = self.context.geometry, self.recipe
+        problem = AllocationProblem(
+            geometry.num_layers,
+            geometry.num_heads,
+            geometry.num_kv_heads,
+            self.kv_ratio,
+            admissible_counts(recipe, geometry),
+            loss=self._loss_of_one_group,
+            curve=self._curve,
+            final=self._final,
+        )
+        counts = AXES["allocation"].get(recipe.allocation)(problem, **recipe.knobs("allocation"))
+        total = sum(keys + values for keys, values in counts)
+        if total != problem.total:
+            raise ValueError(f"allocation={recipe.allocation} gave {total} heads, expected exactly {problem.total}")
+        return counts
+
+    def group(self, layer: int, sides: tuple[str, ...], groups: int, generator: np.random.Generator) -> Partition:
+        """The recipe's partition of the units at one site."""
+        count = len(self.units)
+        if groups in (1, count):  # nothing to choose
+            return neighbour_partition(count, groups)
+        if "measure" in AXES["allocation"].get(self.recipe.allocation).needs:
+            # The counts rest on what was measured for this very partition.
+            measured = self.curves.partition(layer, sides, groups)
+            if measured is not None:
+                return measured
+        return self._grouped(layer, sides, groups, generator)
+
+    def _grouped(self, layer: int, sides: tuple[str, ...], groups: int, generator: np.random.Generator) -> Partition:
+        part = AXES["grouping"].get(self.recipe.grouping)
+        site = self._site(layer, sides)
+        objective = self._objective(site) if "objective" in part.needs else None
+        problem = GroupingProblem(len(self.units), groups, site.similarity, objective)
+        return part(problem, generator, **self.recipe.knobs("grouping")).partition
+
+    def plan_of(self, found: dict[tuple[int, str], Partition]) -> AttentionPlan:
+        """The plan of partitions of units; sites without one keep what the checkpoint has."""
+        return plan_of_sites(found, self.context.geometry)
+
+    def _site(self, layer: int, sides: tuple[str, ...]) -> Site:
+        context, recipe = self.context, self.recipe
+        by = sides if len(sides) == 1 or recipe.by == "both" else (recipe.by,)
+        similarity = None
+        if recipe.similarity is not None:
+            similarity = _combined([context.similarity(recipe, layer, side) for side in by])
+        return Site(
+            layer=layer,
+            sides=sides,
+            by=by,
+            units=self.units,
+            heads=context.heads[layer],
+            geometry=context.geometry,
+            statistics=context.calibration.layers[layer] if context.calibration else None,
+            similarity=similarity,
+            fusion_distance=context.fusion_distance(layer, by),
+            model=context.model,
+            plan_with=lambda partition: self.plan_of(self.found | {(layer, side): partition for side in sides}),
+            measure=partial(context.loss_of, recipe),
+        )
+
+    def _objective(self, site: Site) -> Objective:
+        """The recipe's objective at a site; of the last site only, since it holds the site's moments."""
+        key = (site.layer, site.sides)
+        additive = "whole_partition" not in AXES["objective"].get(str(self.recipe.objective)).needs
+        if additive and self._last_objective is not None and self._last_objective[0] == key:
+            return self._last_objective[1]
+        name, knobs = str(self.recipe.objective), self.recipe.knobs("objective")
+        made = AXES["objective"].get(name)(site, **knobs)
+        folder, calibration = self.context.cache_dir, self.context.calibration
+        if isinstance(made, GroupCost) and made.has_effort and folder is not None and calibration is not None:
+            made.kept = prices_of_site(folder, name, knobs, site, calibration.digest)
+        self._last_objective = (key, made)
+        return made
+
+    def _loss_of_one_group(self, layer: int, side: str) -> float:
+        """Cost of all units of a site in one group (for DHA's allocation)."""
+        objective = self._objective(self._site(layer, (side,)))
+        if not isinstance(objective, GroupCost):
+            raise ValueError(f"objective={self.recipe.objective} has no group cost to allocate by")
+        return objective.cost(tuple(range(len(self.units))))
+
+    def _curve(self, layer: int, side: str, counts: Sequence[int]) -> dict[int, float]:
+        """Measured rise of the loss if only this site is grouped, for each count. `side` may be "both"."""
+        if side == "both" and not self.recipe.together:
+            keys, values = (self._curve(layer, each, counts) for each in SIDES)
+            return {count: keys[count] + values[count] for count in counts}
+        sides = SIDES if side == "both" else (side,)
+        return self.curves.curve(layer, sides, counts, len(self.units))
+
+    def _final(self, counts: Counts) -> float:
+        """Measured loss of the model that these counts lead to, refined in few steps: enough to rank the finalists."""
+        recipe = self.recipe
+        knobs = recipe.knobs("refinement")
+        if "fit_steps" in knobs:
+            knobs["fit_steps"] = min(knobs["fit_steps"], recipe.knobs("allocation")["finalist_steps"])
+
+        def measure() -> float:
+            for layer, of_layer in enumerate(counts):
+                self.group_layer(layer, of_layer)
+            return self.context.loss_of(recipe, self.plan_of(self.found), knobs)
+
+        return self.curves.whole([counts, recipe.refinement, knobs], measure)
+
+    @cached_property
+    def curves(self) -> Curves:
+        """Measured curves of this recipe, shared by all budgets through the context and its cache folder."""
+        own = self.recipe.knobs("allocation")
+        fitted = self.recipe.knobs("refinement").get("fit_steps", 0)  # what no refinement will fit is measured as it is
+        knobs = {"tokens": own["tokens"], "fit_steps": min(own["fit_steps"], fitted)}
+
+        def group(layer: int, sides: tuple[str, ...], groups: int) -> Partition:
+            if groups == 1:
+                return neighbour_partition(len(self.units), 1)
+            # A generator of its own for each point, so that no point depends on which others are measured.
+            generator = self.curve_generators[2 * layer + SIDES.index(sides[0])]
+            fresh = np.random.default_rng([*_seeds(generator), groups])
+            return self._grouped(layer, sides, groups, fresh)
+
+        def measure(layer: int, sides: tuple[str, ...], partition: Partition) -> float:
+            plan = self.plan_of({(layer, side): partition for side in sides})
+            return self.context.rise_of(self.recipe, plan, layer, **knobs)
+
+        seed = str([_seeds(g) for g in self.curve_generators[:1]])
+        name = curve_name(self.recipe, self.context, knobs, seed)
+        folder = self.context.cache_dir if self.context.measure is None else None
+        file = None if folder is None else Path(folder) / f"curves-{name}.json"
+        return Curves(group, measure, self.context.curves.setdefault(name, {}), file)
+
+
+def _seeds(generator: np.random.Generator) -> list[int]:
+    """What a generator was seeded with, as integers."""
+    return [int(word) for word in generator.bit_generator.seed_seq.generate_state(4)]  # type: ignore[attr-defined]
+
+
+def _combined(matrices: list[np.ndarray]) -> np.ndarray:
+    """Sum of similarities, each brought to zero mean and unit spread over its pairs; one matrix comes back as it is."""
+    if len(matrices) == 1:
+        return matrices[0]
+    total = np.zeros_like(matrices[0])
+    for matrix in matrices:
+        off = matrix[~np.eye(len(matrix), dtype=bool)]
+        spread = off.std() if off.size else 0.0
+        total += (matrix - off.mean()) / spread if spread > 0 else 0.0
+    return total

@@ -1,0 +1,69 @@
+"""Prices of groups that took time to work out, kept for the next plan: of another seed, budget, trial or process.
+
+Exact grouping asks for the price of every group of some sizes at a site. That is most of the time that a plan takes
+(for heads of 64, seconds a site), and it is the same for every plan of one objective on one calibration.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
+
+from search_spaces.planning.kept_files import alone, write_whole
+from search_spaces.site import Site
+
+
+class KeptPrices:
+    """The prices of one objective at one site by size of group, in a file that several processes add to.
+
+    Those of a size are kept all together, in the order of `itertools.combinations`: what was worked out in one batch
+    does not depend on what had been asked before.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def read(self) -> dict[int, np.ndarray]:
+        """float64 prices by size; none if the file is missing or damaged, since they can be worked out again."""
+        try:
+            found = load_file(self.file)
+            return {int(size): prices for size, prices in found.items() if _sound(prices)}
+        except (OSError, ValueError, SafetensorError):
+            return {}
+
+    def add(self, prices: Mapping[int, np.ndarray]) -> None:
+        """Raises OSError if the folder cannot be written."""
+        with alone(self.file.parent):
+            every = self.read() | dict(prices)
+            write_whole(self.file, save({str(size): np.ascontiguousarray(every[size]) for size in sorted(every)}))
+
+
+def prices_of_site(folder: str | Path, objective: str, knobs: Mapping[str, Any], site: Site, digest: str) -> KeptPrices:
+    """Where the prices of an objective at a site are kept; `digest` is that of the calibration, and so of the model.
+
+    The name holds all that an objective may price by, but for what only objectives of whole partitions look at.
+    """
+    record = {
+        "objective": [objective, dict(knobs)],
+        "site": [site.layer, site.by, site.units],
+        "calibration": digest,
+        "similarity": _digest(site.similarity),
+        "fusion distance": _digest(site.fusion_distance),
+    }
+    name = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:24]
+    return KeptPrices(Path(folder) / f"prices-{name}.safetensors")
+
+
+def _digest(matrix: np.ndarray | None) -> str | None:
+    return None if matrix is None else hashlib.sha256(np.ascontiguousarray(matrix).tobytes()).hexdigest()
+
+
+def _sound(prices: np.ndarray) -> bool:
+    return prices.dtype == np.float64 and prices.ndim == 1 and bool(np.isfinite(prices).all())

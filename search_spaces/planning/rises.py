@@ -1,0 +1,149 @@
+"""Loss of a model in which one attention layer has other heads: the layers below it are run once, not every time.
+
+Legend: L layers, B sequences a batch, T tokens, D model dim.
+
+Only what enters the layer that is being tried is kept, for all batches: `tokens x D` numbers, whatever the depth.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+
+from attention.conversion.conversion import convert, lift
+from attention.families import family_of
+from attention.geometry import HeadGeometry
+from attention.heads import LayerHeads
+from attention.modeling.grouped import attach
+from attention.modeling.modeling import plan_of
+from attention.plan import LayerPlan
+
+
+class _Reached(Exception):
+    """The wanted layer has been entered: nothing above it need run."""
+
+
+class LayerTrials:
+    """Losses of a model with the heads of one layer exchanged, on `sequences` `[N, T]`.
+
+    Works on a copy of the model with one key and value head a query head (which changes no logit). Layers are best
+    tried in ascending order: going back to a lower one starts again from the embeddings.
+    """
+
+    def __init__(self, model: PreTrainedModel, sequences: Tensor, *, batch_size: int = 8) -> None:
+        own = plan_of(model).unshared
+        identity = LayerPlan.identity(own.num_heads)
+        self.model = convert(model, replace(own, layers=(identity,) * own.num_layers)).eval().requires_grad_(False)
+        self.family = family_of(self.model.config)
+        self.geometry = HeadGeometry.from_config(self.model.config)
+        self.heads = lift(model)  # of the model given: those of the copy may be views of what is written to
+        self.modules = list(self.family.attention_modules(self.model))
+        names = {module: name for name, module in self.model.named_modules()}
+        self.layers = [self.model.get_submodule(names[m].rpartition(".")[0]) for m in self.modules]
+        self.batches = sequences.split(batch_size)
+        self._below = 0  # the layer that `_streams` enter
+        self._streams: Sequence[Tensor | None] = [None] * len(self.batches)
+        self.base = self._loss(0)
+
+    def rise(self, layer: int, heads: LayerHeads) -> float:
+        """How much the loss in nats a token rises with these `heads` (one key and one value a query head) in `layer`.
+
+        The model is as before afterwards. Raises ValueError if the heads are not lifted.
+        """
+        own = self.heads[layer]
+        if heads.k.shape != own.k.shape or heads.v.shape != own.v.shape:
+            raise ValueError(
+                f"layer {layer}: expected {own.k.shape[0]} keys and values, got {heads.k.shape[0]} and "
+                f"{heads.v.shape[0]}; expand the heads first"
+            )
+        self._advance(layer)
+        try:
+            self._write(layer, heads)
+            return self._loss(layer) - self.base
+        finally:
+            self._write(layer, own)
+
+    def module(self, layer: int, heads: LayerHeads, plan: LayerPlan) -> nn.Module:
+        """An attention module of its own, in float32, with `heads` in the shapes of `plan`: to be fitted, say."""
+        made = copy.deepcopy(self.modules[layer]).float()
+        self.family.reshape(made, self.geometry, plan)
+        attach(made, plan)
+        self.family.write(made, heads.to(self.model.device))
+        return made.eval()
+
+    def heads_of(self, module: nn.Module, plan: LayerPlan) -> LayerHeads:
+        """The heads of such a module, one key and one value a query head."""
+        return self.family.read(module, self.geometry).expand(plan.key_map, plan.value_map)
+
+    def _write(self, layer: int, heads: LayerHeads) -> None:
+        self.family.write(self.modules[layer], heads.to(self.model.device))
+
+    @torch.no_grad()
+    def _loss(self, start: int) -> float:
+        """Mean next-token loss, run from `start` on."""
+        total, count = 0.0, 0
+        for batch, stream in zip(self.batches, self._streams, strict=True):
+            with self._from(start, stream):
+                logits = self.model(batch.to(self.model.device), use_cache=False).logits[:, :-1].float()
+            labels = batch[:, 1:].flatten().to(logits.device)
+            total += float(cross_entropy(logits.flatten(0, 1), labels, reduction="sum"))
+            count += len(labels)
+        return total / count
+
+    @torch.no_grad()
+    def _advance(self, layer: int) -> None:
+        """Bring the kept streams to the entrance of `layer`."""
+        if layer < self._below:
+            self._below, self._streams = 0, [None] * len(self.batches)
+        if layer == self._below:
+            return
+        found: list[Tensor] = []
+
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found.append((args[0] if args else kwargs["hidden_states"]).clone())
+            raise _Reached
+
+        hook = self.layers[layer].register_forward_pre_hook(enter, with_kwargs=True)
+        try:
+            for batch, stream in zip(self.batches, self._streams, strict=True):
+                try:
+                    with self._from(self._below, stream):
+                        self.model.get_decoder()(input_ids=batch.to(self.model.device), use_cache=False)
+                except _Reached:
+                    pass
+        finally:
+            hook.remove()
+        self._below, self._streams = layer, found
+
+    @contextmanager
+    def _from(self, start: int, stream: Tensor | None) -> Iterator[None]:
+        """Layers below `start` hand on what they get, and `start` gets `stream`."""
+        if start == 0 or stream is None:
+            yield
+            return
+
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            return ((stream, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": stream})
+
+        # The stock forward is shadowed on the instances only, and shown again afterwards.
+        hook = self.layers[start].register_forward_pre_hook(enter, with_kwargs=True)
+        for skipped in self.layers[:start]:
+            skipped.forward = _hand_on
+        try:
+            yield
+        finally:
+            hook.remove()
+            for skipped in self.layers[:start]:
+                del skipped.forward
+
+
+def _hand_on(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return hidden_states

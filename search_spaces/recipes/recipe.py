@@ -1,0 +1,176 @@
+"""A recipe: one choice on each axis and the settings of the chosen parts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from attention.axes import Axis, Part
+from attention.conversion.alignment import ALIGNMENT
+from attention.conversion.fusion import FUSION
+from attention.conversion.refinement import REFINEMENT
+from attention.messages import near, one_of
+from search_spaces.axes import (
+    ALLOCATION,
+    COMPOSITION,
+    GROUPING,
+    OBJECTIVE,
+    RECOVERY,
+    RELAXATION,
+    SHARING,
+    SIMILARITY,
+)
+from search_spaces.recipes.rules import RULE_FIELDS, broken_rules, used
+from search_spaces.site import SIDES
+
+AXES: dict[str, Axis] = {
+    axis.name: axis
+    for axis in (
+        *(GROUPING, OBJECTIVE, SIMILARITY, ALLOCATION, ALIGNMENT, FUSION, SHARING, REFINEMENT),
+        *(COMPOSITION, RELAXATION, RECOVERY),
+    )
+}
+BY = (*SIDES, "both")
+CHOSEN = (*AXES, "together", "by")
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be. The message names the field, the value and what is allowed."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One point of the joint space, but for the budget. Hashable, JSON, equal recipes have equal JSON.
+
+    `objective` and `similarity` are None where the grouping does not use them. `together`: one grouping for keys and
+    values, judged `by` the key side, the value side or both (ignored when apart). `settings`: knob values by
+    "axis.knob", completed with the defaults at construction. Raises RecipeError for what cannot be combined.
+    """
+
+    name: str
+    grouping: str = "neighbour"
+    objective: str | None = None
+    similarity: str | None = None
+    allocation: str = "uniform"
+    alignment: str = "none"
+    fusion: str = "mean"
+    sharing: str = "none"
+    refinement: str = "none"
+    composition: str = "none"
+    relaxation: str = "none"
+    recovery: str = "full"
+    together: bool = True
+    by: str = "both"
+    settings: tuple[tuple[str, Any], ...] = ()
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        given = dict(self.settings)
+        if self.by not in BY:
+            raise RecipeError(f"recipe {self.name}: {one_of('by', BY, self.by)}")
+        if not isinstance(self.together, bool):
+            raise RecipeError(f"recipe {self.name}: together must be true or false, got {self.together!r}")
+        full: dict[str, Any] = {}
+        try:
+            parts = self.parts()
+            for axis, part in parts.items():
+                own = {k.removeprefix(f"{axis}."): v for k, v in given.items() if k.startswith(f"{axis}.")}
+                full |= {f"{axis}.{knob}": value for knob, value in part.settings(own).items()}
+        except ValueError as error:
+            raise RecipeError(f"recipe {self.name}: {error}") from None
+        unknown = sorted(set(given) - set(full))
+        if unknown:
+            raise RecipeError(
+                f"recipe {self.name}: setting {unknown[0]!r} belongs to no chosen part{near(unknown[0], full)}; "
+                f"there are {sorted(full) or 'none'}"
+            )
+        object.__setattr__(self, "settings", tuple(sorted(full.items())))
+        for reason in broken_rules({name: getattr(self, name) for name in RULE_FIELDS}):
+            raise RecipeError(f"recipe {self.name}: {reason}")
+
+    def parts(self) -> dict[str, Part]:
+        """The chosen part of each axis that is in use, in the order of `AXES`."""
+        chosen = {name: getattr(self, name) for name in AXES}
+        return {name: AXES[name].get(part) for name, part in chosen.items() if part is not None}
+
+    def knobs(self, axis: str) -> dict[str, Any]:
+        """Settings of the part on `axis`, defaults included."""
+        return {k.removeprefix(f"{axis}."): v for k, v in self.settings if k.startswith(f"{axis}.")}
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the parts must be handed: of "statistics", "model", "sequences" and internal marks."""
+        return frozenset().union(*(part.needs for part in self.parts().values()))
+
+    @property
+    def equal_groups(self) -> bool:
+        """True if the grouping only makes groups of one size: its knob says so, or the part can do no other."""
+        return "equal_groups" in GROUPING.get(self.grouping).needs or bool(self.knobs("grouping").get("equal_sizes"))
+
+    @property
+    def training(self) -> dict[str, Any]:
+        """What the recovery changes of a training's settings."""
+        return RECOVERY.get(self.recovery)(**self.knobs("recovery"))
+
+    # ---- JSON -------------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "settings": dict(self.settings)}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Recipe:
+        """Inverse of `to_dict`. Raises RecipeError for an unknown field or a bad value."""
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(record) - known)
+        if unknown or "name" not in record:
+            raise RecipeError(f"a recipe has the fields {sorted(known)} and needs a name, got {sorted(record)}")
+        settings = record.get("settings", {})
+        if not isinstance(settings, Mapping):
+            raise RecipeError(f"recipe {record['name']}: settings must map 'axis.knob' to values, got {settings!r}")
+        return cls(**{**record, "settings": tuple(sorted(settings.items()))})
+
+    def to_json(self) -> str:
+        """Canonical JSON."""
+        return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Recipe:
+        try:
+            record = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise RecipeError(f"a recipe must be JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise RecipeError(f"a recipe must be a JSON object, got {type(record).__name__}")
+        return cls.from_dict(record)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all but name and source, first 16 hex digits: equal choices have equal digests."""
+        record = {k: v for k, v in self.to_dict().items() if k not in ("name", "source")}
+        return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
+
+    def with_changes(self, **changes: Any) -> Recipe:
+        """This recipe with other choices. `settings` (or "axis.knob" keys) are merged; settings of parts that are no
+        longer chosen fall away; what the new grouping does not use is set to None. Raises RecipeError."""
+        dotted = {key: changes.pop(key) for key in list(changes) if "." in key}
+        unknown = sorted(set(changes) - {*CHOSEN, "settings"})
+        if unknown:
+            raise RecipeError(
+                f"recipe {self.name}: no field {unknown[0]!r}{near(unknown[0], CHOSEN)}; there are {list(CHOSEN)}, and "
+                "settings like grouping.iterations"
+            )
+        settings = changes.pop("settings", {})
+        if not isinstance(settings, Mapping):
+            raise RecipeError(f"recipe {self.name}: settings must map 'axis.knob' to values, got {settings!r}")
+        new = {**settings, **dotted}
+        replaced = {axis for axis in AXES if axis in changes and changes[axis] != getattr(self, axis)}
+        old = {k: v for k, v in self.settings if k.split(".")[0] not in replaced}
+        chosen = {name: changes.get(name, getattr(self, name)) for name in ("grouping", "objective", "similarity")}
+        for name in ("objective", "similarity"):
+            if name not in changes and not used(name, chosen):
+                chosen[name] = changes[name] = None
+                old = {k: v for k, v in old.items() if not k.startswith(f"{name}.")}
+        return replace(self, **changes, settings=tuple(sorted({**old, **new}.items())))

@@ -1,0 +1,1 @@
+"""The joint space of recipes that searchers draw from."""

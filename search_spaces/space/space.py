@@ -1,0 +1,301 @@
+"""The joint space: every axis and every searched knob, read from their one declaration.
+
+A point is decided field by field, in a fixed order. `next` says which decision comes next given those made so far, so
+that a choice that would lead to an impossible combination, or to the same plan twice, is never offered. Any sampler
+that can draw one plain `Domain` at a time can drive it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from attention.axes import Knob
+from attention.geometry import HeadGeometry
+from attention.messages import near
+from search_spaces.planning.planning import require_budget
+from search_spaces.recipes.recipes import AXES, BY, RECIPES, Recipe, RecipeError
+from search_spaces.recipes.rules import broken_rules
+from search_spaces.space.domains import ORDER, Domain, Point, by_field, with_condition
+
+OPTIONAL = ("objective", "similarity")
+PROVIDED = ("statistics", "model")
+# Only if `choices` names them: every trial would take longer, or be another model
+NOT_UNASKED = {"refinement": "none", "relaxation": "none", "composition": "none", "recovery": "full"}
+
+
+@dataclass
+class JointSpace:
+    """All recipes and budgets that can be tried on one checkpoint; what `NOT_UNASKED` holds back, `choices` brings in.
+
+    `kv_ratios`: the budgets. `geometry` excludes those that a grouping cannot meet. `choices` restricts fields, e.g.
+    `{"grouping": ["exact", "neighbour"]}`. `provided`: what parts may need ("statistics", "model", ...). `settings`
+    fixes knobs ("axis.knob"), which are then not searched. Raises ValueError for an unknown field or choice, or if
+    nothing is left to propose.
+    """
+
+    kv_ratios: Sequence[float | Fraction]
+    geometry: HeadGeometry | None = None
+    choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    provided: Sequence[str] = PROVIDED
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    _feasible: dict[tuple[Any, ...], bool] = field(default_factory=dict, repr=False)
+    _budgets: dict[tuple[Any, ...], str | None] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.kv_ratios:
+            raise ValueError("a space needs at least one kv_ratio, got none")
+        wrong = [ratio for ratio in self.kv_ratios if not 0 < ratio <= 1]
+        if wrong:
+            raise ValueError(f"kv_ratio must lie in (0, 1], got {wrong[0]}")
+        self._options = {"kv_ratio": tuple(self.kv_ratios), "together": (False, True), "by": BY}
+        for name, axis in AXES.items():
+            asked = self.choices.get(name, ())
+            # A search phase of training steps goes before any plan of these: not unasked
+            usable = tuple(
+                p.name
+                for p in axis
+                if not (p.needs & set(PROVIDED)) - set(self.provided)
+                and ("fusion_distances" not in p.needs or p.name in asked)
+            )
+            self._options[name] = ((None,) if name in OPTIONAL else ()) + usable
+        for name, allowed in self.choices.items():
+            if name not in self._options or name == "kv_ratio":
+                fields = sorted(set(self._options) - {"kv_ratio"})
+                raise ValueError(f"choices are for the fields {fields}, got {name!r}{near(name, fields)}")
+            if not allowed:
+                raise ValueError(f"{name}: expected at least one of {list(self._options[name])}, got an empty list")
+            unknown = [c for c in allowed if c not in self._options[name]]
+            if unknown:
+                options = list(self._options[name])
+                raise ValueError(f"{name} must be among {options}, got {unknown[0]!r}{near(unknown[0], options)}")
+            # "Not used" stays open: whether a field is used is decided by the fields before it.
+            unused = (None,) if name in OPTIONAL else ()
+            self._options[name] = tuple(dict.fromkeys((*unused, *allowed)))
+        for name, plain in NOT_UNASKED.items():
+            if name not in self.choices:
+                self._options[name] = (plain,)
+        self._check_settings()
+        if not self._can_finish({}):
+            raise ValueError(
+                f"nothing can be proposed for kv_ratios {[float(r) for r in self.kv_ratios]} and choices "
+                f"{dict(self.choices)}; {self._why_not()}"
+            )
+
+    # ---- deciding ---------------------------------------------------------------------------------------------
+
+    def next(self, point: Mapping[str, Any]) -> Domain | None:
+        """The next decision after those in `point` (by name or field), or None when the point is complete."""
+        full, pending = self._forced(by_field(point))
+        if pending is not None:
+            return self._domain(pending, self._allowed(full, pending))
+        return next((d for d in self._knob_domains(full) if d.field not in full), None)
+
+    def sample(self, generator: np.random.Generator) -> Point:
+        """A random valid point, keyed by domain name."""
+        point: Point = {}
+        while (domain := self.next(point)) is not None:
+            point[domain.name] = domain.sample(generator)
+        return point
+
+    def grid(self) -> list[Point]:
+        """Every valid combination of choices, knobs at their defaults, in a fixed order."""
+        return [{d.name: v for d, v in decided} for decided in self._walk([])]
+
+    def to_recipe(self, point: Mapping[str, Any]) -> tuple[Recipe, float]:
+        """The recipe and the KV ratio of a complete point (knobs may be left at their defaults).
+
+        Raises RecipeError if a decision is missing or not allowed after those before it.
+        """
+        given = by_field(point)
+        full, pending = self._forced(given)
+        if pending is not None:
+            raise RecipeError(f"the point {dict(point)} does not decide {pending}: {self._allowed(full, pending)}")
+        knobs = {name: value for name, value in full.items() if "." in name}
+        fields = {name: full[name] for name in ORDER if name != "kv_ratio"}
+        recipe = Recipe("joint", **fields, settings=tuple(sorted({**self._fixed(full), **knobs}.items())))
+        named = {known.digest: known for known in RECIPES.values()}
+        return named.get(recipe.digest, recipe), float(full["kv_ratio"])
+
+    @cached_property
+    def domains(self) -> tuple[Domain, ...]:
+        """Every domain that can come up, parents first, each with the conditions under which it does."""
+        seen: dict[str, Domain] = {}
+        stages: dict[str, list[tuple[Point, str | None]]] = {}
+        for decided in self._walk([]):
+            # What was decided before each field, and which domain (if any) decided it.
+            before: Point = {}
+            names = {d.field: d for d, _ in decided}
+            values = {d.field: v for d, v in decided}
+            knobs = {d.field: d for d in self._knob_domains(self._forced(values)[0])}
+            for name in (*ORDER, *sorted(set(names) - set(ORDER)), *sorted(knobs)):
+                domain = names.get(name) or knobs.get(name)
+                stages.setdefault(name, []).append((dict(before), domain.name if domain else None))
+                if domain:
+                    seen.setdefault(domain.name, domain)
+                if name in values:
+                    before[name] = values[name]
+            for name in self._all_knobs() - set(knobs):
+                stages.setdefault(name, []).append((dict(before), None))
+        ordered = sorted(
+            seen.values(), key=lambda d: (ORDER.index(d.field) if d.field in ORDER else len(ORDER), d.name)
+        )
+        return tuple(with_condition(domain, stages[domain.field]) for domain in ordered)
+
+    # ---- inside -----------------------------------------------------------------------------------------------
+
+    def _forced(self, given: Mapping[str, Any]) -> tuple[Point, str | None]:
+        """All decided fields with those that have one option only; and the first field still open, if any."""
+        full: Point = {}
+        for name in ORDER:
+            allowed = self._allowed(full, name)
+            if name in given:
+                if given[name] not in allowed:
+                    reasons = "; ".join(self._broken({**full, name: given[name]})) or "nothing valid can follow it"
+                    raise RecipeError(f"{name}={given[name]!r} is not possible after {full}: {reasons}")
+                full[name] = given[name]
+            elif len(allowed) == 1:
+                full[name] = allowed[0]
+            else:
+                return full, name
+        return {**full, **{k: v for k, v in given.items() if "." in k}}, None
+
+    def _allowed(self, full: Point, name: str) -> list[Any]:
+        return [option for option in self._options[name] if self._can_finish({**full, name: option})]
+
+    def _can_finish(self, full: Point) -> bool:
+        """Whether some choice of the remaining fields makes a valid recipe."""
+        key = tuple(full.get(name, ...) for name in ORDER)
+        if key not in self._feasible:
+            if self._broken(full):
+                self._feasible[key] = False
+            else:
+                name = next((name for name in ORDER if name not in full), None)
+                self._feasible[key] = name is None or any(
+                    self._can_finish({**full, name: option}) for option in self._options[name]
+                )
+        return self._feasible[key]
+
+    def _broken(self, full: Point) -> list[str]:
+        """Why these choices cannot be; empty if they can."""
+        found = broken_rules(full) + _twice_the_same(full) + _too_dear(full)
+        if not found and self.geometry is not None and {"kv_ratio", "grouping", "objective", "allocation"} <= set(full):
+            reason = self._over_budget(full)
+            found += [reason] if reason else []
+        return found
+
+    def _over_budget(self, full: Point) -> str | None:
+        """Why the budget cannot be met: it looks at sharing, relaxation, grouping and allocation only."""
+        assert self.geometry is not None
+        names = ("sharing", "relaxation", "grouping", "objective", "similarity", "allocation")
+        key = (full["kv_ratio"], *(full.get(name) for name in names))
+        if key not in self._budgets:
+            partial = {name: full[name] for name in names if name in full}
+            apart = "apart" in AXES["allocation"].get(full["allocation"]).needs
+            try:
+                recipe = Recipe("joint", **partial, together=not apart, settings=tuple(self._fixed(partial).items()))
+                require_budget(recipe, full["kv_ratio"], self.geometry)
+                self._budgets[key] = None
+            except ValueError as error:
+                self._budgets[key] = str(error)
+        return self._budgets[key]
+
+    def _why_not(self) -> str:
+        """The reason why the first budget fails with the plainest choices."""
+        full: Point = {}
+        for name in ORDER:
+            options = [o for o in self._options[name] if not self._broken({**full, name: o})]
+            if not options:
+                return "; ".join(self._broken({**full, name: self._options[name][0]})) or f"{name} has no choice left"
+            full[name] = options[0]
+        return "the choices exclude each other"
+
+    def _fixed(self, full: Point) -> dict[str, Any]:
+        """The fixed settings of the parts that are chosen."""
+        return {k: v for k, v in sorted(self.settings.items()) if k in self._knobs(full)}
+
+    def _knobs(self, full: Point) -> dict[str, Knob]:
+        chosen = {name: full.get(name) for name in AXES}
+        return {
+            f"{name}.{knob.name}": knob
+            for name, part in chosen.items()
+            if part is not None
+            for knob in AXES[name].get(part).knobs
+        }
+
+    def _knob_domains(self, full: Point) -> list[Domain]:
+        return [
+            Domain(_knob_name(name, full), name, knob.kind, knob.low, knob.high, knob.choices, knob.default)
+            for name, knob in sorted(self._knobs(full).items())
+            if knob.searched and name not in self.settings
+        ]
+
+    def _all_knobs(self) -> set[str]:
+        return {f"{axis.name}.{knob.name}" for axis in AXES.values() for part in axis for knob in part.knobs}
+
+    def _domain(self, name: str, allowed: Sequence[Any]) -> Domain:
+        everything = [option for option in self._options[name] if option is not None]
+        # Narrowed choices are a domain of their own: samplers want the same choices under the same name.
+        label = name if list(allowed) == everything else f"{name}:{'+'.join(str(a) for a in allowed)}"
+        kind = "bool" if name == "together" else "choice"
+        return Domain(label, name, kind, choices=tuple(allowed), default=allowed[0])
+
+    def _walk(self, decided: list[tuple[Domain, Any]]) -> Iterator[list[tuple[Domain, Any]]]:
+        full, pending = self._forced({d.field: v for d, v in decided})
+        if pending is None:
+            yield decided
+            return
+        domain = self._domain(pending, self._allowed(full, pending))
+        for option in domain.choices:
+            yield from self._walk([*decided, (domain, option)])
+
+    def _check_settings(self) -> None:
+        for name, value in self.settings.items():
+            axis, _, knob = name.partition(".")
+            owners = [k for part in AXES[axis] for k in part.knobs if k.name == knob] if axis in AXES else []
+            if not owners:
+                near = get_close_matches(str(name), self._all_knobs(), n=3) or sorted(self._all_knobs())
+                raise ValueError(f"settings: {str(name)[:100]!r} is no 'axis.knob'; there are e.g. {', '.join(near)}")
+            for owner in owners:
+                try:
+                    owner.check(value)
+                except ValueError as error:
+                    raise ValueError(f"settings: {axis}.{error}") from None
+
+
+def _knob_name(name: str, full: Point) -> str:
+    """Knobs of one name on different parts of an axis are different domains: their ranges may differ."""
+    axis, _, knob = name.partition(".")
+    return f"{axis}.{knob}:{full[axis]}"
+
+
+def _twice_the_same(full: Point) -> list[str]:
+    """Choices that change nothing: only one of the equal points is offered."""
+    if not {"grouping", "together"} <= set(full):
+        return []
+    searched = full["grouping"] != "neighbour"
+    found = []
+    allocation = full.get("allocation")
+    same = allocation is not None and "apart" not in AXES["allocation"].get(allocation).needs
+    if not searched and full["together"] is False and same:
+        found.append("neighbour grouping is the same for keys and values")
+    if "by" in full and full["by"] != "both" and not (searched and full["together"]):
+        found.append("by only matters if one searched grouping serves keys and values")
+    return found
+
+
+def _too_dear(full: Point) -> list[str]:
+    """Measuring whole models for every move of a search, and that again for every point of every error curve."""
+    objective, allocation = full.get("objective"), full.get("allocation")
+    if objective is None or allocation is None:
+        return []
+    parts = AXES["objective"].get(objective), AXES["allocation"].get(allocation)
+    if all("measure" in part.needs for part in parts):
+        return [f"objective={objective} inside allocation={allocation} measures whole models within whole models"]
+    return []

@@ -1,0 +1,138 @@
+"""A training job as plain JSON: it can be logged, sent to a cluster, and run again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainers.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from trainers.relaxations.stage import RelaxationSpec
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """What to train, on what, for how long, and where the results go.
+
+    `milestones`: steps, counted from the beginning of the training, after which the held-out loss is measured and
+    reported with a checkpoint; the last one ends the job. `total_steps`: the step at which the learning-rate schedule
+    ends (None: the last milestone). `resume_from`: a checkpoint of an earlier job, path or URI; the job then
+    continues its weights, optimiser, schedule position and, on the same `train_file`, its data position from
+    `start_step`. `seed` orders the data. `storage_path` and `out_dir` must be absolute (or a URI for the former).
+
+    `relaxation`: a stage before all this: from `model_dir`, which is not converted yet, to a collapsed checkpoint in
+    `relaxed_dir`, where the training then starts. Its steps are not counted in the milestones; its tokens are in the
+    report. One learning-rate schedule spans both, unless the relaxation has its own: stage i is trained from position
+    `i steps` on, the training after them from `relaxation.total_steps` on. A stage that ends early leaves the rest of
+    its positions unused, so that the rate of a step depends on the job alone and the schedule ends where it was planned
+    to. `schedule_offset`: the schedule's steps that lie before step 0, for a job that goes on behind the relaxation of
+    an earlier one.
+
+    `keep_best`: also keep the weights of the milestone with the lowest held-out loss (`trainers.jobs.best_step`); the
+    reports then have `best_step`, `best_loss`, `best_kl` and `best_dir`.
+
+    Milestones (0,) after a relaxation measure the collapsed model and end there: no recovery.
+
+    A `run_name` that already exists under `storage_path` continues that run: the same job run twice does nothing
+    twice, and two different jobs need two names.
+    """
+
+    model_dir: str
+    train_file: str
+    eval_file: str
+    out_dir: str
+    storage_path: str
+    run_name: str
+    milestones: tuple[int, ...]
+    settings: TrainSettings = field(default_factory=TrainSettings)
+    teacher_dir: str | None = None
+    start_step: int = 0
+    total_steps: int | None = None
+    schedule_offset: int = 0
+    resume_from: str | None = None
+    seed: int = 0
+    max_failures: int = 1
+    keep_best: bool = False
+    relaxation: RelaxationSpec | None = None
+
+    def __post_init__(self) -> None:
+        steps = (self.start_step, *self.milestones)
+        collapsed_only = self.milestones == (0,) and (self.relaxation is not None or self.schedule_offset > 0)
+        if not collapsed_only and (not self.milestones or any(b <= a for a, b in pairwise(steps))):
+            raise ValueError(f"milestones must rise from above start_step {self.start_step}, got {self.milestones}")
+        if self.total_steps is not None and self.total_steps < self.milestones[-1]:
+            raise ValueError(f"total_steps must reach the last milestone {self.milestones[-1]}, got {self.total_steps}")
+        if self.settings.distillation != "none" and self.teacher_dir is None:
+            raise ValueError(f"distillation {self.settings.distillation!r} needs a teacher_dir, got None")
+        if self.relaxation and self.relaxation_settings.distillation != "none" and self.teacher_dir is None:
+            raise ValueError("a relaxation with distillation needs a teacher_dir, got None")
+        if self.relaxation and self.resume_from is not None:
+            raise ValueError(
+                "a job that resumes has its relaxation behind it: set model_dir to the earlier job's relaxed_dir, "
+                "schedule_offset to its relaxation.scheduled_steps and relaxation to None"
+            )
+        if self.schedule_offset < 0 or (self.schedule_offset and self.relaxation):
+            raise ValueError(
+                "schedule_offset must be at least 0, and is 0 for a job with a relaxation of its own, got "
+                f"{self.schedule_offset}"
+            )
+        if self.start_step and self.resume_from is None:
+            raise ValueError(f"start_step {self.start_step} needs the checkpoint it was reached with; set resume_from")
+        for name in ("storage_path", "out_dir"):
+            path = getattr(self, name)
+            if "://" not in path and not Path(path).is_absolute():
+                raise ValueError(f"{name} must be absolute (workers run in other folders), got {path!r}")
+
+    @property
+    def schedule_steps(self) -> int:
+        """The length of the learning-rate schedule, over the relaxation and all that follows."""
+        before = self.relaxation.scheduled_steps if self.relaxation else self.schedule_offset
+        return before + (self.milestones[-1] if self.total_steps is None else self.total_steps)
+
+    def after_relaxation(self, model_dir: str) -> TrainJob:
+        """The rest of the job, from the collapsed checkpoint on."""
+        if self.relaxation is None:
+            return self
+        total = self.milestones[-1] if self.total_steps is None else self.total_steps
+        offset = self.relaxation.scheduled_steps
+        return replace(self, model_dir=model_dir, relaxation=None, total_steps=total, schedule_offset=offset)
+
+    @property
+    def relaxation_settings(self) -> TrainSettings:
+        """How the relaxation stage is trained: always all weights, since it changes what the heads are."""
+        own = self.relaxation.settings if self.relaxation else None
+        return self.settings.model_copy(update={"tuning": "full"}) if own is None else own
+
+    @property
+    def relaxed_dir(self) -> str:
+        """Where the relaxation leaves its last stage's collapsed checkpoint."""
+        last = len(self.relaxation.plans) - 1 if self.relaxation else 0
+        return str(Path(f"{self.out_dir}.relaxed") / f"stage-{last}" / "collapsed")
+
+    def to_json(self) -> str:
+        record = {f.name: getattr(self, f.name) for f in fields(self)}
+        record["relaxation"] = self.relaxation.to_dict() if self.relaxation else None
+        return json.dumps({**record, "settings": self.settings.model_dump()}, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> TrainJob:
+        record = json.loads(text)
+        record["settings"] = TrainSettings(**record["settings"])
+        if record.get("relaxation") is not None:
+            from trainers.relaxations.stage import RelaxationSpec  # brings all of transformers
+
+            record["relaxation"] = RelaxationSpec.from_dict(record["relaxation"])
+        return cls(**{**record, "milestones": tuple(record["milestones"])})
+
+
+@dataclass(frozen=True)
+class TrainOutcome:
+    """`checkpoint_dir`: the last training checkpoint, to `resume_from`. `metrics`: the last milestone's report, and
+    `out_dir` and `weights_digest` of the finished weights."""
+
+    checkpoint_dir: str
+    metrics: dict[str, Any]

@@ -1,0 +1,81 @@
+"""Out of memory in training: half the micro-batch with more accumulation, once, and the report says so.
+
+The batch of a step, and so the training, stays what it is. What was found out lies beside the job's `out_dir`, so that
+a job that is started again does not run out of memory again first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from trainers.jobs.job import TrainJob
+from trainers.settings import TrainSettings
+
+
+class JobOutOfMemoryError(RuntimeError):
+    """The job does not fit, also with a smaller micro-batch."""
+
+
+class MicroBatchLoweredError(RuntimeError):
+    """One of several workers ran out of memory. Started again, they go on with a smaller micro-batch."""
+
+
+SIGNS = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def is_shortage(error: RuntimeError) -> bool:
+    """Whether torch, CUDA or its libraries ran out of memory; they do not all say so by the type."""
+    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in SIGNS)
+
+
+def lowered(settings: TrainSettings) -> TrainSettings | None:
+    """The settings with at most half as many sequences at once; None if it is one already."""
+    share = settings.batch_size // settings.num_workers
+    rows = max((r for r in range(1, settings.rows // 2 + 1) if share % r == 0), default=None)
+    return None if rows is None else settings.model_copy(update={"micro_batch": rows})
+
+
+def lower(job: TrainJob, cause: str, already: bool) -> None:
+    """Have the job go on with a smaller micro-batch from its next start on.
+
+    `already`: whether it did so before. Raises JobOutOfMemoryError then, and if a single sequence is too much.
+    """
+    rows = job.settings.rows
+    if already or lowered(job.settings) is None:
+        tried = ", which was lowered to already" if already else ""
+        raise JobOutOfMemoryError(
+            f"out of memory with micro_batch {rows}{tried}: {cause}; lower train.micro_batch or "
+            "data.sequence_length, raise train.zero_stage, or use more workers or memory"
+        )
+    file = _note(job)
+    fresh = file.with_name(f".{file.name}.{os.getpid()}.new")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    fresh.write_text(json.dumps({"rows": rows, "cause": cause}))
+    fresh.replace(file)
+
+
+def as_it_fits(job: TrainJob) -> tuple[TrainJob, list[str]]:
+    """The job with the micro-batch that earlier starts have found out, and what a report should say of it."""
+    file = _note(job)
+    if not file.exists():
+        return job, []
+    rows, settings = json.loads(file.read_text())["rows"], lowered(job.settings)
+    if rows != job.settings.rows or settings is None:
+        return job, []  # of a job with other settings
+    relaxation = job.relaxation
+    if relaxation is not None and relaxation.settings is not None:
+        relaxation = replace(relaxation, settings=lowered(relaxation.settings) or relaxation.settings)
+    said = (
+        f"out of memory with micro_batch {rows}: trained with {settings.rows} and {settings.accumulation} "
+        f"accumulation steps instead of {job.settings.accumulation}"
+    )
+    return replace(job, settings=settings, relaxation=relaxation), [said]
+
+
+def _note(job: TrainJob) -> Path:
+    return Path(f"{job.out_dir}.memory.json")

@@ -1,0 +1,292 @@
+"""Carrying out a training job on one of its workers, whoever has started them.
+
+All workers run the same code side by side in one process group. A `Link` is their way to whoever wants the job done.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from attention import garbage
+from attention.io import checkpoint
+from attention.messages import reason
+from trainers.evaluation import Evaluation, evaluate
+from trainers.jobs import best_step, memory
+from trainers.jobs.checkpoints import CheckpointStore, as_directory
+from trainers.jobs.job import TrainJob
+from trainers.loop import TrainingDiverged, train
+from trainers.losses import objective
+from trainers.models import DTYPES, load_teacher
+from trainers.text.data import read_sequences
+from trainers.text.stream import BatchStream
+
+if TYPE_CHECKING:
+    from trainers.engine import Engine
+    from trainers.relaxing import Relaxed
+
+
+class Link(Protocol):
+    """What a worker knows of the world. `report` is called by all workers together with rank 0's numbers, after each
+    milestone but also for those that an earlier start of the job has measured; it says whether to go on."""
+
+    rank: int
+    world_size: int
+
+    def report(self, metrics: dict[str, Any], last: bool) -> bool: ...
+
+
+def carry_out(job: TrainJob, link: Link) -> dict[str, Any]:
+    """Carry out a job, or what is left of it. Returns the last report and how it ended: {"metrics", "checkpoint"},
+    {"diverged": reason} or {"stopped": step}.
+
+    Out of memory, the job goes on with a smaller micro-batch, once; the report then has `notes` that say so. Raises
+    JobOutOfMemoryError when that does not help, and MicroBatchLoweredError where several workers must start again for
+    it: the others wait in a collective operation for the one that ran out.
+    """
+    fitting, notes = _agreed(link, memory.as_it_fits(job) if link.rank == 0 else None)
+    try:
+        return _attempt(fitting, link, notes)
+    except RuntimeError as error:
+        if not memory.is_shortage(error):
+            raise
+        cause = reason(error)
+    memory.lower(fitting, cause, already=bool(notes))
+    if link.world_size > 1:
+        raise memory.MicroBatchLoweredError(f"rank {link.rank}: {cause}")
+    gc.collect()  # the failed attempt's tensors hung on the exception
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return carry_out(job, link)
+
+
+def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
+    from trainers.engine import Engine  # here, and not above: who only asks for a job has no need to load DeepSpeed
+    from trainers.relaxing import relax
+
+    garbage.settle()
+    relaxed = None
+    torch.set_num_threads(max(1, int(job.settings.cpus_per_worker)))
+    store = CheckpointStore(job.storage_path, job.run_name, link.rank, link.world_size)
+    newest, reports, damage = store.newest_whole()
+    last = job.milestones[-1]
+    if newest is not None and not _agreed(link, link.rank == 0 and best_step.is_there(reports[-1], job.out_dir)):
+        damage.append(
+            f"the weights of the best step {reports[-1]['best_step']} are damaged: trained from the beginning"
+        )
+        newest, reports = None, []
+    for known in reports:
+        if not link.report(known, known["step"] == last):
+            return {"stopped": known["step"]}
+    if newest is not None and newest.step == last and _agreed(link, link.rank == 0 and _is_written(job, reports[-1])):
+        return {"metrics": reports[-1], "checkpoint": reports[-1]["checkpoint_path"]}
+    if job.relaxation is not None:
+        try:
+            relaxed = relax(job, link.rank, link.world_size)
+        except TrainingDiverged as error:
+            return {"diverged": f"relaxation: {error}"}
+        job = job.after_relaxation(relaxed.model_dir)
+    model = checkpoint.load(job.model_dir, DTYPES[job.settings.dtype])
+    with closing(Engine(model, job.settings, job.schedule_steps, schedule_offset=job.schedule_offset)) as engine:
+        worker = _Worker(job, engine, link, store, relaxed, [*notes, *damage])
+        if newest is not None:
+            with store.opened(newest) as folder:
+                start = worker.resume(folder, own=True)
+        elif job.resume_from is not None:
+            with as_directory(job.resume_from) as folder:
+                start = worker.resume(folder, own=False)
+        else:
+            start = 0
+        worker.metrics = reports[-1] if reports else {}
+        if last == 0 and not reports:
+            worker.report_collapsed()
+        try:
+            step = train(
+                engine,
+                worker.stream,
+                steps=last,
+                start_step=start,
+                milestones=job.milestones,
+                on_milestone=worker.report,
+                on_step=worker.on_step,
+                until=lambda: worker.stopped,
+                loss_fn=objective(job.settings.distillation, job.settings.distillation_weight, worker.teacher),
+            )
+        except TrainingDiverged as error:
+            # Returned and not raised: the loss is the same on all workers, and another try would end alike
+            return {"diverged": str(error)}
+        if worker.stopped:
+            return {"stopped": step}
+        if start == last and reports:
+            worker.finish(worker.metrics)  # killed between its last checkpoint and here, or the weights were lost
+        return {"metrics": worker.metrics, "checkpoint": worker.metrics["checkpoint_path"]}
+
+
+def _is_written(job: TrainJob, report: dict[str, Any]) -> bool:
+    """Whether the finished weights are there as they were reported."""
+    try:
+        return checkpoint.weights_digest(job.out_dir) == report.get("weights_digest")
+    except (OSError, ValueError):
+        return False
+
+
+def _agreed(link: Link, value: Any) -> Any:
+    """Rank 0's value, on all workers."""
+    if link.world_size == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+class _Worker:
+    """One worker's view of a job: its share of the data, where it resumes, and what it does at a milestone."""
+
+    def __init__(
+        self,
+        job: TrainJob,
+        engine: Engine,
+        link: Link,
+        store: CheckpointStore,
+        relaxed: Relaxed | None,
+        notes: list[str],
+    ) -> None:
+        self.job, self.engine, self.link, self.store, self.notes = job, engine, link, store, notes
+        sequences = read_sequences(job.train_file, dtype=torch.int32)
+        self.sequence_length = sequences.shape[1]
+        self.stream = BatchStream(
+            sequences, job.settings.batch_size, rank=link.rank, world_size=link.world_size, seed=job.seed
+        )
+        self.held_out = read_sequences(job.eval_file)
+        self.teacher = load_teacher(job, job.settings, engine.device, always=True)
+        self.relaxed, self.earlier_tokens = relaxed, 0
+        self.train_seconds, self.seconds, self.steps = 0.0, 0.0, 0
+        if relaxed is not None:
+            self.stream.load_state_dict(relaxed.position)  # go on reading where the relaxation stopped
+            self.earlier_tokens, self.seconds = relaxed.tokens, relaxed.seconds
+        self.metrics: dict[str, Any] = {}
+        self.stopped, self.first_step_at = False, 0.0
+        self._last = time.perf_counter()
+
+    def resume(self, folder: Path, own: bool) -> int:
+        """The step to go on from: that of this run's `own` checkpoint, else of the job's `resume_from`."""
+        state = self.engine.load(folder)
+        if own:
+            self.seconds = float(state["seconds"])
+        elif state["step"] != self.job.start_step:
+            raise ValueError(
+                f"start_step is {self.job.start_step}, checkpoint {self.job.resume_from} is at {state['step']}"
+            )
+        if own or state["train_file"] == self.job.train_file:
+            self.stream.load_state_dict(state["stream"])
+        return int(state["step"])
+
+    def on_step(self, step: int, loss: float) -> None:
+        self.first_step_at = self.first_step_at or time.time()
+        self.train_seconds += self._lap()
+        self.steps += 1
+
+    def report_collapsed(self) -> None:
+        """The one report of a training that is a relaxation and no recovery: its speed and loss are those of that."""
+        assert self.relaxed is not None  # the job has checked it
+        losses = [point["train_loss"] for point in self.relaxed.history]
+        self.report(0, sum(losses) / max(1, len(losses)))
+
+    def report(self, step: int, train_loss: float) -> None:
+        """Measure, save, and report: every worker takes part, rank 0's numbers count."""
+        job, tokens_a_step = self.job, self.job.settings.batch_size * self.sequence_length
+        measured = self._evaluate()
+        metrics = {
+            "loss": measured.loss,
+            "kl": measured.kl,
+            "step": step,
+            "tokens": self.earlier_tokens + step * tokens_a_step,
+            "tokens_per_second": self._speed(tokens_a_step),
+            "train_loss": train_loss,
+            "data_position": self.stream.state_dict()["position"],
+            "first_step_at": self.first_step_at,
+        }
+        if self.notes:
+            metrics["notes"] = self.notes
+        if self.relaxed is not None:
+            metrics |= {
+                "relaxation_steps": self.relaxed.steps,
+                "collapsed_loss": self.relaxed.loss,
+                "relaxed_dir": self.relaxed.model_dir,
+                "relaxation_history": self.relaxed.history,
+            }
+        last = step == job.milestones[-1]
+        if job.keep_best:
+            self._keep_if_best(metrics, last)
+        if last:
+            self.finish(metrics)
+        self._lap()
+        metrics["seconds"] = self.seconds
+        state = {"step": step, "stream": self.stream.state_dict(), "train_file": job.train_file}
+        state["seconds"] = self.seconds
+        self.store.save(step, lambda folder: self.engine.save(folder, state), metrics)
+        if job.keep_best and self.link.rank == 0:
+            kept, reports = self.store.read()
+            going_on = {k.step for k in kept}
+            best_step.remove_others(job.out_dir, [metrics] if last else [r for r in reports if r["step"] in going_on])
+        self.metrics = metrics
+        self.stopped = not self.link.report(metrics, last)
+        self._lap()
+        self.train_seconds, self.steps = 0.0, 0
+
+    def finish(self, metrics: dict[str, Any]) -> None:
+        """Write the finished weights as a checkpoint of their own, before the report says that they are there."""
+        self._write(self.job.out_dir)
+        if self.link.rank == 0:
+            metrics["out_dir"] = self.job.out_dir
+            metrics["weights_digest"] = checkpoint.weights_digest(self.job.out_dir)
+        dist.barrier()
+
+    def _keep_if_best(self, metrics: dict[str, Any], last: bool) -> None:
+        """Write the weights down if none were better so far, and add to the report which are the best."""
+        known, step = {key: self.metrics[key] for key in best_step.KEYS if key in self.metrics}, metrics["step"]
+        if best_step.is_better(metrics["loss"], known):
+            out = self.job.out_dir if last else best_step.folder_of(self.job.out_dir, step)
+            known = dict(zip(best_step.KEYS, (step, metrics["loss"], metrics["kl"], out), strict=True))
+            if not last:  # the finished weights are written in any case
+                self._write(out)
+        metrics |= known
+
+    def _write(self, folder: str) -> None:
+        """The weights as they are now, by rank 0; all workers take part."""
+        weights = self.engine.weights()
+        if self.link.rank == 0:
+            model = checkpoint.load(self.job.model_dir, DTYPES[self.job.settings.dtype])
+            model.load_state_dict(weights)
+            source = self.job.model_dir
+            checkpoint.save(model, folder, source, record=checkpoint.carried(source))
+        dist.barrier()
+
+    def _speed(self, tokens_a_step: int) -> float:
+        """Tokens a second since the last milestone; of the relaxation, with its own measuring, where it was all."""
+        if self.steps or self.relaxed is None:
+            return self.steps * tokens_a_step / self.train_seconds
+        return self.relaxed.tokens / self.relaxed.seconds
+
+    def _evaluate(self) -> Evaluation:
+        return evaluate(
+            self.engine.model,
+            self.held_out,
+            teacher=self.teacher,
+            batch_size=self.job.settings.rows,
+            rank=self.link.rank,
+            world_size=self.link.world_size,
+            reduce=dist.all_reduce,
+        )
+
+    def _lap(self) -> float:
+        now = time.perf_counter()
+        lap, self._last = now - self._last, now
+        self.seconds += lap
+        return lap

@@ -1,0 +1,177 @@
+"""The one Ray Train file: training jobs on workers that may die and come back.
+
+A job has workers of its own (`run_training`), or is one of many that a standing group carries out one after the other
+(`stand`): the same workers, process group and code, but processes, imports and placement are paid for once.
+
+Ray Train's controllers and the pool of standing groups import this module too, and train nothing: what only workers
+need (transformers, DeepSpeed: 5 s and 250 MB a process) is imported by the functions that workers run.
+
+What a job reads (`train_file`, `eval_file`, checkpoints) and writes must be visible to every node: shared storage on a
+cluster of several.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import ray
+import ray.train
+import ray.train.torch
+import torch
+import torch.distributed as dist
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from trainers.jobs.job import TrainJob, TrainOutcome
+from trainers.loop import TrainingDiverged
+from trainers.settings import TrainSettings
+
+__all__ = ["TrainJob", "TrainOutcome", "TrainingDiverged", "outcome_of", "run_training", "stand"]
+
+
+def run_training(job: TrainJob, *, callbacks: Sequence[Any] = ()) -> TrainOutcome:
+    """Carry out a job on Ray Train workers of its own and wait for it.
+
+    At each milestone rank 0 reports loss, kl (None without a teacher), step, tokens, train_loss (mean since the last
+    milestone), tokens_per_second (of training alone), seconds (of the job, start-up of processes not counted) and
+    checkpoint_path. A job with a relaxation goes through it first; its tokens and seconds count, and the report has
+    relaxation_steps, collapsed_loss (before any recovery), relaxation_history and relaxed_dir besides; `notes` tell of
+    a smaller micro-batch or a damaged checkpoint. A job that is started again first repeats its earlier reports.
+    `callbacks` are Ray Train's. Inside a Tune trial pass `TuneReportCallback()`.
+
+    Raises TrainingDiverged when the loss is no longer finite, and Ray's TrainingFailedError when workers failed more
+    than `max_failures` times.
+    """
+    trainer = _trainer(
+        _work, {"job": job.to_json()}, job.settings, job.run_name, job.storage_path, job.max_failures, callbacks
+    )
+    with _own_sigint():
+        found = trainer.fit()
+    return outcome_of(job, found.return_value)
+
+
+@contextlib.contextmanager
+def _own_sigint() -> Iterator[None]:
+    """Put back what Ctrl-C does: in the main thread Ray Train takes it over for good, and what it sets keeps the run's
+    controller, a process, alive for as long as this one [2.60]."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def outcome_of(job: TrainJob, ended: dict[str, Any] | None) -> TrainOutcome:
+    """What `carry_out` returned, as `run_training` tells it."""
+    if ended and "diverged" in ended:
+        raise TrainingDiverged(ended["diverged"])
+    if not ended or "metrics" not in ended:
+        raise RuntimeError(f"run {job.run_name!r} ended without a report; see its logs under {job.storage_path}")
+    return TrainOutcome(ended["checkpoint"], ended["metrics"])
+
+
+def stand(desk: Any, group: str, settings: TrainSettings, storage_path: str) -> None:
+    """Be a standing group: workers as `settings` want them take jobs from an actor until it has no more.
+
+    `desk.next(group, rank, number, worker)` gives job `number` as JSON, or None to end; `desk.report(group, metrics,
+    last)` is told rank 0's milestones and says whether to go on; `desk.finished(group, rank, ended)` what
+    `carry_out` returned. Returns when all workers have ended; raises when one has died or failed.
+    """
+    _trainer(_stand, {"desk": desk, "group": group}, settings, group, storage_path, 0).fit()
+
+
+def _trainer(
+    function: Callable[[dict[str, Any]], Any],
+    config: dict[str, Any],
+    settings: TrainSettings,
+    name: str,
+    storage_path: str,
+    max_failures: int,
+    callbacks: Sequence[Any] = (),
+) -> TorchTrainer:
+    gpus = settings.gpus_per_worker
+    resources = {"CPU": settings.cpus_per_worker} | ({"GPU": gpus} if gpus else {})
+    return TorchTrainer(
+        function,
+        train_loop_config=config,
+        torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),
+        scaling_config=ScalingConfig(
+            num_workers=settings.num_workers, use_gpu=bool(gpus), resources_per_worker=resources
+        ),
+        run_config=RunConfig(
+            name=name,
+            storage_path=storage_path,
+            # Without a limit on the controller's failures a start that can never succeed is tried for ever
+            failure_config=FailureConfig(max_failures=max_failures, controller_failure_limit=1),
+            checkpoint_config=CheckpointConfig(num_to_keep=1),
+            callbacks=list(callbacks),
+            logging_config=ray.train.LoggingConfig(log_level="WARNING"),
+        ),
+    )
+
+
+class _Own:
+    """The link of a worker whose Ray Train run is this one job."""
+
+    def __init__(self) -> None:
+        context = ray.train.get_context()
+        self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
+
+    def report(self, metrics: dict[str, Any], last: bool) -> bool:
+        ray.train.report(metrics)
+        return True
+
+
+class _Standing:
+    """The link of a worker of a standing group. At a milestone all workers wait for the answer."""
+
+    def __init__(self, desk: Any, group: str) -> None:
+        context = ray.train.get_context()
+        self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
+        self.desk, self.group = desk, group
+
+    def report(self, metrics: dict[str, Any], last: bool) -> bool:
+        go = [ray.get(self.desk.report.remote(self.group, metrics, last)) if self.rank == 0 else None]
+        if self.world_size > 1:
+            dist.broadcast_object_list(go, src=0)
+        return bool(go[0])
+
+
+def _prepare_worker() -> None:
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(ray.train.torch.get_device())  # collectives come before DeepSpeed chooses
+
+
+def _work(config: dict[str, Any]) -> dict[str, Any]:
+    """What every worker of a run of one job does."""
+    from trainers.jobs.run import carry_out
+
+    _prepare_worker()
+    return carry_out(TrainJob.from_json(config["job"]), _Own())
+
+
+def _stand(config: dict[str, Any]) -> None:
+    """What every worker of a standing group does."""
+    import trainers.engine
+    import trainers.relaxing  # noqa: F401 - loaded before the first job and not within it
+    from trainers.jobs.run import carry_out
+
+    _prepare_worker()
+    desk, group = config["desk"], config["group"]
+    link, worker = _Standing(desk, group), ray.get_runtime_context().current_actor
+    for number in itertools.count():
+        given: Any = ray.get(desk.next.remote(group, link.rank, number, worker))
+        if given is None:
+            return
+        ray.get(desk.finished.remote(group, link.rank, carry_out(TrainJob.from_json(given), link)))

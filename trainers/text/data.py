@@ -1,0 +1,172 @@
+"""Text to token sequences: tokenise, join with the end token, cut to equal length, keep on disk.
+
+Legend: N sequences, T tokens a sequence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from attention.io.permissions import honour_umask
+from trainers.text.corpora import Corpus, DataError, resolve
+from trainers.text.stream import BatchStream
+
+__all__ = [
+    "BatchStream",
+    "DataError",
+    "check_source",
+    "load_sequences",
+    "read_sequences",
+    "sequence_file",
+    "write_sequences",
+]
+
+Split = Literal["train", "eval", "calibration"]
+SPLITS = ("train", "eval", "calibration")
+POOL = 4_000_000  # tokens of text at most from which evaluation and calibration sequences are spaced evenly
+CALIBRATION_SPREAD = 64  # calibration keeps one sequence in so many: few long documents must not stand for all
+CALIBRATION_SEED = 1  # added to the seed: calibration takes other documents first than training does
+DOCUMENTS_AT_ONCE = 256
+
+
+def load_sequences(
+    source: str,
+    tokenizer: Any,
+    *,
+    split: Split,
+    tokens: int,
+    sequence_length: int,
+    seed: int = 0,
+    cache_dir: str | Path | None = None,
+    text_field: str = "text",
+) -> Tensor:
+    """Token sequences of one split of a source (see `trainers.text.corpora`), `[N, T]` int64 with N = tokens // T.
+
+    `train` and `calibration` come from the training side, documents shuffled by `seed` (each with its own order), the
+    calibration evenly spaced over many documents; `eval` from the held-out side, evenly spaced over it, in fixed order
+    whatever the seed. With `cache_dir` the result is kept there under a name that holds everything it depends on.
+    Raises DataError when there is too little text.
+    """
+    if cache_dir is not None:
+        settings = {"split": split, "tokens": tokens, "sequence_length": sequence_length, "seed": seed}
+        return read_sequences(sequence_file(source, tokenizer, **settings, cache_dir=cache_dir, text_field=text_field))
+    _check(split, tokens, sequence_length)
+    return _build(resolve(source), tokenizer, split, tokens, sequence_length, seed, text_field).long()
+
+
+def sequence_file(
+    source: str,
+    tokenizer: Any,
+    *,
+    split: Split,
+    tokens: int,
+    sequence_length: int,
+    seed: int = 0,
+    cache_dir: str | Path,
+    text_field: str = "text",
+) -> Path:
+    """As `load_sequences`, but the safetensors file in `cache_dir`: built on the first call, reused afterwards."""
+    _check(split, tokens, sequence_length)
+    corpus = resolve(source)
+    key = [corpus.source, corpus.fingerprint, tokenizer_digest(tokenizer), split, tokens, sequence_length, text_field]
+    key += [None if split == "eval" else seed, CALIBRATION_SPREAD if split == "calibration" else None]
+    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
+    file = Path(cache_dir) / f"{split}-{name}.safetensors"
+    if not file.exists():
+        write_sequences(_build(corpus, tokenizer, split, tokens, sequence_length, seed, text_field), file)
+    return file
+
+
+def check_source(source: str, split: Split, tokens: int, sequence_length: int) -> None:
+    """What can be known before a text is read. Raises DataError as `sequence_file` does."""
+    _check(split, tokens, sequence_length)
+    resolve(source)
+
+
+def write_sequences(sequences: Tensor, file: str | Path) -> None:
+    """Save `[N, T]` token ids as int32, atomically: a reader sees the whole file or none."""
+    target = Path(file)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=target.parent, suffix=".part")
+    os.close(handle)
+    try:
+        save_file({"sequences": sequences.to(torch.int32).contiguous()}, name)
+        honour_umask(name)
+        Path(name).replace(target)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def read_sequences(file: str | Path, *, dtype: torch.dtype = torch.int64) -> Tensor:
+    """The `[N, T]` token ids of a file by `write_sequences`. With int32 the tensor is mapped, not read, into memory."""
+    path = Path(file)
+    if not path.is_file():
+        raise DataError(f"expected a file of token sequences, found nothing at {path}; build it with sequence_file()")
+    return load_file(path)["sequences"].to(dtype)
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """SHA-256 of all that decides how a tokenizer cuts text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    state = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return hashlib.sha256(f"{type(tokenizer).__name__}|{tokenizer.eos_token_id}|{state}".encode()).hexdigest()
+
+
+def _check(split: str, tokens: int, sequence_length: int) -> None:
+    if split not in SPLITS:
+        raise DataError(f"split must be one of {SPLITS}, got {split!r}")
+    if sequence_length < 2:
+        raise DataError(f"sequence_length must be at least 2 (one token predicts the next), got {sequence_length}")
+    if tokens < sequence_length:
+        raise DataError(f"{split}: {tokens} tokens do not fill one sequence of {sequence_length}; raise tokens")
+
+
+def _build(
+    corpus: Corpus, tokenizer: Any, split: Split, tokens: int, length: int, seed: int, text_field: str
+) -> Tensor:
+    if tokenizer.eos_token_id is None:
+        raise DataError("the tokenizer has no end token to join documents with; set tokenizer.eos_token")
+    order = None if split == "eval" else seed + (CALIBRATION_SEED if split == "calibration" else 0)
+    texts = corpus.documents("held_out" if split == "eval" else "train", text_field, order)
+    wanted = tokens // length
+    pool = max(tokens, {"train": 0, "eval": POOL, "calibration": min(POOL, CALIBRATION_SPREAD * tokens)}[split])
+    ids, documents = _tokenise(texts, tokenizer, pool)
+    found = ids.numel() // length
+    if found < wanted:
+        raise DataError(
+            f"{corpus.source}: {split} needs {wanted} sequences of {length} tokens ({wanted * length}), found {found} "
+            f"({ids.numel()} tokens in {documents} documents); ask for fewer tokens or give more text"
+        )
+    sequences = ids[: found * length].view(found, length)
+    if split != "train":
+        sequences = sequences[torch.arange(wanted) * found // wanted]
+    return sequences[:wanted].clone()
+
+
+def _tokenise(texts: Iterator[str], tokenizer: Any, limit: int) -> tuple[Tensor, int]:
+    """Ids of all documents, each followed by the end token, until `limit` is reached; int32, and the document count."""
+    pieces: list[Tensor] = []
+    total = documents = 0
+    while total < limit and (batch := list(islice(texts, DOCUMENTS_AT_ONCE))):
+        for ids in _encode(tokenizer, batch):
+            pieces.append(torch.tensor([*ids, tokenizer.eos_token_id], dtype=torch.int32))
+            total += pieces[-1].numel()
+        documents += len(batch)
+    return (torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int32)), documents
+
+
+def _encode(tokenizer: Any, texts: list[str]) -> Iterable[list[int]]:
+    # verbose=False: a document may be longer than the model's context, since it is cut afterwards
+    return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]

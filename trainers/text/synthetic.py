@@ -1,0 +1,283 @@
+"""Synthetic tasks that need the right source token and the right change of it (paper 002, sec. 4.3 and App. F).
+
+A task is an attention pattern (whom to look up) with a transformation (what to make of what is found there): heads
+with one fixed QK and one fixed OV circuit need one head for every pair, composed heads only one for each. The paper
+has 74 tasks with 888 examples and prints a few; these sentences, words and tasks are our own, drawn without end.
+
+Every choice comes from the given `numpy.random.Generator`. An example has one right answer, and none of the other items
+in its context leads to it, copied or transformed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainers.text.synthetic_words import DOMAINS, PEOPLE, Domain
+
+Encode = Callable[[str], Sequence[int]]
+SHOTS = (2, 3, 4, 5, 6, 7)  # the paper's mixture
+
+
+@dataclass(frozen=True, order=True)
+class Task:
+    """`pattern`: a key of PATTERNS; `domain`: a key of DOMAINS; `transformation`: one that the domain knows."""
+
+    pattern: str
+    domain: str
+    transformation: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.pattern} / {self.domain} / {self.transformation}"
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt that ends right before the answer, and the one word that answers it. `shots`: solved examples in it."""
+
+    task: Task
+    prompt: str
+    answer: str
+    shots: int = 0
+
+
+# ---- attention patterns ------------------------------------------------------------------------------------------
+
+
+def _pick(words: Sequence[str], count: int, generator: np.random.Generator) -> list[str]:
+    return [words[int(i)] for i in generator.choice(len(words), size=count, replace=False)]
+
+
+def _apart(domain: Domain, table: dict[str, str], count: int, generator: np.random.Generator) -> list[str]:
+    """Items of which none leads to the answer of another, neither as it is nor transformed."""
+    chosen: list[str] = []
+    for item in _pick(domain.items, len(domain.items), generator):
+        if all(table[item] not in (other, table[other]) and item != table[other] for other in chosen):
+            chosen.append(item)
+            if len(chosen) == count:
+                break
+    return chosen
+
+
+def _statements(domain: Domain, pairs: Iterable[tuple[str, str]]) -> str:
+    return " ".join(domain.statement.format(person=person, item=item) for person, item in pairs)
+
+
+Drawn = tuple[str, str, str]  # context, whom to look up, the source item
+
+
+def _same_person(domain: Domain, table: dict[str, str], generator: np.random.Generator) -> Drawn:
+    pairs = list(zip(_pick(PEOPLE, 3, generator), _apart(domain, table, 3, generator), strict=True))
+    person, item = pairs[generator.integers(3)]
+    return _statements(domain, pairs), person, item
+
+
+def _other_person(domain: Domain, table: dict[str, str], generator: np.random.Generator) -> Drawn:
+    twice, once = _pick(PEOPLE, 2, generator)
+    items = _apart(domain, table, 3, generator)
+    people = [twice, twice, once]
+    order = generator.permutation(3)
+    return _statements(domain, [(people[i], items[i]) for i in order]), f"whoever is not {twice}", items[2]
+
+
+def _ordered(place: int, word: str) -> Callable[..., Drawn]:
+    def draw(domain: Domain, table: dict[str, str], generator: np.random.Generator) -> Drawn:
+        items = _apart(domain, table, 3, generator)
+        pairs = zip(_pick(PEOPLE, 3, generator), items, strict=True)
+        return _statements(domain, pairs), f"the {word} one", items[place]
+
+    return draw
+
+
+def _odd_one(domain: Domain, table: dict[str, str], generator: np.random.Generator) -> Drawn:
+    common, odd = _apart(domain, table, 2, generator)
+    listed = [(common, common, odd)[i] for i in generator.permutation(3)]
+    return domain.listing.format(items=", ".join(listed)), "the one listed once", odd
+
+
+def _other_class(domain: Domain, table: dict[str, str], generator: np.random.Generator) -> Drawn:
+    while True:
+        inside, outside = _pick(list(domain.classes), 2, generator)
+        pair, odd = _pick(domain.classes[inside], 2, generator), _pick(domain.classes[outside], 1, generator)[0]
+        if all(table[odd] not in (item, table[item]) and odd != table[item] for item in pair):
+            break
+    listed = [(*pair, odd)[i] for i in generator.permutation(3)]
+    return domain.listing.format(items=", ".join(listed)), f"the one {domain.other_class.format(name=inside)}", odd
+
+
+def _same_item(domain: Domain, table: dict[str, str], generator: np.random.Generator) -> Drawn:
+    pairs = list(zip(_pick(PEOPLE, 3, generator), _pick(domain.items, 3, generator), strict=True))
+    person, item = pairs[generator.integers(3)]
+    return _statements(domain, pairs), item, person
+
+
+PATTERNS: dict[str, Callable[[Domain, dict[str, str], np.random.Generator], Drawn]] = {
+    "same person": _same_person,
+    "other person": _other_person,
+    "first": _ordered(0, "first"),
+    "last": _ordered(2, "last"),
+    "odd one": _odd_one,
+    "other class": _other_class,
+    "same item": _same_item,
+}
+
+
+# ---- tasks and examples ------------------------------------------------------------------------------------------
+
+
+def all_tasks() -> tuple[Task, ...]:
+    """Every pattern with every transformation that fits it, sorted.
+
+    `other class` needs a domain with classes; `same item` looks up a person, of whom only the name can be said.
+    """
+    made = []
+    for pattern in PATTERNS:
+        for domain in DOMAINS.values():
+            if pattern == "other class" and not domain.other_class:
+                continue
+            wanted = ["copy"] if pattern == "same item" else list(domain.answers)
+            made += [Task(pattern, domain.name, transformation) for transformation in wanted]
+    return tuple(sorted(made))
+
+
+def split_tasks(tasks: Sequence[Task], held_out: int, generator: np.random.Generator) -> tuple[list[Task], list[Task]]:
+    """(tasks to train on, `held_out` tasks to test on): every pattern and every transformation of the second is also in
+    the first, but no pair of them. Raises ValueError if so many cannot be held out."""
+    kept, out = set(tasks), list[Task]()
+    for task in (sorted(tasks)[i] for i in generator.permutation(len(tasks))):
+        rest = kept - {task}
+        pattern_stays = any(t.pattern == task.pattern for t in rest)
+        change_stays = any((t.domain, t.transformation) == (task.domain, task.transformation) for t in rest)
+        if len(out) < held_out and pattern_stays and change_stays:
+            kept, out = rest, [*out, task]
+    if len(out) < held_out:
+        raise ValueError(f"of {len(tasks)} tasks at most {len(out)} can be held out, got held_out={held_out}")
+    return sorted(kept), sorted(out)
+
+
+def draw(task: Task, generator: np.random.Generator) -> Example:
+    """One example without shots."""
+    domain = DOMAINS[task.domain]
+    table = dict(domain.answers[task.transformation])
+    context, whom, source = PATTERNS[task.pattern](domain, table, generator)
+    about_person = task.pattern == "same item"
+    phrase = "the name was" if about_person else domain.phrases[task.transformation]
+    return Example(task, f"{context} Back to {whom}: {phrase}", source if about_person else table[source])
+
+
+def episode(task: Task, shots: int, generator: np.random.Generator) -> Example:
+    """An example after `shots` solved ones of the same task, one a line."""
+    solved = "".join(f"{e.prompt} {e.answer}.\n" for e in (draw(task, generator) for _ in range(shots)))
+    last = draw(task, generator)
+    return Example(task, solved + last.prompt, last.answer, shots)
+
+
+def examples(
+    tasks: Sequence[Task], per_task: int, generator: np.random.Generator, shots: Sequence[int] = SHOTS
+) -> list[Example]:
+    """`per_task` examples of each task (the paper has 12), each with one of `shots` numbers of shots, drawn evenly."""
+    return [episode(task, int(generator.choice(shots)), generator) for task in tasks for _ in range(per_task)]
+
+
+def training_sequences(
+    tasks: Sequence[Task], encode: Encode, count: int, length: int, generator: np.random.Generator, shots: int = 4
+) -> Tensor:
+    """Token sequences `[count, length]` int64 to train from scratch on: episodes of random tasks in a row."""
+    rows = []
+    for _ in range(count):
+        row: list[int] = []
+        while len(row) < length:
+            made = episode(tasks[int(generator.integers(len(tasks)))], shots, generator)
+            row += encode(f"{made.prompt} {made.answer}.\n")
+        rows.append(row[:length])
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+# ---- words as tokens ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """One token a word or sign, for models trained from scratch on these tasks alone. Id 0 is padding."""
+
+    words: tuple[str, ...]
+
+    @classmethod
+    def full(cls) -> Vocabulary:
+        """Every word that any example can hold, sorted."""
+        texts = [*PEOPLE, "Back to whoever is not the first last one listed once name was : . ,"]
+        for domain in DOMAINS.values():
+            texts += [domain.statement, domain.listing, domain.other_class, *domain.classes, *domain.items]
+            texts += [*domain.phrases.values(), *(w for table in domain.answers.values() for w in table.values())]
+        plain = re.sub(r"\{\w+\}", " ", " ".join(texts))
+        return cls(("<pad>", "\n", *sorted(set(re.findall(r"\w+|[^\w\s]", plain)))))
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        return {word: index for index, word in enumerate(self.words)}
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def encode(self, text: str) -> list[int]:
+        """Raises ValueError naming a word that is not in the vocabulary."""
+        try:
+            return [self._ids[word] for word in re.findall(r"\w+|\n|[^\w\s]", text)]
+        except KeyError as error:
+            raise ValueError(f"the text must be made of the tasks' own words, got {error.args[0]!r}") from None
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return " ".join(self.words[i] for i in ids)
+
+
+# ---- evaluation --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Score:
+    """Over `count` examples: `accuracy`, the share whose answer is the model's likeliest, token by token; `perplexity`
+    of the answer word, exp of its mean nats (all its tokens together). `by_task`: accuracy of each task by name."""
+
+    accuracy: float
+    perplexity: float
+    count: int
+    by_task: dict[str, float]
+
+
+@torch.no_grad()
+def evaluate_tasks(
+    model: Any, items: Sequence[Example], encode: Encode, *, batch_size: int = 16, pad_id: int = 0
+) -> Score:
+    """Score a causal model on examples (paper 002, Table 5). `encode` gives token ids without special tokens.
+
+    Padded on the right, which a causal model does not see. The answer is encoded with its leading space.
+    """
+    if not items:
+        raise ValueError("expected at least one example, got none")
+    was_training, device = model.training, next(model.parameters()).device
+    model.eval()
+    nats, right = [], []
+    for start in range(0, len(items), batch_size):
+        pairs = [(list(encode(e.prompt)), list(encode(f" {e.answer}"))) for e in items[start : start + batch_size]]
+        width = max(len(prompt) + len(answer) for prompt, answer in pairs)
+        ids = torch.tensor([p + a + [pad_id] * (width - len(p) - len(a)) for p, a in pairs], device=device)
+        logits = model(input_ids=ids, use_cache=False).logits
+        for row, (prompt, answer) in enumerate(pairs):
+            predicted = logits[row, len(prompt) - 1 : len(prompt) + len(answer) - 1].float()
+            target = torch.tensor(answer, device=device)
+            nats.append(float(F.cross_entropy(predicted, target, reduction="sum")))
+            right.append(bool((predicted.argmax(-1) == target).all()))
+    model.train(was_training)
+    names = [e.task.name for e in items]
+    by_task = {n: float(np.mean([r for r, m in zip(right, names, strict=True) if m == n])) for n in sorted(set(names))}
+    return Score(float(np.mean(right)), math.exp(float(np.mean(nats))), len(items), by_task)

@@ -1,0 +1,78 @@
+"""The synthetic tasks as text: `synthetic:NAME`, documents without end for training, others held out.
+
+NAME is `all`, one attention pattern (`same-person`, `odd-one`, ...) with every transformation that fits it, or
+`new-pairs`: trained on the tasks but 15, held out on those, whose patterns and transformations are all in the others
+and whose pairs are in none. A document is one episode: some solved examples of a task and one more, solved too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from trainers.text.synthetic import (
+    PATTERNS,
+    Example,
+    Score,
+    Task,
+    all_tasks,
+    episode,
+    evaluate_tasks,
+    examples,
+    split_tasks,
+)
+from trainers.text.synthetic_words import DOMAINS, PEOPLE
+
+PREFIX = "synthetic:"
+HELD_OUT = 2_000  # documents
+SHOTS = 3  # of a document
+ASKED_SHOTS = (2, 3, 4)  # of an example that is asked: of the paper's 2 to 7 those that fit a short context
+NEW_PAIRS = 15
+TRAINING, HOLDING, ASKING = range(3)  # streams of random numbers
+
+
+def names() -> list[str]:
+    return ["all", "new-pairs", *(pattern.replace(" ", "-") for pattern in PATTERNS)]
+
+
+def fingerprint() -> str:
+    """Changes with the words and the tasks."""
+    return hashlib.sha256(repr((DOMAINS, PEOPLE, all_tasks(), SHOTS)).encode()).hexdigest()
+
+
+@cache
+def tasks_of(name: str, train: bool) -> Sequence[Task]:
+    """The tasks of one side of a source. Raises ValueError for an unknown name."""
+    if name not in names():
+        raise ValueError(f"{PREFIX}{name}: expected one of {', '.join(names())} behind {PREFIX}")
+    if name == "new-pairs":
+        return split_tasks(all_tasks(), NEW_PAIRS, np.random.default_rng(0))[0 if train else 1]
+    return [task for task in all_tasks() if name in ("all", task.pattern.replace(" ", "-"))]
+
+
+def documents(name: str, train: bool, seed: int | None) -> Iterator[str]:
+    """Episodes of random tasks; those to train on by `seed` and without end, those held out always the same."""
+    generator = np.random.default_rng([0, HOLDING] if not train else [seed or 0, TRAINING])
+    tasks, made = tasks_of(name, train), 0
+    while train or made < HELD_OUT:
+        example = episode(tasks[int(generator.integers(len(tasks)))], SHOTS, generator)
+        yield f"{example.prompt} {example.answer}.\n"
+        made += 1
+
+
+def asked(name: str, per_task: int) -> list[Example]:
+    """`per_task` examples of each held-out task, always the same."""
+    return examples(tasks_of(name, False), per_task, np.random.default_rng([0, ASKING]), ASKED_SHOTS)
+
+
+def score(model: Any, tokenizer: Any, name: str, per_task: int = 12) -> Score:
+    """How a model answers the held-out tasks of `synthetic:name`; the paper has 12 examples a task (App. F)."""
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    return evaluate_tasks(model, asked(name, per_task), encode)

@@ -1,0 +1,47 @@
+"""The tokenizer beside a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from attention.io.sources import only_cached
+
+# Any of them holds a vocabulary; others are named by the tokenizer's class.
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tekken.json")
+
+
+class TokenizerError(ValueError):
+    """A tokenizer that is not there or cannot be read. The message says which files to copy."""
+
+
+def read_tokenizer(source: str | Path) -> Any:
+    """The tokenizer of a folder or hub name.
+
+    Raises TokenizerError if there is none. For many families transformers makes an empty tokenizer of a folder without
+    its files, which turns every text into nothing: that is refused too.
+    """
+    from transformers import AutoTokenizer
+
+    folder = Path(source)
+    try:
+        cached = not folder.is_dir() and only_cached(source)
+        found = AutoTokenizer.from_pretrained(str(source), local_files_only=cached)
+    except Exception as error:  # its files may hold anything, and their readers may stumble over it in any way
+        present = [name for name in VOCABULARIES if (folder / name).is_file()]
+        if folder.is_dir() and not present:
+            raise _none_at(source) from None
+        said = " ".join((str(error) or type(error).__name__).split())[:300]
+        what = f"{folder / present[0]} cannot be read" if present else f"no tokenizer at {str(source)!r}"
+        raise TokenizerError(f"{what}: {said}; copy it again from the model's source") from None
+    own: dict[str, str] = type(found).vocab_files_names
+    if folder.is_dir() and own and not any((folder / name).is_file() for name in (*VOCABULARIES, *own.values())):
+        raise _none_at(source)
+    return found
+
+
+def _none_at(source: str | Path) -> TokenizerError:
+    return TokenizerError(
+        f"no tokenizer beside the checkpoint {str(source)!r}; copy tokenizer.json and tokenizer_config.json (or "
+        "tokenizer.model, or vocab.json with merges.txt) from the model's source into the folder"
+    )
