@@ -6,9 +6,6 @@ Legend: L layers, H query heads, d head dim, D model dim, r rotary dims of a hea
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-from attention.messages import one_of
 
 ROTARY_STYLES = ("none", "half", "interleaved")
 
@@ -91,22 +88,3 @@ class HeadGeometry:
         """KV heads over query heads of the checkpoint as it is; 1 for MHA. Not what a user's ratio is a share of: that
         is the checkpoint's own cache (`attention.ratios`)."""
         return self.num_kv_heads / self.num_heads
-
-    @classmethod
-    def from_config(cls, config: Any) -> HeadGeometry:
-        """Geometry of a transformers config. Raises ValueError with the supported families for any other."""
-        from attention.families import family_of
-
-        family = family_of(config)
-        _check_rope(config)
-        return family.geometry(config)
-
-
-def _check_rope(config: Any) -> None:
-    """Raise ValueError for a kind of RoPE that transformers does not have: it would fail while it builds the model."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    known = {"default", *ROPE_INIT_FUNCTIONS}
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if kind not in known:
-        raise ValueError(one_of("the config's rope_type", sorted(known), kind))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
-from attention.geometry import HeadGeometry
+from attention.families import geometry_of
 from attention.modeling.mlp import block_size, mlp_sites
 from attention.plan import AttentionPlan
 
@@ -38,7 +38,7 @@ def saved_parameters(model: nn.Module, plan: AttentionPlan) -> int:
     projection.
     """
     config = model.config
-    geometry = HeadGeometry.from_config(config)
+    geometry = geometry_of(config)
     biases = {"q": geometry.query_bias, "k": geometry.key_bias, "v": geometry.value_bias, "o": False}
     rows = sum(len(plan.shares_of(side)) * (geometry.hidden_size + bias) for side, bias in biases.items())
     saved = geometry.head_dim * rows

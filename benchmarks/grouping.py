@@ -9,7 +9,7 @@ import numpy as np
 from attention.calibration.calibration import calibrate, silent
 from attention.conversion.conversion import lift
 from attention.conversion.fusion import KeyCost, ValueCost
-from attention.geometry import HeadGeometry
+from attention.families import geometry_of
 from benchmarks.models import llama, random_model, tokens
 from benchmarks.report import Row, Scale, benchmark, medians
 from search_spaces.costs import GroupCost, PairCost
@@ -66,7 +66,7 @@ def _many_heads(scale: Scale) -> Iterator[Row]:
     shape = {"num_attention_heads": heads, "head_dim": dim, "intermediate_size": 64, "vocab_size": 64}
     model = random_model(llama(1, shape, hidden_size=width))
     statistics = calibrate(model, tokens(4, scale.pick(8, 256), 64), progress=silent).layers[0]
-    geometry = HeadGeometry.from_config(model.config)
+    geometry = geometry_of(model.config)
     for side, kind in (("key", KeyCost), ("value", ValueCost)):
         price = kind(lift(model)[0], statistics, geometry)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from attention.calibration.calibration import calibrate, silent
 from attention.conversion.conversion import lift
-from attention.geometry import HeadGeometry
+from attention.families import geometry_of
 from benchmarks.models import DEMO, llama, random_model, tokens
 from benchmarks.report import Row, Scale, benchmark, medians
 from search_spaces.grouping.steps import Walk
@@ -26,7 +26,7 @@ def walk(scale: Scale) -> Iterator[Row]:
         model = random_model(llama(layers, DEMO))
         sequences = tokens(*scale.pick((2, 16), (8, 256)))
         statistics = calibrate(model, sequences, sample_tokens=sequences.numel(), progress=silent)
-        geometry = HeadGeometry.from_config(model.config)
+        geometry = geometry_of(model.config)
         context = PlanningContext(geometry, lift(model), statistics, model, sequences)
         site = _site(context, layers // 2)
         works = {name: _iterations(site, name) for name in ("layer", "model")}

@@ -13,14 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-if sys.path and Path(sys.path[0] or ".").resolve() == REPOSITORY / "orchestrator":
-    # Run as a script: Python puts the script's folder first, where `import evaluate` would find our evaluate.py.
-    sys.path[0] = str(REPOSITORY)
+import typer
 
-import typer  # noqa: E402
-
-from orchestrator.cli import (  # noqa: E402
+from orchestrator.cli import (
     checkpoints,
     estimates,
     inspecting,
@@ -29,6 +24,7 @@ from orchestrator.cli import (  # noqa: E402
     usage,
 )
 
+REPOSITORY = Path(__file__).resolve().parent.parent
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 PACKAGES = ("attention", "search_spaces", "trainers", "orchestrator")
 

@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -19,13 +19,13 @@ import yaml
 
 from orchestrator.cluster.session import Demand, capacity, concurrency, connected
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
-from orchestrator.conversion import loading
 from orchestrator.conversion.dha_distances import prepare
 from orchestrator.reporting import console
 from orchestrator.reporting.comparison import compare
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.estimate import announce
-from orchestrator.search.prepare import locate_model, prepare_base
+from orchestrator.search.outcome import SearchOutcome, print_outcome
+from orchestrator.search.prepare import prepare_base, trial_context
 from orchestrator.search.trial import TrialContext
 from orchestrator.search.validation import Prepared, validate_search
 from orchestrator.storage import records
@@ -33,9 +33,7 @@ from orchestrator.storage.lock import SearchLock
 from orchestrator.storage.mirror import is_remote, mirrored
 from orchestrator.storage.paths import SearchFolder, in_ray_job, storage_path
 from orchestrator.storage.records import (
-    TrialRecord,
     best_per_budget,
-    front,
     load_trials,
     read_json,
     write_json,
@@ -48,57 +46,6 @@ from search_spaces.recipes.recipes import recipe as named_recipe
 
 PACKAGES = ("torch", "transformers", "ray", "deepspeed", "optuna", "mlflow", "datasets", "numpy", "headfold")
 SECTIONS_OF_TRIALS = ("name", "model", "data", "search", "rungs", "train")
-INTERRUPTED = 130
-
-
-@dataclass
-class SearchOutcome:
-    """What came out of a search.
-
-    `exit_code`: 130 if interrupted; 1 if no trial gave a result, the baseline failed at a budget (nothing can be
-    compared there), or a step of the promotion failed; else 0. Other failed trials are told, and the search stands.
-    """
-
-    folder: Path
-    tracking: str
-    base: dict[str, Any]
-    trials: list[TrialRecord]
-    baseline: str
-    promotion: dict[str, Any] = field(default_factory=dict)
-    interrupted: bool = False
-    report: str | None = None
-
-    @property
-    def front(self) -> list[TrialRecord]:
-        return front(self.trials)
-
-    @property
-    def exit_code(self) -> int:
-        if self.interrupted:
-            return INTERRUPTED
-        compared = {t.kv_ratio for t in self.trials if t.usable and t.recipe == self.baseline}
-        complete = compared == {t.kv_ratio for t in self.trials}
-        return 0 if self.front and complete and not self.promotion.get("failed") else 1
-
-    @property
-    def status(self) -> str:
-        """As which state the parent run ends."""
-        return {0: records.DONE, INTERRUPTED: records.KILLED}.get(self.exit_code, records.FAILED)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "folder": str(self.folder),
-            "tracking": self.tracking,
-            "base": self.base,
-            "loss_base": self.base.get("loss"),
-            "trials": [asdict(t) for t in self.trials],
-            "front": [t.trial_id for t in self.front],
-            "best_per_budget": {f"{b:g}": t.trial_id for b, t in best_per_budget(self.trials).items()},
-            "comparison": compare(self.trials, self.base) if self.base else [],
-            "promotion": self.promotion,
-            "interrupted": self.interrupted,
-            "report": self.report,
-        }
 
 
 def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome:
@@ -136,7 +83,7 @@ def _search(config: SearchConfig, resume: bool | str) -> SearchOutcome:
             with _closing_run(tracker, run, folder) as outcome_status:
                 outcome = _run(config, prepared, folder, tracker, run, parallel)
                 outcome_status.append(outcome.status)
-    console.print_outcome(outcome)
+    print_outcome(outcome)
     return outcome
 
 
@@ -305,25 +252,6 @@ def _run(
             outcome.promotion = promote(config, context, folder, tracker, run, parallel)
     outcome.report = _write_report(folder, tracker, run)
     return outcome
-
-
-def trial_context(config: SearchConfig, prepared: Prepared, folder: SearchFolder, base: dict[str, Any]) -> TrialContext:
-    """What all trials share."""
-    return TrialContext(
-        folder=str(folder.root),
-        model=base["model"],
-        dtype=loading.written_dtype(base["model"], config.model.dtype),
-        train_file=str(prepared.train_file),
-        eval_file=str(prepared.eval_file),
-        calibration_file=str(prepared.calibration_file),
-        calibration_cache=str(prepared.cache / "calibration"),
-        rungs=tuple(config.rungs.steps),
-        reduction_factor=config.rungs.reduction_factor,
-        train=config.train.model_dump(mode="json"),
-        base_loss=base["loss"],
-        device="cuda" if config.resources.driver_gpus else "cpu",
-        teacher=config.model.teacher and locate_model(config.model.teacher, folder, "teacher"),
-    )
 
 
 def _search_phases(config: SearchConfig, prepared: Prepared, context: TrialContext) -> None:

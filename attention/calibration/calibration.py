@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from attention.calibration.collecting import collecting, evaluating
 from attention.calibration.moments import Calibration, CalibrationError, LayerStatistics
+from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from attention.modeling.modeling import plan_of
 
@@ -77,7 +78,7 @@ def calibrate(
 
     Raises ValueError if the tokens do not fit the model, for an unsupported model and for a composed one.
     """
-    geometry = HeadGeometry.from_config(model.config)
+    geometry = geometry_of(model.config)
     check_sequences(sequences, geometry, sample_tokens)
     _checked_mixed(mixed)
     if plan_of(model).composition is not None:
@@ -114,7 +115,7 @@ def cached_calibration(
     Files that are damaged or belong to another digest are made anew. Several processes may call it at once: each
     writes the same content in one step. Raises as `calibrate` does, and OSError if the folder cannot be written.
     """
-    geometry = HeadGeometry.from_config(model.config)
+    geometry = geometry_of(model.config)
     check_sequences(sequences, geometry, sample_tokens)
     digest = calibration_digest(model, sequences, sample_tokens, _checked_mixed(mixed))
     folder = Path(cache_dir) / f"calibration-{digest}"

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from attention.calibration.calibration import Calibration
 from attention.conversion.alignment import ALIGNMENT
 from attention.conversion.fusion import FUSION
-from attention.families import family_of
+from attention.families import family_of, geometry_of
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.modeling import mlp
@@ -26,7 +26,7 @@ from attention.plan import AttentionPlan, PlanError
 
 def read_layers(model: PreTrainedModel) -> list[LayerHeads]:
     """The heads of every layer as stored (G^K and G^V heads), in float32."""
-    family, geometry = family_of(model.config), HeadGeometry.from_config(model.config)
+    family, geometry = family_of(model.config), geometry_of(model.config)
     return [family.read(module, geometry).to(torch.float32) for module in family.attention_modules(model)]
 
 
@@ -101,7 +101,7 @@ def convert(
     `alignment` and `fusion` name parts of their axes; the settings are their knobs. Raises ValueError for an unknown
     name or setting, for a part that needs a calibration when none is given, and PlanError if the plan does not fit.
     """
-    geometry = HeadGeometry.from_config(model.config)
+    geometry = geometry_of(model.config)
     check_fits(plan, geometry)
     check_composition(plan_of(model), plan)
     align, fuse = ALIGNMENT.get(alignment), FUSION.get(fusion)

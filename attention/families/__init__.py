@@ -69,3 +69,20 @@ def family_of(config: Any) -> Family:
             f"{one_of('model type', sorted(families()), model_type)}; see CONTRIBUTING.md for how to add a family"
         )
     return families()[model_type]
+
+
+def geometry_of(config: Any) -> HeadGeometry:
+    """Geometry of a transformers config. Raises ValueError with the supported families for any other."""
+    family = family_of(config)
+    _check_rope(config)
+    return family.geometry(config)
+
+
+def _check_rope(config: Any) -> None:
+    """Raise ValueError for a kind of RoPE that transformers does not have: it would fail while it builds the model."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    known = {"default", *ROPE_INIT_FUNCTIONS}
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind not in known:
+        raise ValueError(one_of("the config's rope_type", sorted(known), kind))

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from attention.families import family_of
-from attention.geometry import HeadGeometry
+from attention.families import family_of, geometry_of
 from attention.io import weights
 from attention.io.permissions import honour_umask
 from attention.io.replacing import DIGESTS, parents_made, recover, resolved, sha256, swap, unused
@@ -109,7 +108,7 @@ def to_plain(model: PreTrainedModel) -> PreTrainedModel:
     nn.Module.to(plain, model.device)
     state = {k: t for k, t in model.state_dict().items() if not k.endswith((".key_map", ".value_map"))}
     plain.load_state_dict(state)
-    geometry = HeadGeometry.from_config(model.config)
+    geometry = geometry_of(model.config)
     modules = zip(family.attention_modules(model), family.attention_modules(plain), plan.layers, strict=True)
     for old, new, layer in modules:
         order = [head for group in layer.key_groups for head in group]

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from attention.families import Family, families, family_of
+from attention.families import Family, families, family_of, geometry_of
 from attention.geometry import HeadGeometry
 from attention.modeling.composition import HeadComposition, attach_composition, reset_missing
 from attention.modeling.grouped import NAME, attach, make_uneven
@@ -104,7 +104,7 @@ def register() -> None:
 def headfold_config(config: PretrainedConfig, plan: AttentionPlan) -> PretrainedConfig:
     """The config of `config`'s model with `plan`. Raises PlanError if the plan does not fit the checkpoint."""
     family = family_of(config)
-    check_fits(plan, HeadGeometry.from_config(config))
+    check_fits(plan, geometry_of(config))
     fields = config.to_dict()
     for key in ("model_type", "architectures", "attention_plan", "transformers_version"):
         fields.pop(key, None)
@@ -124,7 +124,7 @@ def plan_of_config(config: PretrainedConfig) -> AttentionPlan:
         return AttentionPlan.from_json(json.dumps(record))
     if config.model_type.startswith(PREFIX):
         raise PlanError(f"a config of model type {config.model_type} needs its attention_plan, which is not there")
-    geometry = HeadGeometry.from_config(config)
+    geometry = geometry_of(config)
     layer = LayerPlan(geometry.kv_map, geometry.kv_map)
     return AttentionPlan((layer,) * geometry.num_layers, geometry.head_dim)
 

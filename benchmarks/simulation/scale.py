@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from attention.families import geometry_of
 from benchmarks.simulation.curves import Curve, generated
 from benchmarks.simulation.virtual_actors import Classes, Unlimited, VirtualActors
 
@@ -202,7 +203,6 @@ def _report(curve: Curve, rung: int, kv_ratio: float) -> tuple[dict[str, Any], f
 
 def _space(trials: int) -> tuple[Any, tuple[Any, ...]]:
     """The joint space of the demo checkpoint's shape, with learning rates, and a few configured candidates."""
-    from attention.geometry import HeadGeometry
     from attention.io.checkpoint import load_config
     from orchestrator.config.schema import parse_config
     from orchestrator.search.candidates import candidate_space, named_candidates
@@ -210,7 +210,7 @@ def _space(trials: int) -> tuple[Any, tuple[Any, ...]]:
     demo = Path(__file__).resolve().parents[2] / "examples" / "stdlib-llama"
     search = {"recipes": ["gqa", "asymgqa", "headfold"], "budgets": [0.5, 0.25, 0.125], "learning_rates": [3e-4, 1e-3]}
     config = parse_config({"name": "simulation", "model": {"path": str(demo)}, "search": search})
-    geometry = HeadGeometry.from_config(load_config(demo))
+    geometry = geometry_of(load_config(demo))
     return candidate_space(config, geometry), named_candidates(config, geometry)[:trials]
 
 

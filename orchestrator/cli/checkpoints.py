@@ -47,7 +47,7 @@ def convert(
 ) -> None:
     """Convert one checkpoint, without a cluster and without training; prints the loss before and after."""
     from orchestrator.config.schema import ConfigError
-    from orchestrator.conversion.in_memory import convert_checkpoint
+    from orchestrator.conversion.convert import convert_checkpoint
     from orchestrator.conversion.request import asked_ratios
     from orchestrator.conversion.several_ratios import convert_curve, convert_into, is_curve
     from orchestrator.storage.outputs import check_results
@@ -126,7 +126,7 @@ def export(
     json: JsonFile = None,
 ) -> None:
     """Lower a checkpoint to a stock format: exact or not, KV bytes before and after."""
-    from orchestrator.conversion.in_memory import export_checkpoint
+    from orchestrator.conversion.convert import export_checkpoint
     from orchestrator.storage.outputs import check_results
     from orchestrator.storage.records import percent
 

@@ -332,7 +332,7 @@ class Pool:
 
 def _reason(error: BaseException | None) -> str:
     """What the workers died of, in one line: the last exception that says something."""
-    from orchestrator.search.callbacks import last_error
+    from orchestrator.cluster.errors import last_error
 
     return last_error(_told(error))
 

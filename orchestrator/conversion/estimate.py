@@ -22,15 +22,15 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from attention.io.layer_models import empty, layer_prefix, window_config
 from attention.io.precision import DTYPES
 from attention.ratios import own_heads
 from orchestrator.conversion import loading
-from orchestrator.conversion.layer_by_layer import batch_size, check_streamable
+from orchestrator.conversion.limits import LOGIT_BYTES, batch_size, check_streamable
 from orchestrator.conversion.loading import device_of, kernel_field
-from orchestrator.conversion.one_layer import LOGIT_BYTES
 from orchestrator.conversion.request import Inputs
 from orchestrator.storage.records import percent, unmet
 from search_spaces.planning.planning import nearest_budget
@@ -66,7 +66,7 @@ class Size:
         layer = sum(p.numel() for name, p in model.named_parameters() if name.startswith(prefix))
         embedding = model.get_input_embeddings().weight.numel()  # type: ignore[union-attr]
         outer = _count(model) - layer - (embedding if config.tie_word_embeddings else 0)
-        return cls(attention, layer, embedding, outer, outer + layer * HeadGeometry.from_config(config).num_layers)
+        return cls(attention, layer, embedding, outer, outer + layer * geometry_of(config).num_layers)
 
 
 def _count(module: nn.Module) -> int:
@@ -122,7 +122,7 @@ class Conversion:
 
     @property
     def geometry(self) -> HeadGeometry:
-        return HeadGeometry.from_config(self.config)
+        return geometry_of(self.config)
 
     @property
     def used_tokens(self) -> int:
@@ -303,7 +303,7 @@ def estimate_conversion(
     nearest: bool = False,
     **settings: Any,
 ) -> Estimate:
-    """The estimate of `orchestrator.conversion.in_memory.convert_checkpoint` with these arguments; only config.json is
+    """The estimate of `orchestrator.conversion.convert.convert_checkpoint` with these arguments; only config.json is
     read.
 
     `nearest`: of `convert_curve`, which rounds down what the recipe cannot meet.
@@ -311,7 +311,7 @@ def estimate_conversion(
     """
     inputs = Inputs.check(model, recipe, [kv_ratio], config_only=True, nearest=nearest, **settings)
     config = checkpoint.load_config(inputs.model)
-    met = nearest_budget(inputs.recipe, kv_ratio, HeadGeometry.from_config(config)) if nearest else kv_ratio
+    met = nearest_budget(inputs.recipe, kv_ratio, geometry_of(config)) if nearest else kv_ratio
     sizes = (inputs.calibration_tokens, inputs.eval_tokens, inputs.sequence_length)
     kinds = DTYPES[inputs.dtype], mixed, DTYPES[loading.working_dtype(inputs.dtype, inputs.device)]
     found = estimate(Conversion(config, inputs.recipe, float(met), *sizes, *kinds))

@@ -28,8 +28,8 @@ from attention.plan import AttentionPlan
 from attention.ratios import ratio_of
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
-from orchestrator.conversion.in_memory import convert_with, planning_context
 from orchestrator.conversion.request import Inputs
+from orchestrator.conversion.steps import convert_with, planning_context
 from orchestrator.storage.paths import check_writable
 from search_spaces.planning.agreement import agreement as measured_agreement
 from search_spaces.planning.context import PlanningContext

@@ -25,9 +25,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from attention import garbage
+from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
-from attention.io.layer_models import Head, LazyWeights, check_windows, embed, stored_outer_names
+from attention.io.layer_models import Head, LazyWeights, embed, stored_outer_names
 from attention.io.replacing import check_folder, parents_made
 from attention.io.shards import complete
 from attention.io.stock_files import GENERATION, TOKENIZER_FILES
@@ -37,44 +38,22 @@ from attention.plan import AttentionPlan, LayerPlan
 from attention.ratios import own_heads, ratio_of
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
-from orchestrator.conversion.in_memory import what_it_is
+from orchestrator.conversion.limits import batch_size, check_streamable
 from orchestrator.conversion.one_layer import LayerwiseConversion, score
 from orchestrator.conversion.progress import Stage, check_stage
 from orchestrator.conversion.request import Inputs
+from orchestrator.conversion.steps import what_it_is
 from orchestrator.reporting.durations import clock
 from orchestrator.storage.outputs import Interrupted
-from search_spaces.planning.planning import LOOKS_AT_WEIGHTS, counts_of, site_generators
+from search_spaces.planning.planning import counts_of, site_generators
 from search_spaces.recipes.recipe import Recipe
 
 FORMAT = 2  # of what is kept on the way; 1: ratios of multi-head attention, shards in the dtype of the work
-BATCH, ATTENTION_BYTES = 8, 128 * 2**20  # sequences run at once; less if their attention weights would take more
 
 
 def say(line: str) -> None:
     """The default progress: a line on stderr."""
     print(line, file=sys.stderr, flush=True)
-
-
-def check_streamable(recipe: Recipe, config: PretrainedConfig) -> None:
-    """Raise ConfigError saying which setting to change if a conversion by `recipe` needs more than one layer at once,
-    and ValueError for a checkpoint whose layers cannot stand alone."""
-    check_windows(config)
-    parts, wrong = recipe.parts(), []
-    if parts["allocation"].needs & LOOKS_AT_WEIGHTS:
-        wrong.append(("allocation", "looks at all layers before any gets its heads", "uniform"))
-    if recipe.objective is not None and parts["objective"].needs & {"measure", "fusion_distances"}:
-        wrong.append(("objective", "runs the whole model", "least_squares"))
-    if recipe.sharing != "none":
-        wrong.append(("sharing", "compares the heads of all layers", "none"))
-    if recipe.composition != "none":
-        wrong.append(("composition", "is for a training, which holds the whole model", "none"))
-    if wrong:
-        why = ", ".join(f"{axis}={getattr(recipe, axis)} {reason}" for axis, reason, _ in wrong)
-        instead = " ".join(f"--set {axis}={other}" for axis, _, other in wrong)
-        raise ConfigError(
-            f"recipe {recipe.name} cannot be streamed layer by layer: {why}. Add {instead}, or take another recipe "
-            "(headfold_gqa, least_squares, align, asymgqa, gqa), or convert in memory: --no-stream"
-        )
 
 
 def stream_checkpoint(
@@ -88,7 +67,7 @@ def stream_checkpoint(
     overwrite: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
-    """`orchestrator.conversion.in_memory.convert_checkpoint`, layer by layer from disk to disk: the same plan and
+    """`orchestrator.conversion.convert.convert_checkpoint`, layer by layer from disk to disk: the same plan and
     weights, and the same record, up to rounding. `settings` are those of `Inputs.check`.
 
     `mixed="pooled"` keeps one moment of mixed inputs for all heads of a layer, which takes less memory (see
@@ -146,7 +125,7 @@ class Streaming:
 
     @property
     def geometry(self) -> HeadGeometry:
-        return HeadGeometry.from_config(self.config)
+        return geometry_of(self.config)
 
     def run(self, sequences: Tensor, held_out: Tensor, progress: Callable[[str], None]) -> dict[str, Any]:
         """Convert, measure, write. `sequences` and `held_out` `[., T]`: calibration and evaluation tokens."""
@@ -284,8 +263,3 @@ class Streaming:
             "tokens": [*tokens.shape, calibration, hashlib.sha256(tokens.numpy().tobytes()).hexdigest()],
         }
         return Stage.open(stage_of(self.out), identity, self.overwrite)
-
-
-def batch_size(num_heads: int, length: int) -> int:
-    """Sequences of `length` tokens that are run at once."""
-    return min(BATCH, max(1, ATTENTION_BYTES // (4 * num_heads * length**2)))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from attention import families
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from attention.io.dtype_names import SHORT, full_name
@@ -123,7 +124,7 @@ def geometry_of(
     """
     try:
         config = checkpoint.load_config(path)
-        geometry = HeadGeometry.from_config(config)
+        geometry = families.geometry_of(config)
         check_fits(plan_of_config(config), geometry)
         if weights:
             check(path, config)

@@ -20,7 +20,7 @@ from transformers.initialization import no_init_weights
 
 from attention.calibration.calibration import calibrate, silent
 from attention.conversion import conversion
-from attention.geometry import HeadGeometry
+from attention.families import geometry_of
 from attention.io.checkpoint import to_plain
 from attention.io.layer_models import (
     Head,
@@ -36,8 +36,9 @@ from attention.io.precision import cast_weights, round_weights
 from attention.modeling.grouped import cache_bytes
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.conversion import loading
-from orchestrator.conversion.in_memory import convert_with, refine_with
+from orchestrator.conversion.limits import LOGIT_BYTES
 from orchestrator.conversion.loading import Phases
+from orchestrator.conversion.steps import convert_with, refine_with
 from search_spaces.allocation import Counts
 from search_spaces.planning.planning import PlanningContext, plan_layer
 from search_spaces.recipes.recipe import Recipe
@@ -45,8 +46,6 @@ from trainers.losses import kl, language_modelling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-LOGIT_BYTES = 32 * 2**20  # of the float32 logits of one batch
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ class LayerwiseConversion:
                     mixed=self.mixed,
                     progress=silent,
                 )
-        geometry = HeadGeometry.from_config(window.config)
+        geometry = geometry_of(window.config)
         loading.release_memory()
         with phases("plan"):
             context = PlanningContext(geometry, conversion.lift(window), calibration, window, rows)

@@ -11,7 +11,8 @@ from typing import Any
 
 from attention.io.replacing import check_folder, digests, resolved, unused
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion.in_memory import Source, convert_checkpoint
+from orchestrator.conversion.convert import convert_checkpoint
+from orchestrator.conversion.in_memory import Source
 from orchestrator.storage.outputs import Interrupted, check_file, read_result, write_result
 from search_spaces.planning.planning import nearest_budget
 from search_spaces.recipes.recipe import Recipe

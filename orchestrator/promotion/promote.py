@@ -42,7 +42,7 @@ def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int |
 
     Raises ConfigError if the folder is none, a trial id is unknown or of a baseline, or the cluster is too small.
     """
-    from orchestrator.pipeline import trial_context
+    from orchestrator.search.prepare import trial_context
     from orchestrator.search.validation import validate_search
 
     folder = SearchFolder.existing(search)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.cluster.errors import last_error
 from orchestrator.config.schema import SearchConfig
-from orchestrator.search.callbacks import last_error
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.resume import LOSSES, lost
 from orchestrator.search.trial import TrialContext, prepare_process, relaxation_spec

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -12,9 +12,6 @@ from orchestrator.reporting import comparison
 from orchestrator.reporting.comparison import OF_THE_CHECKPOINT
 from orchestrator.storage import records
 from orchestrator.storage.records import TrialRecord, front, number, percent
-
-if TYPE_CHECKING:
-    from orchestrator.pipeline import SearchOutcome
 
 
 def console(width: int = 110) -> Console:
@@ -112,23 +109,3 @@ def _format(candidate: Mapping[str, Any]) -> str:
     if candidate.get("plain"):
         return f"exported for stock transformers to {candidate.get('model')}"
     return f"in Headfold's own format, which stock transformers does not load, in {candidate.get('model')}"
-
-
-def print_outcome(outcome: SearchOutcome) -> None:
-    """The last lines: failures, and where things lie."""
-    print_promotion(outcome.promotion)
-    failed = sum(t.status == records.FAILED for t in outcome.trials)
-    out = console()
-    out.print()
-    if outcome.interrupted:
-        how = f"--resume {outcome.folder.name}"
-        out.print(f"interrupted: the state is saved; run the same command with {how} to go on", markup=False)
-    if failed:
-        out.print(f"warning: {failed} of {len(outcome.trials)} trials failed; their errors are above and in MLflow")
-    if not outcome.front:
-        out.print("no trial gave a result")
-    lines = {"search": str(outcome.folder), "report": outcome.report, "MLflow": outcome.tracking}
-    exported = outcome.promotion.get("exported")
-    for name, place in (lines | {"exported": exported}).items():
-        if place:
-            print(f"{name:9}{place}")

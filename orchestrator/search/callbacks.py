@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from typing import Any
 
 from ray.tune import Callback
 
+from orchestrator.cluster.errors import last_error
 from orchestrator.reporting.durations import clock
 from orchestrator.reporting.status import tokens_per_second
 from orchestrator.search.journal import History
@@ -246,14 +246,6 @@ def error_of(trial: Any) -> str:
     if not trial.error_file or not Path(trial.error_file).exists():
         return "unknown error"
     return last_error(Path(trial.error_file).read_text(encoding="utf-8", errors="replace"))
-
-
-def last_error(text: str) -> str:
-    """The last line of a traceback that names an exception and says something; Ray's own wrappers come last."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    named = [line for line in lines if re.match(r"([\w.]+\.)?\w*(Error|Exception|Diverged|Interrupt)\b.*: .", line)]
-    own = [line for line in named if not line.startswith("ray.exceptions.")]
-    return (own or named or lines or ["unknown error"])[-1][:1000]
 
 
 def progress_line(records: list[TrialRecord], expected: int, rungs: int, base_loss: float, elapsed: float) -> str:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from attention.io.precision import DTYPES
@@ -262,7 +263,7 @@ def worker_bytes(model_config: Any, size: Size, train: TrainSettings, config: Se
         parts[name] /= train.num_workers
     states = size.total * sum(parts.values())
     teacher = size.total * width  # the untouched model, for KL at every measurement
-    g = HeadGeometry.from_config(model_config)
+    g = geometry_of(model_config)
     inner = int(
         getattr(model_config, "intermediate_size", None) or getattr(model_config, "ffn_dim", 0) or 4 * g.hidden_size
     )
@@ -276,7 +277,7 @@ def worker_bytes(model_config: Any, size: Size, train: TrainSettings, config: Se
 def driver_bytes(model_config: PretrainedConfig, config_size: Size, config: SearchConfig) -> int:
     """Peak memory of a trial's own process: its largest conversion, libraries included."""
     width = _kinds(config)[1].itemsize
-    geometry = HeadGeometry.from_config(model_config)
+    geometry = geometry_of(model_config)
     made = {(c.recipe, c.kv_ratio) for c in named_candidates(config, geometry)}
     peaks = [resident_peak(_conversion(model_config, r, b, config), config_size, width) for r, b in made]
     return PROCESS + max(peaks)

@@ -29,7 +29,7 @@ class Similarities:
         """The recipe's similarity of the stored KV heads, `[U, U]`, by (layer, side)."""
         from attention.calibration.calibration import cached_calibration
         from orchestrator.conversion import loading
-        from orchestrator.conversion.in_memory import planning_context
+        from orchestrator.conversion.steps import planning_context
         from trainers.text.data import read_sequences
 
         model = loading.load_working(self.model, self.dtype, self.device)

@@ -45,7 +45,7 @@ def measure_layer(task: CurveTask, context: TrialContext) -> int:
     """Measure in this process; returns the number of points of the layer."""
     import numpy as np
 
-    from orchestrator.conversion.in_memory import planning_context
+    from orchestrator.conversion.steps import planning_context
     from orchestrator.search.trial import shared_parts
     from search_spaces.planning.planning import measure_curves
 

@@ -13,6 +13,7 @@ from attention.io.precision import cast_weights
 from attention.ratios import own_heads
 from orchestrator.config.schema import SearchConfig
 from orchestrator.conversion import loading
+from orchestrator.search.trial import TrialContext
 from orchestrator.search.validation import Prepared
 from orchestrator.storage.paths import SearchFolder, in_ray_job
 from orchestrator.storage.records import read_json, write_json
@@ -73,3 +74,22 @@ def locate_model(path: str, folder: SearchFolder, name: str = "model") -> str:
 
 def _copy(source: Path, target: Path) -> None:
     shutil.copytree(source, target, dirs_exist_ok=True)
+
+
+def trial_context(config: SearchConfig, prepared: Prepared, folder: SearchFolder, base: dict[str, Any]) -> TrialContext:
+    """What all trials share."""
+    return TrialContext(
+        folder=str(folder.root),
+        model=base["model"],
+        dtype=loading.written_dtype(base["model"], config.model.dtype),
+        train_file=str(prepared.train_file),
+        eval_file=str(prepared.eval_file),
+        calibration_file=str(prepared.calibration_file),
+        calibration_cache=str(prepared.cache / "calibration"),
+        rungs=tuple(config.rungs.steps),
+        reduction_factor=config.rungs.reduction_factor,
+        train=config.train.model_dump(mode="json"),
+        base_loss=base["loss"],
+        device="cuda" if config.resources.driver_gpus else "cpu",
+        teacher=config.model.teacher and locate_model(config.model.teacher, folder, "teacher"),
+    )

@@ -202,7 +202,8 @@ def _untrained(config: dict[str, Any], context: TrialContext, folder: Path) -> d
     from attention.plan import AttentionPlan
     from attention.ratios import own_heads
     from orchestrator.conversion import dha_distances, loading
-    from orchestrator.conversion.in_memory import plan_and_convert, planning_context, relaxation_start
+    from orchestrator.conversion.in_memory import plan_and_convert
+    from orchestrator.conversion.steps import planning_context, relaxation_start
 
     phases = loading.Phases()
     candidate = Candidate.from_config(config)

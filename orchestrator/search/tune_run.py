@@ -8,9 +8,10 @@ import os
 from dataclasses import replace
 from typing import Any
 
+from orchestrator.cluster.errors import last_error
 from orchestrator.cluster.session import Demand, Room
 from orchestrator.config.schema import SearchConfig
-from orchestrator.search.callbacks import SearchLog, last_error
+from orchestrator.search.callbacks import SearchLog
 from orchestrator.search.duplicates import CopyingSearcher
 from orchestrator.search.head_similarities import Similarities
 from orchestrator.search.journal import History, Journal, JournalError, unwritable

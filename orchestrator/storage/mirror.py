@@ -23,7 +23,7 @@ from urllib.parse import parse_qs, urlparse
 
 from attention.messages import reason
 from orchestrator.config.schema import ConfigError
-from orchestrator.tracking.mlflow_server import back_up
+from orchestrator.storage.databases import back_up
 
 logger = logging.getLogger(__name__)
 

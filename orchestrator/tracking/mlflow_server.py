@@ -10,17 +10,17 @@ A database that is not there is taken from the backup: a new head goes on with t
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import sqlite3
 import subprocess
 import sys
 import time
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+
+from orchestrator.storage.databases import back_up, restore
 
 HOST = "127.0.0.1"
 SQLITE = "sqlite:///"
@@ -56,30 +56,6 @@ class Settings:
     def command(self) -> list[str]:
         server = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(self.port)]
         return [*server, "--backend-store-uri", self.store, "--artifacts-destination", self.artifacts]
-
-
-def back_up(database: Path, backup: Path, scratch: Path | None = None) -> None:
-    """Copy a database that is in use, whole or not at all. `scratch`: a folder on a local disk (its own)."""
-    backup.parent.mkdir(parents=True, exist_ok=True)
-    local = (scratch or database.parent) / f".{backup.name}.copy"  # sqlite and network file systems do not go together
-    local.unlink(missing_ok=True)
-    with closing(sqlite3.connect(database)) as source, closing(sqlite3.connect(local)) as target:
-        source.backup(target)
-    fresh = backup.with_name(f".{backup.name}.new")
-    shutil.copyfile(local, fresh)
-    fresh.replace(backup)
-    local.unlink()
-
-
-def restore(database: Path, backup: Path) -> bool:
-    """Take the database from its backup, if only that exists. Whether it did."""
-    if database.exists() or not backup.exists():
-        return False
-    database.parent.mkdir(parents=True, exist_ok=True)
-    fresh = database.with_name(f".{database.name}.new")
-    shutil.copyfile(backup, fresh)
-    fresh.replace(database)
-    return True
 
 
 def taken(port: int) -> bool:

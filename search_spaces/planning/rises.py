@@ -19,8 +19,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from attention.conversion.conversion import convert, lift
-from attention.families import family_of
-from attention.geometry import HeadGeometry
+from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.modeling.grouped import attach
 from attention.modeling.modeling import plan_of
@@ -43,7 +42,7 @@ class LayerTrials:
         identity = LayerPlan.identity(own.num_heads)
         self.model = convert(model, replace(own, layers=(identity,) * own.num_layers)).eval().requires_grad_(False)
         self.family = family_of(self.model.config)
-        self.geometry = HeadGeometry.from_config(self.model.config)
+        self.geometry = geometry_of(self.model.config)
         self.heads = lift(model)  # of the model given: those of the copy may be views of what is written to
         self.modules = list(self.family.attention_modules(self.model))
         names = {module: name for name, module in self.model.named_modules()}

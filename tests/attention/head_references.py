@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.families import family_of
-from attention.geometry import HeadGeometry
+from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.plan import LayerPlan
 
@@ -47,14 +46,14 @@ def watch(model: PreTrainedModel, tokens: Tensor) -> list[Seen]:
 
 def lifted(model: PreTrainedModel) -> list[LayerHeads]:
     """Heads with one key and one value head a query head."""
-    geometry, family = HeadGeometry.from_config(model.config), family_of(model.config)
+    geometry, family = geometry_of(model.config), family_of(model.config)
     layers = [family.read(m, geometry).to(torch.float32) for m in family.attention_modules(model)]
     return [heads.expand(geometry.kv_map, geometry.kv_map) for heads in layers]
 
 
 def as_mha(model: PreTrainedModel) -> PreTrainedModel:
     """A stock model of the same family with a key and a value head for each query head, and the same weights."""
-    if HeadGeometry.from_config(model.config).kv_ratio == 1:
+    if geometry_of(model.config).kv_ratio == 1:
         return copy.deepcopy(model)
     config = copy.deepcopy(model.config)
     config.num_key_value_heads = config.num_attention_heads

@@ -26,8 +26,8 @@ from attention.conversion.alignment import (
     rotate_values,
 )
 from attention.conversion.conversion import convert
-from attention.families import families
-from attention.geometry import HeadGeometry, RotaryLayout
+from attention.families import families, geometry_of
+from attention.geometry import RotaryLayout
 from attention.heads import LayerHeads
 from attention.plan import AttentionPlan, LayerPlan
 
@@ -170,7 +170,7 @@ def test_generalised_procrustes_never_spreads_the_group(name: str) -> None:
 
 
 def aligned(model: PreTrainedModel, calibration: Calibration, part: Part, **knobs: object) -> list[LayerHeads]:
-    geometry = HeadGeometry.from_config(model.config)
+    geometry = geometry_of(model.config)
     pairs = zip(lifted(model), calibration.layers, strict=True)
     return [part(heads, PLAN, statistics, geometry, **part.settings(knobs)) for heads, statistics in pairs]
 
@@ -196,7 +196,7 @@ def test_every_alignment_leaves_the_logits_alone(case: str, name: str, tiny_mode
 def test_the_demo_checkpoint_is_unchanged_and_its_groups_are_nearer(
     criterion: str, demo_model: PreTrainedModel, demo_calibration: Calibration, demo_held_out: Tensor
 ) -> None:
-    geometry, part = HeadGeometry.from_config(demo_model.config), ALIGNMENT.get("procrustes")
+    geometry, part = geometry_of(demo_model.config), ALIGNMENT.get("procrustes")
     plan = LayerPlan.from_groups([range(4), range(4, 8)], [range(4), range(4, 8)], 8)
     before = lifted(demo_model)
     after = [
@@ -218,7 +218,7 @@ def test_heads_that_differ_by_rotation_alone_merge_without_loss(
     case: str, tiny_model: Tiny, tiny_tokens: Tensor
 ) -> None:
     model = tiny_model(case)
-    geometry = HeadGeometry.from_config(model.config)
+    geometry = geometry_of(model.config)
     turned = []
     for heads in lifted(model):
         bias = {n: None if (b := getattr(heads, n)) is None else b[:1].expand(4, -1) for n in ("k_bias", "v_bias")}
@@ -239,7 +239,7 @@ def test_heads_that_differ_by_rotation_alone_merge_without_loss(
 def test_groups_of_one_stay_bit_by_bit(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     model = tiny_model("qwen2")
     statistics = calibrate(model, tiny_tokens, progress=silent).layers[0]
-    heads, geometry = lifted(model)[0], HeadGeometry.from_config(model.config)
+    heads, geometry = lifted(model)[0], geometry_of(model.config)
     new = ALIGNMENT.get("procrustes")(heads, PLAN, statistics, geometry)
     assert torch.equal(new.k[1], heads.k[1]) and torch.equal(new.q[1], heads.q[1])
     assert torch.equal(new.v[2], heads.v[2]) and torch.equal(new.o[2], heads.o[2])
@@ -249,7 +249,7 @@ def test_groups_of_one_stay_bit_by_bit(tiny_model: Tiny, tiny_tokens: Tensor) ->
 def test_alignment_refuses_what_it_cannot_use(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     model = tiny_model("llama")
     statistics = calibrate(model, tiny_tokens, sample_tokens=0, progress=silent).layers[0]
-    heads, geometry, part = lifted(model)[0], HeadGeometry.from_config(model.config), ALIGNMENT.get("procrustes")
+    heads, geometry, part = lifted(model)[0], geometry_of(model.config), ALIGNMENT.get("procrustes")
     with pytest.raises(ValueError, match="needs a calibration"):
         part(heads, PLAN, None, geometry)
     with pytest.raises(ValueError, match=r"lifted heads.*\(4\), got 2 and 4"):
@@ -272,7 +272,7 @@ def test_pair_similarity_is_that_of_each_pair_alone(
     model = tiny_model(case)
     statistics: LayerStatistics = calibrate(model, tiny_tokens, progress=silent).layers[1]
     heads, seen = lifted(model)[1], watch(model, tiny_tokens)[1]
-    layout = HeadGeometry.from_config(model.config).rotary if side == "key" else RotaryLayout.none(8)
+    layout = geometry_of(model.config).rotary if side == "key" else RotaryLayout.none(8)
     gram = head_gram(heads, statistics, side, criterion)
     found = pair_similarity(gram, criterion, layout)
     rows, bias = (heads.k, heads.k_bias) if side == "key" else (heads.v, heads.v_bias)

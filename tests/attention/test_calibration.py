@@ -27,8 +27,7 @@ from attention.calibration.calibration import (
     silent,
 )
 from attention.conversion.conversion import convert
-from attention.families import family_of
-from attention.geometry import HeadGeometry
+from attention.families import family_of, geometry_of
 from attention.plan import AttentionPlan, LayerPlan
 
 CASES = {
@@ -141,7 +140,7 @@ def test_a_converted_model_is_seen_as_its_expanded_form(tiny_model: Tiny, tiny_t
     assert converted.config._attn_implementation == "headfold"
     family = family_of(model.config)
     expanded = copy.deepcopy(model)
-    geometry = HeadGeometry.from_config(model.config)
+    geometry = geometry_of(model.config)
     for target, source, layer in zip(
         family.attention_modules(expanded), family.attention_modules(converted), plan.layers, strict=True
     ):
@@ -179,7 +178,7 @@ def test_the_model_is_left_as_it_was(tiny_model: Tiny, tiny_tokens: Tensor, monk
 
 def test_memory_is_what_the_bound_says(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     model = tiny_model("llama")
-    geometry = HeadGeometry.from_config(model.config)
+    geometry = geometry_of(model.config)
     for mixed in ("head", "pooled"):
         result = calibrate(model, tiny_tokens, sample_tokens=96, mixed=mixed, progress=silent)
         held = sum(t.untyped_storage().nbytes() for layer in result.layers for t in tensors(layer).values())

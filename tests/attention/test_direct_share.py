@@ -13,8 +13,7 @@ import torch
 from safetensors import safe_open
 
 from attention.conversion.conversion import convert, lift
-from attention.families import family_of
-from attention.geometry import HeadGeometry
+from attention.families import family_of, geometry_of
 from attention.io import checkpoint
 from attention.modeling.shared_weights import shared_projections
 from attention.plan import AttentionPlan, HeadShare
@@ -100,7 +99,7 @@ def test_after_fifty_steps_shared_heads_are_still_one_tensor(shared, plan, tmp_p
 @torch.no_grad()
 def assert_one_tensor(model: Any, shares: tuple[HeadShare, ...]) -> None:
     """Both users show the same numbers, and changing a lent head where it lies changes what the borrower computes."""
-    family, geometry = family_of(model.config), HeadGeometry.from_config(model.config)
+    family, geometry = family_of(model.config), geometry_of(model.config)
     modules = family.attention_modules(model)
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
     for s in shares:

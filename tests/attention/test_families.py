@@ -24,8 +24,7 @@ from transformers import (
 from attention.calibration.calibration import calibrate, silent
 from attention.conversion.conversion import convert, lift, read_layers
 from attention.conversion.fusion import FUSION
-from attention.families import families, family_of
-from attention.geometry import HeadGeometry
+from attention.families import families, family_of, geometry_of
 from attention.io import checkpoint, export
 from attention.modeling.modeling import plan_of
 from attention.plan import AttentionPlan, LayerPlan
@@ -49,13 +48,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def test_geometry_of_published_configs() -> None:
     """Numbers from the models' papers and cards."""
-    opt = HeadGeometry.from_config(OPTConfig())
+    opt = geometry_of(OPTConfig())
     assert (opt.num_heads, opt.head_dim, opt.rotary.dims, opt.max_positions, opt.vocab_size) == (12, 64, 0, 2048, 50272)
     assert opt.query_bias and opt.key_bias and opt.value_bias and opt.output_bias
-    pythia = HeadGeometry.from_config(GPTNeoXConfig(hidden_size=512, num_hidden_layers=6, num_attention_heads=8))
+    pythia = geometry_of(GPTNeoXConfig(hidden_size=512, num_hidden_layers=6, num_attention_heads=8))
     assert (pythia.head_dim, pythia.rotary.dims, pythia.rotary.style, pythia.kv_ratio) == (64, 16, "half", 1)
-    assert not HeadGeometry.from_config(GPTNeoXConfig(attention_bias=False)).value_bias
-    gpt2 = HeadGeometry.from_config(GPT2Config())
+    assert not geometry_of(GPTNeoXConfig(attention_bias=False)).value_bias
+    gpt2 = geometry_of(GPT2Config())
     assert (gpt2.num_layers, gpt2.num_heads, gpt2.head_dim, gpt2.rotary.dims, gpt2.max_positions) == (
         12,
         12,
@@ -63,11 +62,11 @@ def test_geometry_of_published_configs() -> None:
         0,
         1024,
     )
-    gemma = HeadGeometry.from_config(GemmaConfig(num_key_value_heads=1))
+    gemma = geometry_of(GemmaConfig(num_key_value_heads=1))
     assert (gemma.hidden_size, gemma.num_heads, gemma.head_dim, gemma.num_kv_heads) == (3072, 16, 256, 1)
-    phi = HeadGeometry.from_config(PhiConfig())
+    phi = geometry_of(PhiConfig())
     assert (phi.head_dim, phi.rotary.dims, phi.output_bias, phi.qk_norm) == (64, 32, True, False)
-    assert HeadGeometry.from_config(PhiConfig(qk_layernorm=True)).qk_norm
+    assert geometry_of(PhiConfig(qk_layernorm=True)).qk_norm
 
 
 @pytest.mark.parametrize(
@@ -80,7 +79,7 @@ def test_geometry_of_published_configs() -> None:
 )
 def test_what_a_plan_does_not_describe_is_refused(config: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        HeadGeometry.from_config(config)
+        geometry_of(config)
 
 
 @torch.no_grad()

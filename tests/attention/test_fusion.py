@@ -25,6 +25,7 @@ from attention.conversion.fusion import (
     norm_restored_fuse,
     value_errors,
 )
+from attention.families import geometry_of
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
 from attention.plan import AttentionPlan, LayerPlan
@@ -48,7 +49,7 @@ def ready(
     tiny_model: Tiny, case: str, tokens: Tensor, **overrides: object
 ) -> tuple[PreTrainedModel, HeadGeometry, Calibration]:
     model = tiny_model(case.split(",")[0], **(MODELS[case] | overrides))
-    return model, HeadGeometry.from_config(model.config), calibrate(model, tokens, progress=silent)
+    return model, geometry_of(model.config), calibrate(model, tokens, progress=silent)
 
 
 def tensors(heads: LayerHeads) -> dict[str, Tensor]:
@@ -74,7 +75,7 @@ def test_as_many_heads_as_before_give_the_same_logits(family: str, tiny_model: T
     """A model of the plan's own kind with G = H, by every fusion with every alignment, also of a grouped checkpoint."""
     model = tiny_model(family)
     calibration = calibrate(model, tiny_tokens, progress=silent)
-    whole = AttentionPlan.identity(2, 4, HeadGeometry.from_config(model.config).head_dim)
+    whole = AttentionPlan.identity(2, 4, geometry_of(model.config).head_dim)
     expected = logits(model, tiny_tokens)
     for fusion, alignment in itertools.product(FUSION.names(), ALIGNMENT.names()):
         same = convert(model, whole, fusion=fusion, alignment=alignment, calibration=calibration)
@@ -195,7 +196,7 @@ def scaled_turns(layout: RotaryLayout, seed: int) -> Tensor:
 @pytest.mark.parametrize("case", ["llama", "qwen2", "gpt_neox", "opt"])
 def test_heads_of_one_subspace_merge_without_loss(case: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     model = tiny_model(case, **MODELS[case])
-    geometry = HeadGeometry.from_config(model.config)
+    geometry = geometry_of(model.config)
     related = []
     for heads in lifted(model):
         keys, values = scaled_turns(geometry.rotary, 1), scaled_turns(RotaryLayout.none(8), 2)
@@ -422,7 +423,7 @@ def test_a_value_cost_is_the_error_of_the_fit(case: str, mixed: str, tiny_model:
 
 
 def test_more_heads_in_a_group_never_cost_less(demo_model: PreTrainedModel, demo_calibration: Calibration) -> None:
-    geometry = HeadGeometry.from_config(demo_model.config)
+    geometry = geometry_of(demo_model.config)
     heads, statistics = lifted(demo_model)[3], demo_calibration.layers[3]
     table = KeyCost(heads, statistics, geometry).all_subsets()
     values = ValueCost(heads, statistics, geometry)
@@ -470,7 +471,7 @@ def test_a_pooled_calibration_is_still_far_better_than_the_mean(
     demo_model: PreTrainedModel, demo_tokens: Tensor
 ) -> None:
     each, pooled = (calibrate(demo_model, demo_tokens[:16], mixed=m, progress=silent) for m in ("head", "pooled"))
-    heads, geometry = lifted(demo_model)[2], HeadGeometry.from_config(demo_model.config)
+    heads, geometry = lifted(demo_model)[2], geometry_of(demo_model.config)
     plan = LayerPlan.from_groups([range(8)], [range(4), range(4, 8)], 8)
     fused = [least_squares_fuse(heads, plan, c.layers[2], geometry) for c in (each, pooled)]
     errors = []

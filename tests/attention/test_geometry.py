@@ -4,20 +4,20 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from attention.families import families, family_of
-from attention.geometry import HeadGeometry, RotaryLayout
+from attention.families import families, family_of, geometry_of
+from attention.geometry import RotaryLayout
 from attention.plan import LayerPlan
 
 
 def test_worked_examples() -> None:
-    llama = HeadGeometry.from_config(LlamaConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=2))
+    llama = geometry_of(LlamaConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=2))
     assert (llama.head_dim, llama.kv_map, llama.kv_ratio) == (8, (0, 0, 0, 0, 1, 1, 1, 1), 0.25)
     assert not (llama.query_bias or llama.output_bias or llama.qk_norm)
-    assert HeadGeometry.from_config(LlamaConfig(attention_bias=True)).output_bias
-    qwen2 = HeadGeometry.from_config(Qwen2Config())
+    assert geometry_of(LlamaConfig(attention_bias=True)).output_bias
+    qwen2 = geometry_of(Qwen2Config())
     assert qwen2.query_bias and qwen2.key_bias and qwen2.value_bias and not qwen2.output_bias
-    assert HeadGeometry.from_config(Qwen3Config()).qk_norm
-    assert HeadGeometry.from_config(MistralConfig(head_dim=96)).head_dim == 96
+    assert geometry_of(Qwen3Config()).qk_norm
+    assert geometry_of(MistralConfig(head_dim=96)).head_dim == 96
 
 
 def test_rotary_layouts() -> None:
@@ -36,18 +36,18 @@ def test_an_unsupported_model_is_refused_with_the_supported_ones() -> None:
     config = GPT2Config()
     config.model_type = "mamba"
     with pytest.raises(ValueError, match=r"'llama', 'mistral'.*got 'mamba'"):
-        HeadGeometry.from_config(config)
+        geometry_of(config)
 
 
 def test_kv_heads_must_divide_query_heads() -> None:
     with pytest.raises(ValueError, match="got 3 and 8"):
-        HeadGeometry.from_config(LlamaConfig(num_attention_heads=8, num_key_value_heads=3, hidden_size=64))
+        geometry_of(LlamaConfig(num_attention_heads=8, num_key_value_heads=3, hidden_size=64))
 
 
 @pytest.mark.parametrize("name", sorted(families()))
 def test_family_reads_reshapes_and_writes(name: str, tiny_model) -> None:
     model, family = tiny_model(name), families()[name]
-    geometry = HeadGeometry.from_config(model.config)
+    geometry = geometry_of(model.config)
     assert geometry.family == name and family_of(model.config) is family
     modules = family.attention_modules(model)
     assert len(modules) == geometry.num_layers

@@ -12,7 +12,8 @@ from torch import Tensor
 from attention.calibration.calibration import calibrate, silent
 from attention.conversion.alignment.least_squares import bounded, fold
 from attention.conversion.conversion import assemble, convert, lift
-from attention.geometry import HeadGeometry, RotaryLayout
+from attention.families import geometry_of
+from attention.geometry import RotaryLayout
 from attention.heads import LayerHeads
 from attention.plan import AttentionPlan, LayerPlan
 
@@ -42,7 +43,7 @@ def copies(heads: LayerHeads, layout: RotaryLayout, seed: int) -> LayerHeads:
 
 def test_copies_of_one_head_become_equal_and_their_mean_loses_nothing(tiny_model: Any, ids: Tensor) -> None:
     original = tiny_model("llama")
-    geometry = HeadGeometry.from_config(original.config)
+    geometry = geometry_of(original.config)
     heads = [copies(h, geometry.rotary, seed) for seed, h in enumerate(lift(original))]
     model = assemble(original, AttentionPlan.identity(2, 4, 8), heads)
     calibration = calibrate(model, ids, progress=silent)
@@ -77,7 +78,7 @@ def test_bounded_maps_keep_their_form() -> None:
 
 def test_refusals_and_groups_of_one(tiny_model: Any, ids: Tensor) -> None:
     model = tiny_model("llama")
-    geometry, heads = HeadGeometry.from_config(model.config), lift(model)[0]
+    geometry, heads = geometry_of(model.config), lift(model)[0]
     with pytest.raises(ValueError, match="needs a calibration"):
         fold(heads, PLAN.layers[0], None, geometry)
     statistics = calibrate(model, ids, progress=silent).layers[0]

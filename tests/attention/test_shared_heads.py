@@ -13,8 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from attention.conversion.conversion import assemble, convert, read_layers, unshare
 from attention.conversion.refinement import refine
-from attention.families import families, family_of
-from attention.geometry import HeadGeometry
+from attention.families import families, family_of, geometry_of
 from attention.io import checkpoint, export
 from attention.modeling import mlp
 from attention.modeling.modeling import plan_of
@@ -53,7 +52,7 @@ def four(tiny_model, name: str, **settings: Any) -> Any:
 def copied_by_hand(model, plan: AttentionPlan):
     """A stock model in which every shared head is a copy of its source, written head by head."""
     model = copy.deepcopy(model)
-    family, geometry = family_of(model.config), HeadGeometry.from_config(model.config)
+    family, geometry = family_of(model.config), geometry_of(model.config)
     modules = family.attention_modules(model)
     for s in plan.shares:
         source, target = (family.read(modules[i], geometry).to(copy=True) for i in (s.source_layer, s.layer))
@@ -133,7 +132,7 @@ def test_projections_and_outputs_that_share_by_themselves(
 ) -> None:
     model = four(tiny_model, name)
     copied = copy.deepcopy(model)
-    family, geometry = family_of(model.config), HeadGeometry.from_config(model.config)
+    family, geometry = family_of(model.config), geometry_of(model.config)
     modules = family.attention_modules(copied)
     for side in "qkvo":
         for s in plan.shares_of(side):

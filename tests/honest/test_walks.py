@@ -13,7 +13,7 @@ from arms import Corpus
 from transformers import PreTrainedModel
 
 from attention.calibration.calibration import Calibration
-from orchestrator.conversion.in_memory import convert_with, planning_context
+from orchestrator.conversion.steps import convert_with, planning_context
 from search_spaces.planning.planning import make_plan
 from search_spaces.recipes.recipes import recipe
 

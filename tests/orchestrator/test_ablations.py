@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from attention.geometry import HeadGeometry
+from attention.families import geometry_of
 from orchestrator.config.parsing import ConfigError
 from orchestrator.config.schema import load_config
 from orchestrator.search.candidates import named_candidates
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def arms(*changes: str) -> dict[str, Recipe]:
     config = load_config(ROOT / "configs" / "ablations.yaml", list(changes))
-    geometry = HeadGeometry.from_config(AutoConfig.from_pretrained(ROOT / "examples" / "stdlib-llama"))
+    geometry = geometry_of(AutoConfig.from_pretrained(ROOT / "examples" / "stdlib-llama"))
     return {candidate.recipe.name: candidate.recipe for candidate in named_candidates(config, geometry)}
 
 

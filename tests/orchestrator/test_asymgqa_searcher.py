@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from ray.tune.search import Searcher
 
-from attention.geometry import HeadGeometry
+from attention.families import geometry_of
 from attention.io.checkpoint import load_config
 from attention.plan import AttentionPlan
 from orchestrator.config.schema import ConfigError, parse_config
@@ -31,7 +31,7 @@ def similarities(recipe: Recipe) -> dict[tuple[int, str], np.ndarray]:
 def problem(demo_dir: Path, samples: int = 100, seed: int = 0, **search: Any) -> SearchProblem:
     section = {"recipes": ["gqa"], "budgets": [0.5, 0.25], "learning_rates": [1e-4, 1e-3]} | search
     config = parse_config({"name": "x", "model": {"path": str(demo_dir)}, "search": section})
-    geometry = HeadGeometry.from_config(load_config(demo_dir))
+    geometry = geometry_of(load_config(demo_dir))
     space, named = candidate_space(config, geometry), named_candidates(config, geometry)
     return SearchProblem(space, named, samples, seed, searcher_settings(config), tuple(config.seeds), similarities)
 

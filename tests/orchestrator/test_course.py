@@ -10,7 +10,7 @@ import pytest
 import yaml
 from transformers import AutoConfig
 
-from attention.geometry import HeadGeometry
+from attention.families import geometry_of
 from orchestrator.config.schema import load_config, parse_config
 from orchestrator.reporting import figures
 from orchestrator.reporting.figures.course import proxy_agreement, seconds_by_phase, spans
@@ -87,7 +87,7 @@ def test_the_command_makes_the_same_candidate_again(name: str, folder: SearchFol
     program, verb, file, *overrides = shlex.split(command)
     assert (program, verb) == ("headfold", "search")
     config = load_config(file, overrides)
-    geometry = HeadGeometry.from_config(AutoConfig.from_pretrained(demo_dir))
+    geometry = geometry_of(AutoConfig.from_pretrained(demo_dir))
     (again,) = named_candidates(config, geometry)
     assert again.key == Candidate(chosen, budget, 1e-3, 7).key
     assert not config.promotion.enabled and config.search.samples == 0 and not config.rungs.stop

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from attention.io import checkpoint
 from orchestrator.config.schema import ConfigError, parse_config
 from orchestrator.conversion import loading
+from orchestrator.conversion.convert import convert_checkpoint, export_checkpoint
 from orchestrator.conversion.evaluate import evaluate_checkpoint
-from orchestrator.conversion.in_memory import convert_checkpoint, export_checkpoint
 from orchestrator.conversion.inspection import inspect_checkpoint
 from orchestrator.conversion.layer_by_layer import stream_checkpoint
 from orchestrator.search.validation import validate_search

@@ -14,8 +14,8 @@ from transformers import LlamaConfig
 from attention.io import checkpoint
 from benchmarks.memory import measured
 from benchmarks.models import llama
+from orchestrator.conversion.convert import convert_checkpoint
 from orchestrator.conversion.estimate import Conversion, Size, estimate, estimate_conversion, must_stream
-from orchestrator.conversion.in_memory import convert_checkpoint
 from search_spaces.recipes.recipes import recipe
 
 GIGA = 2**30

@@ -19,7 +19,8 @@ import psutil
 import pytest
 
 from orchestrator.cluster.session import free_port
-from orchestrator.tracking.mlflow_server import Server, Settings, back_up, restore, taken, try_to_back_up
+from orchestrator.storage.databases import back_up, restore
+from orchestrator.tracking.mlflow_server import Server, Settings, taken, try_to_back_up
 from orchestrator.tracking.runs import Tracker
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attention.conversion.conversion import convert
+from attention.families import geometry_of
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.io import checkpoint
 from attention.modeling.modeling import plan_of
@@ -23,9 +24,9 @@ from attention.ratios import own_heads, ratio_of_kv_heads
 from orchestrator import main
 from orchestrator.config.schema import ConfigError, parse_config
 from orchestrator.conversion import loading
+from orchestrator.conversion.convert import convert_checkpoint
 from orchestrator.conversion.estimate import describe, estimate_conversion
 from orchestrator.conversion.evaluate import evaluate_checkpoint
-from orchestrator.conversion.in_memory import convert_checkpoint
 from orchestrator.conversion.layer_by_layer import stream_checkpoint
 from orchestrator.conversion.request import asked_ratios
 from orchestrator.conversion.several_ratios import convert_curve
@@ -241,7 +242,7 @@ def test_a_recorded_ratio_is_that_of_the_bytes(data: st.DataObject, tiny_model: 
     """Any plan that a checkpoint's own groups allow, on any number of KV heads: planned, held and recorded agree."""
     stored = data.draw(st.sampled_from([1, 2, 4]))
     model = tiny_model("llama", num_key_value_heads=stored)
-    geometry = HeadGeometry.from_config(model.config)
+    geometry = geometry_of(model.config)
     maps = st.lists(st.integers(0, stored - 1), min_size=stored, max_size=stored)
     layers = [
         LayerPlan(*(dense(units[unit] for unit in geometry.kv_map) for units in (data.draw(maps), data.draw(maps))))

@@ -16,7 +16,7 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import TrialScheduler
 from ray.tune.search import Searcher
 
-from attention.geometry import HeadGeometry
+from attention.families import geometry_of
 from attention.io.checkpoint import load_config
 from orchestrator.config.schema import parse_config
 from orchestrator.search.callbacks import SearchLog
@@ -67,7 +67,7 @@ def problem_of(demo_dir: Path) -> SearchProblem:
     section = {"recipes": ["gqa", "asymgqa"], "budgets": [0.5, 0.25], "learning_rates": [1e-4, 1e-3]}
     choices = {"grouping": ["exact", "merge"], "fusion": ["least_squares"], "objective": ["least_squares"]}
     config = parse_config({"name": "x", "model": {"path": str(demo_dir)}, "search": section | {"choices": choices}})
-    geometry = HeadGeometry.from_config(load_config(demo_dir))
+    geometry = geometry_of(load_config(demo_dir))
     return SearchProblem(candidate_space(config, geometry), named_candidates(config, geometry), 4, 0)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from ray.tune.search import Searcher
 
-from attention.geometry import HeadGeometry
+from attention.families import geometry_of
 from attention.io.checkpoint import load_config
 from attention.plan import AttentionPlan
 from orchestrator.config.schema import ConfigError, parse_config
@@ -35,7 +35,7 @@ CHOICES_OF = {"asymgqa": {"grouping": ["walk_symmetric"], "fusion": ["norm_resto
 def problem(demo_dir: Path, name: str, seed: int = 0, **search: Any) -> SearchProblem:
     section = {"recipes": ["gqa", "asymgqa", "headfold"], "budgets": [0.5, 0.25], "learning_rates": [1e-4, 1e-3]}
     config = parse_config({"name": "x", "model": {"path": str(demo_dir)}, "search": section | search})
-    geometry = HeadGeometry.from_config(load_config(demo_dir))
+    geometry = geometry_of(load_config(demo_dir))
     space, named = candidate_space(config, geometry), named_candidates(config, geometry)
     return SearchProblem(space, named, SAMPLES.get(name, 5), seed, similarities=similarities)
 
@@ -94,7 +94,7 @@ def test_named_candidates_come_first_then_samples_then_the_end(demo_dir: Path, n
 
 
 def test_every_suggestion_is_a_plan_that_can_be_made(demo_dir: Path, name: str) -> None:
-    geometry = HeadGeometry.from_config(load_config(demo_dir))
+    geometry = geometry_of(load_config(demo_dir))
     for config in drive(SEARCHERS.get(name)(problem(demo_dir, name))):
         candidate = Candidate.from_config(config)
         check_budget(candidate.recipe, candidate.kv_ratio, geometry)

@@ -19,7 +19,7 @@ from attention.io import checkpoint
 from attention.io.layer_models import Head, LazyWeights, WeightsError, advance, embed, open_window
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import one_layer
-from orchestrator.conversion.in_memory import convert_checkpoint
+from orchestrator.conversion.convert import convert_checkpoint
 from orchestrator.conversion.layer_by_layer import stream_checkpoint
 
 FAMILIES = ["gemma", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"]

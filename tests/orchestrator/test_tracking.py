@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.search.callbacks import SearchLog, last_error, progress_line
+from orchestrator.cluster.errors import last_error
+from orchestrator.search.callbacks import SearchLog, progress_line
 from orchestrator.storage import records
 from orchestrator.storage.records import load_trials
 from orchestrator.tracking.runs import Tracker, TrackingError, default_uri, redact

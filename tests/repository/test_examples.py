@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXForCausalLM, LlamaForCausalLM
 
-from attention.geometry import HeadGeometry
+from attention.families import geometry_of
 from trainers.text.corpora import resolve
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -79,7 +79,7 @@ def test_train_second_makes_a_checkpoint_of_another_family(tmp_path: Path) -> No
     assert loss and 6.0 < float(loss[1]) < 7.6  # ln 2048 = 7.62 before the first step
     model = AutoModelForCausalLM.from_pretrained(out / "trained", dtype=torch.float32)
     assert type(model) is GPTNeoXForCausalLM
-    geometry = HeadGeometry.from_config(model.config)
+    geometry = geometry_of(model.config)
     assert (geometry.head_dim, geometry.rotary.dims, len(geometry.rotary.free)) == (16, 4, 12)
     assert AutoTokenizer.from_pretrained(out / "trained").eos_token_id == 0
     texts = [

@@ -12,7 +12,7 @@ import torch
 
 from attention.calibration.calibration import calibrate
 from attention.conversion.conversion import lift
-from attention.geometry import HeadGeometry
+from attention.families import geometry_of
 from search_spaces.planning.planning import PlanningContext
 
 
@@ -22,7 +22,7 @@ def demo_context(demo_model, demo_tokenizer) -> PlanningContext:
     text = "\n".join(inspect.getsource(module) for module in (argparse, ast))
     tokens = torch.tensor(demo_tokenizer(text)["input_ids"][: 10 * 128]).view(10, 128)
     calibration = calibrate(demo_model, tokens[:8], progress=lambda done, total: None)
-    geometry = HeadGeometry.from_config(demo_model.config)
+    geometry = geometry_of(demo_model.config)
     return PlanningContext(geometry, lift(demo_model), calibration, demo_model, tokens[8:])
 
 
@@ -34,6 +34,6 @@ def make_context(tiny_model):
         model = tiny_model(family, seed=seed, **config)
         tokens = torch.from_numpy(np.random.default_rng(seed).integers(0, 64, (4, 24)))
         calibration = calibrate(model, tokens, progress=lambda done, total: None)
-        return PlanningContext(HeadGeometry.from_config(model.config), lift(model), calibration, model, tokens[:2])
+        return PlanningContext(geometry_of(model.config), lift(model), calibration, model, tokens[:2])
 
     return make

@@ -9,7 +9,7 @@ import pytest
 
 from attention.calibration.calibration import calibrate, silent
 from attention.conversion.conversion import convert, lift
-from attention.geometry import HeadGeometry
+from attention.families import geometry_of
 from search_spaces.planning.agreement import Agreement, agreement, random_swaps
 from search_spaces.planning.planning import PlanningContext, make_plan
 from search_spaces.recipes.recipes import recipe
@@ -69,7 +69,7 @@ def test_a_thousand_cheap_iterations_beat_ten_of_the_papers(demo_model, demo_tok
     tokens = load_sequences("stdlib", demo_tokenizer, split="calibration", tokens=4096, sequence_length=256)
     held_out = load_sequences("stdlib", demo_tokenizer, split="eval", tokens=8192, sequence_length=256)
     calibration = calibrate(demo_model, tokens, progress=silent)
-    geometry = HeadGeometry.from_config(demo_model.config)
+    geometry = geometry_of(demo_model.config)
     context = PlanningContext(geometry, lift(demo_model), calibration, demo_model, tokens[:4])
     walk = recipe("asymgqa")
     cheap = walk.with_changes(**{"grouping.iterations": 1000, "objective.tokens": 1024, "objective.length": 256})

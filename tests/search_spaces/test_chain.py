@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
+from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.plan import AttentionPlan
@@ -115,8 +116,8 @@ def test_step_by_step_is_the_loop(symmetric: bool) -> None:
 # ---- chains -------------------------------------------------------------------------------------------------------
 
 
-def geometry_of(layers: int = 2, heads: int = 6, stored: int | None = None) -> HeadGeometry:
-    return HeadGeometry.from_config(
+def tiny_geometry(layers: int = 2, heads: int = 6, stored: int | None = None) -> HeadGeometry:
+    return geometry_of(
         LlamaConfig(
             hidden_size=heads * 4,
             num_attention_heads=heads,
@@ -156,7 +157,7 @@ def run(chain: Chain, near: Any, save_at: int | None = None) -> tuple[Chain, lis
 
 
 def test_sites_come_layer_by_layer_keys_before_values() -> None:
-    geometry = geometry_of()
+    geometry = tiny_geometry()
     chain, plans = run(chain_of(geometry, ((3, 2), (2, 3)), 4), similarities(geometry))
     assert [site for site, _ in chain.history] == [(0, "key"), (0, "value"), (1, "key"), (1, "value")]
     kept = [tuple((layer.key_heads, layer.value_heads) for layer in plan.layers) for plan in plans]
@@ -169,7 +170,7 @@ def test_sites_come_layer_by_layer_keys_before_values() -> None:
 
 def test_a_chain_decides_as_make_plan_does() -> None:
     """The same generator and score: the plan of the recipe with objective=model."""
-    geometry = geometry_of(layers=3, heads=8)
+    geometry = tiny_geometry(layers=3, heads=8)
     near = similarities(geometry)
     walk = recipe("asymgqa", objective="model", similarity="weight", settings={"grouping.iterations": 7})
     weights = [torch.zeros(8, 4, 32) for _ in range(3)]
@@ -186,7 +187,7 @@ def test_a_chain_decides_as_make_plan_does() -> None:
 
 @pytest.mark.parametrize("save_at", [1, 5, 6, 11, 15])
 def test_saved_and_restored_a_chain_goes_on_with_the_same_decisions(save_at: int) -> None:
-    geometry = geometry_of()
+    geometry = tiny_geometry()
     near = similarities(geometry)
     whole, plans = run(chain_of(geometry, ((3, 2), (2, 3)), 4, seed=3, accept=0.4, reset=0.3), near)
     again, same = run(chain_of(geometry, ((3, 2), (2, 3)), 4, seed=3, accept=0.4, reset=0.3), near, save_at)
@@ -196,7 +197,7 @@ def test_saved_and_restored_a_chain_goes_on_with_the_same_decisions(save_at: int
 
 
 def test_nothing_measured_leaves_a_plan_all_the_same() -> None:
-    geometry = geometry_of()
+    geometry = tiny_geometry()
     chain, near = chain_of(geometry, ((3, 3), (2, 2)), 2), similarities(geometry)
     while chain.propose_next(near) is not None:
         chain.tell(None)
@@ -205,7 +206,7 @@ def test_nothing_measured_leaves_a_plan_all_the_same() -> None:
 
 
 def test_sites_without_a_choice_are_passed() -> None:
-    geometry = geometry_of(layers=3)
+    geometry = tiny_geometry(layers=3)
     chain, plans = run(chain_of(geometry, ((1, 6), (6, 2), (1, 1)), 3), similarities(geometry))
     assert [site for site, _ in chain.history] == [(1, "value")]
     assert len(plans) == 3
@@ -213,7 +214,7 @@ def test_sites_without_a_choice_are_passed() -> None:
 
 
 def test_moves_must_fit_the_sites() -> None:
-    geometry = geometry_of()
+    geometry = tiny_geometry()
     for wrong in ({(0, "key"): 1}, dict.fromkeys(searched_sites(((3, 3), (3, 3)), 6), 0)):
         with pytest.raises(ValueError, match="at least one move for each of the 4 sites"):
             Chain(geometry, ((3, 3), (3, 3)), wrong, np.random.default_rng(0))
@@ -223,7 +224,7 @@ def test_moves_must_fit_the_sites() -> None:
 @given(data=st.data())
 def test_any_geometry_keeps_its_counts_and_loses_no_head(data: st.DataObject) -> None:
     stored = data.draw(st.integers(2, 16))
-    geometry = geometry_of(data.draw(st.integers(1, 3)), stored * data.draw(st.integers(1, 4)), stored)
+    geometry = tiny_geometry(data.draw(st.integers(1, 3)), stored * data.draw(st.integers(1, 4)), stored)
     count = st.integers(1, stored)
     counts = tuple(data.draw(st.tuples(count, count)) for _ in range(geometry.num_layers))
     symmetric, seed = data.draw(st.booleans()), data.draw(st.integers(0, 99))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from attention.calibration.calibration import calibrate
 from attention.conversion.conversion import lift
 from attention.conversion.fusion import KeyCost, ValueCost
-from attention.geometry import HeadGeometry
+from attention.families import geometry_of
 from attention.heads import LayerHeads
 from search_spaces.costs import GroupCost, PairCost
 from search_spaces.grouping import (
@@ -269,7 +269,7 @@ def test_what_was_priced_before_changes_no_annealing() -> None:
 def test_thirty_two_heads_beat_merging_and_neighbours(kind: str, equal_sizes: bool, tiny_model) -> None:
     model = tiny_model("llama", num_attention_heads=32, num_key_value_heads=32, head_dim=16, hidden_size=256)
     tokens = torch.randint(0, 64, (8, 32), generator=torch.Generator().manual_seed(0))
-    heads, geometry = lift(model)[0], HeadGeometry.from_config(model.config)
+    heads, geometry = lift(model)[0], geometry_of(model.config)
     statistics = calibrate(model, tokens, progress=lambda done, total: None).layers[0]
     rng = np.random.default_rng(0)
     made = {"key": KeyCost, "value": ValueCost}
@@ -321,7 +321,7 @@ def test_where_prices_are_dear_exact_grouping_searches_instead() -> None:
 
 def test_the_effort_of_a_price_is_that_of_its_matrices(tiny_model: Any) -> None:
     model = tiny_model("llama")
-    heads, geometry = lift(model)[0], HeadGeometry.from_config(model.config)
+    heads, geometry = lift(model)[0], geometry_of(model.config)
     tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
     statistics = calibrate(model, tokens, progress=lambda done, total: None).layers[0]
     value = ValueCost(heads, statistics, geometry)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention.conversion.conversion import lift
-from attention.geometry import HeadGeometry
+from attention.families import geometry_of
 from attention.plan import AttentionPlan
 from search_spaces.axes import GROUPING, OBJECTIVE
 from search_spaces.grouping import GroupingProblem
@@ -116,7 +116,7 @@ def test_the_same_plan_in_any_process(tmp_path: Path) -> None:
         "from search_spaces.space.space import JointSpace\n"
         "tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 32, (3, 16)))\n"
         "calibration = calibrate(model, tokens, progress=lambda done, total: None)\n"
-        "geometry = HeadGeometry.from_config(config)\n"
+        "geometry = geometry_of(config)\n"
         "context = PlanningContext(geometry, lift(model), calibration, model, tokens)\n"
         "for name in ('asymgqa', 'align', 'headfold'):\n"
         "    print(make_plan(recipe(name), 0.5, context, np.random.default_rng(3)).to_json())\n"
@@ -273,7 +273,7 @@ def test_every_objective_prefers_a_group_of_copies(name: str, sides: tuple[str, 
     identity = AttentionPlan.identity(1, 4, 8)
     model = assemble(context.model, identity, [copied]).eval()
     calibration = calibrate(model, context.sequences, progress=lambda done, total: None)
-    copy = PlanningContext(HeadGeometry.from_config(model.config), lift(model), calibration, model, context.sequences)
+    copy = PlanningContext(geometry_of(model.config), lift(model), calibration, model, context.sequences)
     chosen = recipe("asymgqa")
     similarity = sum(copy.similarity(chosen, 0, side) for side in sides)
 

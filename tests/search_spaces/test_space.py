@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention.axes import Knob
+from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from search_spaces.axes import GROUPING
 from search_spaces.planning.planning import check_budget, make_plan
@@ -18,7 +19,7 @@ from search_spaces.space.space import NOT_UNASKED, ORDER, JointSpace
 
 @pytest.fixture(scope="module")
 def geometry(demo_model) -> HeadGeometry:
-    return HeadGeometry.from_config(demo_model.config)
+    return geometry_of(demo_model.config)
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention.conversion.conversion import assemble, lift, read_layers, unshare
-from attention.families import family_of
-from attention.geometry import HeadGeometry
+from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.modeling.grouped import attach
 from attention.modeling.modeling import check_fits, plan_of
@@ -169,7 +168,7 @@ def opened(model: PreTrainedModel, plan: AttentionPlan) -> tuple[PreTrainedModel
     """A copy of the model, the same function, whose q, k and v projections are separate `HeadProjection`s in every
     layer, and its plan. Raises PlanError if `plan` does not fit the model.
     """
-    check_fits(plan, HeadGeometry.from_config(model.config))
+    check_fits(plan, geometry_of(model.config))
     model = unshare(model)
     old = plan_of(model)
     if old.num_heads < 2:

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from attention.axes import Knob
 from attention.conversion.refinement.axis import REFINEMENT, LayerFit, RefinementReport
 from attention.conversion.refinement.capture import Record, held_out, run_to
-from attention.families import family_of
-from attention.geometry import HeadGeometry
+from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.modeling.modeling import plan_of
 
@@ -96,7 +95,7 @@ def heal_layer(
             f"a refit of one layer's output projection would change the {len(shares)} heads that share theirs in other "
             "layers; train the whole model, or leave sharing.output false"
         )
-    family, geometry = family_of(converted.config), HeadGeometry.from_config(converted.config)
+    family, geometry = family_of(converted.config), geometry_of(converted.config)
     models = (original, converted)
     modules = tuple(family_of(m.config).attention_modules(m)[layer] for m in models)
     fit, check = held_out(sequences)
@@ -123,5 +122,5 @@ def heal(
     original: PreTrainedModel, converted: PreTrainedModel, sequences: Tensor, *, first: int = 0, **knobs: Any
 ) -> RefinementReport:
     """Refit every layer's output projection, from the first layer to the last."""
-    layers = HeadGeometry.from_config(converted.config).num_layers
+    layers = geometry_of(converted.config).num_layers
     return RefinementReport(tuple(heal_layer(original, converted, sequences, i, knobs, first) for i in range(layers)))

@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from attention.conversion.conversion import unshare
-from attention.families import family_of
-from attention.geometry import HeadGeometry
+from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.io import checkpoint
 from attention.io.export import TARGETS, Lowered
@@ -64,7 +63,7 @@ def _stock_model(model: PreTrainedModel, heads: int, kv_heads: int) -> PreTraine
     fields = config.to_dict()
     for key in ("model_type", "architectures", "attention_plan"):
         fields.pop(key, None)
-    fields |= {"num_attention_heads": heads, "head_dim": HeadGeometry.from_config(model.config).head_dim}
+    fields |= {"num_attention_heads": heads, "head_dim": geometry_of(model.config).head_dim}
     if family.name != "llama" or config.hidden_size % heads == 0:
         return family.model_class._from_config(family.config_class(**fields), dtype=model.dtype)
     if fields.pop("attention_bias", False) or fields.pop("mlp_bias", False):
@@ -103,7 +102,7 @@ def lower(model: PreTrainedModel) -> Lowered:
     kv_heads, width = stock_shape(plan)
     stock = _stock_model(model, kv_heads * width, kv_heads)
     family, stock_family = family_of(model.config), family_of(stock.config)
-    geometry = HeadGeometry.from_config(model.config)
+    geometry = geometry_of(model.config)
     target = stock.state_dict()
     same = {k: t for k, t in model.state_dict().items() if k in target and t.shape == target[k].shape}
     stock.load_state_dict(same, strict=False)

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from transformers import PhiConfig, PreTrainedModel
 
 from attention.conversion.conversion import build, unshare
-from attention.families import families, family_of
-from attention.geometry import HeadGeometry
+from attention.families import families, family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.io.export import TARGETS, Lowered
 from attention.io.lowerings import gqa
@@ -76,7 +75,7 @@ def as_phi(model: PreTrainedModel) -> PreTrainedModel:
     target.embed_tokens.weight.copy_(source.embed_in.weight)
     _copy(target.final_layernorm, source.final_layer_norm.weight, source.final_layer_norm.bias)
     _copy(phi.get_output_embeddings(), lm_head.weight, None)
-    geometry = HeadGeometry.from_config(model.config)
+    geometry = geometry_of(model.config)
     family = families()["phi"]
     for old, new in zip(source.layers, target.layers, strict=True):
         new.input_layernorm.weight.fill_(1)

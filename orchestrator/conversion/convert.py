@@ -1,0 +1,60 @@
+"""`headfold convert` and `headfold export`: one checkpoint, without a cluster and without training."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attention.io.export import export
+from attention.io.replacing import check_folder
+from orchestrator.conversion import loading
+from orchestrator.conversion.in_memory import Source
+from orchestrator.conversion.steps import what_it_is
+from search_spaces.recipes.recipe import Recipe
+
+if TYPE_CHECKING:
+    pass
+
+
+def convert_checkpoint(
+    model: str | Path,
+    recipe: str | Recipe,
+    kv_ratio: float,
+    out: str | Path | None = None,
+    *,
+    stream: bool | None = False,
+    overwrite: bool = False,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Convert, measure before and after, and save to `out` if given. `settings` are those of `Inputs.check`.
+
+    `kv_ratio`: share of the checkpoint's own KV cache to keep, below 1 unless the recipe changes something else. `out`
+    must be free, or with `overwrite` hold what we wrote (`attention.io.replacing.check_folder`, whose OutputError comes
+    before any work). `stream`: hold one decoder layer at a time (`orchestrator.conversion.layer_by_layer`); None does
+    so where the model would not fit in memory. Returns one record: losses and KL in nats a token, KV bytes planned and
+    held, seconds by phase. Raises ConfigError, DataError or PlanError for what a user can mend, before the model is
+    loaded where that can be known.
+    """
+    if stream is None:
+        from orchestrator.conversion.estimate import must_stream
+
+        stream = out is not None and must_stream(model, recipe, kv_ratio, **settings)
+    if stream:
+        from orchestrator.conversion.layer_by_layer import stream_checkpoint
+
+        return stream_checkpoint(model, recipe, kv_ratio, out, overwrite=overwrite, **settings)
+    if out is not None:
+        check_folder(out, overwrite=overwrite, reads=[model])
+    return Source.load(model, recipe, [kv_ratio], **settings).at(kv_ratio, out, overwrite=overwrite)
+
+
+def export_checkpoint(
+    source: str | Path, target: str, out: str | Path, *, allow_larger_cache: bool = False, overwrite: bool = False
+) -> dict[str, Any]:
+    """Lower a checkpoint to a stock format, its tokenizer with it. Raises ConfigError or ValueError as in `export`."""
+    loading.geometry_of(str(source), key="checkpoint")
+    dtype = loading.written_dtype(source)
+    allowed = {"allow_larger_cache": allow_larger_cache, "overwrite": overwrite}
+    made = export(source, target, out, source, dtype=loading.dtype_of(dtype), **allowed)
+    return asdict(made) | what_it_is(out, dtype)

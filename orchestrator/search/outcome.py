@@ -1,0 +1,88 @@
+"""What came out of a search, and the last lines that it prints."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orchestrator.reporting.comparison import compare
+from orchestrator.reporting.console import console, print_promotion
+from orchestrator.storage import records
+from orchestrator.storage.records import (
+    TrialRecord,
+    best_per_budget,
+    front,
+)
+
+INTERRUPTED = 130
+
+
+@dataclass
+class SearchOutcome:
+    """What came out of a search.
+
+    `exit_code`: 130 if interrupted; 1 if no trial gave a result, the baseline failed at a budget (nothing can be
+    compared there), or a step of the promotion failed; else 0. Other failed trials are told, and the search stands.
+    """
+
+    folder: Path
+    tracking: str
+    base: dict[str, Any]
+    trials: list[TrialRecord]
+    baseline: str
+    promotion: dict[str, Any] = field(default_factory=dict)
+    interrupted: bool = False
+    report: str | None = None
+
+    @property
+    def front(self) -> list[TrialRecord]:
+        return front(self.trials)
+
+    @property
+    def exit_code(self) -> int:
+        if self.interrupted:
+            return INTERRUPTED
+        compared = {t.kv_ratio for t in self.trials if t.usable and t.recipe == self.baseline}
+        complete = compared == {t.kv_ratio for t in self.trials}
+        return 0 if self.front and complete and not self.promotion.get("failed") else 1
+
+    @property
+    def status(self) -> str:
+        """As which state the parent run ends."""
+        return {0: records.DONE, INTERRUPTED: records.KILLED}.get(self.exit_code, records.FAILED)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "folder": str(self.folder),
+            "tracking": self.tracking,
+            "base": self.base,
+            "loss_base": self.base.get("loss"),
+            "trials": [asdict(t) for t in self.trials],
+            "front": [t.trial_id for t in self.front],
+            "best_per_budget": {f"{b:g}": t.trial_id for b, t in best_per_budget(self.trials).items()},
+            "comparison": compare(self.trials, self.base) if self.base else [],
+            "promotion": self.promotion,
+            "interrupted": self.interrupted,
+            "report": self.report,
+        }
+
+
+def print_outcome(outcome: SearchOutcome) -> None:
+    """The last lines: failures, and where things lie."""
+    print_promotion(outcome.promotion)
+    failed = sum(t.status == records.FAILED for t in outcome.trials)
+    out = console()
+    out.print()
+    if outcome.interrupted:
+        how = f"--resume {outcome.folder.name}"
+        out.print(f"interrupted: the state is saved; run the same command with {how} to go on", markup=False)
+    if failed:
+        out.print(f"warning: {failed} of {len(outcome.trials)} trials failed; their errors are above and in MLflow")
+    if not outcome.front:
+        out.print("no trial gave a result")
+    lines = {"search": str(outcome.folder), "report": outcome.report, "MLflow": outcome.tracking}
+    exported = outcome.promotion.get("exported")
+    for name, place in (lines | {"exported": exported}).items():
+        if place:
+            print(f"{name:9}{place}")

@@ -1,0 +1,83 @@
+"""No circle of imports between files, and no room of more files than a reader takes in at a glance."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGES = ("attention", "search_spaces", "trainers", "orchestrator")
+MOST_FILES = 15
+
+
+def imports(root: Path, packages: Iterable[str]) -> dict[str, set[str]]:
+    """Which module imports which, those inside functions and for type checking included."""
+    found = (path for package in packages for path in (root / package).rglob("*.py"))
+    modules = {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path for path in found}
+    graph: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom):
+                assert node.level == 0 and node.module, f"{path}: relative import"
+                whole = {f"{node.module}.{alias.name}" for alias in node.names}
+                names |= (whole & modules.keys()) | ({node.module} if whole - modules.keys() else set())
+        graph[name] = names & modules.keys() - {name}
+    return graph
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """One circle for each file from which a walk along imports comes back to where it has been."""
+    done: set[str] = set()
+    found = []
+
+    def walk(name: str, way: list[str]) -> None:
+        if name in way:
+            found.append([*way[way.index(name) :], name])
+        elif name not in done:
+            for other in sorted(graph[name]):
+                walk(other, [*way, name])
+            done.add(name)
+
+    for name in sorted(graph):
+        walk(name, [])
+    return found
+
+
+def crowded(root: Path, packages: Iterable[str]) -> dict[str, int]:
+    """Folders with more than MOST_FILES Python files, and how many they have."""
+    counts = {}
+    for package in packages:
+        for folder in [root / package, *(root / package).rglob("*/")]:
+            counts[str(folder.relative_to(root))] = len(list(folder.glob("*.py")))
+    return {folder: count for folder, count in counts.items() if count > MOST_FILES}
+
+
+def test_no_import_circle() -> None:
+    graph = imports(REPOSITORY, PACKAGES)
+    assert len(graph) > 200
+    assert circles(graph) == []
+
+
+def test_no_crowded_room() -> None:
+    assert crowded(REPOSITORY, PACKAGES) == {}
+
+
+@pytest.mark.parametrize("line", ["from p.a import f", "def g():\n    from p import a"])
+def test_a_circle_is_found(line: str, tmp_path: Path) -> None:
+    (tmp_path / "p").mkdir()
+    files = {"__init__": "", "a": "import p.b\ndef f(): ...", "b": "from p import c", "c": line, "d": "import p.a"}
+    for name, text in files.items():
+        (tmp_path / "p" / f"{name}.py").write_text(text)
+    assert circles(imports(tmp_path, ["p"])) == [["p.a", "p.b", "p.c", "p.a"]]
+
+
+def test_a_crowded_room_is_found(tmp_path: Path) -> None:
+    (tmp_path / "p" / "room").mkdir(parents=True)
+    for number in range(MOST_FILES + 1):
+        (tmp_path / "p" / "room" / f"m{number}.py").touch()
+    assert crowded(tmp_path, ["p"]) == {"p/room": MOST_FILES + 1}
