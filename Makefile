@@ -71,10 +71,10 @@ test-fast: $(STAMP) ## the tests that take seconds
 	@$(BIN)/python -m pytest -m "not slow and not extended"
 
 test-kernel: $(STAMP) ## the decode kernel alone: in Triton's interpreter, and on a GPU if there is one
-	@$(BIN)/python -m pytest tests/attention/test_kernel.py
+	@$(BIN)/python -m pytest tests/attention/modeling/test_kernel.py
 
 chaos: $(STAMP) ## one search under KILLS kills (driver, workers, nodes, MLflow, disk) beside the same one left alone
-	@HEADFOLD_CHAOS_KILLS=$(KILLS) HEADFOLD_CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -s tests/orchestrator/test_chaos.py
+	@HEADFOLD_CHAOS_KILLS=$(KILLS) HEADFOLD_CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -s tests/orchestrator/pipeline/test_chaos.py
 
 lint: $(STAMP) ## style, types and the import rule between the packages
 	@echo "lint: ruff"

@@ -4,7 +4,7 @@ Only claims that separate from noise at this size are here; what does not is tol
 docs/papers.md and asserted nowhere. Losses are nats a token on held-out text. Trained arms take 4 x 128 tokens a step,
 and each is judged at its best learning rate of one small grid that all arms share.
 
-That exact grouping is never worse than a walk under its own objective: tests/search_spaces/test_planning.py.
+That exact grouping is never worse than a walk under its own objective: tests/search_spaces/planning/test_planning.py.
 """
 
 from __future__ import annotations

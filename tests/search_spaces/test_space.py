@@ -185,7 +185,7 @@ def test_points_that_break_a_rule_are_refused(space) -> None:
 @given(data=st.data())
 def test_any_sampled_point_of_any_geometry_can_be_planned(data: st.DataObject) -> None:
     """Random tiny checkpoints, head counts that are no powers of two: every proposal meets its budget exactly."""
-    from tests_helpers import random_context
+    from random_contexts import random_context
 
     from search_spaces.planning.planning import PlanningContext
 

@@ -17,7 +17,7 @@ from search_spaces.recipes.recipes import AXES
 from search_spaces.recipes.rules import broken_rules
 from trainers.settings import TrainSettings
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 AXES_LEFT_OUT = {"objective": {"model"}, "allocation": {"single"}, "refinement": {"fit"}}
 """Parts that the config does not offer, or that fit none of its budgets."""
 

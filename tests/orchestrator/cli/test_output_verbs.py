@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_command_line import run_here
-from test_outputs import snapshot
+from command_line import run_here
+from folder_trees import snapshot
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attention.io import checkpoint

@@ -24,7 +24,7 @@ from orchestrator.search import validation
 from orchestrator.tracking.runs import Tracker
 from trainers.text.corpora import resolve
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 REQUIRED = (
     ("name",),
     ("model",),

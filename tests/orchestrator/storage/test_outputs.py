@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from folder_trees import snapshot
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,22 +23,6 @@ from orchestrator.reporting.report_page import page, write_report
 from orchestrator.storage.outputs import check_results, write_page, write_result
 from orchestrator.storage.paths import SearchFolder, check_writable
 from orchestrator.storage.records import write_json
-
-Tree = dict[str, tuple[str, Any]]
-
-
-def snapshot(root: Path) -> Tree:
-    """Every path below a folder: kind, and bytes or where a link leads."""
-    found: Tree = {}
-    for folder, folders, files in os.walk(root):
-        for name in (*folders, *files):
-            path = Path(folder) / name
-            if path.is_symlink():
-                entry: tuple[str, Any] = ("link", str(path.readlink()))
-            else:
-                entry = ("folder", None) if path.is_dir() else ("file", path.read_bytes())
-            found[str(path.relative_to(root))] = entry
-    return found
 
 
 def written(folder: Path, content: bytes = b"old") -> None:

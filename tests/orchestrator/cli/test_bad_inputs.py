@@ -1,6 +1,6 @@
 """Bad inputs of every verb: refused with a message that helps, and nothing of the folder around them is lost.
 
-    WRITE_BAD_INPUTS=1 .venv/bin/python -m pytest tests/orchestrator/test_bad_inputs.py
+    WRITE_BAD_INPUTS=1 .venv/bin/python -m pytest tests/orchestrator/cli/test_bad_inputs.py
 
 writes the table in docs/safety.md, which the test holds to what the run gives.
 """
@@ -22,7 +22,7 @@ from typer.main import get_command
 
 from orchestrator.main import app
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "safety.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "safety.md"
 START, END = "<!-- bad inputs: made by the test -->", "<!-- bad inputs: end -->"
 WRITING = bool(os.environ.get("WRITE_BAD_INPUTS"))
 TOLD_AT_ONCE = "no --out: "  # by convert, before it looks at anything

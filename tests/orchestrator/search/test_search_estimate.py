@@ -15,7 +15,7 @@ from orchestrator.main import app
 from orchestrator.search import estimate
 from orchestrator.search.estimate import describe_search, estimate_search
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 CONFIGS = REPOSITORY / "configs"
 
 

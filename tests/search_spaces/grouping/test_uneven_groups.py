@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests_helpers import random_context
+from random_contexts import random_context
 
 from search_spaces.grouping import Walk, neighbour_partition
 from search_spaces.partitions import full_sizes, group_sizes

@@ -26,7 +26,7 @@ from trainers.jobs.run import carry_out
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 PLAN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)
 HALVED = AttentionPlan((LayerPlan((0, 1, 0, 1), (0, 0, 1, 1)),) * 2, head_dim=8)
 SAME = ("loss", "kl", "train_loss", "step", "tokens", "weights_digest")

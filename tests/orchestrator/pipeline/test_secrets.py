@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 TOKEN = "hunter2-8f3a9c"
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests_helpers import quick, random_context, ratio_of
+from random_contexts import quick, random_context, ratio_of
 
 from attention.plan import AttentionPlan
 from attention.ratios import own_heads
@@ -21,7 +21,7 @@ from attention.ratios import ratio_of as share_of
 from search_spaces.planning.planning import make_plan
 from search_spaces.recipes.recipes import RECIPES, recipe
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 KINDS = ("divisor", "count", "total", "broken")
 NEAREST = re.compile(r"nearest kv_ratio that recipe \S+ can meet is (\S+)(?: or (\S+))?$")
 
@@ -90,7 +90,7 @@ PLAN_MANY = """
 import sys
 import numpy as np, torch
 torch.set_num_threads(1)
-from tests_helpers import quick, random_context, ratio_of
+from random_contexts import quick, random_context, ratio_of
 from search_spaces.planning.planning import make_plan
 from search_spaces.recipes.recipes import RECIPES
 rng = np.random.default_rng(11)
@@ -113,7 +113,7 @@ for name in sorted(RECIPES):
 def test_the_same_plans_in_two_processes_with_other_hash_seeds() -> None:
     runs = []
     for seed in ("1", "271828"):
-        path = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent)])
+        path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests" / "helpers")])
         environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         runs.append(
             subprocess.Popen([sys.executable, "-c", PLAN_MANY], env=environment, stdout=subprocess.PIPE, text=True)

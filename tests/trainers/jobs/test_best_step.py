@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from test_carrying import Alone
 
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
-from tests.trainers.test_carrying import Alone
 from trainers.engine import _group_of_one
 from trainers.evaluation import evaluate
 from trainers.jobs.checkpoints import CheckpointStore

@@ -136,7 +136,7 @@ def test_same_in_every_process() -> None:
         done = subprocess.run(
             [sys.executable, "-c", DIGEST],
             env=os.environ | {"PYTHONHASHSEED": seed},
-            cwd=Path(__file__).resolve().parents[2],
+            cwd=Path(__file__).resolve().parents[3],
             capture_output=True,
             text=True,
             check=True,

@@ -29,7 +29,7 @@ import psutil
 from orchestrator.cluster.session import DASHBOARD, free_port
 from orchestrator.search.journal import Journal
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 MARK = "HEADFOLD_CHAOS"
 """A variable in the environment of every process of a run, by which what is left of it is found."""
 KINDS = ("driver", "worker", "node", "mlflow", "disk")

@@ -27,7 +27,7 @@ from orchestrator.storage.records import read_json
 from orchestrator.train import check, train_from_scratch, untrained
 from trainers.text.corpora import DataError
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 SHORT: dict[str, Any] = {"learning_rate": 3e-3, "eval_tokens": 1024, "sequence_length": 32, "device": "cpu"}
 ASKED: dict[str, Any] = {"steps": 12, "eval_every": 4, "overrides": ["train.cpus_per_worker=0.4"], **SHORT}
 

@@ -19,7 +19,7 @@ from trainers.text.corpora import DataError, resolve
 from trainers.text.data import load_sequences
 from trainers.text.synthetic import Vocabulary, all_tasks
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")

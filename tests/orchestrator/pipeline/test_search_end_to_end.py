@@ -17,7 +17,7 @@ from orchestrator.tracking.runs import Tracker
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 SMALL = [
     "name=small",
     "search.searcher=grid",

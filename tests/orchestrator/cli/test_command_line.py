@@ -6,18 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_line import run_here
 
 from attention.conversion.conversion import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
-from orchestrator import main
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 SCRIPT = [sys.executable, str(REPOSITORY / "orchestrator" / "main.py")]
 MODULE = [sys.executable, "-m", "orchestrator.main"]
 INSTALLED = [str(Path(sys.executable).parent / "headfold")]
@@ -38,13 +39,6 @@ def run(
     )
 
 
-def run_here(*arguments: str | Path) -> int | str | None:
-    """The command in this process; its exit code."""
-    with pytest.raises(SystemExit) as ended:
-        main.run([str(a) for a in arguments])
-    return ended.value.code
-
-
 @pytest.mark.parametrize("command", [SCRIPT, MODULE, INSTALLED], ids=["script", "module", "installed"])
 def test_each_way_of_starting_lists_the_verbs(command: list[str]) -> None:
     done = run(command, "--help")
@@ -54,19 +48,13 @@ def test_each_way_of_starting_lists_the_verbs(command: list[str]) -> None:
 
 
 def test_the_script_runs_from_anywhere_and_hides_no_library(tmp_path: Path) -> None:
-    """As a script Python puts orchestrator/ first on the path, where `import evaluate` would find our evaluate.py."""
-    code = (
-        "import runpy, sys; script = sys.argv[1]; sys.argv = [script, '--help']; "
-        "sys.path.insert(0, script.rpartition('/')[0])\n"
-        "try: runpy.run_path(script, run_name='__main__')\n"
-        "except SystemExit: pass\n"
-        "assert not any(p.endswith('orchestrator') for p in sys.path), sys.path"
-    )
-    done = run([sys.executable, "-c", code], SCRIPT[1], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    """As a script Python puts orchestrator/ first on the path: no file or room there may have a library's name."""
     done = run(SCRIPT, "search", "nothing.yaml", cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert "no configuration file at 'nothing.yaml'" in done.stderr
+    ours = {path.stem for path in (REPOSITORY / "orchestrator").iterdir()}
+    assert {"config", "search"} <= ours
+    assert not ours & (set(metadata.packages_distributions()) | sys.stdlib_module_names)
 
 
 LIGHT = """

@@ -10,7 +10,7 @@ import yaml
 
 from orchestrator.config.schema import ConfigError, load_config, parse_config
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 GOOD: dict[str, Any] = {
     "name": "small",
     "model": {"path": "examples/stdlib-llama"},

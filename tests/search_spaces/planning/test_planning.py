@@ -23,7 +23,7 @@ from search_spaces.planning.planning import PlanningContext, make_plan
 from search_spaces.recipes.recipes import RECIPES, Recipe, recipe
 from search_spaces.site import Site
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def planned(name: str, ratio: float, context: PlanningContext, seed: int = 0, **overrides) -> AttentionPlan:

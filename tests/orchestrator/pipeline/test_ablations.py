@@ -13,7 +13,7 @@ from orchestrator.config.schema import load_config
 from orchestrator.search.candidates import named_candidates
 from search_spaces.recipes.recipe import Recipe
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def arms(*changes: str) -> dict[str, Recipe]:

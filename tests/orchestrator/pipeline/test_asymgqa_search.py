@@ -23,7 +23,7 @@ from orchestrator.storage.records import DONE, TrialRecord, load_trials
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 SMALL = [
     "name=walk",
     "search.searcher=asymgqa",
