@@ -1,4 +1,4 @@
-"""Peak memory of a streamed conversion against what `estimate` says beforehand.
+"""Peak memory of a conversion layer by layer against what `estimate` says beforehand.
 
     python -m benchmarks memory [--quick]
 
@@ -85,20 +85,20 @@ def verbs(*calls: Sequence[str]) -> None:
 
 
 def measured(config: LlamaConfig, folder: Path, *options: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The estimate of a streamed conversion of a random checkpoint, made before it, and the conversion's record."""
+    """The estimate of a conversion layer by layer of a random checkpoint, made before it, and the conversion's record."""
     random_checkpoint(config, folder / "model")
     same = ("--model", str(folder / "model"), "--recipe", "headfold_gqa", "--kv-ratio", "0.25", "--dtype", "bfloat16")
     said, done = folder / "estimate.json", folder / "convert.json"
     verbs(
         ["estimate", *same, *options, "--json", str(said)],
-        ["convert", *same, *options, "--stream", "--out", str(folder / "out"), "--json", str(done)],
+        ["convert", *same, *options, "--layerwise", "--out", str(folder / "out"), "--json", str(done)],
     )
     return json.loads(said.read_text(encoding="utf-8")), json.loads(done.read_text(encoding="utf-8"))
 
 
 @benchmark("memory", devices=("cpu",))
 def memory(scale: Scale) -> Iterator[Row]:
-    """Peak resident memory of a streamed conversion against the estimate made before it."""
+    """Peak resident memory of a conversion layer by layer against the estimate made before it."""
     sizes = ["--calibration-tokens", "1024", "--eval-tokens", "512", "--sequence-length", "256"]
     # A few steps hold as much memory as many. Neighbours cost no time to group; merging holds the most memory.
     sizes += ["--set", "refinement.fit_steps=2"]
@@ -108,6 +108,6 @@ def memory(scale: Scale) -> Iterator[Row]:
             said, done = measured(config, Path(folder), *sizes, "--set", f"grouping={grouping}")
         about = f"{said['parameters'] / 1e9:.2f}B parameters, {layers} layers, bfloat16, grouping={grouping}"
         peak, spent = done["peak_memory"] / GIGA, sum(done["seconds"].values())
-        yield Row(f"{layers} layers, measured and estimated", peak, said["streamed"] / GIGA, "GiB", about)
+        yield Row(f"{layers} layers, measured and estimated", peak, said["layerwise"] / GIGA, "GiB", about)
         yield Row(f"{layers} layers, against all in memory (estimated)", peak, said["resident"] / GIGA, "GiB")
         yield Row(f"{layers} layers, time", spent, None, "s", "fit of 2 steps a layer, heal, 1,024 tokens")

@@ -1,7 +1,7 @@
 """An architecture and a tokenizer for the synthetic tasks: one token a word, so that tiny models can learn them.
 
     python examples/make_words.py --out runs/words
-    headfold train --like runs/words --recipe dcformer --train-data synthetic:all --eval-data synthetic:all \\
+    headfold train --architecture runs/words --recipe dcformer --train-data synthetic:all --eval-data synthetic:all \\
         --sequence-length 128 --steps 400 --learning-rate 3e-3 --out runs/words-dcformer
 
 A Llama of 2 layers, 4 heads of 16 and about 100,000 parameters; there are no weights, they come from `headfold train`.

@@ -257,8 +257,8 @@ def _run(
 def _search_phases(config: SearchConfig, prepared: Prepared, context: TrialContext) -> None:
     """DHA's search phase, for every seed of every candidate whose plan rests on one."""
     candidates = list(prepared.problem.named)
-    if "fusion_loss" in config.search.choices.get("objective", ()):
-        fixed = {k: v for k, v in config.search.settings.items() if k in ("objective.steps", "objective.rate")}
+    if "fusion_loss" in config.search.search_space.get("objective", ()):
+        fixed = {k: v for k, v in config.search.params.items() if k in ("objective.steps", "objective.rate")}
         candidates.append(Candidate(named_recipe("dha", settings=fixed), 0.5, 1.0, config.seeds[0]))
     phases = [phase for phase in map(context.search_phase, candidates) if phase]
     own = config.train
@@ -272,7 +272,7 @@ def _measured_rises(config: SearchConfig, prepared: Prepared, context: TrialCont
     """
     from orchestrator.search.loss_curves import SEVERAL, curve_tasks, measure_on_workers
 
-    cpus, gpus = config.train.cpus_per_worker, config.resources.driver_gpus
+    cpus, gpus = config.train.cpus_per_worker, config.resources.trial_gpus
     have = capacity()
     slots = min(have["CPU"] // cpus, have["GPU"] // gpus if gpus else math.inf)
     if slots >= SEVERAL:

@@ -64,7 +64,7 @@ class TrainSection(Section):
 class Scratch:
     """A training from scratch, checked. `out`: absolute folder of the trained checkpoint."""
 
-    like: str
+    architecture: str
     recipe: Recipe
     plan: AttentionPlan
     settings: TrainSettings
@@ -92,7 +92,7 @@ class Scratch:
 
 
 def check(
-    like: str | Path,
+    architecture: str | Path,
     out: str | Path,
     *,
     recipe: str = "transformer",
@@ -113,12 +113,12 @@ def check(
     Raises ConfigError or PlanError, and DataError for a source of text that there is not.
     """
     section = _section(recipe, overrides, learning_rate, seed, device)
-    loading.geometry_of(str(like), sequence_length, key="like", weights=False)
-    loading.load_tokenizer(like)
+    loading.geometry_of(str(architecture), sequence_length, key="architecture", weights=False)
+    loading.load_tokenizer(architecture)
     for name, value in (("steps", steps), ("eval_every", 1 if eval_every is None else eval_every)):
         if value < 1:
             raise ConfigError(f"{name}: got {value}; it must be at least 1")
-    config = checkpoint.load_config(like)
+    config = checkpoint.load_config(architecture)
     composed = composition_of(section.composition) if section.recipe == "dcformer" else None
     plan = replace(plan_of_config(config), composition=composed)
     headfold_config(config, plan)  # whether the plan fits
@@ -130,7 +130,7 @@ def check(
     check_source(eval_data, "eval", eval_tokens, sequence_length)
     target = storage_path(str(out))
     return Scratch(
-        like=str(Path(like).absolute()) if Path(like).is_dir() else str(like),
+        architecture=str(Path(architecture).absolute()) if Path(architecture).is_dir() else str(architecture),
         recipe=section.recipe,
         plan=plan,
         settings=section.train,
@@ -174,14 +174,14 @@ def _section(recipe: str, overrides: Sequence[str], learning_rate: float, seed: 
 
 
 def train_from_scratch(
-    like: str | Path,
+    architecture: str | Path,
     out: str | Path,
     *,
     progress: Callable[[str], None] = print,
     overwrite: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Train a model with the architecture and the tokenizer of `like` from random weights and save it in `out`.
+    """Train a model with the architecture and the tokenizer of `architecture` from random weights and save it in `out`.
 
     `settings` are those of `check`; `recipe` "dcformer" composes heads dynamically (paper 002) from the paper's
     initialisation, "transformer" does not. With one seed both start from the same weights, composition apart, and see
@@ -191,7 +191,7 @@ def train_from_scratch(
     `synthetic:NAME` also `answers`: accuracy and perplexity of the answers alone, over `count` examples and by task
     (paper 002, Table 5).
     """
-    plan = check(like, out, **settings)
+    plan = check(architecture, out, **settings)
     _check_folder(plan, overwrite)
     total = plan.steps * plan.settings.batch_size * plan.sequence_length
     progress(f"training: {plan.recipe}, {plan.steps} steps, {total} tokens; in {plan.folder}")
@@ -229,7 +229,7 @@ def _answers(plan: Scratch) -> dict[str, Any]:
         return {}
     model = checkpoint.load(plan.out)
     name = plan.eval_data.removeprefix(synthetic_corpus.PREFIX)
-    return {"answers": asdict(synthetic_corpus.score(model, loading.load_tokenizer(plan.like), name))}
+    return {"answers": asdict(synthetic_corpus.score(model, loading.load_tokenizer(plan.architecture), name))}
 
 
 def _ended(plan: Scratch) -> dict[str, Any] | None:
@@ -255,10 +255,10 @@ def _check_folder(plan: Scratch, overwrite: bool) -> None:
         if known.get("finished") and not plan.out.is_dir():
             raise ConfigError(f"out: {plan.out} was trained and is gone; remove {plan.folder} to train it again")
         if _ended(plan) is None:
-            check_folder(plan.out, overwrite=True, reads=[plan.like])
+            check_folder(plan.out, overwrite=True, reads=[plan.architecture])
     else:
-        check_folder(plan.out, overwrite=overwrite, reads=[plan.like])
-        check_folder(plan.folder, reads=[plan.like])
+        check_folder(plan.out, overwrite=overwrite, reads=[plan.architecture])
+        check_folder(plan.folder, reads=[plan.architecture])
 
 
 def _prepare(plan: Scratch) -> TrainJob:
@@ -266,14 +266,14 @@ def _prepare(plan: Scratch) -> TrainJob:
     mark = plan.folder / "scratch.json"
     if not mark.is_file():
         write_json(mark, plan.to_dict())  # first, so that what a kill leaves is known as ours
-    tokenizer = loading.load_tokenizer(plan.like)
+    tokenizer = loading.load_tokenizer(plan.architecture)
     cut: dict[str, Any] = {"sequence_length": plan.sequence_length, "seed": plan.settings.seed}
     cut["cache_dir"] = plan.folder / "data"
     train_file = sequence_file(plan.train_data, tokenizer, split="train", tokens=plan.train_tokens, **cut)
     eval_file = sequence_file(plan.eval_data, tokenizer, split="eval", tokens=plan.eval_tokens, **cut)
     if "parameters" not in read_json(mark):
-        model = untrained(plan.like, plan.plan, plan.settings.seed)
-        checkpoint.save(model, plan.folder / "untrained", plan.like)
+        model = untrained(plan.architecture, plan.plan, plan.settings.seed)
+        checkpoint.save(model, plan.folder / "untrained", plan.architecture)
         write_json(mark, {**plan.to_dict(), "parameters": loading.parameters(model)})
     return TrainJob(
         model_dir=str(plan.folder / "untrained"),
@@ -288,14 +288,14 @@ def _prepare(plan: Scratch) -> TrainJob:
     )
 
 
-def untrained(like: str | Path, plan: AttentionPlan, seed: int) -> PreTrainedModel:
+def untrained(architecture: str | Path, plan: AttentionPlan, seed: int) -> PreTrainedModel:
     """A model of the plan with the architecture's own initialisation, composition with that of paper 002, sec. 4.
 
     The weights follow from `seed` alone; torch's own generator, which transformers initialises with, is left as it was.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = conversion.build(checkpoint.load_config(like), plan)
+        model = conversion.build(checkpoint.load_config(architecture), plan)
     reset(model, identity=False, generator=torch.Generator().manual_seed(seed))
     return model
 

@@ -105,9 +105,9 @@ class Engine:
         self._engine.train()
         for group in self._engine.optimizer.param_groups:
             group["lr"] = self.rate * group[SCALE]
-        pieces = batch.to(self.device).split(self.settings.rows)
-        if len(pieces) != self.settings.accumulation:
-            raise ValueError(f"a step takes {self.settings.accumulation} x {self.settings.rows} rows, got {len(batch)}")
+        pieces = batch.to(self.device).split(self.settings.device_batch_size)
+        if len(pieces) != self.settings.gradient_accumulation_steps:
+            raise ValueError(f"a step takes {self.settings.gradient_accumulation_steps} x {self.settings.device_batch_size} rows, got {len(batch)}")
         mean = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, piece in enumerate(pieces):
             loss = loss_fn(self._engine, piece)
@@ -206,9 +206,9 @@ def _config(settings: TrainSettings) -> dict[str, Any]:
     optimizer |= {"betas": [settings.beta1, settings.beta2], "torch_adam": True}
     return {
         "train_batch_size": settings.batch_size,
-        "train_micro_batch_size_per_gpu": settings.rows,
-        "gradient_accumulation_steps": settings.accumulation,
-        "gradient_clipping": settings.gradient_clipping,
+        "train_micro_batch_size_per_gpu": settings.device_batch_size,
+        "gradient_accumulation_steps": settings.gradient_accumulation_steps,
+        "gradient_clipping": settings.max_grad_norm,
         "zero_optimization": {"stage": settings.zero_stage},
         "bf16": {"enabled": settings.dtype == "bfloat16"},
         "optimizer": {"type": "AdamW", "params": optimizer},

@@ -214,7 +214,7 @@ class _Stage:
         return evaluate(
             model,
             read_sequences(self.job.eval_file),
-            batch_size=self.settings.rows,
+            batch_size=self.settings.device_batch_size,
             rank=self.rank,
             world_size=self.world_size,
             reduce=dist.all_reduce,
@@ -234,7 +234,7 @@ def _spec(job: TrainJob) -> RelaxationSpec:
 def _claim(root: Path, job: TrainJob) -> None:
     """Clear what a different job may have left in `root`, and mark it as this job's."""
     spec = _spec(job)
-    settings = job.relaxation_settings.model_dump(exclude={"micro_batch"})  # may be lowered on the way
+    settings = job.relaxation_settings.model_dump(exclude={"micro_batch_size"})  # may be lowered on the way
     parts: list[Any] = [spec.to_dict() | {"settings": settings}, job.schedule_steps]
     parts += [job.model_dir, job.teacher_dir, job.train_file, job.seed]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -42,7 +42,7 @@ def _is_line(text: str) -> bool:
 class TrainSettings(Strict):
     """The optimiser, its schedule, the batch, and the machinery. An impossible combination cannot be constructed.
 
-    `batch_size`: sequences a step over all workers. `micro_batch`: sequences that one worker holds in memory at once
+    `batch_size`: sequences a step over all workers. `micro_batch_size`: sequences that one worker holds in memory at once
     (None: all of its share). `dtype`: what training computes in; what a promotion ships has the checkpoint's own.
     `zero_stage`: what DeepSpeed splits over workers: 0 nothing, 1 optimiser state, 2 and gradients, 3 and weights.
     `distillation`: "kl" mixes KL(original model ‖ model) into the loss with the weight `distillation_weight`,
@@ -57,10 +57,10 @@ class TrainSettings(Strict):
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     batch_size: Annotated[int, Field(ge=1)] = 8
-    micro_batch: Annotated[int | None, Field(ge=1)] = None
-    gradient_clipping: Annotated[float, Field(gt=0)] = 1.0
+    micro_batch_size: Annotated[int | None, Field(ge=1)] = None
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     zero_stage: Literal[0, 1, 2, 3] = 1
     dtype: Annotated[Literal["float32", "bfloat16"], BeforeValidator(full_name)] = "float32"
     distillation: Literal["none", "kl", "kl_bild"] = "none"
@@ -80,23 +80,23 @@ class TrainSettings(Strict):
                 "dtype bfloat16 needs zero_stage 1, 2 or 3, got 0: DeepSpeed's plain bfloat16 optimiser takes wrong "
                 "first steps; set zero_stage=1 or dtype=float32"
             )
-        rows = self.num_workers * self.rows
+        rows = self.num_workers * self.device_batch_size
         if self.batch_size % rows:
             raise ValueError(
-                f"batch_size must be a multiple of num_workers x micro_batch = {self.num_workers} x {self.rows} = "
+                f"batch_size must be a multiple of num_workers x micro_batch_size = {self.num_workers} x {self.device_batch_size} = "
                 f"{rows}, got {self.batch_size}"
             )
         return self
 
     @property
-    def rows(self) -> int:
+    def device_batch_size(self) -> int:
         """Sequences that one worker holds in memory at once."""
-        return self.micro_batch if self.micro_batch is not None else max(1, self.batch_size // self.num_workers)
+        return self.micro_batch_size if self.micro_batch_size is not None else max(1, self.batch_size // self.num_workers)
 
     @property
-    def accumulation(self) -> int:
+    def gradient_accumulation_steps(self) -> int:
         """Forward and backward passes of one worker in a step."""
-        return self.batch_size // (self.num_workers * self.rows)
+        return self.batch_size // (self.num_workers * self.device_batch_size)
 
     def rate(self, step: int, total_steps: int) -> float:
         """Learning rate of the step after `step` finished ones: linear warm-up, then a cosine to the final fraction.
@@ -108,5 +108,5 @@ class TrainSettings(Strict):
         if step < warmup:
             return self.learning_rate * (step + 1) / warmup
         progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-        factor = self.final_lr_fraction + (1 - self.final_lr_fraction) * (1 + math.cos(math.pi * progress)) / 2
+        factor = self.min_lr_ratio + (1 - self.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
         return self.learning_rate * factor

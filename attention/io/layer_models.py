@@ -121,11 +121,11 @@ def check_windows(config: PretrainedConfig) -> None:
     plan = plan_of_config(config)
     if plan.is_shared or plan.composition is not None:
         raise ValueError(
-            "a checkpoint with shared or composed heads cannot be streamed layer by layer; convert it in memory"
+            "a checkpoint with shared or composed heads cannot be converted layer by layer; convert it in memory"
         )
     if getattr(config, "scale_attn_by_inverse_layer_idx", False):
         raise ValueError(
-            "a checkpoint with scale_attn_by_inverse_layer_idx=true cannot be streamed layer by layer: its attention "
+            "a checkpoint with scale_attn_by_inverse_layer_idx=true cannot be converted layer by layer: its attention "
             "depends on the number of the layer; convert it in memory"
         )
 

@@ -33,7 +33,7 @@ def convert(
         typer.Option(help="Folder for the checkpoint (for several ratios: kv-RATIO in it, curve.json, curve.png)."),
     ] = None,
     overrides: Overrides = None,
-    stream: Annotated[
+    layerwise: Annotated[
         bool | None,
         typer.Option(
             help="Hold one decoder layer at a time, from disk to disk, and go on where it was stopped (by default "
@@ -58,16 +58,16 @@ def convert(
     if out is None:
         print("no --out: what is converted is measured, and nothing of it will be saved", file=sys.stderr, flush=True)
     settings = options | {"recipe_settings": recipe_settings(overrides), "overwrite": overwrite}
-    if stream and len(ratios) > 1:
-        raise ConfigError("stream: one ratio at a time is converted layer by layer; give one --kv-ratio")
+    if layerwise and len(ratios) > 1:
+        raise ConfigError("layerwise: one ratio at a time is converted layer by layer; give one --kv-ratio")
     if len(ratios) > 1:
         record = convert_curve(model, recipe, ratios, out, **settings)
         points = [record | point for point in record["points"]]
     elif out is not None and is_curve(out):
-        record = convert_into(model, recipe, ratios[0], out, stream=stream, **settings)
+        record = convert_into(model, recipe, ratios[0], out, layerwise=layerwise, **settings)
         points = [record]
     else:
-        record = convert_checkpoint(model, recipe, ratios[0], out, stream=stream, **settings)
+        record = convert_checkpoint(model, recipe, ratios[0], out, layerwise=layerwise, **settings)
         points = [record]
     for point in points:
         print(

@@ -82,7 +82,7 @@ def watch(
 
     folder = SearchFolder.existing(search)
     if json is not None and str(json) == "-":
-        print(encoder.dumps(status.look(folder).to_dict(), indent=1))
+        print(encoder.dumps(status.read_status(folder).to_dict(), indent=1))
         return
     check_results(json)
     finish(status.watch(folder, every=every, once=once or json is not None).to_dict(), json)

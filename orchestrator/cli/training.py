@@ -12,7 +12,7 @@ from orchestrator.cli.options import HELD_OUT, JsonFile, Overwrite, finish, with
 
 @with_options(*HELD_OUT)
 def train(
-    like: Annotated[str, typer.Option(help="Folder or hub name whose architecture and tokenizer to take.")],
+    architecture: Annotated[str, typer.Option(help="Folder or hub name whose architecture and tokenizer to take.")],
     steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")],
     learning_rate: Annotated[float, typer.Option(help="Peak of the schedule: warm-up, then a cosine.")],
     out: Annotated[Path, typer.Option(help="Folder for the trained checkpoint; what it comes from: OUT.training.")],
@@ -39,7 +39,7 @@ def train(
 
     check_results(json, folder=out)
     record = train_from_scratch(
-        like,
+        architecture,
         out,
         progress=lambda line: print(line, flush=True),
         overwrite=overwrite,

@@ -12,6 +12,10 @@ from typing import Any
 from attention.messages import near
 
 
+RENAMED = {"--stream": "--layerwise", "--no-stream": "--no-layerwise", "--like": "--architecture"}
+"""Options of earlier versions, and what they are called now."""
+
+
 def explained(error: Any, arguments: Sequence[str]) -> str | None:
     """The message for an error of typer; None for any other error. `arguments`: those of the command line."""
     if not hasattr(error, "format_message"):
@@ -23,6 +27,8 @@ def explained(error: Any, arguments: Sequence[str]) -> str | None:
     if (option := getattr(error, "option_name", None)) and message.startswith("No such"):
         known = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
         message = f"no such option {option!r}{near(option, known)}"
+        if RENAMED.get(option) in [*known, *(name.replace("--", "--no-", 1) for name in known)]:
+            message = f"the option {option} is called {RENAMED[option]} now"
     elif verb := re.match("No such command '(.*?)'", message):
         known = sorted(context.command.commands)
         message = f"no such verb {verb[1]!r}{near(verb[1], known)}; there are {', '.join(known)}"

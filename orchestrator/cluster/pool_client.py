@@ -44,7 +44,7 @@ class PoolGone(RuntimeError):
 @contextlib.contextmanager
 def standing_groups(config: SearchConfig, folder: SearchFolder) -> Iterator[str | None]:
     """The pool of a search, as it is configured; None where every training starts workers of its own."""
-    if not config.resources.warm:
+    if not config.resources.reuse_workers:
         yield None
         return
     with pool_of_groups(str(folder.train), config.resources.idle_seconds) as name:

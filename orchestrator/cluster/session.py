@@ -25,8 +25,8 @@ DASHBOARD = "RAY_API_SERVER_ADDRESS"  # where Ray's own parts look for the dashb
 class Demand:
     """What one trial needs: its driver and its Ray Train workers."""
 
-    driver_cpus: float
-    driver_gpus: float
+    trial_cpus: float
+    trial_gpus: float
     workers: int
     cpus_per_worker: float
     gpus_per_worker: float
@@ -34,15 +34,15 @@ class Demand:
     @classmethod
     def of(cls, config: SearchConfig) -> Demand:
         train, own = config.train, config.resources
-        return cls(own.driver_cpus, own.driver_gpus, train.num_workers, train.cpus_per_worker, train.gpus_per_worker)
+        return cls(own.trial_cpus, own.trial_gpus, train.num_workers, train.cpus_per_worker, train.gpus_per_worker)
 
     @property
     def cpus(self) -> float:
-        return self.driver_cpus + self.workers * self.cpus_per_worker
+        return self.trial_cpus + self.workers * self.cpus_per_worker
 
     @property
     def gpus(self) -> float:
-        return self.driver_gpus + self.workers * self.gpus_per_worker
+        return self.trial_gpus + self.workers * self.gpus_per_worker
 
 
 def concurrency(resources: Mapping[str, float], demand: Demand, limit: int | str = "auto") -> int:
@@ -100,7 +100,7 @@ class Room:
 
 def _sum(demand: Demand, kind: str) -> str:
     of_worker, of_driver = (
-        (demand.gpus_per_worker, demand.driver_gpus) if kind == "GPU" else (demand.cpus_per_worker, demand.driver_cpus)
+        (demand.gpus_per_worker, demand.trial_gpus) if kind == "GPU" else (demand.cpus_per_worker, demand.trial_cpus)
     )
     return f"{demand.workers} x {of_worker:g} and {of_driver:g} for the trial's driver"
 

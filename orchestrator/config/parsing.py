@@ -28,6 +28,21 @@ IN_WORDS = {
 }
 
 
+RENAMED = {
+    "budgets": "kv_ratios",
+    "samples": "num_samples",
+    "choices": "search_space",
+    "settings": "params",
+    "driver_cpus": "trial_cpus",
+    "driver_gpus": "trial_gpus",
+    "warm": "reuse_workers",
+    "micro_batch": "micro_batch_size",
+    "gradient_clipping": "max_grad_norm",
+    "final_lr_fraction": "min_lr_ratio",
+}
+"""Keys of earlier versions, and what they are called now."""
+
+
 class ConfigError(ValueError):
     """A configuration that cannot be run. The message names key, value and remedy."""
 
@@ -57,7 +72,7 @@ def read_yaml(text: str) -> Any:
         raise ValueError(f"a value cannot be read ({type(error).__name__}: {reason(error)})") from None
 
 
-def read_override(override: str, example: str = "search.samples=4") -> tuple[str, Any]:
+def read_override(override: str, example: str = "search.num_samples=4") -> tuple[str, Any]:
     """Key and value of `section.key=value`. Raises ConfigError for anything else."""
     key, equals, text = override.partition("=")
     key = key.strip()
@@ -123,6 +138,8 @@ def _explain(item: Any, root: type[BaseModel]) -> str:
     path = ".".join(shown(part) if part == "" or not isinstance(part, (str, int)) else str(part) for part in place)
     if item["type"] == "extra_forbidden":
         allowed = sorted(_fields_at(place[:-1], root))
+        if (new := RENAMED.get(str(place[-1]))) in allowed:
+            return f"{path}: this key is called {new} now; write {'.'.join([*path.split('.')[:-1], str(new)])}"
         return f"{path}: unknown key{near(str(place[-1]), allowed)}; allowed here: {', '.join(allowed)}"
     if item["type"] == "missing":
         return f"{path}: required, but not given"

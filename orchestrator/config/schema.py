@@ -59,14 +59,14 @@ def _milestones(steps: list[int]) -> list[int]:
 
 
 def _one_of_both(own: list[int], info: ValidationInfo) -> list[int]:
-    """KV heads in place of budgets, not beside them."""
-    if own and info.data.get("budgets"):
-        raise ValueError("give budgets (shares of the checkpoint's own KV cache) or kv_heads, not both")
+    """KV heads in place of KV ratios, not beside them."""
+    if own and info.data.get("kv_ratios"):
+        raise ValueError("give kv_ratios (shares of the checkpoint's own KV cache) or kv_heads, not both")
     return own
 
 
 KVRatio = Annotated[float, Field(allow_inf_nan=True), AfterValidator(_ratio)]  # its own words for nan
-Budgets = Annotated[list[KVRatio], AfterValidator(_distinct)]
+KVRatios = Annotated[list[KVRatio], AfterValidator(_distinct)]
 KVHeads = Annotated[list[PositiveInt], AfterValidator(_distinct), AfterValidator(_one_of_both)]
 Name = Annotated[str, AfterValidator(_slug)]
 
@@ -113,16 +113,16 @@ class DataSection(Section):
 class ArmSection(Section):
     """One arm of the comparison: a recipe, with other choices where wanted, under a name of its own.
 
-    `changes`: other choices on its axes (`{alignment: procrustes}`); `settings`: knobs (`{relaxation.rate: 0.1}`);
-    `budgets`, or `kv_heads`: its own (none: those of the search).
+    `changes`: other parts on its axes (`{alignment: procrustes}`); `params`: values of their parameters
+    (`{relaxation.rate: 0.1}`); `kv_ratios`, or `kv_heads`: its own (none: those of the search).
     """
 
     recipe: str = Field(min_length=1)
     label: Name | None = None
-    budgets: Budgets = []
+    kv_ratios: KVRatios = []
     kv_heads: KVHeads = []
     changes: dict[str, Any] = {}
-    settings: dict[str, Any] = {}
+    params: dict[str, Any] = {}
 
     @property
     def name(self) -> str:
@@ -140,26 +140,26 @@ Arm = Annotated[ArmSection, BeforeValidator(_arm)]
 class SearchSection(Section):
     """Which candidates are tried.
 
-    A budget is the share of the checkpoint's own KV cache that is kept; in place of `budgets`, `kv_heads` says how many
-    of its KV heads a layer (on average) are.
+    A KV ratio is the share of the checkpoint's own KV cache that is kept; in place of `kv_ratios`, `kv_heads` says how
+    many of its KV heads a layer (on average) are.
 
-    Every recipe (a name, or an arm with changes) runs at every budget with every learning rate and seed; then come
-    `samples` candidates that the searcher draws from the joint space, which `choices` restricts
-    (`{grouping: [exact, merge]}`) and in which `settings` fixes knobs (`{grouping.iterations: 50}`, and
-    `{searcher.chains: 4}` for a knob of the searcher). With searcher `asymgqa` the samples are the probes of its walks,
-    and the best plan of each budget is one more candidate. `baseline` always runs, at every budget of any arm, is never
+    Every recipe (a name, or an arm with changes) runs at every KV ratio with every learning rate and seed; then come
+    `num_samples` candidates that the searcher draws from the joint space, which `search_space` restricts
+    (`{grouping: [exact, merge]}`) and in which `params` fixes parameters (`{grouping.iterations: 50}`, and
+    `{searcher.chains: 4}` for one of the searcher). With searcher `asymgqa` the samples are the probes of its walks, and
+    the best plan of each ratio is one more candidate. `baseline` always runs, at every KV ratio of any arm, is never
     stopped early, and is what a promotion must beat. `seed` is of the searcher and the texts; `seeds` (none: `seed`)
     are those of plans and trainings.
     """
 
     searcher: str = Field(default="optuna", min_length=1)
     recipes: list[Arm] = Field(default=[ArmSection(recipe="gqa"), ArmSection(recipe="headfold")], min_length=1)
-    budgets: Budgets = []
+    kv_ratios: KVRatios = []
     kv_heads: KVHeads = Field(default=[], validate_default=True)
     learning_rates: Annotated[list[PositiveFloat], AfterValidator(_distinct)] = []
-    samples: int = Field(default=0, ge=0, le=1_000_000)
-    choices: dict[str, list[Any]] = {}
-    settings: dict[str, Any] = {}
+    num_samples: int = Field(default=0, ge=0, le=1_000_000)
+    search_space: dict[str, list[Any]] = {}
+    params: dict[str, Any] = {}
     baseline: str = Field(default="gqa", min_length=1)
     seed: Seed = 0
     seeds: Annotated[list[Seed], AfterValidator(_distinct)] = []
@@ -167,8 +167,8 @@ class SearchSection(Section):
     @field_validator("kv_heads")
     @classmethod
     def _asked(cls, own: list[int], info: ValidationInfo) -> list[int]:
-        if not own and info.data.get("budgets") == []:  # not there at all if it was refused itself
-            raise ValueError("expected at least 1 value in search.budgets, e.g. [0.5, 0.25], or in search.kv_heads")
+        if not own and info.data.get("kv_ratios") == []:  # not there at all if it was refused itself
+            raise ValueError("expected at least 1 value in search.kv_ratios, e.g. [0.5, 0.25], or in search.kv_heads")
         return own
 
     @field_validator("recipes")
@@ -188,7 +188,7 @@ class RungsSection(Section):
     """Cumulative training steps at which trials are measured and the weaker ones stopped.
 
     At each rung about 1 / `reduction_factor` of the trials goes on: `scheduler` says which (`budget`: the best of each
-    budget so far, the others are stopped for good), `settings` are its own. With `stop` false every trial goes on to
+    KV ratio so far, the others are stopped for good), `params` are its own. With `stop` false every trial goes on to
     the end, as a comparison of recipes wants it.
     """
 
@@ -196,16 +196,16 @@ class RungsSection(Section):
     reduction_factor: float = Field(default=2.0, gt=1)
     stop: bool = True
     scheduler: str = "budget"
-    settings: dict[str, Any] = {}
+    params: dict[str, Any] = {}
 
 
 class PromotionSection(Section):
     """Which trials go on to the full training, and what they must pass.
 
-    `select`: the `top` best trials at each budget, or every trial on the front. `steps` is added to the steps of the
+    `select`: the `top` best trials at each KV ratio, or every trial on the front. `steps` is added to the steps of the
     last rung, with `evaluations` measurements on the way. Of all that was measured of a trial, the untrained conversion
     included, the step of lowest held-out loss is shipped. The gate asks that this loss is below the baseline's (at its
-    own best step of equally many) by more than `margin` nats a token at the same budget; KV bytes as planned; and
+    own best step of equally many) by more than `margin` nats a token at the same KV ratio; KV bytes as planned; and
     logits of the exported checkpoint within `logit_tolerance` of the trained model's.
     """
 
@@ -230,18 +230,18 @@ class ResourcesSection(Section):
     """How trials share the cluster.
 
     `max_concurrent` trials at a time; `auto` derives it from what the cluster has, also while it grows and shrinks.
-    `driver_cpus`, `driver_gpus`: of a trial's own process, which plans, converts and measures the untrained model
-    before its workers start. `warm`: workers take one training after another, so that a trial waits for no process to
-    start; they end after `idle_seconds` without one. With `warm` false every training starts workers of its own.
+    `trial_cpus`, `trial_gpus`: of a trial's own process, which plans, converts and measures the untrained model
+    before its workers start. `reuse_workers`: workers take one training after another, so that a trial waits for no process to
+    start; they end after `idle_seconds` without one. With `reuse_workers` false every training starts workers of its own.
 
     For estimates and bills: `tokens_per_second` that one worker trains on (none: measured where it can be), and
     `price_per_hour` of a GPU, or of a CPU where workers have no GPU, in whatever money.
     """
 
     max_concurrent: Literal["auto"] | PositiveInt = "auto"
-    driver_cpus: float = Field(default=0.05, gt=0)
-    driver_gpus: float = Field(default=0.0, ge=0)
-    warm: bool = True
+    trial_cpus: float = Field(default=0.05, gt=0)
+    trial_gpus: float = Field(default=0.0, ge=0)
+    reuse_workers: bool = True
     idle_seconds: PositiveFloat = 300.0
     tokens_per_second: PositiveFloat | None = None
     price_per_hour: PositiveFloat | None = None

@@ -23,7 +23,7 @@ def convert_checkpoint(
     kv_ratio: float,
     out: str | Path | None = None,
     *,
-    stream: bool | None = False,
+    layerwise: bool | None = False,
     overwrite: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
@@ -31,19 +31,19 @@ def convert_checkpoint(
 
     `kv_ratio`: share of the checkpoint's own KV cache to keep, below 1 unless the recipe changes something else. `out`
     must be free, or with `overwrite` hold what we wrote (`attention.io.replacing.check_folder`, whose OutputError comes
-    before any work). `stream`: hold one decoder layer at a time (`orchestrator.conversion.layer_by_layer`); None does
+    before any work). `layerwise`: hold one decoder layer at a time (`orchestrator.conversion.layer_by_layer`); None does
     so where the model would not fit in memory. Returns one record: losses and KL in nats a token, KV bytes planned and
     held, seconds by phase. Raises ConfigError, DataError or PlanError for what a user can mend, before the model is
     loaded where that can be known.
     """
-    if stream is None:
-        from orchestrator.conversion.estimate import must_stream
+    if layerwise is None:
+        from orchestrator.conversion.estimate import needs_layerwise
 
-        stream = out is not None and must_stream(model, recipe, kv_ratio, **settings)
-    if stream:
-        from orchestrator.conversion.layer_by_layer import stream_checkpoint
+        layerwise = out is not None and needs_layerwise(model, recipe, kv_ratio, **settings)
+    if layerwise:
+        from orchestrator.conversion.layer_by_layer import convert_layerwise
 
-        return stream_checkpoint(model, recipe, kv_ratio, out, overwrite=overwrite, **settings)
+        return convert_layerwise(model, recipe, kv_ratio, out, overwrite=overwrite, **settings)
     if out is not None:
         check_folder(out, overwrite=overwrite, reads=[model])
     return Source.load(model, recipe, [kv_ratio], **settings).at(kv_ratio, out, overwrite=overwrite)

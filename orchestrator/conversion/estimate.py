@@ -29,7 +29,7 @@ from attention.io.layer_models import empty, layer_prefix, window_config
 from attention.io.precision import DTYPES
 from attention.ratios import own_heads
 from orchestrator.conversion import loading
-from orchestrator.conversion.limits import LOGIT_BYTES, batch_size, check_streamable
+from orchestrator.conversion.limits import LOGIT_BYTES, batch_size, check_layerwise
 from orchestrator.conversion.loading import device_of, kernel_field
 from orchestrator.conversion.request import Inputs
 from orchestrator.storage.records import percent, unmet
@@ -78,9 +78,9 @@ class Estimate:
     """Bytes, floating-point operations, seconds.
 
     `kv_bytes_per_token`, `kv_bytes_per_token_base`: of the converted and of the original model, heads alone.
-    `resident`, `streamed`: peak memory of the process in either way, all it needs besides included; `stages`: what it
-    comes to at each stage, by name; `streamable`: whether there is the second way, else `why_not` says why. `disk`: of
-    the result; `scratch`: of what lies beside it on the way. `flops` of the streamed way; `seconds` of it at the speed
+    `resident`, `layerwise`: peak memory of the process in either way, all it needs besides included; `stages`: what it
+    comes to at each stage, by name; `layerwise_possible`: whether there is the second way, else `why_not` says why. `disk`: of
+    the result; `scratch`: of what lies beside it on the way. `flops` of the way layer by layer; `seconds` of it at the speed
     that a matrix product has here (`rate`, operations a second), planning left out.
     """
 
@@ -90,9 +90,9 @@ class Estimate:
     kv_bytes_per_token_base: int
     parameters: int
     resident: int
-    streamed: int
+    layerwise: int
     stages: dict[str, int]
-    streamable: bool
+    layerwise_possible: bool
     why_not: str
     available: int
     disk: int
@@ -186,11 +186,11 @@ def estimate(conversion: Conversion, *, base: int | None = None) -> Estimate:
     base = loading.memory_now() if base is None else base
     width, written = conversion.working.itemsize, conversion.dtype.itemsize
     tokens = conversion.used_tokens + conversion.eval_tokens
-    stages = {name: base + READ + held for name, held in streamed_stages(conversion, size, width, tokens).items()}
+    stages = {name: base + READ + held for name, held in layerwise_stages(conversion, size, width, tokens).items()}
     stages["texts"] = base + READING
     resident = base + READ + resident_peak(conversion, size, width)
     try:
-        check_streamable(conversion.recipe, conversion.config)
+        check_layerwise(conversion.recipe, conversion.config)
         why_not = ""
     except ValueError as error:
         why_not = str(error)
@@ -206,9 +206,9 @@ def estimate(conversion: Conversion, *, base: int | None = None) -> Estimate:
         kv_bytes_per_token_base=own,
         parameters=size.total,
         resident=resident,
-        streamed=max(stages.values()),
+        layerwise=max(stages.values()),
         stages=stages,
-        streamable=not why_not,
+        layerwise_possible=not why_not,
         why_not=why_not,
         available=available_bytes(),
         disk=written * kept,
@@ -219,8 +219,8 @@ def estimate(conversion: Conversion, *, base: int | None = None) -> Estimate:
     )
 
 
-def streamed_stages(conversion: Conversion, size: Size, width: int, tokens: int) -> dict[str, int]:
-    """Bytes that a streamed conversion holds at each stage, the process itself left out."""
+def layerwise_stages(conversion: Conversion, size: Size, width: int, tokens: int) -> dict[str, int]:
+    """Bytes that a conversion layer by layer holds at each stage, the process itself left out."""
     g, c = conversion.geometry, conversion
     streams = 2 * width * tokens * g.hidden_size
     layer, statistics = width * size.layer, c.statistics()
@@ -253,7 +253,7 @@ def resident_peak(conversion: Conversion, size: Size, width: int) -> int:
 
 
 def operations(conversion: Conversion, size: Size, tokens: int) -> float:
-    """Floating-point operations of a streamed conversion: forward passes, statistics, refinement, held-out logits."""
+    """Floating-point operations of a conversion layer by layer: forward passes, statistics, refinement, held-out logits."""
     g, c = conversion.geometry, conversion
     forward = 2.0 * size.layer + 2 * 2 * g.num_heads * g.head_dim * c.sequence_length
     passes = 2 * forward * tokens
@@ -318,7 +318,7 @@ def estimate_conversion(
     return replace(found, kv_ratio_asked=float(kv_ratio), available=available_bytes(device_of(inputs.device)))
 
 
-def must_stream(model: str | Path, recipe: str | Recipe, kv_ratio: float, **settings: Any) -> bool:
+def needs_layerwise(model: str | Path, recipe: str | Recipe, kv_ratio: float, **settings: Any) -> bool:
     """Whether a conversion does not fit into the memory that is available, but would layer by layer."""
     found = estimate_conversion(model, recipe, kv_ratio, **settings)
     if not found.available or found.resident <= SPARE * found.available:
@@ -326,7 +326,7 @@ def must_stream(model: str | Path, recipe: str | Recipe, kv_ratio: float, **sett
     words = describe(found)
     about = f"about {words['in memory']} in memory, {words['available now']} available; layer by layer: "
     print(f"this conversion would take {about}{words['layer by layer']}", file=sys.stderr)
-    return found.streamable
+    return found.layerwise_possible
 
 
 def describe(found: Estimate) -> Mapping[str, str]:
@@ -337,7 +337,7 @@ def describe(found: Estimate) -> Mapping[str, str]:
         "cache": f"{percent(found.kv_ratio)} of the checkpoint's{unmet(found.to_dict())}: "
         f"{found.kv_bytes_per_token:,} of {found.kv_bytes_per_token_base:,} KV bytes a token",
         "in memory": f"{found.resident / giga:.1f} GiB",
-        "layer by layer": f"{found.streamed / giga:.1f} GiB (stage: {largest})" if found.streamable else found.why_not,
+        "layer by layer": f"{found.layerwise / giga:.1f} GiB (stage: {largest})" if found.layerwise_possible else found.why_not,
         "available now": f"{found.available / giga:.1f} GiB" if found.available else "unknown",
         "disk": f"{found.disk / giga:.2f} GiB, and {found.scratch / giga:.2f} GiB on the way (layer by layer)",
         "work": f"{found.flops:.2g} operations; about {found.seconds / 60:.1f} min here on {os.cpu_count()} CPUs, "

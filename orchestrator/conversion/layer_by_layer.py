@@ -1,9 +1,9 @@
-"""`headfold convert --stream`: a conversion that never holds more than one decoder layer of the checkpoint.
+"""`headfold convert --layerwise`: a conversion that never holds more than one decoder layer of the checkpoint.
 
 Legend: L layers, N sequences of T tokens, D model dim.
 
 The hidden states of all calibration and held-out sequences, in the original and in the converted model, are carried
-from layer to layer; each finished layer is written as a shard. Beside the result lies `.NAME.streaming` until it is
+from layer to layer; each finished layer is written as a shard. Beside the result lies `.NAME.layerwise` until it is
 complete (`orchestrator.conversion.progress`). The same command run again goes on from there.
 """
 
@@ -38,7 +38,7 @@ from attention.plan import AttentionPlan, LayerPlan
 from attention.ratios import own_heads, ratio_of
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
-from orchestrator.conversion.limits import batch_size, check_streamable
+from orchestrator.conversion.limits import batch_size, check_layerwise
 from orchestrator.conversion.one_layer import LayerwiseConversion, score
 from orchestrator.conversion.progress import Stage, check_stage
 from orchestrator.conversion.request import Inputs
@@ -56,7 +56,7 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def stream_checkpoint(
+def convert_layerwise(
     model: str | Path,
     recipe: str | Recipe,
     kv_ratio: float,
@@ -76,21 +76,21 @@ def stream_checkpoint(
     layers of another conversion to `out` are given up.
     """
     if out is None:
-        raise ConfigError("out: a streamed conversion is written layer by layer; give it a folder with --out")
+        raise ConfigError("out: a conversion layer by layer is written layer by layer; give it a folder with --out")
     place = check_folder(out, overwrite=overwrite, reads=[model])
     check_stage(stage_of(place))
     inputs = Inputs.check(model, recipe, [kv_ratio], **settings)
     config = checkpoint.load_config(inputs.model)
-    check_streamable(inputs.recipe, config)
+    check_layerwise(inputs.recipe, config)
     working = loading.dtype_of(loading.working_dtype(inputs.dtype, inputs.device))
     kinds = working, loading.dtype_of(inputs.dtype), loading.device_of(inputs.device)
-    job = Streaming(inputs, float(kv_ratio), place, config, mixed, *kinds, overwrite)
+    job = LayerwiseJob(inputs, float(kv_ratio), place, config, mixed, *kinds, overwrite)
     return job.run(*inputs.texts(), progress)
 
 
 def stage_of(out: Path) -> Path:
     """Where a conversion to `out` is kept until it is complete."""
-    return out.with_name(f".{out.name}.streaming")
+    return out.with_name(f".{out.name}.layerwise")
 
 
 def local_folder(model: str) -> Path:
@@ -106,8 +106,8 @@ def local_folder(model: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Streaming:
-    """One streamed conversion, checked. `config` is the checkpoint's; `out` absolute; `dtype`: what is computed in."""
+class LayerwiseJob:
+    """One layerwise conversion, checked. `config` is the checkpoint's; `out` absolute; `dtype`: what is computed in."""
 
     inputs: Inputs
     kv_ratio: float
@@ -187,7 +187,7 @@ class Streaming:
             "seed": self.inputs.seed,
             "dtype": self.inputs.dtype,
             "fits": [fit for layer in stage.layers for fit in layer["fits"]],
-            "streamed": True,
+            "layerwise": True,
             "peak_memory": loading.memory_peak(),
             **what_it_is(self.out, self.inputs.dtype),
             "out": str(self.out),

@@ -13,7 +13,7 @@ LOGIT_BYTES = 32 * 2**20  # of the float32 logits of one batch
 BATCH, ATTENTION_BYTES = 8, 128 * 2**20  # sequences run at once; less if their attention weights would take more
 
 
-def check_streamable(recipe: Recipe, config: PretrainedConfig) -> None:
+def check_layerwise(recipe: Recipe, config: PretrainedConfig) -> None:
     """Raise ConfigError saying which setting to change if a conversion by `recipe` needs more than one layer at once,
     and ValueError for a checkpoint whose layers cannot stand alone."""
     check_windows(config)
@@ -30,8 +30,8 @@ def check_streamable(recipe: Recipe, config: PretrainedConfig) -> None:
         why = ", ".join(f"{axis}={getattr(recipe, axis)} {reason}" for axis, reason, _ in wrong)
         instead = " ".join(f"--set {axis}={other}" for axis, _, other in wrong)
         raise ConfigError(
-            f"recipe {recipe.name} cannot be streamed layer by layer: {why}. Add {instead}, or take another recipe "
-            "(headfold_gqa, least_squares, align, asymgqa, gqa), or convert in memory: --no-stream"
+            f"recipe {recipe.name} cannot be converted layer by layer: {why}. Add {instead}, or take another recipe "
+            "(headfold_gqa, least_squares, align, asymgqa, gqa), or convert in memory: --no-layerwise"
         )
 
 

@@ -1,4 +1,4 @@
-"""One layer of a streamed conversion: calibrate, plan, convert, refine, and carry the streams on.
+"""One layer of a conversion layer by layer: calibrate, plan, convert, refine, and carry the streams on.
 
 Legend: N sequences of T tokens, the first C of them for calibration, the others for the held-out loss; D model dim.
 

@@ -1,4 +1,4 @@
-"""How far a streamed conversion has come, on disk after each layer, so that a killed one goes on where it was.
+"""How far a conversion layer by layer has come, on disk after each layer, so that a killed one goes on where it was.
 
 Legend: N sequences of T tokens, D model dim.
 """
@@ -126,7 +126,7 @@ class Stage:
 def check_stage(folder: Path) -> dict[str, Any] | None:
     """The state of what an earlier run has left in `folder`; None if it has left nothing.
 
-    Raises OutputError if anything there is not of a streamed conversion.
+    Raises OutputError if anything there is not of a conversion layer by layer.
     """
     if not os.path.lexists(folder):
         return None

@@ -125,7 +125,7 @@ def run_all(
         done(training, {"loss": training.loss, "kl": training.kl}, None)
     waiting = [t for t in trainings if t.job is not None]
     own = config.resources
-    task: Any = ray.remote(num_cpus=own.driver_cpus, max_retries=0)(_train)
+    task: Any = ray.remote(num_cpus=own.trial_cpus, max_retries=0)(_train)
     running: dict[Any, Training] = {}
     losses: Counter[str] = Counter()
     while waiting or running:

@@ -20,7 +20,7 @@ def arm_of(trial: TrialRecord) -> dict[str, Any]:
     fields = (*AXES, "together", "by")
     changes = {name: chosen[name] for name in fields if chosen.get(name) is not None}
     settings = dict(sorted(chosen.get("settings", {}).items()))
-    return {"recipe": PLAIN, "label": trial.recipe, "changes": changes, "settings": settings}
+    return {"recipe": PLAIN, "label": trial.recipe, "changes": changes, "params": settings}
 
 
 def command_of(trial: TrialRecord, snapshot: str) -> str | None:
@@ -33,12 +33,12 @@ def command_of(trial: TrialRecord, snapshot: str) -> str | None:
         "search.searcher": "grid",
         "search.recipes": [arm_of(trial)],
         "search.baseline": trial.recipe,
-        "search.budgets": [trial.kv_ratio],
+        "search.kv_ratios": [trial.kv_ratio],
         "search.kv_heads": [],
         "search.learning_rates": [trial.learning_rate],
-        "search.samples": 0,
-        "search.choices": {},
-        "search.settings": {},
+        "search.num_samples": 0,
+        "search.search_space": {},
+        "search.params": {},
         "rungs.stop": False,
         "promotion.enabled": False,
     }

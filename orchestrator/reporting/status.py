@@ -75,7 +75,7 @@ class View:
         return asdict(self)
 
 
-def look(folder: SearchFolder, now: datetime | None = None) -> View:
+def read_status(folder: SearchFolder, now: datetime | None = None) -> View:
     """Where the search of a folder stands. Reads a few small files, writes none."""
     trials = load_trials(folder.trials_file)
     state = read_json(folder.state) if folder.state.exists() else {}
@@ -124,7 +124,7 @@ def hours_spent(trials: Iterable[TrialRecord], config: SearchConfig | None) -> t
         return "CPU", sum(sum(t.seconds.values()) + _trained(t) for t in trials) / 3600
     gpus, train = config.train.gpus_per_worker, config.train
     worker = train.num_workers * (gpus or train.cpus_per_worker)
-    driver = config.resources.driver_gpus if gpus else max(1.0, config.resources.driver_cpus)
+    driver = config.resources.trial_gpus if gpus else max(1.0, config.resources.trial_cpus)
     return ("GPU" if gpus else "CPU"), sum(
         driver * sum(t.seconds.values()) + worker * _trained(t) for t in trials
     ) / 3600
@@ -262,7 +262,7 @@ def watch(
 ) -> View:
     """Show a search until it ends: in place on a terminal, else a line whenever something has changed."""
     out = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    view = look(folder)
+    view = read_status(folder)
     if not out.is_terminal:
         told = ""
         while True:
@@ -273,13 +273,13 @@ def watch(
             if once or view.state != "running":
                 return view
             sleep(every)
-            view = look(folder)
+            view = read_status(folder)
     if once:
         out.print(picture(view))
         return view
     with Live(picture(view), console=out, auto_refresh=False) as live:
         while view.state == "running":
             sleep(every)
-            view = look(folder)
+            view = read_status(folder)
             live.update(picture(view), refresh=True)
     return view

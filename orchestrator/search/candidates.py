@@ -153,7 +153,7 @@ def named_candidates(config: SearchConfig, geometry: HeadGeometry) -> tuple[Cand
                 known = [f"{k / geometry.num_kv_heads:g}" for k in range(1, geometry.num_kv_heads + 1)]
                 possible = [ratio for ratio in known if cannot(float(ratio)) is None]
                 raise ConfigError(
-                    f"search.budgets: got {budget:g}, which recipe {recipe.name} cannot meet on this checkpoint "
+                    f"search.kv_ratios: got {budget:g}, which recipe {recipe.name} cannot meet on this checkpoint "
                     f"({reason}); it can meet {', '.join(possible) or 'none'} of the checkpoint's own KV cache"
                 )
             found.append((recipe, budget))
@@ -164,7 +164,7 @@ def named_candidates(config: SearchConfig, geometry: HeadGeometry) -> tuple[Cand
 def ratios_of(section: SearchSection | ArmSection, geometry: HeadGeometry) -> list[float]:
     """The budgets of a search or an arm as shares of the checkpoint's own KV cache. Raises ConfigError."""
     try:
-        return section.budgets or [ratio_of_kv_heads(heads, geometry) for heads in section.kv_heads]
+        return section.kv_ratios or [ratio_of_kv_heads(heads, geometry) for heads in section.kv_heads]
     except ValueError as error:
         where = "search" if isinstance(section, SearchSection) else f"search.recipes: {section.name}"
         raise ConfigError(f"{where}{'.' if where == 'search' else ': '}kv_heads: {error}") from None
@@ -180,7 +180,7 @@ def _recipe(config: SearchConfig, arm: ArmSection) -> Recipe:
                 f"{where}: changes: no axis {cut(repr(name))}{near(name, fields)}; there are {', '.join(fields)}"
             )
     try:
-        recipe = named_recipe(arm.recipe, **arm.changes, settings=arm.settings)
+        recipe = named_recipe(arm.recipe, **arm.changes, settings=arm.params)
     except ValueError as error:
         key = "search.baseline" if arm.recipe not in {a.recipe for a in config.search.recipes} else where
         raise ConfigError(f"{key}: {cut(str(error))}") from None
@@ -205,15 +205,16 @@ def candidate_space(config: SearchConfig, geometry: HeadGeometry) -> CandidateSp
     """The space that free candidates are drawn from. Raises ConfigError for a field or choice that does not exist."""
     section, budgets = config.search, ratios_of(config.search, geometry)
     try:
-        settings = {name: value for name, value in section.settings.items() if not name.startswith(OF_SEARCHER)}
-        joint = JointSpace(budgets, geometry, choices=section.choices, settings=settings)
+        settings = {name: value for name, value in section.params.items() if not name.startswith(OF_SEARCHER)}
+        joint = JointSpace(budgets, geometry, choices=section.search_space, settings=settings)
     except ValueError as error:
-        key = "search" if str(error).startswith("settings: ") else "search.choices"
-        raise ConfigError(f"{key}{'.' if key == 'search' else ': '}{cut(str(error))}") from None
+        text = cut(str(error))
+        wrong = text.removeprefix("settings: ")
+        raise ConfigError(f"search.{'search_space' if wrong == text else 'params'}: {wrong}") from None
     return CandidateSpace(joint, config.learning_rates, config.seeds[0])
 
 
 def searcher_settings(config: SearchConfig) -> dict[str, Any]:
     """The settings of the searcher itself, without their prefix."""
-    given = config.search.settings
+    given = config.search.params
     return {name.removeprefix(OF_SEARCHER): value for name, value in given.items() if name.startswith(OF_SEARCHER)}

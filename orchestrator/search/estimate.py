@@ -105,10 +105,10 @@ class Work:
         """Raises ConfigError for what `validate_search` refuses of the candidates."""
         named = named_candidates(config, geometry)
         space, own = candidate_space(config, geometry), searcher_settings(config)
-        problem = SearchProblem(space, named, config.search.samples, config.search.seed, own, tuple(config.seeds))
+        problem = SearchProblem(space, named, config.search.num_samples, config.search.seed, own, tuple(config.seeds))
         trials = trials_of(make_searcher(config.search.searcher, problem), problem)
         # A searcher with a number of its own measures its samples untrained, and trains what it has found.
-        probes = config.search.samples if trials > problem.total else 0
+        probes = config.search.num_samples if trials > problem.total else 0
         never = sum(c.recipe.name == config.search.baseline for c in named) if config.rungs.stop else trials - probes
         a_step, steps = config.train.batch_size * config.data.sequence_length, config.rungs.steps
         tokens, measured = 0.0, float(trials * config.data.eval.tokens)
@@ -124,7 +124,7 @@ class Work:
 
 def _trainings(config: SearchConfig) -> int:
     """Full trainings of the promotion: candidates, and the baseline at each budget."""
-    budgets, own = len(config.search.budgets or config.search.kv_heads), config.promotion
+    budgets, own = len(config.search.kv_ratios or config.search.kv_heads), config.promotion
     if not own.enabled or not own.steps:
         return 0
     return budgets * (2 if own.select == "front" else own.top + 1)
@@ -147,8 +147,8 @@ def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, a
         # A measured token goes forward through the model and the untouched one; a trained one back as well.
         training = (work.tokens + work.measured * 2 / 3) / found / 3600
         driving = planning / 3600
-        cpu = training * train.cpus_per_worker + driving * max(1.0, config.resources.driver_cpus)
-        gpu = training * train.gpus_per_worker + driving * config.resources.driver_gpus
+        cpu = training * train.cpus_per_worker + driving * max(1.0, config.resources.trial_cpus)
+        gpu = training * train.gpus_per_worker + driving * config.resources.trial_gpus
         hours = (training / train.num_workers + driving) / parallel
         own = config.resources.price_per_hour
         price = None if own is None else own * (gpu if train.gpus_per_worker else cpu)
@@ -159,7 +159,7 @@ def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, a
     if memory and not train.gpus_per_worker and held > SPARE * memory:
         warnings.append(
             f"memory: {parallel} trial(s) at a time take about {_giga(held)}, and {_giga(memory)} are available; lower "
-            "resources.max_concurrent, train.micro_batch or train.num_workers"
+            "resources.max_concurrent, train.micro_batch_size or train.num_workers"
         )
     if free and disk > SPARE * free:
         warnings.append(f"disk: about {_giga(disk)} will be written to {storage}, and {_giga(free)} are free there")
@@ -220,7 +220,7 @@ def measured_rate(model_config: PretrainedConfig, config: SearchConfig) -> float
     device = torch.device("cuda" if train.gpus_per_worker else "cpu")
     dtype = DTYPES[train.dtype]
     model: Any = AutoModelForCausalLM.from_config(model_config, dtype=dtype).to(device)
-    rows = max(1, min(train.rows, FEW_TOKENS // length))
+    rows = max(1, min(train.device_batch_size, FEW_TOKENS // length))
     batch = torch.zeros(rows, length, dtype=torch.long, device=device)
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, int(train.cpus_per_worker)))
@@ -246,7 +246,7 @@ def planning_seconds(config: SearchConfig, model_config: PretrainedConfig, size:
     rate = matmul_rate(_kinds(config)[1])
     made = [_conversion(model_config, c.recipe, c.kv_ratio, config) for c in named]
     each = [operations(c, size, 0) / rate for c in made]
-    return sum(each) + config.search.samples * (sum(each) / len(each))
+    return sum(each) + config.search.num_samples * (sum(each) / len(each))
 
 
 # ---- memory and disk --------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def worker_bytes(model_config: Any, size: Size, train: TrainSettings, config: Se
     inner = int(
         getattr(model_config, "intermediate_size", None) or getattr(model_config, "ffn_dim", 0) or 4 * g.hidden_size
     )
-    rows, length = train.rows, config.data.sequence_length
+    rows, length = train.device_batch_size, config.data.sequence_length
     # What a layer keeps of a token for the way back: norms, projections, attention's output, the MLP's inner values.
     layer = width * (6 * g.hidden_size + 4 * g.num_heads * g.head_dim + 4 * inner)
     kept = rows * length * (g.num_layers * layer + 4 * FLOAT * g.vocab_size)
@@ -310,7 +310,7 @@ def _conversion(model_config: PretrainedConfig, recipe: Any, ratio: float, confi
 def _kinds(config: SearchConfig) -> tuple[torch.dtype, torch.dtype]:
     """Dtypes of what a search's conversions write, and of what they compute in."""
     written = loading.written_dtype(config.model.path, config.model.dtype)
-    return DTYPES[written], DTYPES[written] if config.resources.driver_gpus else torch.float32
+    return DTYPES[written], DTYPES[written] if config.resources.trial_gpus else torch.float32
 
 
 def _free(storage: Path) -> int:

@@ -29,7 +29,7 @@ def prepare_base(config: SearchConfig, prepared: Prepared, folder: SearchFolder)
         return read_json(folder.base)
     started = time.perf_counter()
     path = locate_model(config.model.path, folder)
-    device = "cuda" if config.resources.driver_gpus else "cpu"
+    device = "cuda" if config.resources.trial_gpus else "cpu"
     dtype = loading.written_dtype(path, config.model.dtype)
     model = loading.load_working(path, dtype, device)
     held_out = read_sequences(prepared.eval_file)
@@ -90,6 +90,6 @@ def trial_context(config: SearchConfig, prepared: Prepared, folder: SearchFolder
         reduction_factor=config.rungs.reduction_factor,
         train=config.train.model_dump(mode="json"),
         base_loss=base["loss"],
-        device="cuda" if config.resources.driver_gpus else "cpu",
+        device="cuda" if config.resources.trial_gpus else "cpu",
         teacher=config.model.teacher and locate_model(config.model.teacher, folder, "teacher"),
     )

@@ -83,9 +83,9 @@ def _tuner(
     """Tune's `Tuner` over `run_trial`, with all decisions and records our own."""
     from ray import tune
 
-    needed = {"CPU": config.resources.driver_cpus}
-    if config.resources.driver_gpus:
-        needed["GPU"] = config.resources.driver_gpus
+    needed = {"CPU": config.resources.trial_cpus}
+    if config.resources.trial_gpus:
+        needed["GPU"] = config.resources.trial_gpus
     return tune.Tuner(
         tune.with_resources(tune.with_parameters(run_trial, context=context), needed),
         tune_config=tune.TuneConfig(
@@ -114,7 +114,7 @@ def scheduler_of(config: SearchConfig, expected: int) -> RungScheduler:
     """What decides at the rungs. Raises ValueError for a name or settings that there are not."""
     own = config.rungs
     problem = RungProblem(len(own.steps), own.reduction_factor, (config.search.baseline,), trials=expected)
-    return make_scheduler(own.scheduler if own.stop else "none", problem, own.settings if own.stop else None)
+    return make_scheduler(own.scheduler if own.stop else "none", problem, own.params if own.stop else None)
 
 
 def similarities_of(context: TrialContext) -> Similarities:

@@ -47,7 +47,7 @@ def validate_search(config: SearchConfig) -> Prepared:
     named = named_candidates(config, geometry)
     space = candidate_space(config, geometry)
     own = searcher_settings(config)
-    problem = SearchProblem(space, named, config.search.samples, config.search.seed, own, tuple(config.seeds))
+    problem = SearchProblem(space, named, config.search.num_samples, config.search.seed, own, tuple(config.seeds))
     check_searcher(config, problem)
     check_scheduler(config)
     check_machine(Demand.of(config), config.resources.max_concurrent)
@@ -61,9 +61,9 @@ def check_scheduler(config: SearchConfig) -> None:
     """Raises ConfigError for a scheduler that does not exist, and for settings that it does not have."""
     own = config.rungs
     try:
-        SCHEDULERS.get(own.scheduler).settings(own.settings)
+        SCHEDULERS.get(own.scheduler).settings(own.params)
     except ValueError as error:
-        key = "settings" if own.scheduler in SCHEDULERS.names() else "scheduler"
+        key = "params" if own.scheduler in SCHEDULERS.names() else "scheduler"
         raise ConfigError(f"rungs.{key}: {error}") from None
 
 
@@ -97,7 +97,7 @@ def check_searcher(config: SearchConfig, problem: SearchProblem) -> None:
         make_searcher(config.search.searcher, problem)
     except ValueError as error:
         message = str(error)
-        place = "search.settings: searcher.*" if " has no setting " in message else "search.searcher"
+        place = "search.params: searcher.*" if " has no setting " in message else "search.searcher"
         raise ConfigError(message if message.startswith("search.") else f"{place}: {message}") from None
 
 

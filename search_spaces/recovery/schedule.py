@@ -19,4 +19,4 @@ DECAY = Knob(
 
 def decayed(decay: str) -> dict[str, Any]:
     """What the knob changes of the training's settings."""
-    return {} if decay == AS_CONFIGURED else {"final_lr_fraction": ENDS[decay]}
+    return {} if decay == AS_CONFIGURED else {"min_lr_ratio": ENDS[decay]}

@@ -27,8 +27,8 @@ BIN = Path(sys.executable).parent
 SMALL = [
     "name=job",
     "search.recipes=[gqa]",
-    "search.budgets=[0.5]",
-    "search.samples=0",
+    "search.kv_ratios=[0.5]",
+    "search.num_samples=0",
     "rungs.steps=[0,1]",
     "promotion.enabled=false",
     "data.train.tokens=8192",
@@ -139,10 +139,10 @@ def test_a_search_runs_as_a_job(head: Head, tmp_path: Path, monkeypatch: pytest.
 
 def test_a_refused_search_is_a_failed_job(head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
-    identity, process = _submit(head, *SMALL, f"storage={tmp_path / 'runs'}", "search.budgets=[2]")
+    identity, process = _submit(head, *SMALL, f"storage={tmp_path / 'runs'}", "search.kv_ratios=[2]")
     log = process.communicate(timeout=300)[0]
     assert process.returncode == 1
-    assert "search.budgets" in log and "(0, 1]" in log
+    assert "search.kv_ratios" in log and "(0, 1]" in log
     info = JobSubmissionClient(head.address).get_job_info(identity)
     assert info.status == JobStatus.FAILED and info.driver_exit_code == 2
     assert not (tmp_path / "runs").exists()

@@ -115,7 +115,7 @@ def plain_torch(model: Any, ids: Tensor, settings: TrainSettings) -> tuple[list[
             group["lr"] = settings.rate(step, STEPS)
         loss = loss_fn(model.train(), stream.next())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, settings.gradient_clipping)
+        torch.nn.utils.clip_grad_norm_(trained, settings.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

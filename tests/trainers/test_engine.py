@@ -73,7 +73,7 @@ def plain_torch(model: Any, ids: Tensor, settings: TrainSettings) -> list[float]
             group["lr"] = settings.rate(step, STEPS)
         loss = loss_fn(model, stream.next())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.gradient_clipping)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -112,9 +112,9 @@ def test_the_betas_are_those_of_the_settings(engine: Any) -> None:
         assert tuple(engine(**given)._engine.optimizer.param_groups[0]["betas"]) == expected
 
 
-@pytest.mark.parametrize("micro_batch", [1, 4])
-def test_accumulated_passes_are_one_step(engine: Any, ids: Tensor, micro_batch: int) -> None:
-    assert run(engine(micro_batch=micro_batch), ids) == pytest.approx(run(engine(), ids), abs=1e-4)
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
+def test_accumulated_passes_are_one_step(engine: Any, ids: Tensor, micro_batch_size: int) -> None:
+    assert run(engine(micro_batch_size=micro_batch_size), ids) == pytest.approx(run(engine(), ids), abs=1e-4)
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "float32"), (2, "bfloat16"), (3, "bfloat16")])
@@ -166,7 +166,7 @@ def test_a_wrong_world_or_batch_is_refused(engine: Any, ids: Tensor) -> None:
     with pytest.raises(ValueError, match="num_workers 2, the group has 1"):
         engine(num_workers=2)
     with pytest.raises(ValueError, match="a step takes 2 x 4 rows, got 4"):
-        engine(micro_batch=4).step(ids[:4], objective())
+        engine(micro_batch_size=4).step(ids[:4], objective())
 
 
 def test_fine_tuning_recovers_the_demo_model_after_fusing(engine: Any, demo_model: Any, demo_tokenizer: Any) -> None:

@@ -36,7 +36,7 @@ def job(**changes: Any) -> TrainJob:
             {"dtype": "bf16", "zero_stage": 0},
             "bfloat16 needs zero_stage 1, 2 or 3, got 0.*zero_stage=1 or dtype=float32",
         ),
-        ({"batch_size": 8, "micro_batch": 3}, r"multiple of num_workers x micro_batch = 1 x 3 = 3, got 8"),
+        ({"batch_size": 8, "micro_batch_size": 3}, r"multiple of num_workers x micro_batch_size = 1 x 3 = 3, got 8"),
         ({"batch_size": 3, "num_workers": 2}, "got 3"),
         ({"batch_size": 2, "num_workers": 4}, "got 2"),
         ({"dtype": "fp16"}, "'float32' or 'bfloat16'"),
@@ -56,14 +56,14 @@ def test_both_names_of_a_dtype_are_one_setting() -> None:
 
 
 def test_batch_is_divided_over_workers_and_passes() -> None:
-    settings = TrainSettings(batch_size=24, micro_batch=3, num_workers=2)
-    assert (settings.rows, settings.accumulation) == (3, 4)
+    settings = TrainSettings(batch_size=24, micro_batch_size=3, num_workers=2)
+    assert (settings.device_batch_size, settings.gradient_accumulation_steps) == (3, 4)
     settings = TrainSettings(batch_size=24, num_workers=2)
-    assert (settings.rows, settings.accumulation) == (12, 1)
+    assert (settings.device_batch_size, settings.gradient_accumulation_steps) == (12, 1)
 
 
 def test_schedule_rises_then_falls_to_its_final_fraction() -> None:
-    settings = TrainSettings(learning_rate=1.0, warmup_fraction=0.2, final_lr_fraction=0.1)
+    settings = TrainSettings(learning_rate=1.0, warmup_fraction=0.2, min_lr_ratio=0.1)
     rates = [settings.rate(step, 50) for step in range(51)]
     assert rates[:3] == pytest.approx([0.1, 0.2, 0.3])
     assert max(rates) == rates[9] == rates[10] == 1.0

@@ -53,7 +53,7 @@ def test_trains_as_plain_torch_does(tiny_model: Any, tmp_path: Any, monkeypatch:
             group["lr"] = settings.rate(step, STEPS)
         loss = loss_fn(plain, stream.next())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), settings.gradient_clipping)
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), settings.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         expected.append(loss.item())

@@ -36,8 +36,8 @@ def is_shortage(error: RuntimeError) -> bool:
 def lowered(settings: TrainSettings) -> TrainSettings | None:
     """The settings with at most half as many sequences at once; None if it is one already."""
     share = settings.batch_size // settings.num_workers
-    rows = max((r for r in range(1, settings.rows // 2 + 1) if share % r == 0), default=None)
-    return None if rows is None else settings.model_copy(update={"micro_batch": rows})
+    rows = max((r for r in range(1, settings.device_batch_size // 2 + 1) if share % r == 0), default=None)
+    return None if rows is None else settings.model_copy(update={"micro_batch_size": rows})
 
 
 def lower(job: TrainJob, cause: str, already: bool) -> None:
@@ -45,11 +45,11 @@ def lower(job: TrainJob, cause: str, already: bool) -> None:
 
     `already`: whether it did so before. Raises JobOutOfMemoryError then, and if a single sequence is too much.
     """
-    rows = job.settings.rows
+    rows = job.settings.device_batch_size
     if already or lowered(job.settings) is None:
         tried = ", which was lowered to already" if already else ""
         raise JobOutOfMemoryError(
-            f"out of memory with micro_batch {rows}{tried}: {cause}; lower train.micro_batch or "
+            f"out of memory with micro_batch_size {rows}{tried}: {cause}; lower train.micro_batch_size or "
             "data.sequence_length, raise train.zero_stage, or use more workers or memory"
         )
     file = _note(job)
@@ -65,14 +65,14 @@ def as_it_fits(job: TrainJob) -> tuple[TrainJob, list[str]]:
     if not file.exists():
         return job, []
     rows, settings = json.loads(file.read_text())["rows"], lowered(job.settings)
-    if rows != job.settings.rows or settings is None:
+    if rows != job.settings.device_batch_size or settings is None:
         return job, []  # of a job with other settings
     relaxation = job.relaxation
     if relaxation is not None and relaxation.settings is not None:
         relaxation = replace(relaxation, settings=lowered(relaxation.settings) or relaxation.settings)
     said = (
-        f"out of memory with micro_batch {rows}: trained with {settings.rows} and {settings.accumulation} "
-        f"accumulation steps instead of {job.settings.accumulation}"
+        f"out of memory with micro_batch_size {rows}: trained with {settings.device_batch_size} and {settings.gradient_accumulation_steps} "
+        f"accumulation steps instead of {job.settings.gradient_accumulation_steps}"
     )
     return replace(job, settings=settings, relaxation=relaxation), [said]
 

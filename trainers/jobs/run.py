@@ -279,7 +279,7 @@ class _Worker:
             self.engine.model,
             self.held_out,
             teacher=self.teacher,
-            batch_size=self.job.settings.rows,
+            batch_size=self.job.settings.device_batch_size,
             rank=self.link.rank,
             world_size=self.link.world_size,
             reduce=dist.all_reduce,

@@ -31,7 +31,7 @@ from search_spaces.recipes.recipes import Recipe, recipe
 SCORE = "calibration_loss"
 NAME = "asymgqa-search"
 CHOSEN = ("grouping", "similarity", "alignment", "fusion", "refinement", "recovery")
-"""What `search.choices` may set, one value each; the rest is as in the recipe asymgqa."""
+"""What `search.search_space` may set, one value each; the rest is as in the recipe asymgqa."""
 STATE = ("_made", "_chains", "_scores", "_running", "_finals", "_similarities")
 
 
@@ -136,7 +136,7 @@ class ChainSearch(Searcher):
 
 
 def walk_recipe(problem: SearchProblem) -> Recipe:
-    """The recipe asymgqa, scored by the whole model, with what `search.choices` and `search.settings` say.
+    """The recipe asymgqa, scored by the whole model, with what `search.search_space` and `search.params` say.
 
     Raises ConfigError for a choice that is not one walk, one similarity and so on.
     """
@@ -149,10 +149,10 @@ def walk_recipe(problem: SearchProblem) -> Recipe:
             changes[name] = allowed[0]
         elif name in CHOSEN or getattr(base, name, None) not in allowed:
             kept = f"{name} {getattr(base, name)!r} only" if name not in CHOSEN else f"one value for {name}"
-            raise ConfigError(f"search.choices: got {name}: {allowed}, but the asymgqa searcher takes {kept}")
+            raise ConfigError(f"search.search_space: got {name}: {allowed}, but the asymgqa searcher takes {kept}")
     if not changes.get("grouping", base.grouping).startswith("walk_"):
         raise ConfigError(
-            f"search.choices: got grouping: [{changes['grouping']}], but the asymgqa searcher walks; choose "
+            f"search.search_space: got grouping: [{changes['grouping']}], but the asymgqa searcher walks; choose "
             "walk_asymmetric or walk_symmetric"
         )
     changed = base.with_changes(**changes)
@@ -173,7 +173,7 @@ def make_chains(problem: SearchProblem, walk: Recipe, chains: int) -> dict[float
         try:
             check_budget(walk, budget, geometry)
         except ValueError as error:
-            raise ConfigError(f"search.budgets: {error}") from None
+            raise ConfigError(f"search.kv_ratios: {error}") from None
         admissible = admissible_counts(walk, geometry)
         counts[budget] = uniform(geometry.num_layers, geometry.num_kv_heads, budget, admissible=admissible)
     sites = {budget: list(searched_sites(counts[budget], geometry.num_kv_heads)) for budget in counts}
@@ -203,10 +203,10 @@ def spread(
     if not len(places) <= samples <= iterations * len(places):
         walked = " and ".join(f"{len(own)} sites at {budget:g}" for budget, own in sites.items())
         raise ConfigError(
-            f"search.samples: got {samples}, but {chains} chain(s) for each budget, with {walked}, make "
+            f"search.num_samples: got {samples}, but {chains} chain(s) for each budget, with {walked}, make "
             f"{len(places)} probes with one move a site and {iterations * len(places)} with grouping.iterations "
             f"{iterations}; choose a number between them, or other searcher.chains or grouping.iterations in "
-            "search.settings"
+            "search.params"
         )
     each, more = divmod(samples, len(places)) if places else (0, 0)
     moves: dict[tuple[float, int], dict[SiteKey, int]] = {(budget, i): {} for budget in sites for i in range(chains)}

@@ -13,7 +13,7 @@ def grid(problem: SearchProblem) -> Searcher:
     """Raises ConfigError if samples are asked for: a grid draws none."""
     if problem.samples:
         raise ConfigError(
-            f"search.samples: got {problem.samples}, but the grid searcher draws no candidates of its own; set it "
+            f"search.num_samples: got {problem.samples}, but the grid searcher draws no candidates of its own; set it "
             "to 0, or choose searcher optuna or random"
         )
     return ListedSearcher(problem)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bad_input import QUERY, Bad, config, cuts, in_shards, removes, renames, weights, writes
 from bad_input_folder import edit_json
 
-T = "train --like model --steps 2 --learning-rate 1e-3 --out trained"
+T = "train --architecture model --steps 2 --learning-rate 1e-3 --out trained"
 
 EVALUATIONS = (
     Bad("no checkpoint", "evaluate", ("checkpoint",)),
@@ -130,14 +130,14 @@ EVALUATIONS = (
 TRAININGS = (
     Bad(
         "an architecture that is not there",
-        "train --like none --steps 2 --learning-rate 1e-3 --out trained ...",
-        ("like", "none"),
+        "train --architecture none --steps 2 --learning-rate 1e-3 --out trained ...",
+        ("architecture", "none"),
     ),
-    Bad("no steps", "train --like model --steps 0 --learning-rate 1e-3 --out trained ...", ("--steps", "got '0'")),
-    Bad("no learning rate", "train --like model --steps 2 --learning-rate 0 --out trained ...", ("learning_rate",)),
+    Bad("no steps", "train --architecture model --steps 0 --learning-rate 1e-3 --out trained ...", ("--steps", "got '0'")),
+    Bad("no learning rate", "train --architecture model --steps 2 --learning-rate 0 --out trained ...", ("learning_rate",)),
     Bad(
         "a word for a learning rate",
-        "train --like model --steps 2 --learning-rate fast --out trained ...",
+        "train --architecture model --steps 2 --learning-rate fast --out trained ...",
         ("--learning-rate", "fast"),
     ),
     Bad("a recipe of training misspelt", f"{T} --recipe dcfromer ...", ("did you mean dcformer?",)),
@@ -165,13 +165,13 @@ TRAININGS = (
         f"{T} --set train.num_workers=512 --set train.batch_size=512 ...",
         ("train.num_workers", "512"),
     ),
-    Bad("training over other work", "train --like model --steps 2 --learning-rate 1e-3 --out work ...", ("work",)),
-    Bad("training over its model", "train --like model --steps 2 --learning-rate 1e-3 --out model ...", ("model",)),
+    Bad("training over other work", "train --architecture model --steps 2 --learning-rate 1e-3 --out work ...", ("work",)),
+    Bad("training over its model", "train --architecture model --steps 2 --learning-rate 1e-3 --out model ...", ("model",)),
     Bad(
         "training below a file",
-        "train --like model --steps 2 --learning-rate 1e-3 --out texts/notes.txt/out ...",
+        "train --architecture model --steps 2 --learning-rate 1e-3 --out texts/notes.txt/out ...",
         ("texts/notes.txt",),
     ),
-    Bad("training into an address", "train --like model --steps 2 --learning-rate 1e-3 --out s3://b/x ...", ("out",)),
+    Bad("training into an address", "train --architecture model --steps 2 --learning-rate 1e-3 --out s3://b/x ...", ("out",)),
     Bad("training without a tokenizer", f"{T} ...", ("tokenizer", "model"), removes("model/tokenizer.json")),
 )

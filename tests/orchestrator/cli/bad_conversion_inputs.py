@@ -7,6 +7,8 @@ from bad_input import QUERY, Bad, weights, writes
 C = "convert --model model --recipe gqa --kv-ratio 0.5"
 
 CONVERSIONS = (
+    Bad("an option of an earlier version", "convert --model model --recipe gqa --kv-ratio 0.5 --stream", ("--layerwise",)),
+    Bad("its opposite", "convert --model model --recipe gqa --kv-ratio 0.5 --no-stream", ("--no-layerwise",)),
     Bad("an option misspelt", "convert --model model --recpe gqa --kv-ratio 0.5", ("did you mean --recipe?",)),
     Bad("no model", "convert --recipe gqa --kv-ratio 0.5", ("--model",)),
     Bad("no ratio", "convert --model model --recipe gqa ...", ("kv-ratio",)),
@@ -90,11 +92,11 @@ CONVERSIONS = (
     Bad("a name of one's own for a recipe", f"{C} ... --set name=mine", ("no field 'name'",)),
     Bad("a similarity that the grouping has no use for", f"{C} ... --set objective=layer", ("objective", "left out")),
     Bad("a sharing that saves no cache", "convert --model model --recipe directshare --kv-ratio 0.5 ...", ("0.5", "1")),
-    Bad("layer by layer without --out", f"{C} --stream ...", ("out",)),
-    Bad("layer by layer at two ratios", f"{C},0.25 --stream --out fresh ...", ("stream", "one")),
+    Bad("layer by layer without --out", f"{C} --layerwise ...", ("out",)),
+    Bad("layer by layer at two ratios", f"{C},0.25 --layerwise --out fresh ...", ("layerwise", "one")),
     Bad(
         "layer by layer by what needs the whole model",
-        "convert --model model --recipe headfold --kv-ratio 0.5 --stream --out fresh ...",
+        "convert --model model --recipe headfold --kv-ratio 0.5 --layerwise --out fresh ...",
         ("knapsack", "--set allocation=uniform"),
     ),
     Bad("--out with other work in it", f"{C} --out work ...", ("work",)),

@@ -42,7 +42,7 @@ CONFIG: dict[str, Any] = {
         "eval": {"tokens": 64},
         "calibration": {"tokens": 64},
     },
-    "search": {"recipes": ["gqa", "headfold_gqa"], "budgets": [0.5]},
+    "search": {"recipes": ["gqa", "headfold_gqa"], "kv_ratios": [0.5]},
     "rungs": {"steps": [0, 2]},
     "train": {"batch_size": 2, "dtype": "fp32", "cpus_per_worker": 0.4},
     "storage": "runs",

@@ -16,7 +16,7 @@ from orchestrator.conversion import loading
 from orchestrator.conversion.convert import convert_checkpoint, export_checkpoint
 from orchestrator.conversion.evaluate import evaluate_checkpoint
 from orchestrator.conversion.inspection import inspect_checkpoint
-from orchestrator.conversion.layer_by_layer import stream_checkpoint
+from orchestrator.conversion.layer_by_layer import convert_layerwise
 from orchestrator.search.validation import validate_search
 from trainers.text.tokenizers import TokenizerError, read_tokenizer
 
@@ -24,7 +24,7 @@ VICTIM = "model.layers.2.mlp.up_proj.weight"
 
 
 def search(folder: Path) -> None:
-    section = {"recipes": ["gqa"], "budgets": [0.5], "searcher": "grid"}
+    section = {"recipes": ["gqa"], "kv_ratios": [0.5], "searcher": "grid"}
     record = {"name": "s", "model": {"path": str(folder)}, "search": section, "storage": str(folder.parent / "store")}
     validate_search(parse_config(record))
 
@@ -35,7 +35,7 @@ def against_base(folder: Path) -> None:
 
 VERBS: dict[str, Callable[[Path], Any]] = {
     "convert": lambda folder: convert_checkpoint(folder, "gqa", 0.5, folder.parent / "out"),
-    "convert, layer by layer": lambda folder: stream_checkpoint(folder, "gqa", 0.5, folder.parent / "out"),
+    "convert, layer by layer": lambda folder: convert_layerwise(folder, "gqa", 0.5, folder.parent / "out"),
     "evaluate": evaluate_checkpoint,
     "evaluate --base": against_base,
     "inspect": lambda folder: inspect_checkpoint(folder, kv_ratios=[0.5], cache_dir=folder.parent / "cache"),

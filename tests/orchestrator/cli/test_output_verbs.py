@@ -95,7 +95,7 @@ def test_convert_and_export_refuse_before_any_weight_is_read(
                 told = capfd.readouterr().err
                 assert "headfold: out: " in told and "Traceback" not in told, told
     for out in ("file", "link", "thesis", model):
-        assert converting("0.5", "--stream", "--out", out, "--overwrite") == 2
+        assert converting("0.5", "--layerwise", "--out", out, "--overwrite") == 2
         assert "headfold: out: " in capfd.readouterr().err
         assert converting("0.5,0.25", "--out", out, "--overwrite") == 2
         assert "headfold: out: " in capfd.readouterr().err
@@ -218,7 +218,7 @@ def test_layer_by_layer_only_finished_layers_are_left(
     place: Path,
 ) -> None:
     work, broken = one_layer.LayerwiseConversion.convert, 0
-    options = ["--stream", "--out", "deep/out"]
+    options = ["--layerwise", "--out", "deep/out"]
 
     def convert_layer(self: Any, layer: int, *arguments: Any) -> Any:
         if layer == broken:
@@ -248,10 +248,10 @@ def test_layer_by_layer_only_finished_layers_are_left(
 def test_layer_by_layer_nothing_of_others_is_taken_for_an_earlier_run(
     converting: Command, capfd: pytest.CaptureFixture[str], place: Path
 ) -> None:
-    (place / ".new.streaming").mkdir()
-    (place / ".new.streaming" / "mine.txt").write_text("mine")
+    (place / ".new.layerwise").mkdir()
+    (place / ".new.layerwise" / "mine.txt").write_text("mine")
     left = snapshot(place)
-    assert converting("0.5", "--stream", "--out", "new", "--overwrite") == 2
+    assert converting("0.5", "--layerwise", "--out", "new", "--overwrite") == 2
     assert "mine.txt' is in the way" in capfd.readouterr().err
     assert snapshot(place) == left
 

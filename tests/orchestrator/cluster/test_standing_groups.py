@@ -172,7 +172,7 @@ def test_the_group_of_a_holder_that_died_is_free_again(pool: str, job: TrainJob)
 @pytest.mark.slow
 def test_a_group_of_two_takes_jobs_of_every_kind(pool: str, job: TrainJob, whole: dict[str, Any]) -> None:
     """Another shape: the group that stands idle makes room."""
-    shared = {"num_workers": 2, "cpus_per_worker": 0.9, "micro_batch": 2}
+    shared = {"num_workers": 2, "cpus_per_worker": 0.9, "micro_batch_size": 2}
     two = job.settings.model_copy(update=shared)
     kinds: dict[str, dict[str, Any]] = {
         "zero0": {"zero_stage": 0},

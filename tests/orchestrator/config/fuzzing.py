@@ -29,7 +29,7 @@ JUNK: tuple[Any, ...] = (
     *(b"bytes", datetime.date(2026, 1, 1), {1, 2}, (1, 2)),
 )
 RECIPE_FIELDS = ("grouping", "objective", "similarity", "allocation", "alignment", "fusion", "sharing", "refinement")
-MORE_FIELDS = ("composition", "relaxation", "recovery", "together", "by", "settings", "name", "source", "wings", "")
+MORE_FIELDS = ("composition", "relaxation", "recovery", "together", "by", "params", "name", "source", "wings", "")
 KNOBS = (
     *("grouping.iterations", "grouping.equal_sizes", "objective.steps", "relaxation.rate", "relaxation.fraction"),
     *(
@@ -93,7 +93,7 @@ def bad_configs(sound: dict[str, Any], required: tuple[tuple[Any, ...], ...], se
     rng = random.Random(seed)
     everywhere = list(places(sound))
     sections = [place for place in everywhere if isinstance(at(sound, place), dict)]
-    fixed = [place for place in sections if place[-1] not in ("choices", "settings", "changes")]
+    fixed = [place for place in sections if place[-1] not in ("search_space", "params", "changes")]
     while True:
         kind = rng.randrange(6)
         if kind == 0:
@@ -111,14 +111,14 @@ def bad_configs(sound: dict[str, Any], required: tuple[tuple[Any, ...], ...], se
             place = rng.choice(required)
             yield Bad(put(sound, place, ...), place, True)
         elif kind == 3:
-            place = ("search", "recipes", 1, rng.choice(("changes", "settings")))
+            place = ("search", "recipes", 1, rng.choice(("changes", "params")))
             key = rng.choice((*RECIPE_FIELDS, *MORE_FIELDS) if place[-1] == "changes" else KNOBS)
             yield Bad(put(sound, place, {key: rng.choice((*JUNK, *NAMES))}), place)
         elif kind == 4:
-            place = ("search", rng.choice(("choices", "settings")))
-            key = rng.choice((*RECIPE_FIELDS, *MORE_FIELDS) if place[-1] == "choices" else KNOBS)
+            place = ("search", rng.choice(("search_space", "params")))
+            key = rng.choice((*RECIPE_FIELDS, *MORE_FIELDS) if place[-1] == "search_space" else KNOBS)
             value = rng.choice((*JUNK, *NAMES))
-            listed = place[-1] == "choices" and rng.random() < 0.7
+            listed = place[-1] == "search_space" and rng.random() < 0.7
             yield Bad(put(sound, place, {key: [value] if listed else value}), place)
         else:
             place, value = rng.choice(

@@ -42,7 +42,7 @@ class ClusterStarted(Exception):
 
 def sound(demo_dir: Path, storage: Path) -> dict[str, Any]:
     """A configuration with every section and most keys given."""
-    arm = {"recipe": "headfold", "label": "mine", "budgets": [0.5], "changes": {}, "settings": {}}
+    arm = {"recipe": "headfold", "label": "mine", "kv_ratios": [0.5], "changes": {}, "params": {}}
     return {
         "name": "small",
         "model": {"path": str(demo_dir), "teacher": str(demo_dir), "dtype": "float32"},
@@ -54,19 +54,19 @@ def sound(demo_dir: Path, storage: Path) -> dict[str, Any]:
             "calibration": {"tokens": 320},
         },
         "search": {
-            **{"searcher": "optuna", "recipes": ["gqa", arm], "budgets": [0.5, 0.25], "learning_rates": [1e-3]},
-            **{"samples": 2, "choices": {"grouping": ["exact", "merge"]}, "settings": {"grouping.equal_sizes": True}},
+            **{"searcher": "optuna", "recipes": ["gqa", arm], "kv_ratios": [0.5, 0.25], "learning_rates": [1e-3]},
+            **{"num_samples": 2, "search_space": {"grouping": ["exact", "merge"]}, "params": {"grouping.equal_sizes": True}},
             **{"baseline": "gqa", "seed": 0, "seeds": [0]},
         },
-        "rungs": {"steps": [0, 8], "reduction_factor": 2.0, "stop": True, "scheduler": "budget", "settings": {}},
+        "rungs": {"steps": [0, 8], "reduction_factor": 2.0, "stop": True, "scheduler": "budget", "params": {}},
         "train": {
-            **{"learning_rate": 1e-3, "weight_decay": 0.01, "warmup_fraction": 0.1, "batch_size": 8, "micro_batch": 8},
+            **{"learning_rate": 1e-3, "weight_decay": 0.01, "warmup_fraction": 0.1, "batch_size": 8, "micro_batch_size": 8},
             **{"zero_stage": 1, "dtype": "fp32", "num_workers": 1, "cpus_per_worker": 0.5, "gpus_per_worker": 0.0},
         },
         "promotion": {"enabled": True, "select": "front", "top": 1, "steps": 4, "margin": 0.0, "registered_name": "x"},
         "tracking": {"experiment": "mine"},
         "storage": str(storage),
-        "resources": {"max_concurrent": "auto", "driver_cpus": 0.05, "driver_gpus": 0.0},
+        "resources": {"max_concurrent": "auto", "trial_cpus": 0.05, "trial_gpus": 0.0},
     }
 
 
@@ -120,7 +120,7 @@ def refused(bad: Bad, check: Any) -> bool:
 
 def _named(bad: Bad) -> list[str]:
     """What a message must tell of the place: section and key; of an arm the arm, since its axes follow."""
-    if bad.place[:2] == ("search", "recipes") and len(bad.place) == 4 and bad.place[-1] in ("changes", "settings"):
+    if bad.place[:2] == ("search", "recipes") and len(bad.place) == 4 and bad.place[-1] in ("changes", "params"):
         return ["search.recipes"]
     key = next(key for key in reversed(bad.place) if not isinstance(key, int))
     return [str(bad.place[0]), str(key)]
@@ -220,7 +220,7 @@ def test_yaml_that_no_configuration_can_be(tmp_path: Path, text: str, said: str)
 
 def test_bad_overrides_are_refused_by_name() -> None:
     rng = random.Random(0)
-    keys = ("name", "search.samples", "search.budgets", "train", "train.x", "model.path.x", "", ".", "..", "a.b.c")
+    keys = ("name", "search.num_samples", "search.kv_ratios", "train", "train.x", "model.path.x", "", ".", "..", "a.b.c")
     values = ("", "=", "[", "{a", "!!int ''", "2026-99-99", "nan", ".inf", "yes", "{}", "[[]]", "&a [*a]", "9" * 5000)
     file, count = REPOSITORY / "configs" / "demo.yaml", 0
     for _ in range(100):

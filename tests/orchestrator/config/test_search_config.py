@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 GOOD: dict[str, Any] = {
     "name": "small",
     "model": {"path": "examples/stdlib-llama"},
-    "search": {"recipes": ["gqa", "headfold"], "budgets": [0.5, 0.25]},
+    "search": {"recipes": ["gqa", "headfold"], "kv_ratios": [0.5, 0.25]},
 }
 
 
@@ -36,18 +36,18 @@ def with_value(path: str, value: Any) -> dict[str, Any]:
         ("search.budgts", [0.5], ["search.budgts", "did you mean budgets?", "recipes"]),
         ("train.lerning_rate", 1e-3, ["train.lerning_rate", "did you mean learning_rate?"]),
         ("data.train", {"tokens": 5, "sorce": "x"}, ["data.train.sorce", "did you mean source?"]),
-        ("search.budgets", [0.5, 0], ["search.budgets.1", "got 0", "(0, 1]"]),
-        ("search.budgets", [1.5], ["search.budgets.0", "got 1.5", "(0, 1]"]),
-        ("search.budgets", [-0.25], ["search.budgets.0", "got -0.25", "(0, 1]"]),
-        ("search.budgets", [float("nan")], ["search.budgets.0", "(0, 1]"]),
-        ("search.budgets", [0.5, 0.5], ["search.budgets", "0.5 more than once"]),
-        ("search.budgets", [], ["search.budgets", "at least 1"]),
+        ("search.kv_ratios", [0.5, 0], ["search.kv_ratios.1", "got 0", "(0, 1]"]),
+        ("search.kv_ratios", [1.5], ["search.kv_ratios.0", "got 1.5", "(0, 1]"]),
+        ("search.kv_ratios", [-0.25], ["search.kv_ratios.0", "got -0.25", "(0, 1]"]),
+        ("search.kv_ratios", [float("nan")], ["search.kv_ratios.0", "(0, 1]"]),
+        ("search.kv_ratios", [0.5, 0.5], ["search.kv_ratios", "0.5 more than once"]),
+        ("search.kv_ratios", [], ["search.kv_ratios", "at least 1"]),
         ("search.kv_heads", [4], ["search.kv_heads", "got [4]", "not both"]),
         ("search.kv_heads", [0], ["search.kv_heads.0", "got 0", "greater than 0"]),
         ("search.kv_heads", [2.5], ["search.kv_heads.0", "got 2.5", "integer"]),
         (
             "search.recipes",
-            [{"recipe": "gqa", "budgets": [0.5], "kv_heads": [4]}],
+            [{"recipe": "gqa", "kv_ratios": [0.5], "kv_heads": [4]}],
             ["search.recipes.0.kv_heads", "not both"],
         ),
         ("search.recipes", ["gqa", "gqa"], ["search.recipes", "'gqa' more than once"]),
@@ -86,27 +86,27 @@ def test_a_missing_key_is_named(path: str) -> None:
 def test_budgets_or_kv_heads_must_be_there() -> None:
     record = with_value("search.seed", 1)
     del record["search"]["budgets"]
-    with pytest.raises(ConfigError, match=r"search.kv_heads: got \[\].*search.budgets.*search.kv_heads"):
+    with pytest.raises(ConfigError, match=r"search.kv_heads: got \[\].*search.kv_ratios.*search.kv_heads"):
         parse_config(record)
     assert parse_config(record | {"search": {"kv_heads": [4, 2]}}).search.kv_heads == [4, 2]
 
 
 def test_all_errors_are_told_at_once() -> None:
-    record = with_value("search.budgets", [2])
+    record = with_value("search.kv_ratios", [2])
     record["nmae"] = 1
     with pytest.raises(ConfigError) as caught:
         parse_config(record)
-    assert "search.budgets.0" in str(caught.value)
+    assert "search.kv_ratios.0" in str(caught.value)
     assert "nmae" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("search.samples", "key=value"),
+        ("search.num_samples", "key=value"),
         ("=4", "key=value"),
         ("name.first=x", "name is a value, not a section"),
-        ("search.budgets=[0.5", "not valid YAML"),
+        ("search.kv_ratios=[0.5", "not valid YAML"),
     ],
 )
 def test_a_wrong_override_is_refused(tmp_path: Path, override: str, said: str) -> None:
@@ -120,12 +120,12 @@ def test_a_wrong_override_is_refused(tmp_path: Path, override: str, said: str) -
 def test_overrides_reach_sections_that_the_file_leaves_out(tmp_path: Path) -> None:
     file = tmp_path / "search.yaml"
     file.write_text(yaml.safe_dump(GOOD))
-    config = load_config(file, ["search.budgets=[0.125]", "train.learning_rate=1e-3", "promotion.enabled=false"])
-    assert config.search.budgets == [0.125]
+    config = load_config(file, ["search.kv_ratios=[0.125]", "train.learning_rate=1e-3", "promotion.enabled=false"])
+    assert config.search.kv_ratios == [0.125]
     assert config.train.learning_rate == 1e-3
     assert config.learning_rates == [1e-3]
     assert config.promotion.enabled is False
-    assert load_config(file).search.budgets == [0.5, 0.25]
+    assert load_config(file).search.kv_ratios == [0.5, 0.25]
 
 
 @pytest.mark.parametrize(
@@ -156,3 +156,22 @@ def test_the_shipped_configurations_are_valid(file: Path) -> None:
 def test_the_baseline_always_runs() -> None:
     assert [a.name for a in parse_config(with_value("search.recipes", ["headfold"])).arms] == ["gqa", "headfold"]
     assert [a.name for a in parse_config(with_value("search.baseline", "mqa")).arms] == ["mqa", "gqa", "headfold"]
+
+
+PLACES = {"search": SearchSection, "train": TrainSettings, "resources": ResourcesSection}
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_a_key_of_an_earlier_version_is_refused_with_the_name_it_has_now(old: str) -> None:
+    section = next(name for name, model in PLACES.items() if RENAMED[old] in model.model_fields)
+    record = with_value(f"{section}.{old}", 1)
+    with pytest.raises(ConfigError, match=rf"{section}\.{old}: .* write {section}\.{RENAMED[old]}\b"):
+        parse_config(record)
+
+
+def test_an_arm_and_the_rungs_have_the_new_names_too() -> None:
+    arm = {"recipe": "gqa", "settings": {}}
+    with pytest.raises(ConfigError, match=r"search\.recipes\.0\.settings: .* write search\.recipes\.0\.params"):
+        parse_config(with_value("search.recipes", [arm]))
+    with pytest.raises(ConfigError, match=r"rungs\.settings: .* write rungs\.params"):
+        parse_config(with_value("rungs.settings", {}))

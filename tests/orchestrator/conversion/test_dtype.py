@@ -53,9 +53,9 @@ def stored(folder: Path) -> set[str]:
         (torch.float32, "bf16", "BF16"),  # what lies outside of the layers is rounded too
     ],
 )
-@pytest.mark.parametrize("stream", [False, True], ids=["memory", "stream"])
+@pytest.mark.parametrize("layerwise", [False, True], ids=["memory", "layerwise"])
 def test_what_is_told_of_a_conversion_is_true_of_its_file(
-    stream: bool,
+    layerwise: bool,
     dtype: torch.dtype,
     asked: str,
     kind: str,
@@ -66,7 +66,7 @@ def test_what_is_told_of_a_conversion_is_true_of_its_file(
 ) -> None:
     model = tiny_model("llama", vocab_size=2048, tie_word_embeddings=dtype == torch.float16, dtype=dtype)
     source = checkpoint.save(model, tmp_path / "source", demo_tokenizer)
-    settings = {**texts, "dtype": asked, "recipe_settings": QUICK, "stream": stream}
+    settings = {**texts, "dtype": asked, "recipe_settings": QUICK, "layerwise": layerwise}
     told = convert_checkpoint(source, "headfold_gqa", 0.5, tmp_path / "out", **settings)
     assert stored(tmp_path / "out") == {kind}
     assert told["format"] == "stock" and told["loads_in"] == ["transformers", "vLLM", "llama.cpp"]
@@ -96,7 +96,7 @@ def test_the_dtype_asked_for(tiny_model: Tiny, tmp_path: Path) -> None:
 def test_a_configuration_takes_both_names_and_keeps_one() -> None:
     record: dict[str, Any] = {
         "name": "small",
-        "search": {"recipes": ["gqa"], "budgets": [0.5]},
+        "search": {"recipes": ["gqa"], "kv_ratios": [0.5]},
         "rungs": {"steps": [0, 4]},
         "train": {"dtype": "bf16", "zero_stage": 2},
     }

@@ -1,4 +1,4 @@
-"""The estimate of a conversion: made from the config alone, and near what a streamed conversion then takes."""
+"""The estimate of a conversion: made from the config alone, and near what a conversion layer by layer then takes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attention.io import checkpoint
 from benchmarks.memory import measured
 from benchmarks.models import llama
 from orchestrator.conversion.convert import convert_checkpoint
-from orchestrator.conversion.estimate import Conversion, Size, estimate, estimate_conversion, must_stream
+from orchestrator.conversion.estimate import Conversion, Size, estimate, estimate_conversion, needs_layerwise
 from search_spaces.recipes.recipes import recipe
 
 GIGA = 2**30
@@ -36,17 +36,17 @@ def test_the_parameters_are_those_of_the_checkpoint(demo_dir: Path, demo_model: 
 
 def test_the_streamed_peak_does_not_grow_with_depth_and_the_other_does() -> None:
     shallow, deep = (of(llama(layers, SEVEN_B, tie_word_embeddings=False)) for layers in (4, 32))
-    assert deep.streamed == shallow.streamed
+    assert deep.layerwise == shallow.layerwise
     assert deep.resident > 5 * shallow.resident
-    assert deep.streamed < 0.2 * deep.resident
+    assert deep.layerwise < 0.2 * deep.resident
     assert deep.parameters == pytest.approx(6.74e9, rel=0.01)
 
 
 def test_what_is_asked_for_makes_it_larger_or_smaller() -> None:
     config = llama(4, SEVEN_B)
     base = of(config)
-    assert of(config, "gqa").streamed < base.streamed
-    assert of(config, tokens=262_144).streamed > base.streamed
+    assert of(config, "gqa").layerwise < base.layerwise
+    assert of(config, tokens=262_144).layerwise > base.layerwise
     assert of(config, tokens=262_144).flops > base.flops
     assert of(config, **{"refinement.fit_steps": 4}).flops < base.flops
     assert of(config, ratio=0.5).disk > base.disk
@@ -55,10 +55,10 @@ def test_what_is_asked_for_makes_it_larger_or_smaller() -> None:
 def test_only_the_config_is_read(demo_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((demo_dir / "config.json").read_text())
     found = estimate_conversion(tmp_path, "headfold_gqa", 0.25, **SMALL)
-    assert found.streamable
+    assert found.layerwise_possible
     assert found.disk > 0
     refused = estimate_conversion(tmp_path, "headfold", 0.25, **SMALL)
-    assert not refused.streamable
+    assert not refused.layerwise_possible
     assert "allocation=knapsack" in refused.why_not
     json.dumps(refused.to_dict())
 
@@ -66,13 +66,13 @@ def test_only_the_config_is_read(demo_dir: Path, tmp_path: Path) -> None:
 def test_a_model_that_does_not_fit_is_streamed_by_itself(
     demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not must_stream(demo_dir, "gqa", 0.5, **SMALL)
+    assert not needs_layerwise(demo_dir, "gqa", 0.5, **SMALL)
     module = sys.modules["orchestrator.conversion.estimate"]
     monkeypatch.setattr(module, "available_bytes", lambda device=None: 2**20)
-    assert must_stream(demo_dir, "gqa", 0.5, **SMALL)
-    assert not must_stream(demo_dir, "headfold", 0.5, **SMALL)  # it cannot be, so it is tried in memory
-    record = convert_checkpoint(demo_dir, "gqa", 0.5, tmp_path / "out", stream=None, **SMALL)
-    assert record["streamed"]
+    assert needs_layerwise(demo_dir, "gqa", 0.5, **SMALL)
+    assert not needs_layerwise(demo_dir, "headfold", 0.5, **SMALL)  # it cannot be, so it is tried in memory
+    record = convert_checkpoint(demo_dir, "gqa", 0.5, tmp_path / "out", layerwise=None, **SMALL)
+    assert record["layerwise"]
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
 
 
@@ -86,7 +86,7 @@ def test_peak_memory_is_that_of_one_layer_and_as_estimated(tmp_path: Path) -> No
     for layers in (4, 12):
         config = llama(layers, shape, tie_word_embeddings=False)
         said, done = measured(config, tmp_path / str(layers), *options)
-        assert 0.75 < done["peak_memory"] / said["streamed"] < 1.25
+        assert 0.75 < done["peak_memory"] / said["layerwise"] < 1.25
         peaks.append(done["peak_memory"])
     layer = 2 * Size.of(config).layer
     assert peaks[1] - peaks[0] < 2 * layer  # eight layers more; each is `layer` bytes of weights alone

@@ -27,7 +27,7 @@ from orchestrator.conversion import loading
 from orchestrator.conversion.convert import convert_checkpoint
 from orchestrator.conversion.estimate import describe, estimate_conversion
 from orchestrator.conversion.evaluate import evaluate_checkpoint
-from orchestrator.conversion.layer_by_layer import stream_checkpoint
+from orchestrator.conversion.layer_by_layer import convert_layerwise
 from orchestrator.conversion.request import asked_ratios
 from orchestrator.conversion.several_ratios import convert_curve
 from orchestrator.search.candidates import named_candidates, ratios_of
@@ -83,7 +83,7 @@ def test_half_is_half_of_what_the_user_has(
 
 
 def test_a_streamed_conversion_says_the_same(grouped: Path, tmp_path: Path) -> None:
-    record = stream_checkpoint(grouped, "gqa", 0.25, tmp_path / "out", progress=lambda line: None, **SMALL)
+    record = convert_layerwise(grouped, "gqa", 0.25, tmp_path / "out", progress=lambda line: None, **SMALL)
     assert record["kv_ratio"] == 0.25 and record["kv_bytes_per_token"] * 4 == record["kv_bytes_per_token_base"]
     assert held(tmp_path / "out") * 4 == held(grouped)
     assert checkpoint.original_heads(tmp_path / "out") == 2 * 2 * 4
@@ -201,26 +201,26 @@ def config_of(grouped: Path, **section: Any) -> Any:
 
 def test_a_search_takes_heads_or_shares(grouped: Path) -> None:
     geometry = loading.geometry_of(str(grouped))
-    arms = ["gqa", {"recipe": "asymgqa", "kv_heads": [3]}, {"recipe": "align", "budgets": [0.25]}]
+    arms = ["gqa", {"recipe": "asymgqa", "kv_heads": [3]}, {"recipe": "align", "kv_ratios": [0.25]}]
     config = config_of(grouped, kv_heads=[2, 1], recipes=arms)
     assert ratios_of(config.search, geometry) == [0.5, 0.25]
     found = [(c.recipe.name, c.kv_ratio) for c in named_candidates(config_of(grouped, kv_heads=[2, 1]), geometry)]
     assert found == [("gqa", 0.5), ("gqa", 0.25)]
     assert ratios_of(config.arms[1], geometry) == [0.75]
-    with pytest.raises(ConfigError, match=r"search.budgets: got 0.75, which recipe gqa cannot meet"):
+    with pytest.raises(ConfigError, match=r"search.kv_ratios: got 0.75, which recipe gqa cannot meet"):
         named_candidates(config, geometry)  # the baseline runs at every budget of any arm
     with pytest.raises(ConfigError, match=r"search.kv_heads: got 4, but the checkpoint has 4 KV heads"):
         named_candidates(config_of(grouped, kv_heads=[4]), geometry)
     with pytest.raises(ConfigError, match=r"search.recipes: align: kv_heads: got 9"):
-        named_candidates(config_of(grouped, budgets=[0.5], recipes=[{"recipe": "align", "kv_heads": [9]}]), geometry)
+        named_candidates(config_of(grouped, kv_ratios=[0.5], recipes=[{"recipe": "align", "kv_heads": [9]}]), geometry)
 
 
 def test_only_the_baseline_runs_with_the_whole_cache(grouped: Path) -> None:
     geometry = loading.geometry_of(str(grouped))
-    found = named_candidates(config_of(grouped, budgets=[1.0, 0.5]), geometry)
+    found = named_candidates(config_of(grouped, kv_ratios=[1.0, 0.5]), geometry)
     assert [c.kv_ratio for c in found] == [1.0, 0.5]
     with pytest.raises(ConfigError, match="recipe align cannot meet.*changes nothing.*it can meet 0.25, 0.5 of"):
-        named_candidates(config_of(grouped, budgets=[1.0], recipes=["gqa", "align"]), geometry)
+        named_candidates(config_of(grouped, kv_ratios=[1.0], recipes=["gqa", "align"]), geometry)
 
 
 def test_a_search_of_a_former_version_is_not_misread(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Streamed conversion: layer by layer from disk, the same plan and weights as in memory; killed and resumed."""
+"""Conversion layer by layer from disk, the same plan and weights as in memory; killed and resumed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from attention.io.layer_models import Head, LazyWeights, WeightsError, advance, 
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import one_layer
 from orchestrator.conversion.convert import convert_checkpoint
-from orchestrator.conversion.layer_by_layer import stream_checkpoint
+from orchestrator.conversion.layer_by_layer import convert_layerwise
 
 FAMILIES = ["gemma", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"]
 CPU = torch.device("cpu")
@@ -51,23 +51,23 @@ def logits(folder: Path | str, tokens: Tensor) -> Tensor:
 
 
 def both_ways(source: Path, recipe: str, ratio: float, tmp_path: Path, **settings: Any) -> tuple[dict, dict]:
-    """Records of the conversion in memory and of the streamed one, in `memory` and `stream` of `tmp_path`."""
+    """Records of the conversion in memory and of the layerwise one, in `memory` and `stream` of `tmp_path`."""
     memory = convert_checkpoint(source, recipe, ratio, tmp_path / "memory", **SMALL, **settings)
-    streamed = stream_checkpoint(
+    layerwise = convert_layerwise(
         source, recipe, ratio, tmp_path / "stream", progress=lambda _: None, **SMALL, **settings
     )
-    return memory, streamed
+    return memory, layerwise
 
 
-def assert_same(memory: dict, streamed: dict, vocabulary: int) -> None:
-    assert streamed["plan"] == memory["plan"]
+def assert_same(memory: dict, layerwise: dict, vocabulary: int) -> None:
+    assert layerwise["plan"] == memory["plan"]
     for name in ("loss_base", "loss", "kl"):
-        assert streamed[name] == pytest.approx(memory[name], abs=1e-4)
+        assert layerwise[name] == pytest.approx(memory[name], abs=1e-4)
     for name in ("parameters", "kv_bytes_per_token", "eval_tokens", "calibration_tokens"):
-        assert streamed[name] == memory[name]
-    assert streamed["cache_bytes_measured"] == streamed["cache_tokens"] * streamed["kv_bytes_per_token"]
+        assert layerwise[name] == memory[name]
+    assert layerwise["cache_bytes_measured"] == layerwise["cache_tokens"] * layerwise["kv_bytes_per_token"]
     tokens = torch.randint(0, vocabulary, (2, 40), generator=torch.Generator().manual_seed(0))
-    difference = (logits(streamed["out"], tokens) - logits(memory["out"], tokens)).abs().max()
+    difference = (logits(layerwise["out"], tokens) - logits(memory["out"], tokens)).abs().max()
     assert difference < 1e-4
 
 
@@ -114,9 +114,9 @@ def test_the_demo_checkpoint_comes_out_the_same(
 ) -> None:
     # In the float32 that both compute in: rounded to bfloat16, a weight on the edge may fall to either side
     more: dict[str, Any] = {"recipe_settings": changes, "dtype": "float32"}
-    memory, streamed = both_ways(demo_dir, recipe, 0.25, tmp_path, **more)
-    assert_same(memory, streamed, 2048)
-    assert streamed["rise"] > 0.01
+    memory, layerwise = both_ways(demo_dir, recipe, 0.25, tmp_path, **more)
+    assert_same(memory, layerwise, 2048)
+    assert layerwise["rise"] > 0.01
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "opt", "qwen3"])
@@ -126,8 +126,8 @@ def test_other_families_come_out_the_same(
     """Fused projections, learned positions, biases, partial rotary dims, norms on queries; tied and untied outputs."""
     model = tiny_model(family, vocab_size=2048, tie_word_embeddings=family in ("gpt2", "opt"))
     source = stored(model, tmp_path / "source", demo_tokenizer)
-    memory, streamed = both_ways(source, "headfold_gqa", 0.5, tmp_path, recipe_settings=QUICK)
-    assert_same(memory, streamed, 2048)
+    memory, layerwise = both_ways(source, "headfold_gqa", 0.5, tmp_path, recipe_settings=QUICK)
+    assert_same(memory, layerwise, 2048)
 
 
 def test_the_result_is_bfloat16_shards_that_stock_transformers_loads(
@@ -135,7 +135,7 @@ def test_the_result_is_bfloat16_shards_that_stock_transformers_loads(
 ) -> None:
     model = tiny_model("llama", vocab_size=2048, tie_word_embeddings=True, dtype=torch.bfloat16)
     source = stored(model, tmp_path / "source", demo_tokenizer, "100KB")
-    made = stream_checkpoint(source, "least_squares", 0.5, tmp_path / "out", dtype="bfloat16", **SMALL)
+    made = convert_layerwise(source, "least_squares", 0.5, tmp_path / "out", dtype="bfloat16", **SMALL)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) == 4  # the embedding, two layers, the last norm
     assert index["metadata"]["total_size"] == 2 * made["parameters"]
@@ -154,7 +154,7 @@ def test_a_killed_conversion_goes_on_at_the_layer_it_reached(
     model = tiny_model("llama", vocab_size=2048, num_hidden_layers=4)
     source = stored(model, tmp_path / "source", demo_tokenizer)
     run = {"recipe_settings": QUICK, **SMALL}
-    whole = stream_checkpoint(source, "headfold_gqa", 0.5, tmp_path / "whole", **run)
+    whole = convert_layerwise(source, "headfold_gqa", 0.5, tmp_path / "whole", **run)
     done: list[int] = []
     convert = one_layer.LayerwiseConversion.convert
 
@@ -166,11 +166,11 @@ def test_a_killed_conversion_goes_on_at_the_layer_it_reached(
 
     monkeypatch.setattr(one_layer.LayerwiseConversion, "convert", until_the_third)
     with pytest.raises(KeyboardInterrupt):
-        stream_checkpoint(source, "headfold_gqa", 0.5, tmp_path / "out", **run)
+        convert_layerwise(source, "headfold_gqa", 0.5, tmp_path / "out", **run)
     assert not (tmp_path / "out").exists()
     done.append(-1)
     said: list[str] = []
-    resumed = stream_checkpoint(source, "headfold_gqa", 0.5, tmp_path / "out", progress=said.append, **run)
+    resumed = convert_layerwise(source, "headfold_gqa", 0.5, tmp_path / "out", progress=said.append, **run)
     assert done == [0, 1, -1, 2, 3]
     assert "going on after layer 2" in said[0]
     assert resumed["plan"] == whole["plan"]
@@ -180,10 +180,10 @@ def test_a_killed_conversion_goes_on_at_the_layer_it_reached(
 
     done.clear()
     with pytest.raises(KeyboardInterrupt, match="2 finished layer.s. are kept in"):
-        stream_checkpoint(source, "headfold_gqa", 0.5, tmp_path / "out", overwrite=True, **run)
+        convert_layerwise(source, "headfold_gqa", 0.5, tmp_path / "out", overwrite=True, **run)
     done.append(-1)
     again = {"progress": said.append, "overwrite": True, **run}
-    stream_checkpoint(source, "headfold_gqa", 0.25, tmp_path / "out", **again)
+    convert_layerwise(source, "headfold_gqa", 0.25, tmp_path / "out", **again)
     assert done == [0, 1, -1, 0, 1, 2, 3]
     assert "starting over" in said[-5]
 
@@ -203,8 +203,8 @@ def test_what_cannot_be_streamed_is_refused_with_the_setting_to_change(
 ) -> None:
     ratio = 1.0 if recipe == "directshare" else 0.5
     with pytest.raises(ConfigError) as error:
-        stream_checkpoint(demo_dir, recipe, ratio, tmp_path / "out", recipe_settings=changes, **SMALL)
-    assert all(word in str(error.value) for word in (*said, "cannot be streamed"))
+        convert_layerwise(demo_dir, recipe, ratio, tmp_path / "out", recipe_settings=changes, **SMALL)
+    assert all(word in str(error.value) for word in (*said, "cannot be converted layer by layer"))
     assert not list(tmp_path.iterdir())
 
 
@@ -212,11 +212,11 @@ def test_a_streamed_conversion_needs_a_folder_and_layers_that_stand_alone(
     demo_dir: Path, tiny_model: Tiny, demo_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="--out"):
-        stream_checkpoint(demo_dir, "gqa", 0.5, None, **SMALL)
+        convert_layerwise(demo_dir, "gqa", 0.5, None, **SMALL)
     model = tiny_model("gpt2", vocab_size=2048, scale_attn_by_inverse_layer_idx=True)
     source = stored(model, tmp_path / "source", demo_tokenizer)
     with pytest.raises(ValueError, match="scale_attn_by_inverse_layer_idx"):
-        stream_checkpoint(source, "least_squares", 0.5, tmp_path / "out", **SMALL)
+        convert_layerwise(source, "least_squares", 0.5, tmp_path / "out", **SMALL)
 
 
 def test_a_converted_checkpoint_can_be_streamed_again(
@@ -226,11 +226,11 @@ def test_a_converted_checkpoint_can_be_streamed_again(
     its config does not say what it caches."""
     model = tiny_model("llama", vocab_size=2048)
     source = stored(model, tmp_path / "source", demo_tokenizer)
-    first = stream_checkpoint(source, "least_squares", 0.5, tmp_path / "first", **SMALL)
+    first = convert_layerwise(source, "least_squares", 0.5, tmp_path / "first", **SMALL)
     changes = {"together": False, "refinement": "none"}
-    apart = stream_checkpoint(source, "headfold_gqa", 0.5, tmp_path / "apart", recipe_settings=changes, **SMALL)
+    apart = convert_layerwise(source, "headfold_gqa", 0.5, tmp_path / "apart", recipe_settings=changes, **SMALL)
     shutil.rmtree(source)
-    memory, streamed = both_ways(Path(first["out"]), "least_squares", 0.5, tmp_path)
-    assert_same(memory, streamed, 2048)
+    memory, layerwise = both_ways(Path(first["out"]), "least_squares", 0.5, tmp_path)
+    assert_same(memory, layerwise, 2048)
     with pytest.raises(ConfigError, match="keeps 8 of 16 key and value heads"):
-        stream_checkpoint(apart["out"], "least_squares", 0.25, tmp_path / "out", **SMALL)
+        convert_layerwise(apart["out"], "least_squares", 0.25, tmp_path / "out", **SMALL)

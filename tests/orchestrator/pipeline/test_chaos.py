@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600 + 600 * KILLS)]
 
 SEARCH = [
     "name=chaos",
-    "search.budgets=[0.25]",
+    "search.kv_ratios=[0.25]",
     "rungs.steps=[0,1,3]",
     "promotion.steps=2",
     *LITTLE,
@@ -36,14 +36,14 @@ SMALL = [
     *SEARCH,
     "search.searcher=grid",
     "search.recipes=[gqa, least_squares, {recipe: gqa, label: again}]",  # the third is stopped where it begins
-    "search.samples=0",
+    "search.num_samples=0",
 ]
 LARGE = [
     *SEARCH,
     "search.searcher=optuna",
     "search.recipes=[gqa, least_squares]",
     "search.learning_rates=[3e-4,1e-3]",
-    "search.samples=8",
+    "search.num_samples=8",
 ]
 SETTINGS, MEGABYTES = (SMALL, 768) if len(KINDS) >= KILLS else (LARGE, 3072)  # a trial leaves some 130
 

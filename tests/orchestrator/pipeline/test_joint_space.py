@@ -24,10 +24,10 @@ AXES_LEFT_OUT = {"objective": {"model"}, "allocation": {"single"}, "refinement":
 
 @pytest.fixture(scope="module")
 def problem() -> SearchProblem:
-    config = load_config(ROOT / "configs" / "joint.yaml", ["search.samples=60"])
+    config = load_config(ROOT / "configs" / "joint.yaml", ["search.num_samples=60"])
     geometry = loading.geometry_of(str(ROOT / config.model.path))
     named = named_candidates(config, geometry)
-    return SearchProblem(candidate_space(config, geometry), named, config.search.samples, config.search.seed)
+    return SearchProblem(candidate_space(config, geometry), named, config.search.num_samples, config.search.seed)
 
 
 def test_every_part_comes_up_and_nothing_impossible(problem: SearchProblem) -> None:

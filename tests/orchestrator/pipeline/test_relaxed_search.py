@@ -177,10 +177,10 @@ def test_dha_and_align_in_a_search(tmp_path: Path, demo_dir: Path) -> None:
             "search": {
                 "searcher": "grid",
                 "recipes": [
-                    {"recipe": "dha", "settings": {"objective.steps": 2}},
-                    {"recipe": "align", "label": "masked", "settings": {"relaxation.fraction": 0.34}},
+                    {"recipe": "dha", "params": {"objective.steps": 2}},
+                    {"recipe": "align", "label": "masked", "params": {"relaxation.fraction": 0.34}},
                 ],
-                "budgets": [0.25],
+                "kv_ratios": [0.25],
             },
             "rungs": {"steps": [0, 1, 3], "stop": False},
             "train": {"batch_size": 2, "cpus_per_worker": 0.95},

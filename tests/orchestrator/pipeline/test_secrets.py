@@ -59,7 +59,7 @@ def test_a_token_in_the_tracking_address_is_told_nowhere(server: tuple[str, Path
     record = yaml.safe_load((REPOSITORY / "configs" / "demo.yaml").read_text())
     record |= {"storage": str(storage), "tracking": {"uri": f"http://user:{TOKEN}@{host}"}}
     record["rungs"] |= {"steps": [0]}
-    record["search"] |= {"recipes": ["gqa"], "budgets": [0.25], "samples": 0}
+    record["search"] |= {"recipes": ["gqa"], "kv_ratios": [0.25], "num_samples": 0}
     record["data"] |= {"train": {"tokens": 4096}, "eval": {"tokens": 1024}, "calibration": {"tokens": 1024}}
     record["promotion"] = {"enabled": False}
     file.write_text(yaml.safe_dump(record))

@@ -55,7 +55,7 @@ def config(tmp_path: Path) -> SearchConfig:
         {
             "name": "small",
             "model": {"path": str(tmp_path / "base")},
-            "search": {"recipes": ["gqa", "headfold"], "budgets": [0.5]},
+            "search": {"recipes": ["gqa", "headfold"], "kv_ratios": [0.5]},
             "rungs": {"steps": [0, 4]},
         }
     )

@@ -113,7 +113,7 @@ def test_mistakes_are_refused_before_anything_starts(
 def test_what_does_not_fit_is_refused(like: Path, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="groups must divide the 4 heads, got 3"):
         check(like, tmp_path / "out", **{**ASKED, "recipe": "dcformer", "overrides": ["composition.groups=3"]})
-    with pytest.raises(ConfigError, match="like: no checkpoint at '/none'"):
+    with pytest.raises(ConfigError, match="architecture: no checkpoint at '/none'"):
         check("/none", tmp_path / "out", **ASKED)
     with pytest.raises(DataError, match="synthetic:induction: expected one of all, new-pairs"):
         check(like, tmp_path / "out", **{**ASKED, "train_data": "synthetic:induction"})
@@ -178,7 +178,7 @@ def test_a_killed_command_goes_on_to_the_same_numbers(ray_cluster: None, like: P
     whole = train_from_scratch(like, tmp_path / "whole", **asked)
     options = ["--steps", "60", "--eval-every", "6", "--learning-rate", "3e-3", "--eval-tokens", "1024"]
     options += ["--sequence-length", "32", "--device", "cpu", "--set", "train.cpus_per_worker=0.4"]
-    command = [sys.executable, "-m", "orchestrator.main", "train", "--like", str(like), *options]
+    command = [sys.executable, "-m", "orchestrator.main", "train", "--architecture", str(like), *options]
     log = tmp_path / "killed.training" / "milestones.jsonl"
     process = subprocess.Popen(
         [*command, "--out", str(tmp_path / "killed")], cwd=REPOSITORY, start_new_session=True, stdout=subprocess.DEVNULL

@@ -69,7 +69,7 @@ def folder(tmp_path: Path, demo_dir: Path) -> SearchFolder:
     config = {
         "name": "mine",
         "model": {"path": str(demo_dir)},
-        "search": {"budgets": [0.5], "samples": 4, "choices": {"grouping": ["exact"]}, "recipes": ["headfold"]},
+        "search": {"kv_ratios": [0.5], "num_samples": 4, "search_space": {"grouping": ["exact"]}, "recipes": ["headfold"]},
         "rungs": {"steps": [0, 8]},
     }
     made.snapshot.write_text(yaml.safe_dump(parse_config(config).model_dump(mode="json")))
@@ -90,7 +90,7 @@ def test_the_command_makes_the_same_candidate_again(name: str, folder: SearchFol
     geometry = geometry_of(AutoConfig.from_pretrained(demo_dir))
     (again,) = named_candidates(config, geometry)
     assert again.key == Candidate(chosen, budget, 1e-3, 7).key
-    assert not config.promotion.enabled and config.search.samples == 0 and not config.rungs.stop
+    assert not config.promotion.enabled and config.search.num_samples == 0 and not config.rungs.stop
 
 
 def test_a_plan_of_the_searchers_own_has_no_command(folder: SearchFolder) -> None:

@@ -23,7 +23,7 @@ from orchestrator.storage.records import TrialRecord, save_trials, write_json
 CONFIG = {
     "name": "mine",
     "model": {"path": "m"},
-    "search": {"budgets": [0.5, 0.25]},
+    "search": {"kv_ratios": [0.5, 0.25]},
     "rungs": {"steps": [0, 8, 24]},
     "train": {"num_workers": 2, "batch_size": 8, "cpus_per_worker": 1.0},
     "resources": {"price_per_hour": 3.0},
@@ -64,7 +64,7 @@ def started(folder: SearchFolder) -> None:
 
 def test_the_view_counts_what_was_reported(folder: SearchFolder) -> None:
     started(folder)
-    view = live.look(folder, NOW)
+    view = live.read_status(folder, NOW)
     assert view.state == "running"
     assert (view.trials["done"], view.trials["running"], view.trials["failed"], view.expected) == (1, 1, 1, 8)
     assert view.seconds == 1800
@@ -81,13 +81,13 @@ def test_the_view_counts_what_was_reported(folder: SearchFolder) -> None:
 
 
 def test_a_search_that_has_ended_or_was_killed_says_so(folder: SearchFolder) -> None:
-    assert live.look(folder, NOW).state == "running"
+    assert live.read_status(folder, NOW).state == "running"
     started(folder)
     write_json(folder.state, {"started": "2026-01-01T12:00:00+00:00", "seconds": 60.0, "ended": "done"})
-    assert live.look(folder, NOW).state == "ended"
+    assert live.read_status(folder, NOW).state == "ended"
     save_trials(folder.trials_file, [trial(1, 0.5, [3.0], records.KILLED)])
     write_json(folder.state, {"started": "2026-01-01T12:00:00+00:00", "seconds": 60.0})
-    view = live.look(folder, NOW)
+    view = live.read_status(folder, NOW)
     assert view.state == "interrupted"
     assert view.hours_left is None
 
@@ -128,6 +128,6 @@ def test_scripts_get_one_object(folder: SearchFolder, tmp_path: Path) -> None:
 def test_a_snapshot_of_another_version_leaves_out_what_follows_from_it(folder: SearchFolder) -> None:
     started(folder)
     folder.snapshot.write_text("name: mine\nold_section: {}\n")
-    view = live.look(folder, NOW)
+    view = live.read_status(folder, NOW)
     assert view.money_spent is None
     assert view.front

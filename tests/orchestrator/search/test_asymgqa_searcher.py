@@ -29,7 +29,7 @@ def similarities(recipe: Recipe) -> dict[tuple[int, str], np.ndarray]:
 
 
 def problem(demo_dir: Path, samples: int = 100, seed: int = 0, **search: Any) -> SearchProblem:
-    section = {"recipes": ["gqa"], "budgets": [0.5, 0.25], "learning_rates": [1e-4, 1e-3]} | search
+    section = {"recipes": ["gqa"], "kv_ratios": [0.5, 0.25], "learning_rates": [1e-4, 1e-3]} | search
     config = parse_config({"name": "x", "model": {"path": str(demo_dir)}, "search": section})
     geometry = geometry_of(load_config(demo_dir))
     space, named = candidate_space(config, geometry), named_candidates(config, geometry)
@@ -228,9 +228,9 @@ def test_the_similarities_are_made_once_and_not_before_they_are_needed(demo_dir:
 def test_settings_and_choices_reach_the_walk(demo_dir: Path) -> None:
     task = problem(
         demo_dir,
-        budgets=[0.5],
-        choices={"grouping": ["walk_symmetric"], "similarity": ["weight"], "fusion": ["norm_restored"]},
-        settings={"searcher.chains": 3, "grouping.iterations": 5, "grouping.accept": 0.7, "grouping.neighbours": 2},
+        kv_ratios=[0.5],
+        search_space={"grouping": ["walk_symmetric"], "similarity": ["weight"], "fusion": ["norm_restored"]},
+        params={"searcher.chains": 3, "grouping.iterations": 5, "grouping.accept": 0.7, "grouping.neighbours": 2},
     )
     searcher = searcher_of(task)
     configs = run(searcher)
@@ -249,14 +249,14 @@ def test_settings_and_choices_reach_the_walk(demo_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("search", "samples", "said"),
     [
-        ({}, 5, r"search\.samples: got 5, .* 32 probes with one move a site and 320 "),
-        ({}, 321, r"search\.samples: got 321, "),
-        ({"settings": {"searcher.chains": 1}}, 15, r"search\.samples: got 15, .* 16 probes"),
-        ({"settings": {"searcher.chain": 1}}, 64, "has no setting 'chain' .did you mean chains.*; it has .*chains"),
-        ({"settings": {"searcher.chains": 0}}, 64, "chains must lie in"),
-        ({"choices": {"grouping": ["exact"], "objective": ["least_squares"]}}, 64, r"search\.choices: .*objective"),
-        ({"choices": {"grouping": ["walk_symmetric", "walk_asymmetric"]}}, 64, "one value for grouping"),
-        ({"choices": {"grouping": ["neighbour"]}}, 64, "choose walk_asymmetric or walk_symmetric"),
+        ({}, 5, r"search\.num_samples: got 5, .* 32 probes with one move a site and 320 "),
+        ({}, 321, r"search\.num_samples: got 321, "),
+        ({"params": {"searcher.chains": 1}}, 15, r"search\.num_samples: got 15, .* 16 probes"),
+        ({"params": {"searcher.chain": 1}}, 64, "has no setting 'chain' .did you mean chains.*; it has .*chains"),
+        ({"params": {"searcher.chains": 0}}, 64, "chains must lie in"),
+        ({"search_space": {"grouping": ["exact"], "objective": ["least_squares"]}}, 64, r"search\.search_space: .*objective"),
+        ({"search_space": {"grouping": ["walk_symmetric", "walk_asymmetric"]}}, 64, "one value for grouping"),
+        ({"search_space": {"grouping": ["neighbour"]}}, 64, "choose walk_asymmetric or walk_symmetric"),
     ],
 )
 def test_what_cannot_be_walked_is_told(demo_dir: Path, search: dict[str, Any], samples: int, said: str) -> None:
@@ -266,13 +266,13 @@ def test_what_cannot_be_walked_is_told(demo_dir: Path, search: dict[str, Any], s
 
 def test_other_searchers_have_no_chains(demo_dir: Path) -> None:
     with pytest.raises(ValueError, match="has no setting 'chains'"):
-        make_searcher("random", problem(demo_dir, 5, settings={"searcher.chains": 2}))
+        make_searcher("random", problem(demo_dir, 5, params={"searcher.chains": 2}))
 
 
 def test_budgets_without_a_choice_need_no_probes(demo_dir: Path) -> None:
     """One head a layer: there is one plan, and it is trained."""
-    searcher = searcher_of(problem(demo_dir, samples=0, budgets=[0.125]))
+    searcher = searcher_of(problem(demo_dir, samples=0, kv_ratios=[0.125]))
     configs = run(searcher)
     assert (len(probes(configs)), len(finals(configs))) == (0, 2)
     with pytest.raises(ConfigError, match="got 3"):
-        searcher_of(problem(demo_dir, samples=3, budgets=[0.125]))
+        searcher_of(problem(demo_dir, samples=3, kv_ratios=[0.125]))

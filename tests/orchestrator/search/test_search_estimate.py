@@ -56,7 +56,7 @@ def test_halving_stops_some_and_the_baseline_never(tmp_path: Path) -> None:
 
 def test_a_searcher_with_probes_trains_only_what_it_finds(tmp_path: Path) -> None:
     config = config_of(
-        "demo", "search.searcher=asymgqa", "search.samples=40", "search.choices={}", "search.settings={}"
+        "demo", "search.searcher=asymgqa", "search.num_samples=40", "search.search_space={}", "search.params={}"
     )
     found = of(config, tmp_path)
     assert found.probes == 40
@@ -87,7 +87,7 @@ def test_memory_falls_with_stage_and_micro_batch(tmp_path: Path) -> None:
     def worker(*changes: str) -> int:
         return of(config_of("demo", *changes), tmp_path).worker_bytes
 
-    assert worker("train.micro_batch=1") < worker()
+    assert worker("train.micro_batch_size=1") < worker()
     stages = [worker("train.num_workers=4", f"train.zero_stage={stage}") for stage in (0, 1, 2, 3)]
     assert stages == sorted(stages, reverse=True) and len(set(stages)) == 4
 
@@ -103,7 +103,7 @@ def test_workers_with_gpus_are_not_measured_on_a_machine_without(
 
 
 def test_the_rate_is_measured_where_it_can_be(tmp_path: Path) -> None:
-    config = config_of("demo", "resources.tokens_per_second=null", "train.micro_batch=1", "data.sequence_length=64")
+    config = config_of("demo", "resources.tokens_per_second=null", "train.micro_batch_size=1", "data.sequence_length=64")
     found = of(config, tmp_path)
     assert found.rate_from == "measured here"
     assert found.rate and found.rate > 0

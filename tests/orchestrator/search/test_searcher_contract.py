@@ -33,7 +33,7 @@ CHOICES_OF = {"asymgqa": {"grouping": ["walk_symmetric"], "fusion": ["norm_resto
 
 
 def problem(demo_dir: Path, name: str, seed: int = 0, **search: Any) -> SearchProblem:
-    section = {"recipes": ["gqa", "asymgqa", "headfold"], "budgets": [0.5, 0.25], "learning_rates": [1e-4, 1e-3]}
+    section = {"recipes": ["gqa", "asymgqa", "headfold"], "kv_ratios": [0.5, 0.25], "learning_rates": [1e-4, 1e-3]}
     config = parse_config({"name": "x", "model": {"path": str(demo_dir)}, "search": section | search})
     geometry = geometry_of(load_config(demo_dir))
     space, named = candidate_space(config, geometry), named_candidates(config, geometry)
@@ -198,7 +198,7 @@ def test_saved_and_restored_it_goes_on_as_if_nothing_had_happened(demo_dir: Path
 
 def test_candidates_outside_of_the_space_run_all_the_same(demo_dir: Path, name: str) -> None:
     choices = CHOICES_OF.get(name, CHOICES)
-    task = problem(demo_dir, name, choices=choices)
+    task = problem(demo_dir, name, search_space=choices)
     searcher = SEARCHERS.get(name)(task)
     configs = drive(searcher)
     assert len(configs) == expected(searcher, task)
@@ -208,13 +208,13 @@ def test_candidates_outside_of_the_space_run_all_the_same(demo_dir: Path, name: 
 
 def test_a_grid_refuses_samples(demo_dir: Path) -> None:
     task = problem(demo_dir, "random")
-    with pytest.raises(ConfigError, match=r"search\.samples"):
+    with pytest.raises(ConfigError, match=r"search\.num_samples"):
         SEARCHERS.get("grid")(task)
 
 
 def test_a_pooled_model_teaches_the_estimator_nothing(demo_dir: Path) -> None:
     """Its loss says nothing of the relaxation that it was measured for."""
-    task = problem(demo_dir, "optuna", recipes=["gqa"], choices=CHOICES)
+    task = problem(demo_dir, "optuna", recipes=["gqa"], search_space=CHOICES)
     searcher: Any = SEARCHERS.get("optuna")(task)
     drive(searcher, stop=len(task.named) + 1)
     known = len(searcher._window())
@@ -228,7 +228,7 @@ def test_a_pooled_model_teaches_the_estimator_nothing(demo_dir: Path) -> None:
 @pytest.mark.parametrize("loss", [math.nan, math.inf, 1.0])
 def test_a_trial_that_failed_or_diverged_teaches_the_estimator_nothing(demo_dir: Path, loss: float) -> None:
     """Also one that had a good score before it failed."""
-    task = problem(demo_dir, "optuna", recipes=["gqa"], choices=CHOICES)
+    task = problem(demo_dir, "optuna", recipes=["gqa"], search_space=CHOICES)
     searcher: Any = SEARCHERS.get("optuna")(task)
     drive(searcher, stop=len(task.named) + 2)
     config = searcher.suggest("bad")

@@ -23,7 +23,7 @@ def record(demo_dir: Path, folder: Path, **sections: Any) -> dict[str, Any]:
         "name": "small",
         "model": {"path": str(demo_dir)},
         "data": SMALL,
-        "search": {"recipes": ["gqa", "headfold"], "budgets": [0.5, 0.25], "searcher": "grid"},
+        "search": {"recipes": ["gqa", "headfold"], "kv_ratios": [0.5, 0.25], "searcher": "grid"},
         "storage": str(folder),
     }
     return {
@@ -40,28 +40,28 @@ def refusal(config: dict[str, Any]) -> str:
 
 def arm(**fields: Any) -> dict[str, Any]:
     """A search of the baseline and one more arm."""
-    return {"search": {"recipes": ["least_squares", fields], "budgets": [0.25]}}
+    return {"search": {"recipes": ["least_squares", fields], "kv_ratios": [0.25]}}
 
 
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"search": {"budgets": [0.3]}}, ["search.budgets", "0.3", "gqa", "0.125, 0.25, 0.5, 1"]),
+        ({"search": {"kv_ratios": [0.3]}}, ["search.kv_ratios", "0.3", "gqa", "0.125, 0.25, 0.5, 1"]),
         ({"search": {"recipes": ["gqa", "dha9"]}}, ["search.recipes", "dha9", "headfold"]),
         ({"search": {"baseline": "none"}}, ["search.baseline", "none", "gqa"]),
         (arm(recipe="dha", changes={"fusion": "least_squares"}), ["search.recipes", "dha", "fusion", "mean"]),
-        (arm(recipe="gqa", settings={"relaxation.rate": 1}), ["search.recipes", "gqa", "relaxation=none", "rate"]),
-        (arm(recipe="postshare", label="mine"), ["search.budgets", "0.25", "mine", "saves weights", "1"]),
+        (arm(recipe="gqa", params={"relaxation.rate": 1}), ["search.recipes", "gqa", "relaxation=none", "rate"]),
+        (arm(recipe="postshare", label="mine"), ["search.kv_ratios", "0.25", "mine", "saves weights", "1"]),
         (arm(recipe="align", changes={"composition": "dcmha"}), ["align", "composition must be none", "dcmha"]),
-        (arm(recipe="gqa", budget=[1.0]), ["search.recipes.1.budget", "budgets", "settings"]),
+        (arm(recipe="gqa", budget=[1.0]), ["search.recipes.1.budget", "kv_ratios", "params"]),
         ({"model": {"teacher": "/no/such/teacher"}}, ["model.teacher", "/no/such/teacher"]),
         ({"search": {"searcher": "grids"}}, ["search.searcher", "grids", "optuna"]),
         ({"rungs": {"scheduler": "fronts"}}, ["rungs.scheduler", "fronts", "front"]),
-        ({"rungs": {"scheduler": "front", "settings": {"ties": "first"}}}, ["rungs.settings", "ties", "crowding"]),
-        ({"rungs": {"settings": {"ties": "crowding"}}}, ["rungs.settings", "budget", "ties"]),
-        ({"search": {"samples": 3}}, ["search.samples", "3", "optuna or random"]),
-        ({"search": {"choices": {"grouping": ["exactly"]}}}, ["search.choices", "exactly", "exact"]),
-        ({"search": {"choices": {"groping": ["exact"]}}}, ["search.choices", "groping"]),
+        ({"rungs": {"scheduler": "front", "params": {"ties": "first"}}}, ["rungs.params", "ties", "crowding"]),
+        ({"rungs": {"params": {"ties": "crowding"}}}, ["rungs.params", "budget", "ties"]),
+        ({"search": {"num_samples": 3}}, ["search.num_samples", "3", "optuna or random"]),
+        ({"search": {"search_space": {"grouping": ["exactly"]}}}, ["search.search_space", "exactly", "exact"]),
+        ({"search": {"search_space": {"groping": ["exact"]}}}, ["search.search_space", "groping"]),
         ({"data": {"sequence_length": 4096}}, ["sequence_length", "4096", "512"]),
         ({"data": {"source": "/no/such/file.txt"}}, ["data.train", "/no/such/file.txt"]),
         ({"data": {"source": "nobody/no-such-data-set"}}, ["data.train", "nobody/no-such-data-set"]),

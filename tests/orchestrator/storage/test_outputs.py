@@ -38,7 +38,7 @@ def written(folder: Path, content: bytes = b"old") -> None:
 
 # ---- random trees -------------------------------------------------------------------------------------------------
 
-NAMES = st.sampled_from(["a", "b", "m", "kv-0.5", "curve.json", ".a.old", ".a.streaming"])
+NAMES = st.sampled_from(["a", "b", "m", "kv-0.5", "curve.json", ".a.old", ".a.layerwise"])
 PLACES = st.lists(NAMES, min_size=1, max_size=3).map("/".join)
 THINGS = ("file", "empty file", "folder", "link", "ours", "ours and a file", "ours, changed", "json", "page", "list")
 WAYS = ("folder", "save", "stage", "curve", "json", "page", "report")

@@ -84,12 +84,12 @@ NASTY = (
 def test_no_name_leads_out_of_the_storage(folder: SearchFolder, name: str) -> None:
     with pytest.raises(ConfigError):
         folder.trial(name)
-    sound = {"name": "a", "model": {"path": "m"}, "search": {"budgets": [0.5]}}
+    sound = {"name": "a", "model": {"path": "m"}, "search": {"kv_ratios": [0.5]}}
     arm = {"recipe": "gqa", "label": name}
     for changes in (
         {"name": name},
         {"promotion": {"registered_name": name}},
-        {"search": {"budgets": [0.5], "recipes": [arm]}},
+        {"search": {"kv_ratios": [0.5], "recipes": [arm]}},
     ):
         with pytest.raises(ConfigError) as caught:
             parse_config({**sound, **changes})

@@ -160,7 +160,7 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     limit, step = [4], Engine.step
 
     def limited(self: Engine, batch: torch.Tensor, loss_fn: Any) -> float:
-        if self.settings.rows > limit[0] and self.steps_done >= 2:
+        if self.settings.device_batch_size > limit[0] and self.steps_done >= 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nand more")
         return step(self, batch, loss_fn)
 
@@ -175,7 +175,7 @@ def test_out_of_memory_goes_on_with_half_the_micro_batch(
     metrics = carry_out(other, link)["metrics"]
     assert link.steps == [2, 2, 4, 6]  # the report before it is repeated
     assert metrics["notes"] == [
-        "out of memory with micro_batch 8: trained with 4 and 2 accumulation steps instead of 1"
+        "out of memory with micro_batch_size 8: trained with 4 and 2 accumulation steps instead of 1"
     ]
     assert "notes" not in link.reports[0]
     for name in ("loss", "kl", "train_loss"):
@@ -190,7 +190,7 @@ def test_out_of_memory_goes_on_with_half_the_micro_batch(
 def test_out_of_memory_twice_ends_the_job(other: TrainJob, small_memory: list[int]) -> None:
     small_memory[0] = 2
     with pytest.raises(
-        JobOutOfMemoryError, match=r"micro_batch 4, which was lowered to already: CUDA out of memory. Tried .*;"
+        JobOutOfMemoryError, match=r"micro_batch_size 4, which was lowered to already: CUDA out of memory. Tried .*;"
     ):
         carry_out(other, Alone())
 
@@ -226,19 +226,19 @@ def test_a_relaxation_without_recovery(other: TrainJob, tmp_path: Path) -> None:
 def test_which_micro_batch_is_tried(job: TrainJob, tmp_path: Path) -> None:
     def rows(**settings: Any) -> int | None:
         found = lowered(TrainSettings(**settings))
-        return None if found is None else found.micro_batch
+        return None if found is None else found.micro_batch_size
 
-    assert (rows(batch_size=8), rows(batch_size=8, micro_batch=4), rows(batch_size=8, micro_batch=1)) == (4, 2, None)
+    assert (rows(batch_size=8), rows(batch_size=8, micro_batch_size=4), rows(batch_size=8, micro_batch_size=1)) == (4, 2, None)
     assert rows(batch_size=9) == 3
-    assert rows(batch_size=12, num_workers=2, micro_batch=6) == 3
+    assert rows(batch_size=12, num_workers=2, micro_batch_size=6) == 3
     single = replace(job, out_dir=str(tmp_path / "out"), settings=TrainSettings(batch_size=1))
     with pytest.raises(
-        JobOutOfMemoryError, match="micro_batch 1: full; lower train.micro_batch or data.sequence_length"
+        JobOutOfMemoryError, match="micro_batch_size 1: full; lower train.micro_batch_size or data.sequence_length"
     ):
         lower(single, "full", already=False)
     eight = replace(single, settings=TrainSettings(batch_size=8))
     lower(eight, "full", already=False)
-    assert as_it_fits(eight)[0].settings.micro_batch == 4
+    assert as_it_fits(eight)[0].settings.micro_batch_size == 4
     assert as_it_fits(single) == (single, [])  # the note is of other settings
 
 

@@ -50,7 +50,7 @@ def ended(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
         # Align as its paper trains it, so that the teacher comes back too
         distillation = "kl_bild" if name == "hard_concrete" else "none"
         settings = TrainSettings(
-            learning_rate=3e-3, micro_batch=4, zero_stage=stage, num_workers=workers, distillation=distillation
+            learning_rate=3e-3, micro_batch_size=4, zero_stage=stage, num_workers=workers, distillation=distillation
         )
         job = TrainJob(
             model_dir=str(folder / "model"),

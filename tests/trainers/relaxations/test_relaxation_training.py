@@ -53,7 +53,7 @@ def make(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         plan = SHARED if "shares" in part.needs else GROUPED
         model = tiny_model("llama", attention_bias=True).to(dtype)
         relaxation = part(model, plan, steps=STEPS, **KNOBS.get(name, {}))
-        chosen = TrainSettings(learning_rate=3e-3, micro_batch=4, **settings)
+        chosen = TrainSettings(learning_rate=3e-3, micro_batch_size=4, **settings)
         engines.append(Engine(relaxation.model, chosen, STEPS, relaxation.parameter_groups()))
         return relaxation, engines[-1]
 
@@ -91,7 +91,7 @@ def plain_torch(relaxation: Any, ids: Tensor, settings: TrainSettings) -> list[f
             group["lr"] = settings.rate(step, STEPS) * group["scale"]
         loss = loss_fn(relaxation.model, stream.next())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(relaxation.model.parameters(), settings.gradient_clipping)
+        torch.nn.utils.clip_grad_norm_(relaxation.model.parameters(), settings.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
