@@ -12,7 +12,7 @@ from torch import Tensor
 from attention.calibration.calibration import Calibration
 from attention.conversion import conversion
 from attention.conversion.refinement import RefinementReport, refine
-from attention.geometry import HeadGeometry
+from attention.families import geometry_of
 from attention.io import checkpoint
 from attention.io.stock_form import format_of
 from attention.plan import AttentionPlan
@@ -52,7 +52,7 @@ def relaxation_start(
 
     Every query head has a key and a value head of its own, whatever the checkpoint shares.
     """
-    geometry = HeadGeometry.from_config(model.config)
+    geometry = geometry_of(model.config)
     heads = conversion.align_layers(
         conversion.lift(model), plan, recipe.alignment, calibration, geometry, recipe.knobs("alignment")
     )
@@ -69,7 +69,7 @@ def planning_context(
 ) -> PlanningContext:
     """What plans are made from. `sequences` `[N, T]` are calibration tokens; `cache_dir` keeps measured curves."""
     return PlanningContext(
-        geometry=HeadGeometry.from_config(model.config),
+        geometry=geometry_of(model.config),
         heads=conversion.lift(model),
         calibration=calibration,
         model=model,
