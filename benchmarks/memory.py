@@ -85,7 +85,8 @@ def verbs(*calls: Sequence[str]) -> None:
 
 
 def measured(config: LlamaConfig, folder: Path, *options: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The estimate of a conversion layer by layer of a random checkpoint, made before it, and the conversion's record."""
+    """The estimate of a conversion layer by layer of a random checkpoint, made before it, and the conversion's
+    record."""
     random_checkpoint(config, folder / "model")
     same = ("--model", str(folder / "model"), "--recipe", "headfold_gqa", "--kv-ratio", "0.25", "--dtype", "bfloat16")
     said, done = folder / "estimate.json", folder / "convert.json"

@@ -105,9 +105,10 @@ class Engine:
         self._engine.train()
         for group in self._engine.optimizer.param_groups:
             group["lr"] = self.rate * group[SCALE]
-        pieces = batch.to(self.device).split(self.settings.device_batch_size)
-        if len(pieces) != self.settings.gradient_accumulation_steps:
-            raise ValueError(f"a step takes {self.settings.gradient_accumulation_steps} x {self.settings.device_batch_size} rows, got {len(batch)}")
+        size, passes = self.settings.device_batch_size, self.settings.gradient_accumulation_steps
+        pieces = batch.to(self.device).split(size)
+        if len(pieces) != passes:
+            raise ValueError(f"a step takes {passes} x {size} sequences, got {len(batch)}")
         mean = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, piece in enumerate(pieces):
             loss = loss_fn(self._engine, piece)

@@ -42,8 +42,8 @@ def _is_line(text: str) -> bool:
 class TrainSettings(Strict):
     """The optimiser, its schedule, the batch, and the machinery. An impossible combination cannot be constructed.
 
-    `batch_size`: sequences a step over all workers. `micro_batch_size`: sequences that one worker holds in memory at once
-    (None: all of its share). `dtype`: what training computes in; what a promotion ships has the checkpoint's own.
+    `batch_size`: sequences a step over all workers. `micro_batch_size`: sequences that one worker holds in memory at
+    once (None: all of its share). `dtype`: what training computes in; what a promotion ships has the checkpoint's own.
     `zero_stage`: what DeepSpeed splits over workers: 0 nothing, 1 optimiser state, 2 and gradients, 3 and weights.
     `distillation`: "kl" mixes KL(original model ‖ model) into the loss with the weight `distillation_weight`,
     "kl_bild" KL + BiLD (paper 001); the language-modelling loss keeps the rest. `tuning`: "full" trains all weights,
@@ -80,18 +80,18 @@ class TrainSettings(Strict):
                 "dtype bfloat16 needs zero_stage 1, 2 or 3, got 0: DeepSpeed's plain bfloat16 optimiser takes wrong "
                 "first steps; set zero_stage=1 or dtype=float32"
             )
-        rows = self.num_workers * self.device_batch_size
-        if self.batch_size % rows:
+        size = self.device_batch_size
+        if self.batch_size % (self.num_workers * size):
             raise ValueError(
-                f"batch_size must be a multiple of num_workers x micro_batch_size = {self.num_workers} x {self.device_batch_size} = "
-                f"{rows}, got {self.batch_size}"
+                f"batch_size must be a multiple of num_workers x micro_batch_size = {self.num_workers} x {size} = "
+                f"{self.num_workers * size}, got {self.batch_size}"
             )
         return self
 
     @property
     def device_batch_size(self) -> int:
         """Sequences that one worker holds in memory at once."""
-        return self.micro_batch_size if self.micro_batch_size is not None else max(1, self.batch_size // self.num_workers)
+        return self.micro_batch_size or max(1, self.batch_size // self.num_workers)
 
     @property
     def gradient_accumulation_steps(self) -> int:

@@ -14,7 +14,9 @@ Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the folder of --out if Headfold wrote all of it, and nothing else.")
 ]
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file, e.g. configs/demo.yaml.")]
-ConfigOverrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. search.num_samples=4")]
+ConfigOverrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. search.num_samples=4")
+]
 KVRatios = Annotated[
     str | None,
     typer.Option(help="Share of the checkpoint's own KV cache to keep, below 1; or several, e.g. 0.5,0.25."),

@@ -11,7 +11,6 @@ from typing import Any
 
 from attention.messages import near
 
-
 RENAMED = {"--stream": "--layerwise", "--no-stream": "--no-layerwise", "--like": "--architecture"}
 """Options of earlier versions, and what they are called now."""
 

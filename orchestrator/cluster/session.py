@@ -58,7 +58,7 @@ def concurrency(resources: Mapping[str, float], demand: Demand, limit: int | str
             raise ConfigError(
                 f"train.num_workers: {demand.workers} worker(s) need {need[kind]:g} {kind} "
                 f"({_sum(demand, kind)}), but the cluster has {have[kind]:g}; lower train.num_workers, "
-                f"train.{kind.lower()}s_per_worker or resources.driver_{kind.lower()}s, or add nodes"
+                f"train.{kind.lower()}s_per_worker or resources.trial_{kind.lower()}s, or add nodes"
             )
     fit = min(int((have[kind] + 1e-6) // need[kind]) for kind in have if need[kind] > 0)
     return fit if limit == "auto" else min(fit, int(limit))
@@ -102,7 +102,7 @@ def _sum(demand: Demand, kind: str) -> str:
     of_worker, of_driver = (
         (demand.gpus_per_worker, demand.trial_gpus) if kind == "GPU" else (demand.cpus_per_worker, demand.trial_cpus)
     )
-    return f"{demand.workers} x {of_worker:g} and {of_driver:g} for the trial's driver"
+    return f"{demand.workers} x {of_worker:g} and {of_driver:g} for the trial itself"
 
 
 def ray_train_intervals(look_seconds: float) -> None:

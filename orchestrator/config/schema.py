@@ -146,10 +146,10 @@ class SearchSection(Section):
     Every recipe (a name, or an arm with changes) runs at every KV ratio with every learning rate and seed; then come
     `num_samples` candidates that the searcher draws from the joint space, which `search_space` restricts
     (`{grouping: [exact, merge]}`) and in which `params` fixes parameters (`{grouping.iterations: 50}`, and
-    `{searcher.chains: 4}` for one of the searcher). With searcher `asymgqa` the samples are the probes of its walks, and
-    the best plan of each ratio is one more candidate. `baseline` always runs, at every KV ratio of any arm, is never
-    stopped early, and is what a promotion must beat. `seed` is of the searcher and the texts; `seeds` (none: `seed`)
-    are those of plans and trainings.
+    `{searcher.chains: 4}` for one of the searcher). With searcher `asymgqa` the samples are the probes of its walks,
+    and the best plan of each ratio is one more candidate. `baseline` always runs, at every KV ratio of any arm, is
+    never stopped early, and is what a promotion must beat. `seed` is of the searcher and the texts; `seeds` (none:
+    `seed`) are those of plans and trainings.
     """
 
     searcher: str = Field(default="optuna", min_length=1)
@@ -231,8 +231,9 @@ class ResourcesSection(Section):
 
     `max_concurrent` trials at a time; `auto` derives it from what the cluster has, also while it grows and shrinks.
     `trial_cpus`, `trial_gpus`: of a trial's own process, which plans, converts and measures the untrained model
-    before its workers start. `reuse_workers`: workers take one training after another, so that a trial waits for no process to
-    start; they end after `idle_seconds` without one. With `reuse_workers` false every training starts workers of its own.
+    before its workers start. `reuse_workers`: workers take one training after another, so that a trial waits for no
+    process to start; they end after `idle_seconds` without one. With `reuse_workers` false every training starts
+    workers of its own.
 
     For estimates and bills: `tokens_per_second` that one worker trains on (none: measured where it can be), and
     `price_per_hour` of a GPU, or of a CPU where workers have no GPU, in whatever money.

@@ -31,9 +31,9 @@ def convert_checkpoint(
 
     `kv_ratio`: share of the checkpoint's own KV cache to keep, below 1 unless the recipe changes something else. `out`
     must be free, or with `overwrite` hold what we wrote (`attention.io.replacing.check_folder`, whose OutputError comes
-    before any work). `layerwise`: hold one decoder layer at a time (`orchestrator.conversion.layer_by_layer`); None does
-    so where the model would not fit in memory. Returns one record: losses and KL in nats a token, KV bytes planned and
-    held, seconds by phase. Raises ConfigError, DataError or PlanError for what a user can mend, before the model is
+    before any work). `layerwise`: hold one decoder layer at a time (`orchestrator.conversion.layer_by_layer`); None
+    does so where the model would not fit in memory. Returns one record: losses and KL in nats a token, KV bytes planned
+    and held, seconds by phase. Raises ConfigError, DataError or PlanError for what a user can mend, before the model is
     loaded where that can be known.
     """
     if layerwise is None:

@@ -79,9 +79,9 @@ class Estimate:
 
     `kv_bytes_per_token`, `kv_bytes_per_token_base`: of the converted and of the original model, heads alone.
     `resident`, `layerwise`: peak memory of the process in either way, all it needs besides included; `stages`: what it
-    comes to at each stage, by name; `layerwise_possible`: whether there is the second way, else `why_not` says why. `disk`: of
-    the result; `scratch`: of what lies beside it on the way. `flops` of the way layer by layer; `seconds` of it at the speed
-    that a matrix product has here (`rate`, operations a second), planning left out.
+    comes to at each stage, by name; `layerwise_possible`: whether there is the second way, else `why_not` says why.
+    `disk`: of the result; `scratch`: of what lies beside it on the way. `flops` of the way layer by layer; `seconds` of
+    it at the speed that a matrix product has here (`rate`, operations a second), planning left out.
     """
 
     kv_ratio: float
@@ -253,7 +253,8 @@ def resident_peak(conversion: Conversion, size: Size, width: int) -> int:
 
 
 def operations(conversion: Conversion, size: Size, tokens: int) -> float:
-    """Floating-point operations of a conversion layer by layer: forward passes, statistics, refinement, held-out logits."""
+    """Floating-point operations of a conversion layer by layer: forward passes, statistics, refinement, held-out
+    logits."""
     g, c = conversion.geometry, conversion
     forward = 2.0 * size.layer + 2 * 2 * g.num_heads * g.head_dim * c.sequence_length
     passes = 2 * forward * tokens
@@ -337,7 +338,9 @@ def describe(found: Estimate) -> Mapping[str, str]:
         "cache": f"{percent(found.kv_ratio)} of the checkpoint's{unmet(found.to_dict())}: "
         f"{found.kv_bytes_per_token:,} of {found.kv_bytes_per_token_base:,} KV bytes a token",
         "in memory": f"{found.resident / giga:.1f} GiB",
-        "layer by layer": f"{found.layerwise / giga:.1f} GiB (stage: {largest})" if found.layerwise_possible else found.why_not,
+        "layer by layer": f"{found.layerwise / giga:.1f} GiB (stage: {largest})"
+        if found.layerwise_possible
+        else found.why_not,
         "available now": f"{found.available / giga:.1f} GiB" if found.available else "unknown",
         "disk": f"{found.disk / giga:.2f} GiB, and {found.scratch / giga:.2f} GiB on the way (layer by layer)",
         "work": f"{found.flops:.2g} operations; about {found.seconds / 60:.1f} min here on {os.cpu_count()} CPUs, "

@@ -71,8 +71,9 @@ def as_it_fits(job: TrainJob) -> tuple[TrainJob, list[str]]:
     if relaxation is not None and relaxation.settings is not None:
         relaxation = replace(relaxation, settings=lowered(relaxation.settings) or relaxation.settings)
     said = (
-        f"out of memory with micro_batch_size {rows}: trained with {settings.device_batch_size} and {settings.gradient_accumulation_steps} "
-        f"accumulation steps instead of {job.settings.gradient_accumulation_steps}"
+        f"out of memory with micro_batch_size {rows}: trained with {settings.device_batch_size} and "
+        f"{settings.gradient_accumulation_steps} accumulation steps instead of "
+        f"{job.settings.gradient_accumulation_steps}"
     )
     return replace(job, settings=settings, relaxation=relaxation), [said]
 

@@ -133,8 +133,16 @@ TRAININGS = (
         "train --architecture none --steps 2 --learning-rate 1e-3 --out trained ...",
         ("architecture", "none"),
     ),
-    Bad("no steps", "train --architecture model --steps 0 --learning-rate 1e-3 --out trained ...", ("--steps", "got '0'")),
-    Bad("no learning rate", "train --architecture model --steps 2 --learning-rate 0 --out trained ...", ("learning_rate",)),
+    Bad(
+        "no steps",
+        "train --architecture model --steps 0 --learning-rate 1e-3 --out trained ...",
+        ("--steps", "got '0'"),
+    ),
+    Bad(
+        "no learning rate",
+        "train --architecture model --steps 2 --learning-rate 0 --out trained ...",
+        ("learning_rate",),
+    ),
     Bad(
         "a word for a learning rate",
         "train --architecture model --steps 2 --learning-rate fast --out trained ...",
@@ -165,13 +173,25 @@ TRAININGS = (
         f"{T} --set train.num_workers=512 --set train.batch_size=512 ...",
         ("train.num_workers", "512"),
     ),
-    Bad("training over other work", "train --architecture model --steps 2 --learning-rate 1e-3 --out work ...", ("work",)),
-    Bad("training over its model", "train --architecture model --steps 2 --learning-rate 1e-3 --out model ...", ("model",)),
+    Bad(
+        "training over other work",
+        "train --architecture model --steps 2 --learning-rate 1e-3 --out work ...",
+        ("work",),
+    ),
+    Bad(
+        "training over its model",
+        "train --architecture model --steps 2 --learning-rate 1e-3 --out model ...",
+        ("model",),
+    ),
     Bad(
         "training below a file",
         "train --architecture model --steps 2 --learning-rate 1e-3 --out texts/notes.txt/out ...",
         ("texts/notes.txt",),
     ),
-    Bad("training into an address", "train --architecture model --steps 2 --learning-rate 1e-3 --out s3://b/x ...", ("out",)),
+    Bad(
+        "training into an address",
+        "train --architecture model --steps 2 --learning-rate 1e-3 --out s3://b/x ...",
+        ("out",),
+    ),
     Bad("training without a tokenizer", f"{T} ...", ("tokenizer", "model"), removes("model/tokenizer.json")),
 )

@@ -7,7 +7,11 @@ from bad_input import QUERY, Bad, weights, writes
 C = "convert --model model --recipe gqa --kv-ratio 0.5"
 
 CONVERSIONS = (
-    Bad("an option of an earlier version", "convert --model model --recipe gqa --kv-ratio 0.5 --stream", ("--layerwise",)),
+    Bad(
+        "an option of an earlier version",
+        "convert --model model --recipe gqa --kv-ratio 0.5 --stream",
+        ("--layerwise",),
+    ),
     Bad("its opposite", "convert --model model --recipe gqa --kv-ratio 0.5 --no-stream", ("--no-layerwise",)),
     Bad("an option misspelt", "convert --model model --recpe gqa --kv-ratio 0.5", ("did you mean --recipe?",)),
     Bad("no model", "convert --recipe gqa --kv-ratio 0.5", ("--model",)),
@@ -117,7 +121,7 @@ ESTIMATES = (
     Bad("nothing to estimate", "estimate", ("expected a search", "or a conversion")),
     Bad("an estimate of a search that is not there", "estimate none.yaml", ("none.yaml",)),
     Bad("a search and a conversion", "estimate mine.yaml --model model", ("one of two",)),
-    Bad("a key misspelt in an estimate", "estimate mine.yaml search.samplez=3", ("did you mean samples?",)),
+    Bad("a key misspelt in an estimate", "estimate mine.yaml search.num_samplez=3", ("did you mean num_samples?",)),
     Bad("an estimate without a ratio", "estimate --model model --recipe gqa", ("kv-ratio",)),
     Bad("an estimate of no model", "estimate --model none --recipe gqa --kv-ratio 0.5", ("model", "none")),
     Bad(

@@ -74,22 +74,34 @@ def test_help_needs_no_heavy_import() -> None:
 
 
 def test_a_mistake_in_a_configuration_is_told_before_anything_heavy_is_imported() -> None:
-    done = run([sys.executable, "-c", LIGHT], "search", "configs/demo.yaml", "search.samplez=4")
+    done = run([sys.executable, "-c", LIGHT], "search", "configs/demo.yaml", "search.num_samplez=4")
     assert done.returncode == 2, done.stderr
-    assert "did you mean samples?" in done.stderr
+    assert "did you mean num_samples?" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["search", "nothing.yaml"], ["nothing.yaml"]),
-        (["search", "configs/demo.yaml", "search.samplez=4"], ["search.samplez", "did you mean samples?"]),
+        (["search", "configs/demo.yaml", "search.num_samplez=4"], ["search.num_samplez", "did you mean num_samples?"]),
         (["search", "configs/demo.yaml", "search.kv_ratios=[1.5]"], ["search.kv_ratios.0", "1.5", "(0, 1]"]),
         (["search", "configs/demo.yaml", "model.path=/none", "storage=STORE"], ["model.path", "/none"]),
         (["search", "configs/demo.yaml", "--resume", "storage=STORE", "name=never"], ["--resume", "never"]),
         (["promote", "configs"], ["configs", "folder of a search"]),
         (
-            ["train", "--architecture", "DEMO", "--steps", "1", "--learning-rate", "1", "--out", "o", "--set", "train.rate=1"],
+            [
+                "train",
+                "--architecture",
+                "DEMO",
+                "--steps",
+                "1",
+                "--learning-rate",
+                "1",
+                "--out",
+                "o",
+                "--set",
+                "train.rate=1",
+            ],
             ["train.rate", "unknown key"],
         ),
         (["report", "/none"], ["/none", "folder of a search"]),
@@ -104,7 +116,18 @@ def test_a_mistake_in_a_configuration_is_told_before_anything_heavy_is_imported(
         (["convert", "--model", "DEMO", "--recipe", "gqa", "--kv-ratio", "0.5", "--set", "fusoin=mean"], ["fusoin"]),
         (["convert", "--model", "DEMO", "--recipe", "gqa", "--kv-ratio", "0.5", "--layerwise"], ["--out"]),
         (
-            ["convert", "--model", "DEMO", "--recipe", "headfold", "--kv-ratio", "0.5", "--layerwise", "--out", "STORE"],
+            [
+                "convert",
+                "--model",
+                "DEMO",
+                "--recipe",
+                "headfold",
+                "--kv-ratio",
+                "0.5",
+                "--layerwise",
+                "--out",
+                "STORE",
+            ],
             ["knapsack", "--set allocation=uniform"],
         ),
         (["estimate", "--model", "/none", "--recipe", "gqa", "--kv-ratio", "0.5"], ["model", "/none"]),

@@ -123,7 +123,7 @@ def bad_configs(sound: dict[str, Any], required: tuple[tuple[Any, ...], ...], se
         else:
             place, value = rng.choice(
                 (
-                    (("search", "budgets"), [rng.uniform(-0.2, 1.2)]),
+                    (("search", "kv_ratios"), [rng.uniform(-0.2, 1.2)]),
                     (("search", "learning_rates"), [rng.choice((0.0, -1e-3, math.nan, math.inf, "fast"))]),
                     (("rungs", "steps"), [rng.randrange(-2, 9) for _ in range(3)]),
                     (("train", "batch_size"), rng.choice((3, 5, 7, -8, 8.5))),

@@ -30,7 +30,7 @@ REQUIRED = (
     ("model",),
     ("model", "path"),
     ("search",),
-    ("search", "budgets"),
+    ("search", "kv_ratios"),
     ("search", "recipes", 1, "recipe"),
 )
 LONGEST_MESSAGE = 2500
@@ -55,12 +55,22 @@ def sound(demo_dir: Path, storage: Path) -> dict[str, Any]:
         },
         "search": {
             **{"searcher": "optuna", "recipes": ["gqa", arm], "kv_ratios": [0.5, 0.25], "learning_rates": [1e-3]},
-            **{"num_samples": 2, "search_space": {"grouping": ["exact", "merge"]}, "params": {"grouping.equal_sizes": True}},
+            **{
+                "num_samples": 2,
+                "search_space": {"grouping": ["exact", "merge"]},
+                "params": {"grouping.equal_sizes": True},
+            },
             **{"baseline": "gqa", "seed": 0, "seeds": [0]},
         },
         "rungs": {"steps": [0, 8], "reduction_factor": 2.0, "stop": True, "scheduler": "budget", "params": {}},
         "train": {
-            **{"learning_rate": 1e-3, "weight_decay": 0.01, "warmup_fraction": 0.1, "batch_size": 8, "micro_batch_size": 8},
+            **{
+                "learning_rate": 1e-3,
+                "weight_decay": 0.01,
+                "warmup_fraction": 0.1,
+                "batch_size": 8,
+                "micro_batch_size": 8,
+            },
             **{"zero_stage": 1, "dtype": "fp32", "num_workers": 1, "cpus_per_worker": 0.5, "gpus_per_worker": 0.0},
         },
         "promotion": {"enabled": True, "select": "front", "top": 1, "steps": 4, "margin": 0.0, "registered_name": "x"},
@@ -220,7 +230,18 @@ def test_yaml_that_no_configuration_can_be(tmp_path: Path, text: str, said: str)
 
 def test_bad_overrides_are_refused_by_name() -> None:
     rng = random.Random(0)
-    keys = ("name", "search.num_samples", "search.kv_ratios", "train", "train.x", "model.path.x", "", ".", "..", "a.b.c")
+    keys = (
+        "name",
+        "search.num_samples",
+        "search.kv_ratios",
+        "train",
+        "train.x",
+        "model.path.x",
+        "",
+        ".",
+        "..",
+        "a.b.c",
+    )
     values = ("", "=", "[", "{a", "!!int ''", "2026-99-99", "nan", ".inf", "yes", "{}", "[[]]", "&a [*a]", "9" * 5000)
     file, count = REPOSITORY / "configs" / "demo.yaml", 0
     for _ in range(100):

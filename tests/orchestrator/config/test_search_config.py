@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.config.schema import ConfigError, load_config, parse_config
+from orchestrator.config.parsing import RENAMED
+from orchestrator.config.schema import ConfigError, ResourcesSection, SearchSection, load_config, parse_config
+from trainers.settings import TrainSettings
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 GOOD: dict[str, Any] = {
@@ -33,7 +35,7 @@ def with_value(path: str, value: Any) -> dict[str, Any]:
     ("path", "value", "said"),
     [
         ("serach", {}, ["serach", "unknown key", "did you mean search?"]),
-        ("search.budgts", [0.5], ["search.budgts", "did you mean budgets?", "recipes"]),
+        ("search.kv_ratois", [0.5], ["search.kv_ratois", "did you mean kv_ratios?", "recipes"]),
         ("train.lerning_rate", 1e-3, ["train.lerning_rate", "did you mean learning_rate?"]),
         ("data.train", {"tokens": 5, "sorce": "x"}, ["data.train.sorce", "did you mean source?"]),
         ("search.kv_ratios", [0.5, 0], ["search.kv_ratios.1", "got 0", "(0, 1]"]),
@@ -85,7 +87,7 @@ def test_a_missing_key_is_named(path: str) -> None:
 
 def test_budgets_or_kv_heads_must_be_there() -> None:
     record = with_value("search.seed", 1)
-    del record["search"]["budgets"]
+    del record["search"]["kv_ratios"]
     with pytest.raises(ConfigError, match=r"search.kv_heads: got \[\].*search.kv_ratios.*search.kv_heads"):
         parse_config(record)
     assert parse_config(record | {"search": {"kv_heads": [4, 2]}}).search.kv_heads == [4, 2]

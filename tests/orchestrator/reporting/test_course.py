@@ -69,7 +69,12 @@ def folder(tmp_path: Path, demo_dir: Path) -> SearchFolder:
     config = {
         "name": "mine",
         "model": {"path": str(demo_dir)},
-        "search": {"kv_ratios": [0.5], "num_samples": 4, "search_space": {"grouping": ["exact"]}, "recipes": ["headfold"]},
+        "search": {
+            "kv_ratios": [0.5],
+            "num_samples": 4,
+            "search_space": {"grouping": ["exact"]},
+            "recipes": ["headfold"],
+        },
         "rungs": {"steps": [0, 8]},
     }
     made.snapshot.write_text(yaml.safe_dump(parse_config(config).model_dump(mode="json")))

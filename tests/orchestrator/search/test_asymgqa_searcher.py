@@ -254,7 +254,11 @@ def test_settings_and_choices_reach_the_walk(demo_dir: Path) -> None:
         ({"params": {"searcher.chains": 1}}, 15, r"search\.num_samples: got 15, .* 16 probes"),
         ({"params": {"searcher.chain": 1}}, 64, "has no setting 'chain' .did you mean chains.*; it has .*chains"),
         ({"params": {"searcher.chains": 0}}, 64, "chains must lie in"),
-        ({"search_space": {"grouping": ["exact"], "objective": ["least_squares"]}}, 64, r"search\.search_space: .*objective"),
+        (
+            {"search_space": {"grouping": ["exact"], "objective": ["least_squares"]}},
+            64,
+            r"search\.search_space: .*objective",
+        ),
         ({"search_space": {"grouping": ["walk_symmetric", "walk_asymmetric"]}}, 64, "one value for grouping"),
         ({"search_space": {"grouping": ["neighbour"]}}, 64, "choose walk_asymmetric or walk_symmetric"),
     ],

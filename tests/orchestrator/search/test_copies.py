@@ -204,7 +204,9 @@ def test_records_and_tables_tell_of_a_copy(tmp_path: Path, capsys: pytest.Captur
     for shown in (printed, page):
         assert "same as a" in shown and "1 led to the same model as another trial" in shown
     with pytest.raises(ConfigError, match="'b' led to the same model as a; promote that one"):
-        _chosen(trials, ["b"], None, parse_config({"name": "x", "model": {"path": "m"}, "search": {"kv_ratios": [0.5]}}))
+        _chosen(
+            trials, ["b"], None, parse_config({"name": "x", "model": {"path": "m"}, "search": {"kv_ratios": [0.5]}})
+        )
 
 
 def test_a_copy_of_a_trial_that_failed_has_failed(tmp_path: Path) -> None:

@@ -66,7 +66,9 @@ class StubSearch(JournaledSearch):
 def problem_of(demo_dir: Path) -> SearchProblem:
     section = {"recipes": ["gqa", "asymgqa"], "kv_ratios": [0.5, 0.25], "learning_rates": [1e-4, 1e-3]}
     choices = {"grouping": ["exact", "merge"], "fusion": ["least_squares"], "objective": ["least_squares"]}
-    config = parse_config({"name": "x", "model": {"path": str(demo_dir)}, "search": section | {"search_space": choices}})
+    config = parse_config(
+        {"name": "x", "model": {"path": str(demo_dir)}, "search": section | {"search_space": choices}}
+    )
     geometry = geometry_of(load_config(demo_dir))
     return SearchProblem(candidate_space(config, geometry), named_candidates(config, geometry), 4, 0)
 

@@ -103,7 +103,9 @@ def test_workers_with_gpus_are_not_measured_on_a_machine_without(
 
 
 def test_the_rate_is_measured_where_it_can_be(tmp_path: Path) -> None:
-    config = config_of("demo", "resources.tokens_per_second=null", "train.micro_batch_size=1", "data.sequence_length=64")
+    config = config_of(
+        "demo", "resources.tokens_per_second=null", "train.micro_batch_size=1", "data.sequence_length=64"
+    )
     found = of(config, tmp_path)
     assert found.rate_from == "measured here"
     assert found.rate and found.rate > 0

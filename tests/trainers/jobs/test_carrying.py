@@ -228,7 +228,11 @@ def test_which_micro_batch_is_tried(job: TrainJob, tmp_path: Path) -> None:
         found = lowered(TrainSettings(**settings))
         return None if found is None else found.micro_batch_size
 
-    assert (rows(batch_size=8), rows(batch_size=8, micro_batch_size=4), rows(batch_size=8, micro_batch_size=1)) == (4, 2, None)
+    assert (rows(batch_size=8), rows(batch_size=8, micro_batch_size=4), rows(batch_size=8, micro_batch_size=1)) == (
+        4,
+        2,
+        None,
+    )
     assert rows(batch_size=9) == 3
     assert rows(batch_size=12, num_workers=2, micro_batch_size=6) == 3
     single = replace(job, out_dir=str(tmp_path / "out"), settings=TrainSettings(batch_size=1))

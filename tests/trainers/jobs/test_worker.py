@@ -143,7 +143,9 @@ def test_divergence_reaches_the_caller_at_once(job: TrainJob, on_group: Any) -> 
 def test_two_workers_at_every_zero_stage(
     job: TrainJob, whole: TrainOutcome, on_group: Any, stage: int, dtype: str
 ) -> None:
-    settings = job.settings.model_copy(update={"num_workers": 2, "zero_stage": stage, "dtype": dtype, "micro_batch_size": 2})
+    settings = job.settings.model_copy(
+        update={"num_workers": 2, "zero_stage": stage, "dtype": dtype, "micro_batch_size": 2}
+    )
     outcome = on_group(other(job, f"stage{stage}{dtype}", settings=settings))
     assert outcome.metrics["loss"] == pytest.approx(whole.metrics["loss"], abs=0.01 if dtype == "float32" else 0.1)
     measured = evaluate(checkpoint.load(outcome.metrics["out_dir"]), patterns(21, 1))
