@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md promises that adding a method is adding one file: its own example is taken at its word."""
+"""CONTRIBUTING.md promises that adding a part is adding one file: its examples are taken at their word."""
 
 from __future__ import annotations
 
@@ -8,24 +8,31 @@ import subprocess
 import sys
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+import pytest
 
-USE = """
+REPOSITORY = Path(__file__).resolve().parents[2]
+EXTENDING = REPOSITORY / "examples" / "extending"
+PACKAGES = ("attention", "search_spaces", "trainers", "orchestrator")
+
+MODEL = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from attention.conversion.conversion import convert, read_layers
 from attention.plan import AttentionPlan, LayerPlan
-
 from search_spaces.recipes.recipes import recipe
 
-config = LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
-                     num_key_value_heads=4, bos_token_id=None, eos_token_id=None)
+SHAPE = dict(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+             num_key_value_heads=4, bos_token_id=None, eos_token_id=None)
 torch.manual_seed(0)
-model = LlamaForCausalLM(config)
+model = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
+plan = AttentionPlan((LayerPlan.from_groups([[0, 1], [2, 3]], [[0, 1], [2, 3]], 4),), head_dim=8)
+ids = torch.arange(8)[None]
+"""
+USES = {
+    "fusion_strongest.py": """
 with torch.no_grad():
     model.model.layers[0].self_attn.k_proj.weight[8:16] *= 3  # head 1
     model.model.layers[0].self_attn.v_proj.weight[24:32] *= 3  # head 3
-plan = AttentionPlan((LayerPlan.from_groups([[0, 1], [2, 3]], [[0, 1], [2, 3]], 4),), head_dim=8)
 new = convert(model, plan, fusion="strongest", fusion_settings={"norm_order": 3.0})
 old, kept = read_layers(model)[0], read_layers(new)[0]
 assert torch.equal(kept.k[0], old.k[1]) and torch.equal(kept.v[1], old.v[3]), "the strongest heads are not kept"
@@ -33,41 +40,75 @@ assert recipe("gqa", fusion="strongest").knobs("fusion") == {"norm_order": 2.0}
 try:
     convert(model, plan, fusion="strongest", fusion_settings={"norm_order": 99.0})
 except ValueError as error:
-    print(error)
-"""
+    assert "norm_order must lie in [1.0, 8.0], got 99.0" in str(error), error
+else:
+    raise AssertionError("99.0 was taken")
+""",
+    "grouping_strided.py": """
+import numpy as np
+from attention.conversion.conversion import lift
+from attention.families import geometry_of
+from search_spaces.planning.planning import PlanningContext, make_plan
+context = PlanningContext(geometry_of(model.config), lift(model), model=model)
+made = make_plan(recipe("gqa", grouping="strided"), 0.5, context, np.random.default_rng(0))
+assert made.layers[0].key_groups == made.layers[0].value_groups == ((0, 2), (1, 3)), made
+""",
+    "family_arcee.py": """
+from transformers import ArceeConfig, ArceeForCausalLM
+from attention.families import families, geometry_of
+assert "arcee" in set(families())
+model = ArceeForCausalLM(ArceeConfig(**SHAPE)).eval()
+assert geometry_of(model.config).num_heads == 4
+same = convert(model, AttentionPlan.identity(1, 4, 8))
+assert torch.equal(same(ids).logits, model(ids).logits), "an identity plan changes the logits"
+assert convert(model, plan)(ids, use_cache=True).past_key_values.layers[0].keys.shape[1] == 2
+""",
+    "export_mha.py": """
+from attention.io import checkpoint
+from attention.io.export import export
+small = convert(model, plan)
+checkpoint.save(small, "small")
+report = export("small", "mha", "large", allow_larger_cache=True)
+assert report.kv_bytes_per_token_after == 2 * report.kv_bytes_per_token_before
+large = LlamaForCausalLM.from_pretrained("large").eval()
+assert large.config.num_key_value_heads == 4
+torch.testing.assert_close(large(ids).logits, small(ids).logits)
+""",
+    "scheduler_median.py": """
+from types import SimpleNamespace
+from orchestrator.search.schedulers import RungProblem, make_scheduler
+scheduler = make_scheduler("median", RungProblem(rungs=3, reduction_factor=2.0))
+def told(name, loss):
+    trial = SimpleNamespace(trial_id=name, config={"kv_ratio": 0.5}, status="RUNNING")
+    return scheduler.on_trial_result(None, trial, {"rung": 0, "loss": loss, "kv_bytes_per_token": 64})
+assert [told("a", 2.0), told("b", 3.0), told("c", 1.0), told("d", 2.5)] == ["CONTINUE", "STOP", "CONTINUE", "STOP"]
+""",
+}
 
 
-def _example() -> tuple[str, str]:
-    """The file name and the code of the example on the page."""
-    text = (REPOSITORY / "CONTRIBUTING.md").read_text()
-    found = re.search(r"For example `([\w/]+\.py)`.*?```python\n(.*?)```", text, re.DOTALL)
-    assert found, "CONTRIBUTING.md has no example"
-    return found[1], found[2]
+def _copy(folder: Path) -> None:
+    for package in PACKAGES:
+        shutil.copytree(REPOSITORY / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
 
 
-def _run(folder: Path) -> subprocess.CompletedProcess[str]:
+def _run(folder: Path, use: str) -> subprocess.CompletedProcess[str]:
     # The current folder comes first on the path, before the installed project.
-    return subprocess.run([sys.executable, "-c", USE], cwd=folder, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", MODEL + use], cwd=folder, capture_output=True, text=True)
 
 
-def test_example_is_one_file_and_works(tmp_path: Path) -> None:
-    for package in ("attention", "search_spaces"):
-        shutil.copytree(REPOSITORY / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    without = _run(tmp_path)
-    assert without.returncode and "'strongest'" in without.stderr
+def test_every_example_is_on_the_page_and_used_here() -> None:
+    page = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    names = {path.name for path in EXTENDING.glob("*.py")}
+    assert names == USES.keys() and all(f"(examples/extending/{name})" in page for name in names)
 
-    name, code = _example()
-    (tmp_path / name).write_text(code)
-    done = _run(tmp_path)
+
+@pytest.mark.parametrize("name", USES)
+def test_example_is_one_file_and_works(name: str, tmp_path: Path) -> None:
+    _copy(tmp_path)
+    code = (EXTENDING / name).read_text()
+    place = re.search(r"Its place: ([\w/]+\.py)\.", code)
+    assert place, f"{name} does not say where it belongs"
+    assert not (tmp_path / place[1]).exists()
+    (tmp_path / place[1]).write_text(code)
+    done = _run(tmp_path, USES[name])
     assert done.returncode == 0, done.stderr
-    assert "norm_order must lie in [1.0, 8.0], got 99.0" in done.stdout
-
-
-def test_example_is_in_style(tmp_path: Path) -> None:
-    name, code = _example()
-    file = tmp_path / Path(name).name
-    file.write_text(code)
-    ruff = Path(sys.executable).parent / "ruff"
-    config = ["--config", str(REPOSITORY / "pyproject.toml")]
-    done = subprocess.run([ruff, "check", *config, str(file)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout

@@ -1,0 +1,43 @@
+"""A fusion: of each group the head whose weights are largest. Its place: attention/conversion/fusion/strongest.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attention.axes import Knob
+from attention.calibration.moments import LayerStatistics
+from attention.conversion.fusion.axis import FUSION
+from attention.geometry import HeadGeometry
+from attention.heads import LayerHeads
+from attention.plan import LayerPlan
+
+ORDER = Knob("norm_order", "float", 2.0, "order of the norm", low=1.0, high=8.0, searched=True)
+
+
+@FUSION.part("strongest", source="an example of CONTRIBUTING.md", knobs=(ORDER,))
+def strongest_fuse(
+    heads: LayerHeads,
+    plan: LayerPlan,
+    statistics: LayerStatistics | None,
+    geometry: HeadGeometry,
+    *,
+    norm_order: float = 2.0,
+) -> LayerHeads:
+    """The head of each group with the greatest norm of its weights stands for the group."""
+
+    def chosen(weight: Tensor, groups: tuple[tuple[int, ...], ...]) -> list[int]:
+        norms = weight.flatten(1).norm(p=norm_order, dim=1)
+        return [max(group, key=lambda head: float(norms[head])) for group in groups]
+
+    keys = torch.tensor(chosen(heads.k, plan.key_groups))
+    values = torch.tensor(chosen(heads.v, plan.value_groups))
+    return replace(
+        heads,
+        k=heads.k[keys],
+        v=heads.v[values],
+        k_bias=None if heads.k_bias is None else heads.k_bias[keys],
+        v_bias=None if heads.v_bias is None else heads.v_bias[values],
+    )
