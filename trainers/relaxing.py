@@ -167,7 +167,7 @@ class _Stage:
             model = checkpoint.load(self.model_dir, DTYPES[self.settings.dtype])
             found = next_stage(model, self.spec, self.index, self.settings, copy.deepcopy(self.stream))
             if self.rank == 0:
-                _write(file, json.loads(found.to_json()))
+                _write(file, found.to_dict())
             dist.barrier()
         return AttentionPlan.from_json(file.read_text())
 

@@ -178,7 +178,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 def write_note(folder: Path, plan: AttentionPlan, record: dict[str, Any] | None = None) -> None:
     """Put the plan that was carried out beside the weights, with whatever else is to be remembered."""
-    note = {"plan": json.loads(plan.to_json()), "plan_digest": plan.digest, **(record or {})}
+    note = {"plan": plan.to_dict(), "plan_digest": plan.digest, **(record or {})}
     (folder / PLAN_FILE).write_text(json.dumps(note, indent=1, sort_keys=True) + "\n")
 
 

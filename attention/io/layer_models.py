@@ -11,7 +11,6 @@ never in memory. Layer-wise quantisers carry their calibration forward in the sa
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -139,7 +138,7 @@ def window_config(config: PretrainedConfig, layer: int, vocabulary: int) -> Pret
     one.bos_token_id = one.eos_token_id = one.pad_token_id = None
     if getattr(config, "attention_plan", None) is not None:
         whole = plan_of_config(config)
-        one.attention_plan = json.loads(AttentionPlan((whole.layers[layer],), whole.head_dim).to_json())
+        one.attention_plan = AttentionPlan((whole.layers[layer],), whole.head_dim).to_dict()
     return one
 
 
