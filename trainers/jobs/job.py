@@ -20,9 +20,9 @@ class TrainJob:
 
     `milestones`: steps, counted from the beginning of the training, after which the held-out loss is measured and
     reported with a checkpoint; the last one ends the job. `total_steps`: the step at which the learning-rate schedule
-    ends (None: the last milestone). `resume_from`: a checkpoint of an earlier job, path or URI; the job then
-    continues its weights, optimiser, schedule position and, on the same `train_file`, its data position from
-    `start_step`. `seed` orders the data. `storage_path` and `out_dir` must be absolute (or a URI for the former).
+    ends (None: the last milestone). `resume_from`: a checkpoint of an earlier job (`checkpoint_path` of its reports);
+    the job then continues its weights, optimiser, schedule position and, on the same `train_file`, its data position
+    from `start_step`. `seed` orders the data. `storage_path` and `out_dir` must be absolute.
 
     `relaxation`: a stage before all this: from `model_dir`, which is not converted yet, to a collapsed checkpoint (in
     the reports: `relaxed_dir`), where the training then starts. Its steps are not counted in the milestones; its tokens
@@ -83,9 +83,10 @@ class TrainJob:
         if self.start_step and self.resume_from is None:
             raise ValueError(f"start_step {self.start_step} needs the checkpoint it was reached with; set resume_from")
         for name in ("storage_path", "out_dir"):
-            path = getattr(self, name)
-            if "://" not in path and not Path(path).is_absolute():
-                raise ValueError(f"{name} must be absolute (workers run in other folders), got {path!r}")
+            if not Path(getattr(self, name)).is_absolute():
+                raise ValueError(
+                    f"{name} must be an absolute path (workers run in other folders), got {getattr(self, name)!r}"
+                )
 
     @property
     def schedule_steps(self) -> int:
@@ -125,8 +126,6 @@ class TrainJob:
 
 @dataclass(frozen=True)
 class TrainOutcome:
-    """`checkpoint_dir`: the last training checkpoint, to `resume_from`. `metrics`: the last milestone's report, and
-    `out_dir` and `weights_digest` of the finished weights."""
+    """`metrics`: the last milestone's report, and `out_dir` and `weights_digest` of the finished weights."""
 
-    checkpoint_dir: str
     metrics: dict[str, Any]
