@@ -25,11 +25,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.calibration.collecting import collecting, evaluating
+from attention.calibration.collecting import collecting
 from attention.calibration.moments import Calibration, CalibrationError, LayerStatistics
 from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from attention.modeling.modeling import plan_of
+from attention.modeling.running import evaluating
 
 __all__ = [
     "Calibration",
