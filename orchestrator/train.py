@@ -88,7 +88,7 @@ class Scratch:
     def to_dict(self) -> dict[str, Any]:
         """Plain values: everything that the result depends on."""
         record = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "out"}
-        return {**record, "plan": json.loads(self.plan.to_json()), "settings": self.settings.model_dump()}
+        return {**record, "plan": self.plan.to_dict(), "settings": self.settings.model_dump()}
 
 
 def check(

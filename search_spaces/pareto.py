@@ -23,11 +23,6 @@ FEW = 8
 """Points up to which a loop is faster than arrays."""
 
 
-def dominates(a: Sequence[float], b: Sequence[float]) -> bool:
-    """Whether a is nowhere larger than b and somewhere smaller."""
-    return all(x <= y for x, y in zip(a, b, strict=True)) and any(x < y for x, y in zip(a, b, strict=True))
-
-
 def ranks(values: Sequence[Sequence[float]]) -> list[int]:
     """The rank of each point: 0 on the front, 1 on the front of the others, and so on.
 

@@ -207,15 +207,3 @@ class ModelScore:
     def scores(self, partitions: Sequence[Partition]) -> list[float]:
         """One whole model after the other: they have nothing in common that could be computed once."""
         return [self.score(partition) for partition in partitions]
-
-
-@torch.no_grad()
-def language_loss(model: PreTrainedModel, sequences: Tensor, *, batch_size: int = 8) -> float:
-    """Mean next-token loss in nats of `sequences` `[N, T]`."""
-    total, count = 0.0, 0
-    for batch in sequences.split(batch_size):
-        batch = batch.to(model.device)
-        logits = model(batch, use_cache=False).logits[:, :-1].float()
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
-        total, count = total + float(loss), count + batch[:, 1:].numel()
-    return total / count

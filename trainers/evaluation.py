@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attention.modeling.grouped import cache_bytes
+from attention.modeling.running import evaluating
 from trainers.losses import kl, language_modelling
 
 
@@ -59,7 +59,7 @@ def evaluate(
     started = time.perf_counter()
     device = next(model.parameters()).device
     totals = torch.zeros(3, dtype=torch.float64, device=device)
-    with _evaluating(model):
+    with evaluating(model):
         for rows, counted in _share(len(sequences), batch_size, rank, world_size):
             totals += _score(model, teacher, sequences[rows].long().to(device), counted)
     if reduce is not None:
@@ -94,7 +94,7 @@ class Remembering:
 def measure_cache(model: Any, tokens: int) -> int:
     """Bytes that the cache really holds after a prefill of `tokens` tokens, batch 1 (see `cache_bytes`)."""
     ids = torch.zeros(1, tokens, dtype=torch.int64, device=next(model.parameters()).device)
-    with _evaluating(model):
+    with evaluating(model):
         return cache_bytes(model(ids, use_cache=True).past_key_values)
 
 
@@ -104,7 +104,7 @@ def decode_speed(model: Any, prompt: Tensor, new: int) -> Speed:
     if prompt.ndim != 2 or prompt.shape[0] != 1 or new < 1:
         raise ValueError(f"expected a prompt [1, T] and new >= 1, got shape {tuple(prompt.shape)} and {new}")
     prompt = prompt.to(next(model.parameters()).device)
-    with _evaluating(model):
+    with evaluating(model):
         _generate(model, prompt, 1)
         prefill, decode = _generate(model, prompt, new)
     return Speed(prompt.shape[1] / prefill, new / decode)
@@ -149,15 +149,3 @@ def _share(count: int, batch_size: int, rank: int, world_size: int) -> Iterator[
     for start in range(0, longest, batch_size):
         rows = mine[start : start + batch_size]
         yield rows, max(0, min(len(rows), real - start))
-
-
-@contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    """Evaluation mode and no gradients, and the mode that was there before afterwards."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)

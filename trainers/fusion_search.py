@@ -35,16 +35,6 @@ class FusionDistances:
     key: Tensor
     value: Tensor
 
-    @property
-    def key_losses(self) -> Tensor:
-        """The fusion loss of each layer's keys, `[L]`: the sum over pairs h < h' (Eq. 7)."""
-        return self.key.sum((1, 2)) / 2
-
-    @property
-    def value_losses(self) -> Tensor:
-        """The same of the values."""
-        return self.value.sum((1, 2)) / 2
-
 
 def search_distances(
     model: PreTrainedModel,

@@ -9,62 +9,38 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from attention.modeling.losses import divergence, kl, language_modelling, wide
+
+__all__ = ["DISTILLATIONS", "bild", "kl", "language_modelling", "objective"]
 
 DISTILLATIONS = ("none", "kl", "kl_bild")
 
 
-def language_modelling(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy of the next token: `logits [B, T, V]` at t are scored on `labels [B, T]` at t + 1.
-
-    Labels of -100 are not scored. Computed in float32 at least, whatever the model's dtype.
-    """
-    predicted = _wide(logits[:, :-1]).flatten(0, 1)
-    return F.cross_entropy(predicted, labels[:, 1:].flatten().long(), ignore_index=-100)
-
-
-def kl(student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Mean over tokens of KL(teacher ‖ student) of what they predict; logits `[..., V]`, mask `[...]` bool."""
-    log_student = _wide(student).log_softmax(-1)
-    log_teacher = _wide(teacher).log_softmax(-1)
-    return _mean(F.kl_div(log_student, log_teacher, reduction="none", log_target=True).sum(-1), mask)
-
-
-def bild(student: Tensor, teacher: Tensor, k: int = 16, mask: Tensor | None = None) -> Tensor:
+def bild(student: Tensor, teacher: Tensor, k: int = 16) -> Tensor:
     """Bi-directional logit-difference loss (Li 2024, named by paper 001, appendix on distillation), mean over tokens.
 
     Take the k largest logits of one side and the other side's logits at the same places; the differences of all
     pairs i < j, `[..., n]` on each side, pass a softmax; KL(teacher ‖ student) of the two. Once with the teacher
-    choosing the places and once with the student; the sum of both. Logits `[..., V]`, mask `[...]` bool.
+    choosing the places and once with the student; the sum of both. Logits `[..., V]`.
 
     Paper 001 only names the loss. Decided here: no temperature, and the choice of places is not differentiated.
     Raises ValueError for a k below 3: two logits have one difference, whose softmax is 1 on both sides.
     """
     if not 3 <= k <= student.shape[-1]:
         raise ValueError(f"k must lie between 3 and the vocabulary of {student.shape[-1]}, got {k}")
-    student, teacher = _wide(student), _wide(teacher)
+    student, teacher = wide(student), wide(teacher)
     total = torch.zeros((), dtype=student.dtype, device=student.device)
     for leader in (teacher, student.detach()):
         places = leader.topk(k, dim=-1).indices
-        log_student, log_teacher = (_differences(x.gather(-1, places)).log_softmax(-1) for x in (student, teacher))
-        total = total + _mean(F.kl_div(log_student, log_teacher, reduction="none", log_target=True).sum(-1), mask)
+        total = total + divergence(*(_differences(x.gather(-1, places)) for x in (student, teacher)))
     return total
 
 
 def _differences(logits: Tensor) -> Tensor:
     first, second = torch.triu_indices(logits.shape[-1], logits.shape[-1], offset=1, device=logits.device)
     return logits[..., first] - logits[..., second]
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def _mean(values: Tensor, mask: Tensor | None) -> Tensor:
-    if mask is None:
-        return values.mean()
-    return (values * mask).sum() / mask.sum()
 
 
 def objective(distillation: str = "none", weight: float = 0.5, teacher: Any = None) -> Callable[[Any, Tensor], Tensor]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import os
 import shutil
 import time
 from contextlib import closing
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from attention.io import checkpoint
+from attention.io.files import write_whole
 from attention.plan import AttentionPlan
 from trainers.engine import Engine
 from trainers.evaluation import evaluate
@@ -148,7 +148,7 @@ class _Stage:
                 "position": self.stream.state_dict(),
                 "seconds": self.seconds,
             }
-            _write(self.folder / OUTCOME, outcome)
+            write_whole(self.folder / OUTCOME, json.dumps(outcome, sort_keys=True))
             for state in self.folder.glob("state-*"):
                 shutil.rmtree(state)
         dist.barrier()
@@ -167,7 +167,7 @@ class _Stage:
             model = checkpoint.load(self.model_dir, DTYPES[self.settings.dtype])
             found = next_stage(model, self.spec, self.index, self.settings, copy.deepcopy(self.stream))
             if self.rank == 0:
-                _write(file, json.loads(found.to_json()))
+                write_whole(file, json.dumps(found.to_dict(), sort_keys=True))
             dist.barrier()
         return AttentionPlan.from_json(file.read_text())
 
@@ -194,7 +194,7 @@ class _Stage:
         engine.save(self.folder / name, state)
         dist.barrier()  # every worker's share is there before the pointer says so
         if self.rank == 0:
-            _write(self.folder / LATEST, {"state": name})
+            write_whole(self.folder / LATEST, json.dumps({"state": name}))
             for old in self.folder.glob("state-*"):
                 if old.name != name:
                     shutil.rmtree(old)
@@ -245,14 +245,4 @@ def _claim(root: Path, job: TrainJob) -> None:
         shutil.rmtree(root)
     for index in range(len(spec.plans)):
         (root / f"stage-{index}").mkdir(parents=True)
-    _write(mark, {"digest": digest})
-
-
-def _write(file: Path, record: dict[str, Any]) -> None:
-    """JSON, atomically."""
-    fresh = file.with_name(f".{file.name}.new")
-    with fresh.open("w", encoding="utf-8") as stream:
-        json.dump(record, stream, sort_keys=True)
-        stream.flush()
-        os.fsync(stream.fileno())
-    fresh.replace(file)
+    write_whole(mark, json.dumps({"digest": digest}))

@@ -4,7 +4,9 @@ Legend: L layers, H query heads, d head dim, D model dim, B sequences a batch, T
 
 The pass reads two things in each attention module: its input x (a forward pre-hook) and the queries and keys after RoPE
 (an attention function of our own, registered with transformers), from which it has the attention weights. Only one
-layer's weights of one batch live at a time, so the memory does not grow with the tokens; `memory_bound` states it.
+layer's weights of one batch live at a time, so the memory does not grow with the tokens. With S stored inputs and
+E = D + 1 the statistics take `L (8 E^2 + 4 E^2 H + 8 H d^2 + 4 D S)` bytes (pooled: without the second H); while the
+pass runs, one layer of one batch adds `4 B T (2 H T + 3 E)` to it and to the model's own activations.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.calibration.collecting import collecting, evaluating
+from attention.calibration.collecting import collecting
 from attention.calibration.moments import Calibration, CalibrationError, LayerStatistics
 from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from attention.modeling.modeling import plan_of
+from attention.modeling.running import evaluating
 
 __all__ = [
     "Calibration",
@@ -36,7 +39,6 @@ __all__ = [
     "cached_calibration",
     "calibrate",
     "calibration_digest",
-    "memory_bound",
     "silent",
 ]
 
@@ -46,18 +48,6 @@ ProgressFn = Callable[[int, int], None]
 
 def silent(done: int, total: int) -> None:
     """A progress callback that shows nothing."""
-
-
-def memory_bound(geometry: HeadGeometry, sample_tokens: int = 16_384, *, mixed: str = "head") -> int:
-    """Bytes that the statistics of a whole model occupy at most, whatever the number of tokens.
-
-    While the pass runs, one layer of one batch adds `4 B T (2 H T + 3 (D + 1))` bytes to it and to the model's own
-    activations.
-    """
-    wide = (geometry.hidden_size + 1) ** 2
-    mixed_matrices = geometry.num_heads if _checked_mixed(mixed) == "head" else 1
-    layer = 8 * wide + 4 * wide * mixed_matrices + 8 * geometry.num_heads * geometry.head_dim**2
-    return geometry.num_layers * (layer + 4 * geometry.hidden_size * sample_tokens)
 
 
 def calibrate(

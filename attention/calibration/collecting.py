@@ -20,6 +20,7 @@ from attention.calibration.moments import LayerStatistics
 from attention.families import families, family_of
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
+from attention.modeling.running import entering
 
 NAME = "headfold_calibration"
 
@@ -147,15 +148,4 @@ def collecting(model: PreTrainedModel, geometry: HeadGeometry, mixed: str, sampl
 
 
 def _hook(collector: Collector, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    collector.see_input(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
-
-
-@contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)
+    collector.see_input(entering(args, kwargs))

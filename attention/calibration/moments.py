@@ -8,7 +8,6 @@ without another pass over the tokens. Results lie on the device of the heads.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import tempfile
@@ -23,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from attention.heads import LayerHeads
+from attention.io.files import sha256
 from attention.io.permissions import honour_umask
 
 TENSORS, META, FORMAT = "calibration.safetensors", "calibration.json", 1
@@ -140,7 +140,7 @@ class Calibration:
                 "layers": len(self.layers),
                 "layer_tokens": [layer.tokens for layer in self.layers],
                 "heads": [layer.mixed_moment.shape[0] for layer in self.layers],
-                "sha256": _file_digest(scratch / TENSORS),
+                "sha256": sha256(scratch / TENSORS),
             }
             (scratch / META).write_text(json.dumps(meta, indent=1))
             honour_umask(scratch)
@@ -158,7 +158,7 @@ class Calibration:
                 raise CalibrationError(
                     f"{source}: expected format {FORMAT}, got {meta.get('format')!r}; calibrate again"
                 )
-            found = _file_digest(source / TENSORS)
+            found = sha256(source / TENSORS)
             if found != meta["sha256"]:
                 raise CalibrationError(
                     f"{source / TENSORS}: expected SHA-256 {meta['sha256'][:16]}..., got {found[:16]}...; "
@@ -188,11 +188,6 @@ def _layer(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], index: int) -
     values = {name: tensors[f"{index}.{name}"] for name in names}
     values["mixed_moment"] = values["mixed_moment"].expand(meta["heads"][index], -1, -1)
     return LayerStatistics(tokens=meta["layer_tokens"][index], **values)
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _replace_directory(new: Path, target: Path) -> None:

@@ -20,8 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from attention.families import family_of, geometry_of
 from attention.io import weights
+from attention.io.files import sha256
 from attention.io.permissions import honour_umask
-from attention.io.replacing import DIGESTS, parents_made, recover, resolved, sha256, swap, unused
+from attention.io.replacing import DIGESTS, parents_made, recover, resolved, swap, unused
 from attention.io.sources import CheckpointError, only_cached
 from attention.io.stock_files import put_tokenizer, write_both_forms
 from attention.messages import reason
@@ -178,7 +179,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 def write_note(folder: Path, plan: AttentionPlan, record: dict[str, Any] | None = None) -> None:
     """Put the plan that was carried out beside the weights, with whatever else is to be remembered."""
-    note = {"plan": json.loads(plan.to_json()), "plan_digest": plan.digest, **(record or {})}
+    note = {"plan": plan.to_dict(), "plan_digest": plan.digest, **(record or {})}
     (folder / PLAN_FILE).write_text(json.dumps(note, indent=1, sort_keys=True) + "\n")
 
 

@@ -11,7 +11,6 @@ never in memory. Layer-wise quantisers carry their calibration forward in the sa
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,18 +20,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from attention.conversion.refinement.capture import layer_of
 from attention.families import family_of
 from attention.io.safetensors_files import Stored, WeightsError, opened
 from attention.io.weights import check, check_finite
 from attention.modeling.modeling import plan_of_config
+from attention.modeling.running import entered_by, layer_of, run_to
 from attention.plan import AttentionPlan
 
 EMBEDDING_ROWS = 4096  # rows of an embedding that are looked at together
-
-
-class _Reached(Exception):
-    """The layer has run: what lies above it need not."""
 
 
 class LazyWeights:
@@ -139,7 +134,7 @@ def window_config(config: PretrainedConfig, layer: int, vocabulary: int) -> Pret
     one.bos_token_id = one.eos_token_id = one.pad_token_id = None
     if getattr(config, "attention_plan", None) is not None:
         whole = plan_of_config(config)
-        one.attention_plan = json.loads(AttentionPlan((whole.layers[layer],), whole.head_dim).to_json())
+        one.attention_plan = AttentionPlan((whole.layers[layer],), whole.head_dim).to_dict()
     return one
 
 
@@ -219,7 +214,7 @@ def feed(model: PreTrainedModel, streams: Tensor) -> None:
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         stream = streams[seen["rows"]].to(model.device, model.dtype)
-        return ((stream, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": stream})
+        return entered_by(stream, args, kwargs)
 
     model.get_input_embeddings().register_forward_pre_hook(look, with_kwargs=True)
     the_layer(model).register_forward_pre_hook(enter, with_kwargs=True)
@@ -233,21 +228,8 @@ def rows_of(streams: Tensor, count: int | None = None) -> Tensor:
 @torch.no_grad()
 def advance(model: PreTrainedModel, streams: Tensor, batch_size: int) -> None:
     """Replace the streams that a window is fed by what its layer makes of them, in place."""
-    found: dict[str, Tensor] = {}
-
-    def leave(_: nn.Module, args: Any, output: Any) -> None:
-        found["output"] = output[0] if isinstance(output, tuple) else output
-        raise _Reached
-
-    hook = the_layer(model).register_forward_hook(leave)
-    try:
-        for ids in rows_of(streams).split(batch_size):
-            try:
-                model.get_decoder()(input_ids=ids.to(model.device), use_cache=False)
-            except _Reached:
-                streams[ids[:, 0]] = found.pop("output").to(streams)
-    finally:
-        hook.remove()
+    for ids in rows_of(streams).split(batch_size):
+        streams[ids[:, 0]] = run_to(model, the_layer(model), ids).output.to(streams)  # type: ignore[union-attr]
 
 
 # ---- below the first and above the last layer -------------------------------------------------------------------
@@ -274,18 +256,8 @@ def embed(
     weights.read_into({name: state[name] for name in needed})
     state[table].copy_(weights.rows(table, ids))
     streams = torch.empty(*sequences.shape, model.config.hidden_size, dtype=dtype)
-    found: dict[str, Tensor] = {}
-
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found["stream"] = args[0] if args else kwargs["hidden_states"]
-        raise _Reached
-
-    the_layer(model).register_forward_pre_hook(enter, with_kwargs=True)
     for rows in torch.arange(len(sequences)).split(batch_size):
-        try:
-            model.get_decoder()(input_ids=compact[rows].to(device), use_cache=False)
-        except _Reached:
-            streams[rows] = found.pop("stream").to(streams)
+        streams[rows] = run_to(model, the_layer(model), compact[rows], through=False).stream.to(streams)
     return streams
 
 

@@ -8,7 +8,6 @@ then no file is removed that the list does not name.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -16,6 +15,8 @@ import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from attention.io.files import names_beside, sha256
 
 DIGESTS = "digests.json"
 LONGEST = 64  # characters of a file's name in a checkpoint
@@ -175,11 +176,6 @@ def entries(folder: Path) -> Iterator[tuple[str, int]]:
             yield entry.name, mode
 
 
-def sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def remove(folder: Path) -> None:
     """Remove the files that the list of a folder names, the list last, and the folders that they leave empty.
 
@@ -242,8 +238,7 @@ def swap(fresh: Path, folder: Path, overwrite: bool = True) -> None:
 
 def unused(folder: Path) -> Path:
     """A name beside `folder` that nothing has, for what is being written."""
-    names = (f".{folder.name}.{os.getpid()}{'' if n == 0 else f'-{n}'}.new" for n in range(10_000))
-    return next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
+    return next(path for path in names_beside(folder) if not os.path.lexists(path))
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from attention.io import checkpoint
+from attention.io.files import written_whole
 from attention.io.layer_models import LazyWeights, stored_outer_names
-from attention.io.permissions import honour_umask
 from attention.io.safetensors_files import INDEX
 from attention.io.stock_files import copy_files, write_both_forms
 from attention.modeling.modeling import headfold_config
@@ -38,12 +37,9 @@ def shard_path(folder: Path, piece: int, layers: int) -> Path:
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write one piece atomically."""
-    part = path.with_suffix(".part")
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, part, {"format": "pt"})
-    honour_umask(part)
-    with part.open("rb") as stream:
-        os.fsync(stream.fileno())
-    part.replace(path)
+    own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with written_whole(path) as fresh:
+        save_file(own, fresh, {"format": "pt"})
 
 
 def write_index(folder: Path) -> dict[str, int]:
@@ -79,6 +75,8 @@ def complete(
     does. Raises ValueError if the pieces are not those of the plan, or if there is no plain form and `plain` asks for
     one.
     """
+    for half in folder.glob(".*.new"):  # of a killed conversion
+        half.unlink()
     made = headfold_config(config, plan)
     if plain:
         lowered = checkpoint.plain_form(made, plan)

@@ -287,17 +287,6 @@ def reset_missing(model: nn.Module) -> None:
                     cast(DynamicWeights | QueryKeyNorm, module).reset()
 
 
-def extra_parameters(settings: Composition, num_layers: int, num_heads: int, hidden_size: int) -> int:
-    """Parameters that composition adds to a model, exactly (paper 002, App. E; over 12 D^2: about (2R + 1) / 3d)."""
-    inner = 2 * settings.rank * num_heads
-    side = settings.projection * (hidden_size * inner + inner * inner // settings.groups)
-    side += settings.gate * hidden_size * num_heads
-    base = num_heads * num_heads // settings.groups if settings.static_base else 0
-    place = (settings.query_side + settings.key_side) * side + base
-    places = settings.before_softmax + settings.after_softmax
-    return num_layers * (places * place + (num_heads if settings.qk_norm else 0))
-
-
 # ---- in an attention module --------------------------------------------------------------------------------------
 
 

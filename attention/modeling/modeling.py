@@ -6,7 +6,6 @@ AutoModelForCausalLM on import. Shapes are final inside the constructor, as ZeRO
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from typing import Any
 
@@ -109,7 +108,7 @@ def headfold_config(config: PretrainedConfig, plan: AttentionPlan) -> Pretrained
     for key in ("model_type", "architectures", "attention_plan", "transformers_version"):
         fields.pop(key, None)
     make: Any = headfold_classes(family.name)[0]
-    return make(**fields, attention_plan=json.loads(plan.to_json()))
+    return make(**fields, attention_plan=plan.to_dict())
 
 
 def plan_of(model: PreTrainedModel) -> AttentionPlan:
@@ -121,7 +120,7 @@ def plan_of_config(config: PretrainedConfig) -> AttentionPlan:
     """The plan of the models that a config describes. Raises PlanError for one of ours that has lost it."""
     record = getattr(config, "attention_plan", None)
     if record is not None:
-        return AttentionPlan.from_json(json.dumps(record))
+        return AttentionPlan.from_dict(record)
     if config.model_type.startswith(PREFIX):
         raise PlanError(f"a config of model type {config.model_type} needs its attention_plan, which is not there")
     geometry = geometry_of(config)

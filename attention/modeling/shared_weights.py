@@ -99,11 +99,6 @@ class SharedProjection(nn.Module):
             raise ValueError(f"block {block} is itself shared; resolve chains to their roots first")
         return self.block_size * (block - sum(other < block for other in self._borrowed))
 
-    def lent(self) -> Iterator[nn.Parameter]:
-        """The parameters of other modules that this one reads."""
-        for lender in self._lenders:
-            yield from (t for t in stored(lender) if t is not None)
-
     def _weights(self) -> list[tuple[Tensor, ...]]:
         """The weight of each lender in parts, and last (so that OWN is its index) the owned one."""
         parts = [_weight(m).split(s, self.dim) for m, s in zip(self._lenders, self._splits, strict=True)]

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from attention.io import checkpoint
-from attention.io.permissions import honour_umask
+from attention.io.files import written_whole
 from search_spaces.recipes.recipe import Recipe
 from trainers.settings import TrainSettings
 from trainers.text.data import read_sequences
@@ -103,8 +103,5 @@ def _measure_to(phase: SearchPhase, file: str) -> None:
 
 
 def write(distances: Mapping[str, np.ndarray], file: str | Path) -> None:
-    fresh = Path(file).with_suffix(".new")
-    fresh.parent.mkdir(parents=True, exist_ok=True)
-    save_file(dict(distances), str(fresh))
-    honour_umask(fresh)
-    fresh.replace(file)
+    with written_whole(file) as fresh:
+        save_file(dict(distances), str(fresh))

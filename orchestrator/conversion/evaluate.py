@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +71,7 @@ def evaluate_checkpoint(
         "rise": None if loss_base is None else scored.loss - loss_base,
         "kl": scored.kl,
         "eval_tokens": scored.tokens,
-        "plan": json.loads(plan_of(model).to_json()),
+        "plan": plan_of(model).to_dict(),
         "plan_digest": plan_of(model).digest,
         "dtype": dtype,
         "seed": seed,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -130,7 +129,7 @@ class Source:
             "kv_bytes_per_token_base": self.base_bytes,
             "kv_ratio_asked": float(kv_ratio),
             "recipe": self.recipe.to_dict(),
-            "plan": json.loads(plan.to_json()),
+            "plan": plan.to_dict(),
             "plan_digest": plan.digest,
             "seed": self.seed,
             "dtype": self.dtype,

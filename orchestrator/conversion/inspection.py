@@ -5,7 +5,6 @@ Legend: L layers, U stored KV heads a layer. Nothing is trained or written but t
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -241,7 +240,7 @@ def _budget(
         "kv_bytes_per_token": plan.kv_bytes_per_token(dtype),
         **heads,
         "sum_of_rises": rise,
-        "plan": json.loads(plan.to_json()),
+        "plan": plan.to_dict(),
     }
 
 

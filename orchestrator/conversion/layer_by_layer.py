@@ -10,7 +10,6 @@ complete (`orchestrator.conversion.progress`). The same command run again goes o
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import sys
 import time
@@ -182,7 +181,7 @@ class LayerwiseJob:
             "parameters": sizes["parameters"],
             "kv_ratio_asked": self.kv_ratio,
             "recipe": self.recipe.to_dict(),
-            "plan": json.loads(plan.to_json()),
+            "plan": plan.to_dict(),
             "plan_digest": plan.digest,
             "seed": self.inputs.seed,
             "dtype": self.inputs.dtype,

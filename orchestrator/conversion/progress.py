@@ -26,7 +26,8 @@ from orchestrator.storage.records import read_json, write_json
 
 STATE = "state.json"
 OWN = re.compile(
-    r"state\.json|\.state\.json\..*\.new|(streams-\d{5}|result/model-\d+-of-\d+)\.(safetensors|part)|result"
+    r"state\.json|(streams-\d{5}|result/model-\d+-of-\d+)\.safetensors|result|"
+    r"(\.state\.json|(result/)?\.(streams|model)-[\w-]*\.safetensors)\.[\d-]+\.new"
 )
 
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attention.io.replacing import check_folder, digests, resolved, unused
+from attention.io.files import written_whole
+from attention.io.replacing import check_folder, digests, resolved
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion.convert import convert_checkpoint
 from orchestrator.conversion.in_memory import Source
@@ -155,5 +156,5 @@ def _draw(out: str | Path) -> None:
     from orchestrator.reporting.figures import curve_figure, save_png
 
     place = check_file(Path(out) / PICTURE, "picture", "out")
-    save_png(curve_figure(read_result(Path(out) / CURVE)), fresh := unused(place))
-    fresh.replace(place)
+    with written_whole(place) as fresh:
+        save_png(curve_figure(read_result(Path(out) / CURVE)), fresh)

@@ -6,10 +6,10 @@ into the tags of the registered version.
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
+from attention.io.files import sha256
 from orchestrator.config.schema import SearchConfig
 from orchestrator.promotion.state import Entry
 from orchestrator.search.trial import TrialContext
@@ -24,10 +24,7 @@ DIGITS = 16
 def file_digest(path: str | Path) -> str | None:
     """The first digits of a file's SHA-256; None if it is not there."""
     file = Path(path)
-    if not file.is_file():
-        return None
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()[:DIGITS]
+    return sha256(file)[:DIGITS] if file.is_file() else None
 
 
 def lineage_of(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -57,7 +56,7 @@ def build_page(record: Mapping[str, Any]) -> str:
     """The HTML of a record. No script, no network."""
     name = Path(record["model"]).name or record["model"]
     plans = {
-        f"{percent(b['kv_ratio'])} of the checkpoint's KV,": AttentionPlan.from_json(json.dumps(b["plan"]))
+        f"{percent(b['kv_ratio'])} of the checkpoint's KV,": AttentionPlan.from_dict(b["plan"])
         for b in record["budgets"]
     }
     drawn = len(figures.evenly(record["similarity"], figures.LAYERS))

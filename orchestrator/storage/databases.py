@@ -7,6 +7,8 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
+from attention.io.files import written_whole
+
 HOST = "127.0.0.1"
 SQLITE = "sqlite:///"
 RESTART_SECONDS = 5.0
@@ -19,9 +21,8 @@ def back_up(database: Path, backup: Path, scratch: Path | None = None) -> None:
     local.unlink(missing_ok=True)
     with closing(sqlite3.connect(database)) as source, closing(sqlite3.connect(local)) as target:
         source.backup(target)
-    fresh = backup.with_name(f".{backup.name}.new")
-    shutil.copyfile(local, fresh)
-    fresh.replace(backup)
+    with written_whole(backup) as fresh:
+        shutil.copyfile(local, fresh)
     local.unlink()
 
 
@@ -29,8 +30,6 @@ def restore(database: Path, backup: Path) -> bool:
     """Take the database from its backup, if only that exists. Whether it did."""
     if database.exists() or not backup.exists():
         return False
-    database.parent.mkdir(parents=True, exist_ok=True)
-    fresh = database.with_name(f".{database.name}.new")
-    shutil.copyfile(backup, fresh)
-    fresh.replace(database)
+    with written_whole(database) as fresh:
+        shutil.copyfile(backup, fresh)
     return True

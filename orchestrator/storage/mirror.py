@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import re
+import shutil
 import sqlite3
 import tempfile
 import threading
@@ -21,6 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
+from attention.io.files import written_whole
 from attention.messages import reason
 from orchestrator.config.schema import ConfigError
 from orchestrator.storage.databases import back_up
@@ -148,12 +150,9 @@ class Mirror:
             target = self.local / name
             if ".." in PurePosixPath(name).parts or target.exists():
                 continue
-            target.parent.mkdir(parents=True, exist_ok=True)
-            fresh = target.with_name(f".{target.name}.{os.getpid()}.new")
-            with self.filesystem.open_input_stream(self._at(name)) as source, fresh.open("wb") as out:
-                while block := source.read(1 << 22):
-                    out.write(block)
-            fresh.replace(target)
+            stream = self.filesystem.open_input_stream(self._at(name))
+            with stream as source, written_whole(target) as fresh, fresh.open("wb") as out:
+                shutil.copyfileobj(source, out, 1 << 22)
             came += 1
         return came
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from attention.io.files import write_whole
 from attention.ratios import is_met
 from orchestrator.config.parsing import ConfigError, shown
 
@@ -141,18 +141,7 @@ def write_json(path: str | Path, record: Any) -> None:
 
 def write_text(path: str | Path, text: str) -> None:
     """Write a file so that a reader, a kill in the middle, or a full disk never leaves half of it."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        with fresh.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        fresh.replace(path)
-    except OSError:
-        fresh.unlink(missing_ok=True)
-        raise
+    write_whole(path, text)
 
 
 def _finite(record: Any) -> Any:

@@ -21,11 +21,11 @@ from attention.conversion.refinement import refine
 from attention.conversion.refinement.local import FIT_BATCH, FIT_RATE, FIT_TOKENS, LayerTask, fit_module
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
+from attention.modeling.losses import language_loss
 from attention.modeling.mlp import MlpWeights, mlp_sites, read
 from attention.plan import AttentionPlan, LayerPlan, groups_of
 from search_spaces.planning.rises import LayerTrials
 from search_spaces.recipes.recipe import AXES, Recipe
-from search_spaces.scores import language_loss
 
 Measure = Callable[[Recipe, AttentionPlan], float]
 

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from attention.calibration.calibration import calibration_digest
+from attention.io.files import write_whole
 from search_spaces.partitions import Partition
 from search_spaces.planning.context import PlanningContext
-from search_spaces.planning.kept_files import alone, write_whole
+from search_spaces.planning.kept_files import alone
 from search_spaces.recipes.recipe import Recipe
 
 DECIDES = ("grouping", "objective", "similarity", "alignment", "fusion")  # axes that what is measured depends on

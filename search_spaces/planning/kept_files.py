@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-
-from attention.io.permissions import honour_umask
 
 
 @contextmanager
@@ -24,12 +21,3 @@ def alone(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def write_whole(file: Path, content: bytes) -> None:
-    """Write a file in one step: whoever reads it sees the old content or the new."""
-    handle, name = tempfile.mkstemp(dir=file.parent, suffix=".part")
-    with os.fdopen(handle, "wb") as stream:
-        stream.write(content)
-    honour_umask(name)
-    Path(name).replace(file)

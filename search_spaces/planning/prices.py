@@ -16,7 +16,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from search_spaces.planning.kept_files import alone, write_whole
+from attention.io.files import write_whole
+from search_spaces.planning.kept_files import alone
 from search_spaces.site import Site
 
 

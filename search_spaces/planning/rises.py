@@ -15,19 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from attention.conversion.conversion import convert, lift
 from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.modeling.grouped import attach
+from attention.modeling.losses import mean_loss
 from attention.modeling.modeling import plan_of
+from attention.modeling.running import entered_by, layer_of, run_to
 from attention.plan import LayerPlan
-
-
-class _Reached(Exception):
-    """The wanted layer has been entered: nothing above it need run."""
 
 
 class LayerTrials:
@@ -45,8 +42,7 @@ class LayerTrials:
         self.geometry = geometry_of(self.model.config)
         self.heads = lift(model)  # of the model given: those of the copy may be views of what is written to
         self.modules = list(self.family.attention_modules(self.model))
-        names = {module: name for name, module in self.model.named_modules()}
-        self.layers = [self.model.get_submodule(names[m].rpartition(".")[0]) for m in self.modules]
+        self.layers = [layer_of(self.model, module) for module in self.modules]
         self.batches = sequences.split(batch_size)
         self._below = 0  # the layer that `_streams` enter
         self._streams: Sequence[Tensor | None] = [None] * len(self.batches)
@@ -88,14 +84,12 @@ class LayerTrials:
     @torch.no_grad()
     def _loss(self, start: int) -> float:
         """Mean next-token loss, run from `start` on."""
-        total, count = 0.0, 0
-        for batch, stream in zip(self.batches, self._streams, strict=True):
+
+        def logits(batch: Tensor, stream: Tensor | None) -> Tensor:
             with self._from(start, stream):
-                logits = self.model(batch.to(self.model.device), use_cache=False).logits[:, :-1].float()
-            labels = batch[:, 1:].flatten().to(logits.device)
-            total += float(cross_entropy(logits.flatten(0, 1), labels, reduction="sum"))
-            count += len(labels)
-        return total / count
+                return self.model(batch.to(self.model.device), use_cache=False).logits
+
+        return mean_loss((logits(b, s), b) for b, s in zip(self.batches, self._streams, strict=True))
 
     @torch.no_grad()
     def _advance(self, layer: int) -> None:
@@ -105,21 +99,9 @@ class LayerTrials:
         if layer == self._below:
             return
         found: list[Tensor] = []
-
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found.append((args[0] if args else kwargs["hidden_states"]).clone())
-            raise _Reached
-
-        hook = self.layers[layer].register_forward_pre_hook(enter, with_kwargs=True)
-        try:
-            for batch, stream in zip(self.batches, self._streams, strict=True):
-                try:
-                    with self._from(self._below, stream):
-                        self.model.get_decoder()(input_ids=batch.to(self.model.device), use_cache=False)
-                except _Reached:
-                    pass
-        finally:
-            hook.remove()
+        for batch, stream in zip(self.batches, self._streams, strict=True):
+            with self._from(self._below, stream):
+                found.append(run_to(self.model, self.layers[layer], batch, through=False).stream.clone())
         self._below, self._streams = layer, found
 
     @contextmanager
@@ -130,7 +112,7 @@ class LayerTrials:
             return
 
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            return ((stream, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": stream})
+            return entered_by(stream, args, kwargs)
 
         # The stock forward is shadowed on the instances only, and shown again afterwards.
         hook = self.layers[start].register_forward_pre_hook(enter, with_kwargs=True)

@@ -7,11 +7,10 @@ that can draw one plain `Domain` at a time can drive it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fractions import Fraction
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from attention.messages import near
 from search_spaces.planning.planning import require_budget
 from search_spaces.recipes.recipes import AXES, BY, RECIPES, Recipe, RecipeError
 from search_spaces.recipes.rules import broken_rules
-from search_spaces.space.domains import ORDER, Domain, Point, by_field, with_condition
+from search_spaces.space.domains import ORDER, Domain, Point, by_field
 
 OPTIONAL = ("objective", "similarity")
 PROVIDED = ("statistics", "model")
@@ -104,10 +103,6 @@ class JointSpace:
             point[domain.name] = domain.sample(generator)
         return point
 
-    def grid(self) -> list[Point]:
-        """Every valid combination of choices, knobs at their defaults, in a fixed order."""
-        return [{d.name: v for d, v in decided} for decided in self._walk([])]
-
     def to_recipe(self, point: Mapping[str, Any]) -> tuple[Recipe, float]:
         """The recipe and the KV ratio of a complete point (knobs may be left at their defaults).
 
@@ -122,31 +117,6 @@ class JointSpace:
         recipe = Recipe("joint", **fields, settings=tuple(sorted({**self._fixed(full), **knobs}.items())))
         named = {known.digest: known for known in RECIPES.values()}
         return named.get(recipe.digest, recipe), float(full["kv_ratio"])
-
-    @cached_property
-    def domains(self) -> tuple[Domain, ...]:
-        """Every domain that can come up, parents first, each with the conditions under which it does."""
-        seen: dict[str, Domain] = {}
-        stages: dict[str, list[tuple[Point, str | None]]] = {}
-        for decided in self._walk([]):
-            # What was decided before each field, and which domain (if any) decided it.
-            before: Point = {}
-            names = {d.field: d for d, _ in decided}
-            values = {d.field: v for d, v in decided}
-            knobs = {d.field: d for d in self._knob_domains(self._forced(values)[0])}
-            for name in (*ORDER, *sorted(set(names) - set(ORDER)), *sorted(knobs)):
-                domain = names.get(name) or knobs.get(name)
-                stages.setdefault(name, []).append((dict(before), domain.name if domain else None))
-                if domain:
-                    seen.setdefault(domain.name, domain)
-                if name in values:
-                    before[name] = values[name]
-            for name in self._all_knobs() - set(knobs):
-                stages.setdefault(name, []).append((dict(before), None))
-        ordered = sorted(
-            seen.values(), key=lambda d: (ORDER.index(d.field) if d.field in ORDER else len(ORDER), d.name)
-        )
-        return tuple(with_condition(domain, stages[domain.field]) for domain in ordered)
 
     # ---- inside -----------------------------------------------------------------------------------------------
 
@@ -245,15 +215,6 @@ class JointSpace:
         label = name if list(allowed) == everything else f"{name}:{'+'.join(str(a) for a in allowed)}"
         kind = "bool" if name == "together" else "choice"
         return Domain(label, name, kind, choices=tuple(allowed), default=allowed[0])
-
-    def _walk(self, decided: list[tuple[Domain, Any]]) -> Iterator[list[tuple[Domain, Any]]]:
-        full, pending = self._forced({d.field: v for d, v in decided})
-        if pending is None:
-            yield decided
-            return
-        domain = self._domain(pending, self._allowed(full, pending))
-        for option in domain.choices:
-            yield from self._walk([*decided, (domain, option)])
 
     def _check_settings(self) -> None:
         for name, value in self.settings.items():

@@ -34,6 +34,7 @@ def plans(draw: st.DrawFn) -> AttentionPlan:
 def test_json_gives_the_same_plan_back(plan: AttentionPlan) -> None:
     again = AttentionPlan.from_json(plan.to_json())
     assert again == plan and again.digest == plan.digest and again.to_json() == plan.to_json()
+    assert json.loads(plan.to_json()) == plan.to_dict() and AttentionPlan.from_dict(plan.to_dict()) == plan
 
 
 @given(plans())

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from space_points import domains, paths, points
 
 from attention.axes import Knob
 from attention.families import geometry_of
@@ -14,7 +15,8 @@ from search_spaces.axes import GROUPING
 from search_spaces.planning.planning import check_budget, make_plan
 from search_spaces.recipes.recipes import AXES, Recipe, RecipeError, recipe
 from search_spaces.recipes.rules import broken_rules
-from search_spaces.space.space import NOT_UNASKED, ORDER, JointSpace
+from search_spaces.space.domains import ORDER, Domain
+from search_spaces.space.space import NOT_UNASKED, JointSpace
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,7 @@ def space(geometry) -> JointSpace:
 
 @pytest.fixture(scope="module")
 def grid(space) -> list[tuple[Recipe, float]]:
-    return [space.to_recipe(point) for point in space.grid()]
+    return [space.to_recipe(point) for point in points(space)]
 
 
 def test_every_sampled_point_is_a_valid_recipe(space, geometry) -> None:
@@ -50,7 +52,7 @@ def test_every_sampled_point_is_a_valid_recipe(space, geometry) -> None:
 
 def test_refinement_is_searched_when_asked_for(geometry) -> None:
     space = JointSpace([0.5], geometry, choices={"refinement": ["none", "heal"], "grouping": ["neighbour"]})
-    drawn = [space.to_recipe(point)[0] for point in space.grid()]
+    drawn = [space.to_recipe(point)[0] for point in points(space)]
     assert {chosen.refinement for chosen in drawn} == {"none", "heal"}
     healed = next(chosen for chosen in drawn if chosen.refinement == "heal")
     assert healed.knobs("refinement")["ridge"] > 0
@@ -76,36 +78,22 @@ def test_named_recipes_are_points_of_the_space(grid) -> None:
     assert recipe("least_squares") in [chosen for chosen, _ in grid]
 
 
-def test_next_and_the_declared_conditions_agree(space) -> None:
-    """Deciding domain by domain through `when` gives the points that `next` gives."""
-    rng = np.random.default_rng(1)
-    for _ in range(60):
-        point: dict = {}
-        for domain in space.domains:
-            if domain.active(point):
-                point[domain.name] = domain.sample(rng)
-        assert space.next(point) is None
-        follow: dict = {}
-        while (domain := space.next(follow)) is not None:
-            assert domain.name in point
-            follow[domain.name] = point[domain.name]
-        assert follow == point
-        space.to_recipe(point)
-
-
-def test_domain_names_have_one_set_of_choices(space) -> None:
-    assert len({domain.name for domain in space.domains}) == len(space.domains)
-    fields = [domain.field for domain in space.domains]
-    ranks = [ORDER.index(field) if field in ORDER else len(ORDER) for field in fields]
-    assert ranks == sorted(ranks)
+def test_decisions_have_one_set_of_choices_a_name_and_one_order(space) -> None:
+    seen: dict[str, Domain] = {}
+    for path in paths(space):
+        assert all(seen.setdefault(domain.name, domain) == domain for domain, _ in path)
+        ranks = [ORDER.index(domain.field) if domain.field in ORDER else len(ORDER) for domain, _ in path]
+        assert ranks == sorted(ranks)
 
 
 def test_a_searched_knob_is_read_from_its_declaration(space) -> None:
-    (domain,) = [d for d in space.domains if d.field == "grouping.preserve"]
+    (domain,) = [d for d in domains(space) if d.field == "grouping.preserve"]
     knob = next(k for k in GROUPING.get("walk_asymmetric").knobs if k.name == "preserve")
     assert (domain.kind, domain.low, domain.high, domain.default) == ("float", knob.low, knob.high, knob.default)
-    assert domain.when == ((("grouping", "walk_asymmetric"),),)
-    assert not [d for d in space.domains if d.field == "grouping.accept"]  # declared, but not searched
+    for path in paths(space):
+        grouping = {d.field: value for d, value in path}.get("grouping")
+        assert (domain in [d for d, _ in path]) == (grouping == "walk_asymmetric")
+    assert not [d for d in domains(space) if d.field == "grouping.accept"]  # declared, but not searched
 
 
 def test_a_new_part_on_an_axis_is_in_the_space_by_itself(geometry, monkeypatch) -> None:
@@ -113,8 +101,8 @@ def test_a_new_part_on_an_axis_is_in_the_space_by_itself(geometry, monkeypatch) 
     knob = Knob("stride", "int", 2, "test", low=1, high=3, searched=True)
     GROUPING.part("striped", source="a test", knobs=(knob,), needs=("equal_groups",))(lambda problem, generator: None)
     space = JointSpace([0.5], geometry, choices={"grouping": ["striped", "neighbour"], "fusion": ["mean"]})
-    assert any("striped" in domain.choices for domain in space.domains)
-    (stride,) = [d for d in space.domains if d.field == "grouping.stride"]
+    assert any("striped" in domain.choices for domain in domains(space))
+    (stride,) = {d for d in domains(space) if d.field == "grouping.stride"}
     assert (stride.low, stride.high) == (1, 3)
     assert {stride.sample(np.random.default_rng(s)) for s in range(30)} == {1, 2, 3}
 
@@ -131,25 +119,24 @@ def test_choices_and_settings_restrict(geometry) -> None:
         },
         settings={"grouping.iterations": 50, "grouping.preserve": 0.4},
     )
-    for point in space.grid():
+    for point in points(space):
         chosen, _ = space.to_recipe(point)
         assert chosen.knobs("grouping")["iterations"] == 50
         assert chosen.knobs("grouping")["preserve"] == 0.4
         assert chosen.objective == "layer"
-    assert not [d for d in space.domains if d.field == "grouping.preserve"]
+    assert not [d for d in domains(space) if d.field == "grouping.preserve"]
 
 
 def test_parts_that_lack_what_they_need_are_left_out(geometry) -> None:
     bare = JointSpace([0.5], geometry, provided=())
-    for point in bare.grid():
+    for point in points(bare):
         assert not bare.to_recipe(point)[0].needs & {"statistics", "model"}
 
 
 def test_budgets_that_only_some_groupings_meet(geometry) -> None:
     choices = {"allocation": ["uniform"], "fusion": ["mean"], "alignment": ["none"], "similarity": ["cka"]}
     space = JointSpace([0.5, 0.375], geometry, choices=choices)
-    points = [space.to_recipe(point) for point in space.grid()]
-    found = {(ratio, chosen.grouping) for chosen, ratio in points}
+    found = {(ratio, chosen.grouping) for chosen, ratio in map(space.to_recipe, points(space))}
     assert (0.375, "walk_asymmetric") in found and (0.5, "neighbour") in found
     assert (0.375, "walk_symmetric") not in found
 
@@ -194,7 +181,7 @@ def test_any_sampled_point_of_any_geometry_can_be_planned(data: st.DataObject) -
     layers = data.draw(st.integers(1, 3))
     context: PlanningContext = random_context(heads, stored, layers)
     total = data.draw(st.integers(2 * layers, 2 * layers * stored))
-    ratio = total / (2 * layers * heads)
+    ratio = total / (2 * layers * stored)
     try:
         space = JointSpace([ratio], context.geometry, choices={"objective": ["pairs", "least_squares", "layer"]})
     except ValueError as error:

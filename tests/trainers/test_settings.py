@@ -90,8 +90,9 @@ def test_jobs_survive_json() -> None:
         ({"start_step": 3}, "needs the checkpoint it was reached with"),
         ({"total_steps": 9}, "must reach the last milestone 10, got 9"),
         ({"settings": TrainSettings(distillation="kl")}, "'kl' needs a teacher_dir"),
-        ({"out_dir": "runs/x"}, "out_dir must be absolute"),
-        ({"storage_path": "runs"}, "storage_path must be absolute"),
+        ({"out_dir": "runs/x"}, "out_dir must be an absolute path"),
+        ({"storage_path": "runs"}, "storage_path must be an absolute path"),
+        ({"storage_path": "s3://bucket/x"}, "storage_path must be an absolute path"),
         ({"schedule_offset": -1}, "schedule_offset must be at least 0"),
         ({"schedule_offset": 3, "relaxation": RELAXATION}, "is 0 for a job with a relaxation of its own, got 3"),
     ],
@@ -99,7 +100,6 @@ def test_jobs_survive_json() -> None:
 def test_impossible_jobs_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         job(**wrong)
-    assert job(storage_path="s3://bucket/x").schedule_steps == 10
 
 
 def test_only_behind_a_relaxation_may_a_job_take_no_step() -> None:

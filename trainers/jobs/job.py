@@ -20,17 +20,17 @@ class TrainJob:
 
     `milestones`: steps, counted from the beginning of the training, after which the held-out loss is measured and
     reported with a checkpoint; the last one ends the job. `total_steps`: the step at which the learning-rate schedule
-    ends (None: the last milestone). `resume_from`: a checkpoint of an earlier job, path or URI; the job then
-    continues its weights, optimiser, schedule position and, on the same `train_file`, its data position from
-    `start_step`. `seed` orders the data. `storage_path` and `out_dir` must be absolute (or a URI for the former).
+    ends (None: the last milestone). `resume_from`: a checkpoint of an earlier job (`checkpoint_path` of its reports);
+    the job then continues its weights, optimiser, schedule position and, on the same `train_file`, its data position
+    from `start_step`. `seed` orders the data. `storage_path` and `out_dir` must be absolute.
 
-    `relaxation`: a stage before all this: from `model_dir`, which is not converted yet, to a collapsed checkpoint in
-    `relaxed_dir`, where the training then starts. Its steps are not counted in the milestones; its tokens are in the
-    report. One learning-rate schedule spans both, unless the relaxation has its own: stage i is trained from position
-    `i steps` on, the training after them from `relaxation.total_steps` on. A stage that ends early leaves the rest of
-    its positions unused, so that the rate of a step depends on the job alone and the schedule ends where it was planned
-    to. `schedule_offset`: the schedule's steps that lie before step 0, for a job that goes on behind the relaxation of
-    an earlier one.
+    `relaxation`: a stage before all this: from `model_dir`, which is not converted yet, to a collapsed checkpoint (in
+    the reports: `relaxed_dir`), where the training then starts. Its steps are not counted in the milestones; its tokens
+    are in the report. One learning-rate schedule spans both, unless the relaxation has its own: stage i is trained from
+    position `i steps` on, the training after them from `relaxation.total_steps` on. A stage that ends early leaves the
+    rest of its positions unused, so that the rate of a step depends on the job alone and the schedule ends where it was
+    planned to. `schedule_offset`: the schedule's steps that lie before step 0, for a job that goes on behind the
+    relaxation of an earlier one.
 
     `keep_best`: also keep the weights of the milestone with the lowest held-out loss (`trainers.jobs.best_step`); the
     reports then have `best_step`, `best_loss`, `best_kl` and `best_dir`.
@@ -72,7 +72,7 @@ class TrainJob:
             raise ValueError("a relaxation with distillation needs a teacher_dir, got None")
         if self.relaxation and self.resume_from is not None:
             raise ValueError(
-                "a job that resumes has its relaxation behind it: set model_dir to the earlier job's relaxed_dir, "
+                "a job that resumes has its relaxation behind it: set model_dir to the relaxed_dir of its reports, "
                 "schedule_offset to its relaxation.scheduled_steps and relaxation to None"
             )
         if self.schedule_offset < 0 or (self.schedule_offset and self.relaxation):
@@ -83,9 +83,10 @@ class TrainJob:
         if self.start_step and self.resume_from is None:
             raise ValueError(f"start_step {self.start_step} needs the checkpoint it was reached with; set resume_from")
         for name in ("storage_path", "out_dir"):
-            path = getattr(self, name)
-            if "://" not in path and not Path(path).is_absolute():
-                raise ValueError(f"{name} must be absolute (workers run in other folders), got {path!r}")
+            if not Path(getattr(self, name)).is_absolute():
+                raise ValueError(
+                    f"{name} must be an absolute path (workers run in other folders), got {getattr(self, name)!r}"
+                )
 
     @property
     def schedule_steps(self) -> int:
@@ -107,12 +108,6 @@ class TrainJob:
         own = self.relaxation.settings if self.relaxation else None
         return self.settings.model_copy(update={"tuning": "full"}) if own is None else own
 
-    @property
-    def relaxed_dir(self) -> str:
-        """Where the relaxation leaves its last stage's collapsed checkpoint."""
-        last = len(self.relaxation.plans) - 1 if self.relaxation else 0
-        return str(Path(f"{self.out_dir}.relaxed") / f"stage-{last}" / "collapsed")
-
     def to_json(self) -> str:
         record = {f.name: getattr(self, f.name) for f in fields(self)}
         record["relaxation"] = self.relaxation.to_dict() if self.relaxation else None
@@ -131,8 +126,6 @@ class TrainJob:
 
 @dataclass(frozen=True)
 class TrainOutcome:
-    """`checkpoint_dir`: the last training checkpoint, to `resume_from`. `metrics`: the last milestone's report, and
-    `out_dir` and `weights_digest` of the finished weights."""
+    """`metrics`: the last milestone's report, and `out_dir` and `weights_digest` of the finished weights."""
 
-    checkpoint_dir: str
     metrics: dict[str, Any]

@@ -7,12 +7,12 @@ a job that is started again does not run out of memory again first.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from attention.io.files import write_whole
 from trainers.jobs.job import TrainJob
 from trainers.settings import TrainSettings
 
@@ -52,11 +52,7 @@ def lower(job: TrainJob, cause: str, already: bool) -> None:
             f"out of memory with micro_batch_size {rows}{tried}: {cause}; lower train.micro_batch_size or "
             "data.sequence_length, raise train.zero_stage, or use more workers or memory"
         )
-    file = _note(job)
-    fresh = file.with_name(f".{file.name}.{os.getpid()}.new")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    fresh.write_text(json.dumps({"rows": rows, "cause": cause}))
-    fresh.replace(file)
+    write_whole(_note(job), json.dumps({"rows": rows, "cause": cause}))
 
 
 def as_it_fits(job: TrainJob) -> tuple[TrainJob, list[str]]:

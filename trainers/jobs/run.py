@@ -19,7 +19,7 @@ from attention.io import checkpoint
 from attention.messages import reason
 from trainers.evaluation import Evaluation, evaluate
 from trainers.jobs import best_step, memory
-from trainers.jobs.checkpoints import CheckpointStore, as_directory
+from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.job import TrainJob
 from trainers.loop import TrainingDiverged, train
 from trainers.losses import objective
@@ -43,7 +43,7 @@ class Link(Protocol):
 
 
 def carry_out(job: TrainJob, link: Link) -> dict[str, Any]:
-    """Carry out a job, or what is left of it. Returns the last report and how it ended: {"metrics", "checkpoint"},
+    """Carry out a job, or what is left of it. Returns the last report and how it ended: {"metrics"},
     {"diverged": reason} or {"stopped": step}.
 
     Out of memory, the job goes on with a smaller micro-batch, once; the report then has `notes` that say so. Raises
@@ -85,7 +85,7 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
         if not link.report(known, known["step"] == last):
             return {"stopped": known["step"]}
     if newest is not None and newest.step == last and _agreed(link, link.rank == 0 and _is_written(job, reports[-1])):
-        return {"metrics": reports[-1], "checkpoint": reports[-1]["checkpoint_path"]}
+        return {"metrics": reports[-1]}
     if job.relaxation is not None:
         try:
             relaxed = relax(job, link.rank, link.world_size)
@@ -96,11 +96,9 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
     with closing(Engine(model, job.settings, job.schedule_steps, schedule_offset=job.schedule_offset)) as engine:
         worker = _Worker(job, engine, link, store, relaxed, [*notes, *damage])
         if newest is not None:
-            with store.opened(newest) as folder:
-                start = worker.resume(folder, own=True)
+            start = worker.resume(store.folder(newest), own=True)
         elif job.resume_from is not None:
-            with as_directory(job.resume_from) as folder:
-                start = worker.resume(folder, own=False)
+            start = worker.resume(Path(job.resume_from), own=False)
         else:
             start = 0
         worker.metrics = reports[-1] if reports else {}
@@ -125,7 +123,7 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
             return {"stopped": step}
         if start == last and reports:
             worker.finish(worker.metrics)  # killed between its last checkpoint and here, or the weights were lost
-        return {"metrics": worker.metrics, "checkpoint": worker.metrics["checkpoint_path"]}
+        return {"metrics": worker.metrics}
 
 
 def _is_written(job: TrainJob, report: dict[str, Any]) -> bool:

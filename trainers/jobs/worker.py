@@ -75,7 +75,7 @@ def outcome_of(job: TrainJob, ended: dict[str, Any] | None) -> TrainOutcome:
         raise TrainingDiverged(ended["diverged"])
     if not ended or "metrics" not in ended:
         raise RuntimeError(f"run {job.run_name!r} ended without a report; see its logs under {job.storage_path}")
-    return TrainOutcome(ended["checkpoint"], ended["metrics"])
+    return TrainOutcome(ended["metrics"])
 
 
 def stand(desk: Any, group: str, settings: TrainSettings, storage_path: str) -> None:

@@ -9,7 +9,6 @@ Legend: L layers, S source heads that a projection holds, d head dim, D model di
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -193,7 +192,7 @@ def opened(model: PreTrainedModel, plan: AttentionPlan) -> tuple[PreTrainedModel
             rows, bias = getattr(heads, name), getattr(heads, f"{name}_bias")
             setattr(module, f"{name}_proj", HeadProjection(rows, bias).train(new.training))
         attach(module, layer)
-    new.config.attention_plan = json.loads(old.to_json())  # in place: the layers hold the same config
+    new.config.attention_plan = old.to_dict()  # in place: the layers hold the same config
     new.plan = old  # type: ignore[assignment]
     return new, old
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -18,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from attention.io.permissions import honour_umask
+from attention.io.files import written_whole
 from trainers.text.corpora import Corpus, DataError, resolve
 from trainers.text.stream import BatchStream
 
@@ -96,17 +94,8 @@ def check_source(source: str, split: Split, tokens: int, sequence_length: int) -
 
 def write_sequences(sequences: Tensor, file: str | Path) -> None:
     """Save `[N, T]` token ids as int32, atomically: a reader sees the whole file or none."""
-    target = Path(file)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=target.parent, suffix=".part")
-    os.close(handle)
-    try:
-        save_file({"sequences": sequences.to(torch.int32).contiguous()}, name)
-        honour_umask(name)
-        Path(name).replace(target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with written_whole(file) as fresh:
+        save_file({"sequences": sequences.to(torch.int32).contiguous()}, fresh)
 
 
 def read_sequences(file: str | Path, *, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -34,11 +34,6 @@ class BatchStream:
         self._position = 0
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
 
-    @property
-    def epochs(self) -> float:
-        """How often the data has been seen so far."""
-        return self._position / len(self._sequences)
-
     def next(self) -> Tensor:
         start = self._position + self._first
         rows = [self._row(position) for position in range(start, start + self._share)]

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from trainers.text.synthetic_words import DOMAINS, PEOPLE, Domain
 
@@ -187,20 +186,6 @@ def examples(
 ) -> list[Example]:
     """`per_task` examples of each task (the paper has 12), each with one of `shots` numbers of shots, drawn evenly."""
     return [episode(task, int(generator.choice(shots)), generator) for task in tasks for _ in range(per_task)]
-
-
-def training_sequences(
-    tasks: Sequence[Task], encode: Encode, count: int, length: int, generator: np.random.Generator, shots: int = 4
-) -> Tensor:
-    """Token sequences `[count, length]` int64 to train from scratch on: episodes of random tasks in a row."""
-    rows = []
-    for _ in range(count):
-        row: list[int] = []
-        while len(row) < length:
-            made = episode(tasks[int(generator.integers(len(tasks)))], shots, generator)
-            row += encode(f"{made.prompt} {made.answer}.\n")
-        rows.append(row[:length])
-    return torch.tensor(rows, dtype=torch.int64)
 
 
 # ---- words as tokens ---------------------------------------------------------------------------------------------

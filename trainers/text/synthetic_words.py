@@ -36,9 +36,6 @@ class Domain:
     def items(self) -> tuple[str, ...]:
         return tuple(item for members in self.classes.values() for item in members)
 
-    def class_of(self, item: str) -> str:
-        return next(name for name, members in self.classes.items() if item in members)
-
 
 def _domain(
     name: str,

@@ -7,16 +7,14 @@ bit, so an identity plan changes nothing.
 
 from attention.conversion.fusion.axis import FUSION
 from attention.conversion.fusion.costs import KeyCost, ValueCost
-from attention.conversion.fusion.least_squares import key_errors, least_squares_fuse, value_errors
+from attention.conversion.fusion.least_squares import least_squares_fuse
 from attention.conversion.fusion.pooled import mean_fuse, norm_restored_fuse
 
 __all__ = [
     "FUSION",
     "KeyCost",
     "ValueCost",
-    "key_errors",
     "least_squares_fuse",
     "mean_fuse",
     "norm_restored_fuse",
-    "value_errors",
 ]

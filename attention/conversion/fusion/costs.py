@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -61,19 +60,6 @@ class _Cost:
         if not key or len(set(key)) != len(key) or not 0 <= key[0] <= key[-1] < self.num_heads:
             raise ValueError(f"members must be distinct heads of 0..{self.num_heads - 1}, got {tuple(members)}")
         return key
-
-    def all_subsets(self, chunk: int = 256) -> Tensor:
-        """Costs of every subset of heads, `[2^H]` float64: bit h of the index says whether head h is a member.
-
-        The empty set costs 0. `chunk` groups are worked on at a time. Raises ValueError above 16 heads.
-        """
-        if self.num_heads > 16:
-            raise ValueError(f"all subsets of {self.num_heads} heads are too many; the limit is 16, use cost(members)")
-        costs = torch.zeros(2**self.num_heads, dtype=torch.float64)
-        for size in range(2, self.num_heads + 1):
-            groups = torch.tensor(list(combinations(range(self.num_heads), size)))
-            costs[(2**groups).sum(1)] = self.costs(groups.tolist(), chunk)
-        return costs
 
     def effort(self, members: int) -> float:
         """Multiply-adds of the cost of one group, nearly: those of its eigenvalue problems."""

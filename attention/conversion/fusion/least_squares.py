@@ -16,7 +16,7 @@ from torch import Tensor
 from attention.axes import Knob
 from attention.calibration.moments import LayerStatistics
 from attention.conversion.fusion.axis import FUSION
-from attention.conversion.fusion.costs import KeyCost, ValueCost, free_parts
+from attention.conversion.fusion.costs import ValueCost, free_parts
 from attention.conversion.fusion.pooled import Groups, check_lifted, mean_fuse
 from attention.conversion.fusion.rank import as_real, complex_gram, fit_complex, fit_real, pair_energy
 from attention.geometry import HeadGeometry
@@ -58,27 +58,6 @@ def least_squares_fuse(
     keys = mean_fuse(heads, plan) if geometry.qk_norm else _fuse_keys(heads, plan.key_groups, statistics, geometry)
     values = _fuse_values(heads, plan.value_groups, statistics, sweeps)
     return replace(values, q=keys.q, k=keys.k, q_bias=keys.q_bias, k_bias=keys.k_bias)
-
-
-def key_errors(
-    heads: LayerHeads, groups: Groups, statistics: LayerStatistics, geometry: HeadGeometry
-) -> tuple[float, ...]:
-    """Predicted cost of each key group (see `KeyCost`)."""
-    cost = KeyCost(heads, statistics, geometry)
-    return tuple(cost.cost(group) for group in groups)
-
-
-def value_errors(
-    heads: LayerHeads,
-    groups: Groups,
-    statistics: LayerStatistics,
-    geometry: HeadGeometry | None = None,
-    *,
-    sweeps: int = 0,
-) -> tuple[float, ...]:
-    """Predicted cost of each value group (see `ValueCost`)."""
-    cost = ValueCost(heads, statistics, geometry, sweeps=sweeps)
-    return tuple(cost.cost(group) for group in groups)
 
 
 def _mixed(rows: Tensor | None, maps: Tensor, like: Tensor) -> Tensor | None:

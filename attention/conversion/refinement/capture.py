@@ -16,13 +16,10 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from attention.modeling.grouped import NAME, grouped_attention
+from attention.modeling.running import entering, layer_of, run_to
 
 RECORDING = "headfold_recording"
 _mixed: dict[nn.Module, Tensor] = {}
-
-
-class _Reached(Exception):
-    """The wanted layer has run: what lies above it need not."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +46,6 @@ AttentionInterface.register(RECORDING, _recording_attention)
 AttentionMaskInterface.register(RECORDING, sdpa_mask)
 
 
-def layer_of(model: PreTrainedModel, module: nn.Module) -> nn.Module:
-    """The decoder layer that holds an attention module."""
-    path = next(name for name, found in model.named_modules() if found is module)
-    return model.get_submodule(path.rpartition(".")[0])
-
-
 @contextmanager
 def _recording_mixed(model: PreTrainedModel) -> Iterator[None]:
     own = model.config._attn_implementation == NAME
@@ -69,39 +60,28 @@ def _recording_mixed(model: PreTrainedModel) -> Iterator[None]:
 
 
 @torch.no_grad()
-def run_to(model: PreTrainedModel, module: nn.Module, sequences: Tensor, batch_size: int) -> Iterator[Record]:
+def recorded(model: PreTrainedModel, module: nn.Module, sequences: Tensor, batch_size: int) -> Iterator[Record]:
     """Run `sequences [N, T]` up to and including the attention `module`, one `Record` a batch. Nothing above runs."""
-    found: dict[str, Any] = {}
+    streams: list[Tensor] = []
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found["stream"] = args[0] if args else kwargs["hidden_states"]
+        streams.append(entering(args, kwargs))
 
-    def leave(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        found.update(args=args, kwargs=kwargs, output=output[0] if isinstance(output, tuple) else output)
-        raise _Reached
-
-    hooks = (
-        layer_of(model, module).register_forward_pre_hook(enter, with_kwargs=True),
-        module.register_forward_hook(leave, with_kwargs=True),
-    )
+    hook = layer_of(model, module).register_forward_pre_hook(enter, with_kwargs=True)
     try:
         with _recording_mixed(model):
             for batch in sequences.split(batch_size):
-                found.clear()
-                try:
-                    model.get_decoder()(input_ids=batch.to(model.device), use_cache=False)
-                except _Reached:
-                    yield Record(mixed=_mixed.get(module), **found)
+                call = run_to(model, module, batch)
+                yield Record(*call, streams.pop(), _mixed.get(module))
                 _mixed.clear()
     finally:
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
 
 
-def held_out(sequences: Tensor, share: int = 8) -> tuple[Tensor, Tensor]:
-    """Sequences to fit on and sequences to check on: every `share`-th one (at least one) is kept for the check."""
+def held_out(sequences: Tensor) -> tuple[Tensor, Tensor]:
+    """Sequences to fit on and sequences to check on: every eighth one (at least one) is kept for the check."""
     check = torch.zeros(len(sequences), dtype=torch.bool)
-    check[share - 1 :: share] = True
+    check[7::8] = True
     if not check.any():
         check[-1] = True
     return sequences[~check], sequences[check]

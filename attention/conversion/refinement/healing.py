@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from attention.axes import Knob
 from attention.conversion.refinement.axis import REFINEMENT, LayerFit, RefinementReport
-from attention.conversion.refinement.capture import Record, held_out, run_to
+from attention.conversion.refinement.capture import Record, held_out, recorded
 from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.modeling.modeling import plan_of
@@ -57,7 +57,7 @@ def _moments(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`Z^T Z [F, F]`, `Z^T Y [F, D]` and `sum Y^2`, Y = the original's attention + carry x (stream difference)."""
     zz = zy = yy = torch.zeros((), dtype=torch.float64)
-    pairs = zip(*(run_to(m, a, sequences, batch_size) for m, a in zip(models, modules, strict=True)), strict=True)
+    pairs = zip(*(recorded(m, a, sequences, batch_size) for m, a in zip(models, modules, strict=True)), strict=True)
     for original, converted in pairs:
         z = _features(converted, bias)
         y = original.output.double() + carry * (original.stream.double() - converted.stream.double())

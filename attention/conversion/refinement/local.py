@@ -21,11 +21,12 @@ from transformers import PreTrainedModel
 
 from attention.axes import Knob
 from attention.conversion.refinement.axis import REFINEMENT, LayerFit, RefinementReport
-from attention.conversion.refinement.capture import Record, held_out, run_to
+from attention.conversion.refinement.capture import Record, held_out, recorded
 from attention.conversion.refinement.healing import HEAL_KNOBS, heal_layer
 from attention.conversion.refinement.parallel import ONE_AT_A_TIME, each_layer
 from attention.families import family_of
 from attention.modeling.modeling import plan_of
+from attention.modeling.running import entered_by, entering
 
 FIT_STEPS = Knob("fit_steps", "int", 480, "Adam steps a layer", 1, 100_000)
 FIT_RATE = Knob("fit_rate", "log_float", 0.5, "largest step, as the relative change of an output at most", 1e-4, 1e2)
@@ -61,11 +62,11 @@ class LayerTask:
         fit, check = held_out(sequences)
         batch = min(batch, len(fit))
         whole = fit[: len(fit) // batch * batch]
-        records = [_in_float(record) for record in run_to(original, module, whole, batch)]
-        inputs = torch.cat([_input(record) for record in records])
+        records = [_in_float(record) for record in recorded(original, module, whole, batch)]
+        inputs = torch.cat([entering(record.args, record.kwargs) for record in records])
         targets = torch.cat([record.output for record in records])
         return cls(
-            inputs, targets, records[0], tuple(_in_float(record) for record in run_to(original, module, check, batch))
+            inputs, targets, records[0], tuple(_in_float(record) for record in recorded(original, module, check, batch))
         )
 
 
@@ -80,14 +81,10 @@ def _in_float(record: Record) -> Record:
     return Record(_float(record.args), kwargs, record.output.float(), record.stream, None)
 
 
-def _input(record: Record) -> Tensor:
-    return record.args[0] if record.args else record.kwargs["hidden_states"]
-
-
 def _call(module: nn.Module, record: Record, inputs: Tensor | None = None) -> Tensor:
     args, kwargs = record.args, {**record.kwargs, "past_key_values": None, "use_cache": False}
     if inputs is not None:
-        args, kwargs = ((inputs, *args[1:]), kwargs) if args else ((), kwargs | {"hidden_states": inputs})
+        args, kwargs = entered_by(inputs, args, kwargs)
     output = module(*args, **kwargs)
     return output[0] if isinstance(output, tuple) else output
 

@@ -23,7 +23,6 @@ from attention.calibration.calibration import (
     cached_calibration,
     calibrate,
     calibration_digest,
-    memory_bound,
     silent,
 )
 from attention.conversion.conversion import convert
@@ -176,13 +175,16 @@ def test_the_model_is_left_as_it_was(tiny_model: Tiny, tiny_tokens: Tensor, monk
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_memory_is_what_the_bound_says(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+def test_memory_is_what_the_docstring_says(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     model = tiny_model("llama")
     geometry = geometry_of(model.config)
     for mixed in ("head", "pooled"):
         result = calibrate(model, tiny_tokens, sample_tokens=96, mixed=mixed, progress=silent)
         held = sum(t.untyped_storage().nbytes() for layer in result.layers for t in tensors(layer).values())
-        assert held == memory_bound(geometry, 96, mixed=mixed)
+        wide = (geometry.hidden_size + 1) ** 2
+        moments = 8 * wide + 4 * wide * (geometry.num_heads if mixed == "head" else 1)
+        queries, inputs = 8 * geometry.num_heads * geometry.head_dim**2, 4 * geometry.hidden_size * 96
+        assert held == geometry.num_layers * (moments + queries + inputs)
 
 
 def test_progress_counts_sequences(tiny_model: Tiny, tiny_tokens: Tensor, capsys: pytest.CaptureFixture[str]) -> None:

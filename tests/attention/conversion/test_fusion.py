@@ -19,11 +19,9 @@ from attention.conversion.fusion import (
     FUSION,
     KeyCost,
     ValueCost,
-    key_errors,
     least_squares_fuse,
     mean_fuse,
     norm_restored_fuse,
-    value_errors,
 )
 from attention.families import geometry_of
 from attention.geometry import HeadGeometry, RotaryLayout
@@ -260,7 +258,8 @@ def test_value_errors_are_those_measured_on_tokens(
     model, geometry, calibration = ready(tiny_model, case, tiny_tokens)
     heads, statistics, seen = lifted(model)[1], calibration.layers[1], watch(model, tiny_tokens)[1]
     fused = least_squares_fuse(heads, PLAN, statistics, geometry, sweeps=sweeps)
-    found = value_errors(heads, PLAN.value_groups, statistics, geometry, sweeps=sweeps)
+    cost = ValueCost(heads, statistics, geometry, sweeps=sweeps)
+    found = [cost.cost(group) for group in PLAN.value_groups]
     for group, error in zip(PLAN.value_groups, found, strict=True):
         wanted = sum(measured_value_error(heads, fused, PLAN.value_map, seen, h) for h in group)
         assert error == pytest.approx(wanted, rel=1e-3, abs=1e-5)
@@ -312,7 +311,8 @@ def test_key_errors_are_those_measured_on_tokens(case: str, tiny_model: Tiny, ti
     model, geometry, calibration = ready(tiny_model, case, tiny_tokens)
     heads, statistics, seen = lifted(model)[1], calibration.layers[1], watch(model, tiny_tokens)[1]
     fused = least_squares_fuse(heads, PLAN, statistics, geometry)
-    found = key_errors(heads, PLAN.key_groups, statistics, geometry)
+    cost = KeyCost(heads, statistics, geometry)
+    found = [cost.cost(group) for group in PLAN.key_groups]
     for slot, (group, error) in enumerate(zip(PLAN.key_groups, found, strict=True)):
         wanted = sum(slow_key_error(heads, fused, slot, h, seen, geometry.rotary) for h in group)
         assert error == pytest.approx(wanted, rel=1e-3, abs=1e-4)
@@ -382,29 +382,28 @@ def test_two_keys_by_hand() -> None:
     geometry = HeadGeometry("llama", 1, 2, 2, 2, 2, RotaryLayout(2, 2), False, False, False, False, False, 8, 8)
     plan = LayerPlan((0, 0), (0, 1))
     fused = least_squares_fuse(heads, plan, statistics, geometry)
-    assert key_errors(heads, plan.key_groups, statistics, geometry)[0] == pytest.approx(0, abs=1e-12)
+    assert KeyCost(heads, statistics, geometry).cost(plan.key_groups[0]) == pytest.approx(0, abs=1e-12)
     # Mean energy of the members: (1 + 4) / 2 of the unit; the heavier member keeps its phase.
     torch.testing.assert_close(fused.k[0], 2.5**0.5 * turn)
     for h in range(2):
         torch.testing.assert_close(fused.q[h].T @ fused.k[0], heads.q[h].T @ heads.k[h])
     # Orthogonal keys of equal weight: half of the energy of both is lost. 1 pair, energies |q|^2 = 2, |k|^2 = 2.
     mirror = replace(heads, k=torch.stack([eye, torch.diag(torch.tensor([1.0, -1.0]))]))
-    assert key_errors(mirror, plan.key_groups, statistics, geometry)[0] == pytest.approx(2.0)
+    assert KeyCost(mirror, statistics, geometry).cost(plan.key_groups[0]) == pytest.approx(2.0)
 
 
 # ---- costs of groups ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_all_subsets_are_the_costs_one_by_one(case: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+def test_costs_together_are_the_costs_one_by_one(case: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     model, geometry, calibration = ready(tiny_model, case, tiny_tokens)
     heads, statistics = lifted(model)[0], calibration.layers[0]
     for cost in (KeyCost(heads, statistics, geometry), ValueCost(heads, statistics, geometry)):
-        table = cost.all_subsets(chunk=3)
-        assert len(table) == 16 and table[0] == 0
-        for mask in range(1, 16):
-            members = [h for h in range(4) if mask >> h & 1]
-            assert table[mask].item() == pytest.approx(cost.cost(members[::-1]), rel=1e-9)
+        for size in range(1, 5):
+            groups = list(itertools.combinations(range(4), size))
+            for group, together in zip(groups, cost.costs(groups, chunk=3), strict=True):
+                assert together.item() == pytest.approx(cost.cost(group[::-1]), rel=1e-9)
 
 
 @pytest.mark.parametrize("mixed", ["head", "pooled"])
@@ -425,18 +424,22 @@ def test_a_value_cost_is_the_error_of_the_fit(case: str, mixed: str, tiny_model:
 def test_more_heads_in_a_group_never_cost_less(demo_model: PreTrainedModel, demo_calibration: Calibration) -> None:
     geometry = geometry_of(demo_model.config)
     heads, statistics = lifted(demo_model)[3], demo_calibration.layers[3]
-    table = KeyCost(heads, statistics, geometry).all_subsets()
-    values = ValueCost(heads, statistics, geometry)
-    for mask, head in itertools.product(range(256), range(8)):
-        assert table[mask | 1 << head] >= table[mask] - 1e-9
+    keys, values = KeyCost(heads, statistics, geometry), ValueCost(heads, statistics, geometry)
+    table: dict[tuple[int, ...], float] = {}
+    for size in range(1, 9):
+        groups = list(itertools.combinations(range(8), size))
+        table |= dict(zip(groups, keys.costs(groups).tolist(), strict=True))
+    for group, head in itertools.product(table, range(8)):
+        assert table[tuple(sorted({*group, head}))] >= table[group] - 1e-9
     assert 0 < values.cost((0, 1)) < values.cost((0, 1, 2)) < values.cost(range(8))
-    assert table[255] > 100 * table[table > 0].min() / 28  # far from flat
+    assert table[tuple(range(8))] > 100 * min(price for price in table.values() if price > 0) / 28  # far from flat
 
 
 def test_sweeps_lower_the_value_error(demo_model: PreTrainedModel, demo_calibration: Calibration) -> None:
     groups = ((0, 1, 2, 3), (4, 5, 6, 7))
     for heads, statistics in zip(lifted(demo_model), demo_calibration.layers, strict=True):
-        errors = [sum(value_errors(heads, groups, statistics, sweeps=n)) for n in (0, 1, 2, 5)]
+        costs = [ValueCost(heads, statistics, sweeps=n) for n in (0, 1, 2, 5)]
+        errors = [sum(map(cost.cost, groups)) for cost in costs]
         assert all(later <= earlier for earlier, later in itertools.pairwise(errors))
         assert errors[2] < 0.95 * errors[0]
 
@@ -459,9 +462,6 @@ def test_groups_that_are_none_are_refused(tiny_model: Tiny, tiny_tokens: Tensor)
     for members in ((), (0, 0), (3, 4), (-1,)):
         with pytest.raises(ValueError, match=r"distinct heads of 0\.\.3"):
             cost.cost(members)
-    cost.num_heads = 17
-    with pytest.raises(ValueError, match="the limit is 16"):
-        cost.all_subsets()
 
 
 # ---- the demo checkpoint ------------------------------------------------------------------------------------------

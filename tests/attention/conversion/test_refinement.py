@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from attention.calibration.calibration import calibrate, silent
 from attention.conversion.conversion import convert
 from attention.conversion.refinement import REFINEMENT, refine
-from attention.conversion.refinement.capture import held_out, run_to
+from attention.conversion.refinement.capture import held_out, recorded
 from attention.conversion.refinement.healing import ridge_refit
 from attention.conversion.refinement.local import LayerTask, fit_module, layer_error
 from attention.conversion.refinement.parallel import SMALL, each_layer
@@ -111,7 +111,7 @@ def test_the_task_holds_what_the_layer_sees_and_gives(tiny_model: Tiny, tokens: 
     task = LayerTask.of(model, 1, tokens, 4)
     fit, check = held_out(tokens)
     assert task.inputs.shape == (len(fit) // 4 * 4, 24, 32)
-    whole = next(run_to(model, module, fit[:4], 4))
+    whole = next(recorded(model, module, fit[:4], 4))
     torch.testing.assert_close(task.targets[:4], whole.output)
     assert sum(len(record.output) for record in task.check) == len(check)
     assert layer_error(module, task.check) < 1e-12

@@ -10,7 +10,7 @@ import torch
 
 from attention.calibration.calibration import LayerStatistics
 from attention.conversion.alignment import procrustes, rotary_procrustes
-from attention.conversion.fusion import least_squares_fuse, value_errors
+from attention.conversion.fusion import ValueCost, least_squares_fuse
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
 from attention.plan import LayerPlan
@@ -30,7 +30,7 @@ def test_the_tail_of_the_singular_values_is_the_error() -> None:
     write = torch.tensor([[[3.0], [0.0]], [[0.0], [2.0]]])
     heads, plan = LayerHeads(read, read, read, write), LayerPlan((0, 1), (0, 0))
     geometry = HeadGeometry("llama", 1, 2, 2, 2, 1, RotaryLayout.none(1), False, False, False, False, False, 8, 8)
-    assert value_errors(heads, plan.value_groups, white(2, 2), geometry, sweeps=0)[0] == pytest.approx(4.0)
+    assert ValueCost(heads, white(2, 2), geometry).cost(plan.value_groups[0]) == pytest.approx(4.0)
     fused = least_squares_fuse(heads, plan, white(2, 2), geometry, sweeps=0)
     maps = [fused.v[0].T @ fused.o[h].T for h in range(2)]
     torch.testing.assert_close(maps[0], torch.diag(torch.tensor([3.0, 0.0])), atol=1e-5, rtol=0)
@@ -45,7 +45,7 @@ def test_the_tail_counts_what_the_inputs_make_of_it() -> None:
     moment = torch.diag(torch.tensor([1.0, 16.0, 1.0], dtype=torch.float64))
     query = torch.eye(1, dtype=torch.float64).expand(2, 1, 1)
     statistics = LayerStatistics(9, moment, moment.float().repeat(2, 1, 1), query, torch.zeros(0, 0, 2))
-    assert value_errors(heads, plan.value_groups, statistics, sweeps=0)[0] == pytest.approx(9.0)
+    assert ValueCost(heads, statistics).cost(plan.value_groups[0]) == pytest.approx(9.0)
 
 
 def test_the_angle_of_a_rotary_pair() -> None:

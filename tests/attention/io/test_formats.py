@@ -19,11 +19,11 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 
 from attention.conversion.conversion import convert
 from attention.io import checkpoint, export
+from attention.io.files import write_whole
 from attention.io.precision import DtypeError, cast_weights, own_dtype, round_weights
 from attention.io.shards import write_shard
 from attention.io.stock_form import format_of, stock_bytes
 from attention.plan import AttentionPlan, Composition, LayerPlan
-from search_spaces.planning.kept_files import write_whole
 from trainers.text.data import write_sequences
 
 Tiny = Callable[..., PreTrainedModel]

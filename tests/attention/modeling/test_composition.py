@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from sizes import extra_parameters
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -19,7 +20,6 @@ from attention.modeling.composition import (
     DynamicWeights,
     HeadComposition,
     compositions,
-    extra_parameters,
     reset,
 )
 from attention.modeling.grouped import cache_bytes

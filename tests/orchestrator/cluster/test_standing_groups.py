@@ -102,7 +102,7 @@ def test_one_group_carries_out_job_after_job(pool: str, job: TrainJob, whole: di
         steps = told.setdefault(name, [])
         outcome = train_in_group(pool, other(job, name), lambda report, steps=steps: steps.append(report["step"]))
         assert {key: outcome.metrics[key] for key in SAME} == {key: whole[key] for key in SAME}
-        assert Path(outcome.checkpoint_dir, "layout.json").is_file()
+        assert Path(outcome.metrics["checkpoint_path"], "layout.json").is_file()
     assert set(map(tuple, told.values())) == {(2, 4, 6)}
     (group,) = state(pool)["groups"].values()
     assert group == {"shape": (1, 0.4, 0.0), "jobs": 3, "busy": False}

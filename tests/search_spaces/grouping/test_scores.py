@@ -15,13 +15,14 @@ from transformers import PreTrainedModel
 from attention.conversion.conversion import convert
 from attention.families import family_of
 from attention.geometry import RotaryLayout
+from attention.modeling.losses import language_loss
 from attention.modeling.rotary import apply_rotary, rotary_tables
 from attention.plan import AttentionPlan, LayerPlan
 from search_spaces.grouping import asym_walk
 from search_spaces.partitions import Partition, random_partition
 from search_spaces.planning.planning import PlanningContext
 from search_spaces.recipes.recipes import AXES
-from search_spaces.scores import LayerOutputScore, ModelScore, language_loss
+from search_spaces.scores import LayerOutputScore, ModelScore
 from search_spaces.site import Site
 
 GROUPS: Partition = ((0, 2, 3), (1,))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from space_points import points
 
 from attention.heads import LayerHeads
 from attention.modeling.mlp import MlpWeights, mlp_sites, read
@@ -222,7 +223,7 @@ def test_shared_heads_are_not_grouped_as_well(other: dict[str, Any]) -> None:
 
 def test_the_joint_space_shares_at_full_cache_only(demo_context) -> None:
     space = JointSpace([1.0, 0.25], demo_context.geometry, choices={"relaxation": ["none", "pull_together"]})
-    found = [space.to_recipe(point) for point in space.grid()]
+    found = [space.to_recipe(point) for point in points(space)]
     assert {ratio for chosen, ratio in found if chosen.sharing != "none"} == {1.0}
     assert {chosen.name for chosen, _ in found} >= {"directshare", "postshare", "least_squares"}
     assert sum(chosen.sharing == "direct" for chosen, _ in found) == 1

@@ -10,10 +10,10 @@ import pytest
 from attention.calibration.calibration import calibrate, silent
 from attention.conversion.conversion import convert, lift
 from attention.families import geometry_of
+from attention.modeling.losses import language_loss
 from search_spaces.planning.agreement import Agreement, agreement, random_swaps
 from search_spaces.planning.planning import PlanningContext, make_plan
 from search_spaces.recipes.recipes import recipe
-from search_spaces.scores import language_loss
 from trainers.text.data import load_sequences
 
 

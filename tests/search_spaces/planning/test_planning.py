@@ -285,7 +285,7 @@ def test_every_objective_prefers_a_group_of_copies(name: str, sides: tuple[str, 
         return AttentionPlan((LayerPlan.from_groups(*groups, 4),), 8)
 
     def measure(plan):
-        from search_spaces.scores import language_loss
+        from attention.modeling.losses import language_loss
 
         with torch.no_grad():
             gap = convert(model, plan)(context.sequences).logits - model(context.sequences).logits

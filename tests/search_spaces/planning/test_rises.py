@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from attention.conversion.conversion import assemble, lift
+from attention.modeling.losses import language_loss
 from attention.plan import AttentionPlan, LayerPlan
 from search_spaces.planning.planning import PlanningContext, make_plan
 from search_spaces.planning.rises import LayerTrials
 from search_spaces.recipes.recipes import recipe
-from search_spaces.scores import language_loss
 
 FAMILIES = ["gemma", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"]
 

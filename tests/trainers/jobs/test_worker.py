@@ -118,7 +118,7 @@ def test_a_finished_run_is_not_done_again(job: TrainJob, whole: TrainOutcome, on
 @pytest.mark.slow
 def test_a_later_job_carries_on_where_an_earlier_one_stopped(job: TrainJob, whole: TrainOutcome, on_group: Any) -> None:
     first = on_group(other(job, "first", milestones=(10,), total_steps=STEPS))
-    rest = other(job, "rest", milestones=(STEPS,), start_step=10, resume_from=first.checkpoint_dir)
+    rest = other(job, "rest", milestones=(STEPS,), start_step=10, resume_from=first.metrics["checkpoint_path"])
     second = on_group(rest)
     assert first.metrics["loss"] != second.metrics["loss"]
     for name in ("loss", "kl", "train_loss", "step", "tokens", "weights_digest"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from attention.conversion.conversion import assemble, lift
@@ -26,7 +25,7 @@ def search(model: Any, steps: int, **settings: Any) -> FusionDistances:
     return search_distances(model, patterns(40), SETTINGS.model_copy(update=settings), steps=steps, rate=0.02)
 
 
-def test_distances_are_distances_and_losses_their_sums(tiny_model: Any) -> None:
+def test_distances_are_distances(tiny_model: Any) -> None:
     found = search(tiny_model("llama"), 5)
     for side in (found.key, found.value):
         assert side.shape == (2, 4, 4)
@@ -35,8 +34,6 @@ def test_distances_are_distances_and_losses_their_sums(tiny_model: Any) -> None:
         assert side.std() > 0
         # Identity is 2 / g from identity; five steps of 0.02 do not lead far away.
         assert (side + torch.eye(4) / 2 - 0.5).abs().max() < 0.2
-    by_hand = sum(float(found.key[1, h, j]) for h in range(4) for j in range(h + 1, 4))
-    assert float(found.key_losses[1]) == pytest.approx(by_hand, rel=1e-5)
 
 
 def test_the_model_stays_and_the_search_repeats(tiny_model: Any) -> None:

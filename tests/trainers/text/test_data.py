@@ -138,7 +138,7 @@ def test_cache_answers_without_tokenising_and_notices_changes(tmp_path: Path, de
     assert sequence_file(str(source), demo_tokenizer, **{**settings, "seed": 1}) != file
     os.utime(source, ns=(time.time_ns(), time.time_ns() + 10**9))
     assert sequence_file(str(source), demo_tokenizer, **settings) != file
-    assert not list((tmp_path / "c").glob("*.part"))
+    assert not list((tmp_path / "c").glob("*.new"))
 
 
 def test_a_failing_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,6 @@ def test_resuming_is_exact_also_with_other_workers(world: int) -> None:
     for _ in range(6):
         stream.next()
     state = stream.state_dict()
-    assert stream.epochs == 2.4
     resumed = [BatchStream(rows(10), 4, rank=r, world_size=world, seed=7) for r in range(world)]
     for part in resumed:
         part.load_state_dict(state)

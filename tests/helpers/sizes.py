@@ -1,4 +1,4 @@
-"""What a model weighs: parameters, bytes held in memory, bytes on disk."""
+"""What a model weighs: parameters, bytes held in memory, bytes on disk; and what a plan must add or save of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from attention.families import geometry_of
 from attention.modeling.mlp import block_size, mlp_sites
-from attention.plan import AttentionPlan
+from attention.plan import AttentionPlan, Composition
 
 
 def parameters(model: nn.Module) -> int:
@@ -48,3 +48,14 @@ def saved_parameters(model: nn.Module, plan: AttentionPlan) -> int:
         neuron = sum(p.in_features + (p.bias is not None) for p in inputs) + site.projection(site.output).out_features
         saved += len(plan.mlp_shares) * block_size(site.neurons, plan.num_heads) * neuron
     return saved
+
+
+def extra_parameters(settings: Composition, num_layers: int, num_heads: int, hidden_size: int) -> int:
+    """Parameters that composition adds to a model, exactly (paper 002, App. E; over 12 D^2: about (2R + 1) / 3d)."""
+    inner = 2 * settings.rank * num_heads
+    side = settings.projection * (hidden_size * inner + inner * inner // settings.groups)
+    side += settings.gate * hidden_size * num_heads
+    base = num_heads * num_heads // settings.groups if settings.static_base else 0
+    place = (settings.query_side + settings.key_side) * side + base
+    places = settings.before_softmax + settings.after_softmax
+    return num_layers * (places * place + (num_heads if settings.qk_norm else 0))

@@ -1,0 +1,58 @@
+"""Files that are written in one step, and the SHA-256 of what is in them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from attention.io.permissions import honour_umask
+
+
+@contextmanager
+def written_whole(path: str | Path) -> Iterator[Path]:
+    """An empty file beside `path` for the body to write, which takes the place of `path` when the body has ended.
+
+    A reader, a kill in the middle or a full disk never leaves half of it: what a kill leaves is `.NAME.PID.new`.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = _created_beside(path)
+    try:
+        yield fresh
+        honour_umask(fresh)
+        with fresh.open("rb") as stream:
+            os.fsync(stream.fileno())
+        fresh.replace(path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+
+
+def write_whole(path: str | Path, content: str | bytes) -> None:
+    """Write a file in one step (see `written_whole`), text as UTF-8."""
+    with written_whole(path) as fresh:
+        fresh.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def names_beside(path: Path) -> Iterator[Path]:
+    """Names for what is being written and will be `path`."""
+    return (path.with_name(f".{path.name}.{os.getpid()}{'' if n == 0 else f'-{n}'}.new") for n in range(10_000))
+
+
+def _created_beside(path: Path) -> Path:
+    for fresh in names_beside(path):
+        try:
+            fresh.touch(exist_ok=False)
+        except FileExistsError:
+            continue  # another thread's, or of a killed process that had this number
+        return fresh
+    raise FileExistsError(f"too many unfinished files beside {str(path)!r}; remove {path.parent}/.{path.name}.*.new")
+
+
+def sha256(path: str | Path) -> str:
+    """Of a file's bytes, 64 hexadecimal digits."""
+    with Path(path).open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

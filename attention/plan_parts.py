@@ -1,0 +1,213 @@
+"""What a plan is made of: the maps of a layer, shared heads, and the composition of heads.
+
+Legend: H query heads a layer, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+class PlanError(ValueError):
+    """A plan that cannot be. The message names layer, map and value."""
+
+
+def dense(ids: Iterable[int]) -> tuple[int, ...]:
+    """Renumber ids from 0 in order of first appearance: (7, 2, 7) -> (0, 1, 0)."""
+    seen: dict[int, int] = {}
+    return tuple(seen.setdefault(i, len(seen)) for i in ids)
+
+
+def groups_of(head_map: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Members of each kept head, ascending: (0, 1, 0) -> ((0, 2), (1,))."""
+    members: list[list[int]] = [[] for _ in range(max(head_map, default=-1) + 1)]
+    for head, kept in enumerate(head_map):
+        members[kept].append(head)
+    return tuple(tuple(m) for m in members)
+
+
+def map_of(groups: Iterable[Iterable[int]], num_heads: int) -> tuple[int, ...]:
+    """The dense map of a partition of range(num_heads). Raises PlanError if it is not a partition."""
+    owner: dict[int, int] = {}
+    for index, group in enumerate(groups):
+        for head in group:
+            if head in owner or not 0 <= head < num_heads:
+                raise PlanError(f"groups must cover heads 0..{num_heads - 1} once each; head {head} is wrong")
+            owner[head] = index
+    missing = [h for h in range(num_heads) if h not in owner]
+    if missing:
+        raise PlanError(f"groups must cover heads 0..{num_heads - 1} once each; head {missing[0]} is in none")
+    return dense(owner[h] for h in range(num_heads))
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """`key_map[h]`, `value_map[h]`: the kept key head and value head that query head h reads. Ids are dense from 0."""
+
+    key_map: tuple[int, ...]
+    value_map: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("key_map", "value_map"):
+            ids = getattr(self, name)
+            if not isinstance(ids, tuple) or not all(type(i) is int for i in ids):
+                raise PlanError(f"{name} must be a tuple of integers, got {shortened(ids)}")
+            if not ids:
+                raise PlanError(f"{name} must name a kept head for at least one query head, got ()")
+            if ids != dense(ids):
+                raise PlanError(
+                    f"{name} must be dense from 0 in order of first appearance, got {shortened(ids)}; use dense()"
+                )
+        if len(self.key_map) != len(self.value_map):
+            raise PlanError(
+                f"key_map and value_map must have one entry a query head, got {len(self.key_map)} and "
+                f"{len(self.value_map)}"
+            )
+
+    @classmethod
+    def identity(cls, num_heads: int) -> LayerPlan:
+        """Every head keeps its own key and value (MHA)."""
+        return cls(tuple(range(num_heads)), tuple(range(num_heads)))
+
+    @classmethod
+    def from_groups(
+        cls, key_groups: Iterable[Iterable[int]], value_groups: Iterable[Iterable[int]], num_heads: int
+    ) -> LayerPlan:
+        return cls(map_of(key_groups, num_heads), map_of(value_groups, num_heads))
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.key_map)
+
+    @property
+    def key_heads(self) -> int:
+        return max(self.key_map) + 1
+
+    @property
+    def value_heads(self) -> int:
+        return max(self.value_map) + 1
+
+    @property
+    def key_groups(self) -> tuple[tuple[int, ...], ...]:
+        return groups_of(self.key_map)
+
+    @property
+    def value_groups(self) -> tuple[tuple[int, ...], ...]:
+        return groups_of(self.value_map)
+
+    @property
+    def is_identity(self) -> bool:
+        return self.key_heads == self.value_heads == self.num_heads
+
+    @property
+    def is_uniform_gqa(self) -> bool:
+        """One map for keys and values, groups of equal size: plain GQA once the query heads are permuted."""
+        return self.key_map == self.value_map and len({len(g) for g in self.key_groups}) == 1
+
+
+@dataclass(frozen=True, order=True)
+class HeadShare:
+    """Head `head` of layer `layer` uses the Q, K, V weights of head `source_head` of an earlier layer (paper 004).
+
+    In `AttentionPlan.mlp_shares` the same of MLP blocks: their neurons, in and out, are those of the earlier block.
+    """
+
+    layer: int
+    head: int
+    source_layer: int
+    source_head: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.source_layer < self.layer:
+            raise PlanError(
+                f"share of layer {self.layer} head {self.head}: the source must lie in an earlier layer, "
+                f"got layer {self.source_layer}"
+            )
+
+
+def resolve_shares(shares: Iterable[HeadShare]) -> tuple[HeadShare, ...]:
+    """Follow chains (the source is itself shared) to their roots; sorted. Raises PlanError on a head shared twice."""
+    source: dict[tuple[int, int], tuple[int, int]] = {}
+    for s in shares:
+        if (s.layer, s.head) in source:
+            raise PlanError(f"share of layer {s.layer} head {s.head}: it has two sources")
+        source[s.layer, s.head] = (s.source_layer, s.source_head)
+    resolved = []
+    for (layer, head), root in source.items():
+        while root in source:
+            root = source[root]
+        resolved.append(HeadShare(layer, head, *root))
+    return tuple(sorted(resolved))
+
+
+@dataclass(frozen=True)
+class Composition:
+    """Settings of dynamically composable heads (paper 002, sections 3 and 4.6).
+
+    `rank`: R of the low-rank branch, of each group. `query_side`, `key_side`: the branches made from the query token
+    and from the key token. `before_softmax`, `after_softmax`: where heads are composed, each place with its own
+    parameters. `static_base`: a learned H x H matrix in place of the skip; with both sides off this is Talking-Heads
+    attention. `projection`, `gate`: the low-rank branches and the gates, of whichever sides are on (Table 9: "dyn.
+    proj." and "dyn. gate"). `groups`: heads are composed within this many groups of neighbouring query heads (section
+    3.2).
+    `qk_norm`: queries and keys are divided by their root mean square over the head dim, each query head with one
+    learned scale. **Silent** in the paper is which norm; this one commutes with RoPE, so its place does not matter.
+
+    `window`: 0 for none; else in local layers a token sees itself and the `window - 1` before it. `window_pattern` p:
+    p local layers to every global one (1, 3, 7 in the paper's Table 10). **Silent** is the phase: here the second
+    layer of every p + 1 is global. The window masks attention; the cache keeps all tokens.
+    """
+
+    rank: int = 2
+    query_side: bool = True
+    key_side: bool = True
+    before_softmax: bool = True
+    after_softmax: bool = True
+    static_base: bool = False
+    groups: int = 1
+    window: int = 0
+    window_pattern: int = 1
+    qk_norm: bool = False
+    projection: bool = True
+    gate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise PlanError(f"composition: rank must be at least 1, got {self.rank}")
+        if (self.query_side or self.key_side) and not (self.projection or self.gate):
+            raise PlanError("composition: at least one of projection and gate must be on where a side is")
+        if not (self.query_side or self.key_side or self.static_base):
+            raise PlanError("composition: at least one of query_side, key_side, static_base must be on")
+        if not (self.before_softmax or self.after_softmax):
+            raise PlanError("composition: at least one of before_softmax and after_softmax must be on")
+        if self.groups < 1 or self.window < 0 or self.window_pattern < 1:
+            raise PlanError(
+                f"composition: groups and window_pattern must be at least 1 and window at least 0, got "
+                f"{self.groups}, {self.window_pattern}, {self.window}"
+            )
+
+    def window_of(self, layer: int) -> int:
+        """The window of a layer, 0 if it sees everything."""
+        return 0 if layer % (self.window_pattern + 1) == 1 else self.window
+
+    @property
+    def width(self) -> int:
+        """Weights that one side of one place has for a query head: 2R of the projection and 1 of the gate."""
+        return 2 * self.rank * self.projection + self.gate
+
+    def cached_values(self, num_heads: int) -> int:
+        """Key-side weights of a token in a layer's cache: 2R + 1 a query head at each place (paper 002, sec. 4.4)."""
+        places = self.before_softmax + self.after_softmax
+        return places * num_heads * self.width if self.key_side else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; what came later is left out where it is on, so that earlier plans keep their digests."""
+        record = asdict(self)
+        return {k: v for k, v in record.items() if k not in ("projection", "gate") or not v}
+
+
+def shortened(value: Any) -> str:
+    """A value as an error message shows it."""
+    return repr(value)[:200]
