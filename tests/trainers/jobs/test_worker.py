@@ -138,7 +138,14 @@ def test_divergence_reaches_the_caller_at_once(job: TrainJob, on_group: Any) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "dtype"), [(0, "float32"), (1, "float32"), (2, "bfloat16"), (3, "float32"), (3, "bfloat16")]
+    ("stage", "dtype"),
+    [
+        pytest.param(0, "float32", marks=pytest.mark.extended),
+        pytest.param(1, "float32", marks=pytest.mark.extended),
+        pytest.param(2, "bfloat16", marks=pytest.mark.extended),
+        pytest.param(3, "float32", marks=pytest.mark.extended),
+        (3, "bfloat16"),
+    ],
 )
 def test_two_workers_at_every_zero_stage(
     job: TrainJob, whole: TrainOutcome, on_group: Any, stage: int, dtype: str

@@ -155,7 +155,7 @@ def test_align_with_its_own_distillation(job: TrainJob, on_group: Any) -> None:
     assert finished[-1] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_two_workers_at_every_zero_stage(job: TrainJob, whole: TrainOutcome, on_group: Any, stage: int) -> None:
     settings = job.settings.model_copy(update={"num_workers": 2, "zero_stage": stage, "micro_batch": 2})
