@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from parameters import extended
 
 import trainers.engine
 from attention.conversion.conversion import convert
@@ -39,7 +40,7 @@ def split_everything(settings: TrainSettings) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [extended(0), 1, extended(2), 3])
 def test_trains_as_plain_torch_does(tiny_model: Any, tmp_path: Any, monkeypatch: Any, stage: Any) -> None:
     """Same losses and weights; saved and read back with every weight once."""
     monkeypatch.setattr(trainers.engine, "_config", split_everything)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from parameters import extended
 
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
@@ -140,10 +141,10 @@ def test_divergence_reaches_the_caller_at_once(job: TrainJob, on_group: Any) -> 
 @pytest.mark.parametrize(
     ("stage", "dtype"),
     [
-        pytest.param(0, "float32", marks=pytest.mark.extended),
-        pytest.param(1, "float32", marks=pytest.mark.extended),
-        pytest.param(2, "bfloat16", marks=pytest.mark.extended),
-        pytest.param(3, "float32", marks=pytest.mark.extended),
+        extended(0, "float32"),
+        extended(1, "float32"),
+        extended(2, "bfloat16"),
+        extended(3, "float32"),
         (3, "bfloat16"),
     ],
 )
