@@ -95,6 +95,7 @@ def test_one_worker_trains_measures_and_writes_its_weights(job: TrainJob, whole:
     assert metrics["weights_digest"] == checkpoint.weights_digest(job.out_dir)
 
 
+@pytest.mark.extended
 def test_a_killed_worker_resumes_to_the_same_numbers(job: TrainJob, whole: TrainOutcome) -> None:
     again = other(job, "killed", max_failures=1)
     killed: list[int] = []

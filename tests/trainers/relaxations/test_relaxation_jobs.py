@@ -129,6 +129,7 @@ def kill_worker_in_second_stage(job: TrainJob, killed: list[int]) -> None:
         killed.append(actor.pid)
 
 
+@pytest.mark.extended
 def test_a_worker_killed_while_relaxing_resumes_to_the_same_numbers(
     job: TrainJob, whole: TrainOutcome, on_group: Any
 ) -> None:
