@@ -73,9 +73,12 @@ def wait_for(what: str, condition: Callable[[], Any], patience: float = WAIT) ->
 
 
 class Nodes:
-    """A head without CPUs and one node with one CPU, in a folder of their own."""
+    """A head without CPUs and one node with one CPU, in a folder of their own; or all on one, where none is killed.
 
-    def __init__(self, mark: str) -> None:
+    Nodes on one machine share the folder that Ray unpacks a job's files into, and take it from each other.
+    """
+
+    def __init__(self, mark: str, one: bool) -> None:
         from ray.cluster_utils import Cluster
 
         self.folder = tempfile.mkdtemp(prefix="hf-ray-", dir="/tmp")  # short: sockets lie in it
@@ -83,10 +86,10 @@ class Nodes:
         os.environ.update(self._settings(mark))
         os.environ.pop(DASHBOARD, None)  # other tests' Ray is not to be asked
         self.dashboard = free_port()
-        head = {"num_cpus": 0, "include_dashboard": True, "dashboard_host": "127.0.0.1", "temp_dir": self.folder}
+        head = {"num_cpus": int(one), "include_dashboard": True, "dashboard_host": "127.0.0.1", "temp_dir": self.folder}
         head |= {"dashboard_port": self.dashboard, "dashboard_agent_listen_port": free_port()}
         self.cluster: Any = Cluster(initialize_head=True, head_node_args=head)
-        self.node = self.cluster.add_node(num_cpus=1)
+        self.node = None if one else self.cluster.add_node(num_cpus=1)
 
     def _settings(self, mark: str) -> dict[str, str]:
         return {
@@ -207,7 +210,7 @@ class Disk:
 class Arena:
     """Cluster, MLflow server and storage of one run, and the driver on it."""
 
-    def __init__(self, folder: Path, empty_store: Path, settings: Sequence[str], megabytes: int) -> None:
+    def __init__(self, folder: Path, empty_store: Path, settings: Sequence[str], megabytes: int, one: bool) -> None:
         self.mark = uuid.uuid4().hex
         self.disk, self.settings = Disk(folder / "storage", megabytes), list(settings)
         self.storage, self.scratch = folder / "storage", folder / "tmp"
@@ -220,7 +223,7 @@ class Arena:
             made.callback(self.disk.close)
             self.server = Server(folder / "mlflow", empty_store, self.mark)
             made.callback(self.server.kill)
-            self.nodes = Nodes(self.mark)
+            self.nodes = Nodes(self.mark, one)
             made.pop_all()  # all of it stands: `close` ends it
         record = yaml.safe_load((REPOSITORY / "configs" / "demo.yaml").read_text())
         record["tracking"] = {"uri": self.server.address.replace("//", f"//user:{TOKEN}@")}
@@ -325,9 +328,11 @@ class Arena:
 
 
 @contextlib.contextmanager
-def arena(folder: Path, empty_store: Path, settings: Sequence[str], megabytes: int) -> Iterator[Arena]:
+def arena(
+    folder: Path, empty_store: Path, settings: Sequence[str], megabytes: int, *, one_node: bool = False
+) -> Iterator[Arena]:
     """`megabytes`: of the storage, if it is a disk of its own."""
-    made = Arena(folder, empty_store, settings, megabytes)
+    made = Arena(folder, empty_store, settings, megabytes, one_node)
     try:
         yield made
     finally:

@@ -68,7 +68,7 @@ with torch.no_grad():
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[dict[str, Any]]:
     """The search left alone, what is to be compared of it, and what is gone with its cluster."""
-    with arena(tmp_path_factory.mktemp("calm"), empty_store, SETTINGS, MEGABYTES) as place:
+    with arena(tmp_path_factory.mktemp("calm"), empty_store, SETTINGS, MEGABYTES, one_node=True) as place:
         found = {"place": place, "job": as_a_job(place, "calm"), "refused": refused_job(place)}
         found |= {"leftovers": place.nodes.leftovers(), "files": len(list(Path(place.nodes.folder).rglob("*")))}
         found["told"] = files_with(TOKEN, place.storage, place.server.folder, Path(place.nodes.folder))
