@@ -56,13 +56,13 @@ ui: $(STAMP) ## show the demo's runs in MLflow on the loopback address
 	@$(BIN)/mlflow server --host 127.0.0.1 --port $(UI_PORT) --workers 1 --backend-store-uri sqlite:///$(DEMO)/mlflow.db
 
 # One thread a process: the tests and what they start already want more than a core each.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations 25
 
 test: lint ## lint, types, import rule, and the tests: what must be green
 	@echo "test: all but the extended tests (make test-all has them too)"
 	@$(PYTEST) -m "not extended"
 
-test-all: lint ## the same with the extended tests: experiments, long fuzzing, other environments
+test-all: lint ## the same with the extended tests: chaos, experiments, long fuzzing, every ZeRO stage, other environments
 	@echo "test-all: all tests"
 	@$(PYTEST)
 
@@ -74,7 +74,7 @@ test-kernel: $(STAMP) ## the decode kernel alone: in Triton's interpreter, and o
 	@$(BIN)/python -m pytest tests/attention/modeling/test_kernel.py
 
 chaos: $(STAMP) ## one search under KILLS kills (driver, workers, nodes, MLflow, disk) beside the same one left alone
-	@HEADFOLD_CHAOS_KILLS=$(KILLS) HEADFOLD_CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -s tests/orchestrator/pipeline/test_chaos.py
+	@HEADFOLD_CHAOS_KILLS=$(KILLS) HEADFOLD_CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -s -m extended tests/orchestrator/pipeline/test_chaos.py
 
 lint: $(STAMP) ## style, types and the import rule between the packages
 	@echo "lint: ruff"

@@ -87,7 +87,11 @@ TINY_SETTINGS: dict[str, Any] = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first, those that may take longest before all: else the last runs beside an idle core."""
+    """Files with slow tests first, those that may take longest before all: else the last runs beside an idle core.
+
+    A file's tests run in one process (`--dist loadgroup`), and all that share `ray_cluster` in the same one: starting
+    Ray and its workers takes as long as a dozen of their tests.
+    """
 
     def patience(item: pytest.Item) -> float:
         limit = item.get_closest_marker("timeout")
@@ -98,6 +102,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         longest[item.path] = max(longest.get(item.path, 0.0), patience(item))
     items.sort(key=lambda item: -longest[item.path])
+    with_ray = {item.path for item in items if "ray_cluster" in getattr(item, "fixturenames", ())}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("ray" if item.path in with_ray else item.path.stem))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -247,5 +254,5 @@ def on_group(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
     processes. Jobs of 0.4 CPUs a worker leave room for groups of one and of two, and for a run of its own."""
     from orchestrator.cluster.pool_client import pool_of_groups, train_in_group
 
-    with pool_of_groups(str(tmp_path_factory.mktemp("groups")), idle_seconds=20) as pool:
+    with pool_of_groups(str(tmp_path_factory.mktemp("groups")), idle_seconds=40) as pool:
         yield lambda job: train_in_group(pool, job, lambda report: None)

@@ -18,7 +18,12 @@ from search_spaces.grouping import exact_partition
 WANTED = {"walk", "grouping", "calibration", "conversion", "decode-layer", "decode-model", "relaxations", "composition"}
 
 
-@pytest.mark.parametrize("name", sorted(benchmarks()))
+LONG = ("warm", "memory")  # a cluster; processes of their own
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.extended] * (name in LONG)) for name in sorted(benchmarks())]
+)
 def test_it_runs_and_its_rows_are_well_formed(name: str) -> None:
     rows = list(benchmarks()[name].run(Scale(quick=True)))
     assert rows and len({row.name for row in rows}) == len(rows)

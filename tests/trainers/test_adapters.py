@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from parameters import extended
 from torch import Tensor, nn
 
 from attention.conversion.conversion import build, convert
@@ -122,7 +123,7 @@ def plain_torch(model: Any, ids: Tensor, settings: TrainSettings) -> tuple[list[
     return losses, adapters
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, extended(1), extended(2), 3])
 def test_trains_as_plain_torch_does_and_nothing_else_moves(
     engine: Any, tiny_model: Any, ids: Tensor, stage: int
 ) -> None:
@@ -153,7 +154,14 @@ def test_only_adapters_have_optimiser_state(engine: Any, tiny_model: Any, ids: T
 
 
 @pytest.mark.parametrize(
-    ("stage", "dtype"), [(0, "float32"), (2, "float32"), (3, "float32"), (2, "bfloat16"), (3, "bfloat16")]
+    ("stage", "dtype"),
+    [
+        (0, "float32"),
+        extended(2, "float32"),
+        extended(3, "float32"),
+        extended(2, "bfloat16"),
+        (3, "bfloat16"),
+    ],
 )
 def test_resuming_is_exact(engine: Any, tiny_model: Any, ids: Tensor, tmp_path: Path, stage: int, dtype: str) -> None:
     model = convert(tiny_model("llama"), UNEVEN)
@@ -176,7 +184,7 @@ def test_resuming_is_exact(engine: Any, tiny_model: Any, ids: Tensor, tmp_path: 
         engine(copy.deepcopy(model), **kind, tuning="full").load(tmp_path)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [extended(1), 3])
 def test_shared_heads_stay_shared_under_lora(engine: Any, tiny_model: Any, ids: Tensor, stage: int) -> None:
     """Neither lenders nor borrowers are adapted; all else is, and merging is exact."""
     model: Any = convert(tiny_model("llama", num_hidden_layers=3), SHARED)

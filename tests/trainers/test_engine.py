@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from parameters import extended
 from torch import Tensor
 
 from attention.conversion.conversion import convert
@@ -23,13 +24,13 @@ from trainers.text.stream import BatchStream
 
 STEPS = 6
 KINDS = [
-    (0, "float32"),
     (1, "float32"),
-    (2, "float32"),
     (3, "float32"),
-    (1, "bfloat16"),
     (2, "bfloat16"),
-    (3, "bfloat16"),
+    extended(0, "float32"),
+    extended(2, "float32"),
+    extended(1, "bfloat16"),
+    extended(3, "bfloat16"),
 ]
 PLAN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)
 
@@ -117,7 +118,9 @@ def test_accumulated_passes_are_one_step(engine: Any, ids: Tensor, micro_batch_s
     assert run(engine(micro_batch_size=micro_batch_size), ids) == pytest.approx(run(engine(), ids), abs=1e-4)
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "float32"), (2, "bfloat16"), (3, "bfloat16")])
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [extended(0, "float32"), (1, "float32"), extended(2, "bfloat16"), (3, "bfloat16")]
+)
 def test_resuming_is_exact(engine: Any, ids: Tensor, tmp_path: Path, stage: int, dtype: str) -> None:
     whole = run(engine(zero_stage=stage, dtype=dtype), ids)
     first, stream = engine(zero_stage=stage, dtype=dtype), BatchStream(ids, 8)

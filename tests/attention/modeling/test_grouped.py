@@ -85,9 +85,16 @@ def test_cached_equals_uncached(models, name: str) -> None:
     assert held == [(layer.key_heads, layer.value_heads) for layer in plan.layers]
 
 
-@pytest.mark.parametrize("name", sorted(PLANS))
 @pytest.mark.parametrize(
-    "how", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 0}, {"cache_implementation": "static"}], ids=str
+    ("name", "how"),
+    [
+        ("decoupled", {"num_beams": 3}),
+        ("decoupled", {"do_sample": True, "top_k": 0}),
+        ("decoupled", {"cache_implementation": "static"}),
+        ("mqa", {"cache_implementation": "static"}),
+        *((name, {}) for name in sorted(PLANS)),
+    ],
+    ids=str,
 )
 @torch.no_grad()
 def test_generates_as_the_expanded_model_with_padding(models, name: str, how: dict) -> None:

@@ -57,7 +57,7 @@ def test_the_comparison_would_see_a_wrong_map_and_has_several_splits(interpreted
     assert interpreted["splits"] > 1
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @needs_triton
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("capability", [80, 90])

@@ -169,7 +169,7 @@ def test_the_group_of_a_holder_that_died_is_free_again(pool: str, job: TrainJob)
     assert wait_until(lambda: not any(g["busy"] for g in state(pool)["groups"].values()))
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_group_of_two_takes_jobs_of_every_kind(pool: str, job: TrainJob, whole: dict[str, Any]) -> None:
     """Another shape: the group that stands idle makes room."""
     shared = {"num_workers": 2, "cpus_per_worker": 0.9, "micro_batch_size": 2}
@@ -201,7 +201,7 @@ def test_a_group_of_two_takes_jobs_of_every_kind(pool: str, job: TrainJob, whole
     assert group == {"shape": (2, 0.9, 0.0), "jobs": 7, "busy": False}
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_crowded_cluster_and_the_end_of_a_pool(job: TrainJob, pool: str, tmp_path: Path) -> None:
     """What is left of the cluster after nodes have gone: 2 CPUs, of which holders have 1.5. They do not wait for ever.
 

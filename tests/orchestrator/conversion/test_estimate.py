@@ -77,7 +77,17 @@ def test_a_model_that_does_not_fit_is_streamed_by_itself(
 
 
 @pytest.mark.slow
-def test_peak_memory_is_that_of_one_layer_and_as_estimated(tmp_path: Path) -> None:
+def test_peak_memory_is_as_estimated(tmp_path: Path) -> None:
+    """In a process of its own; neighbours, which cost no time to group."""
+    config = llama(2, {"num_attention_heads": 8, "head_dim": 96, "intermediate_size": 1200, "vocab_size": 2048})
+    options = ["--calibration-tokens", "512", "--eval-tokens", "256", "--sequence-length", "128"]
+    options += ["--set", "refinement.fit_steps=2", "--set", "grouping=neighbour"]
+    said, done = measured(config, tmp_path, *options)
+    assert 0.75 < done["peak_memory"] / said["layerwise"] < 1.25
+
+
+@pytest.mark.extended
+def test_peak_memory_is_that_of_one_layer(tmp_path: Path) -> None:
     """12 layers (64M parameters) against 4 of the same width, each converted in a process of its own."""
     shape = {"num_attention_heads": 8, "head_dim": 96, "intermediate_size": 1200, "vocab_size": 2048}
     options = ["--calibration-tokens", "1024", "--eval-tokens", "256", "--sequence-length", "128"]

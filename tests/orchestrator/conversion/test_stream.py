@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from parameters import extended
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -99,16 +100,16 @@ def test_a_missing_tensor_is_named(tiny_model: Tiny, tmp_path: Path) -> None:
 
 
 RECIPES = [
-    ("gqa", {}),
-    ("least_squares", {}),
-    ("headfold_gqa", QUICK),
-    ("align", {"relaxation": "none"}),
-    ("headfold_gqa", {"refinement": "heal", "together": False}),
+    extended("gqa", {}, id="gqa"),
+    extended("least_squares", {}, id="least_squares"),
+    pytest.param("headfold_gqa", QUICK, id="fit_heal"),
+    pytest.param("align", {"relaxation": "none"}, id="align"),
+    extended("headfold_gqa", {"refinement": "heal", "together": False}, id="apart"),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "changes"), RECIPES, ids=["gqa", "least_squares", "fit_heal", "align", "apart"])
+@pytest.mark.parametrize(("recipe", "changes"), RECIPES)
 def test_the_demo_checkpoint_comes_out_the_same(
     recipe: str, changes: dict[str, Any], demo_dir: Path, tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import yaml
 
 from orchestrator.cluster.session import DASHBOARD, free_port
 from orchestrator.search.journal import Journal
@@ -32,6 +33,8 @@ from orchestrator.search.journal import Journal
 REPOSITORY = Path(__file__).resolve().parents[3]
 MARK = "HEADFOLD_CHAOS"
 """A variable in the environment of every process of a run, by which what is left of it is found."""
+TOKEN = "hunter2-8f3a9c"
+"""Of the tracking address in the configuration: to be told nowhere."""
 KINDS = ("driver", "worker", "node", "mlflow", "disk")
 OF_RAY = ("_AutoscalingCoordinatorActor",)
 """What Ray Train starts once a cluster and leaves there [2.60]."""
@@ -70,18 +73,23 @@ def wait_for(what: str, condition: Callable[[], Any], patience: float = WAIT) ->
 
 
 class Nodes:
-    """A head without CPUs and one node with one CPU, in a folder of their own."""
+    """A head without CPUs and one node with one CPU, in a folder of their own; or all on one, where none is killed.
 
-    def __init__(self, mark: str) -> None:
+    Nodes on one machine share the folder that Ray unpacks a job's files into, and take it from each other.
+    """
+
+    def __init__(self, mark: str, one: bool) -> None:
         from ray.cluster_utils import Cluster
 
         self.folder = tempfile.mkdtemp(prefix="hf-ray-", dir="/tmp")  # short: sockets lie in it
         self._before = {key: os.environ.get(key) for key in (*self._settings(mark), DASHBOARD)}
         os.environ.update(self._settings(mark))
         os.environ.pop(DASHBOARD, None)  # other tests' Ray is not to be asked
-        head = {"num_cpus": 0, "include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": free_port()}
-        self.cluster: Any = Cluster(initialize_head=True, head_node_args={**head, "temp_dir": self.folder})
-        self.node = self.cluster.add_node(num_cpus=1)
+        self.dashboard = free_port()
+        head = {"num_cpus": int(one), "include_dashboard": True, "dashboard_host": "127.0.0.1", "temp_dir": self.folder}
+        head |= {"dashboard_port": self.dashboard, "dashboard_agent_listen_port": free_port()}
+        self.cluster: Any = Cluster(initialize_head=True, head_node_args=head)
+        self.node = None if one else self.cluster.add_node(num_cpus=1)
 
     def _settings(self, mark: str) -> dict[str, str]:
         return {
@@ -92,6 +100,7 @@ class Nodes:
             "RAY_health_check_period_ms": "1000",
             "RAY_health_check_failure_threshold": "5",
             "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # a job says `python`
             "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
         }
 
@@ -201,20 +210,24 @@ class Disk:
 class Arena:
     """Cluster, MLflow server and storage of one run, and the driver on it."""
 
-    def __init__(self, folder: Path, empty_store: Path, settings: Sequence[str], megabytes: int) -> None:
+    def __init__(self, folder: Path, empty_store: Path, settings: Sequence[str], megabytes: int, one: bool) -> None:
         self.mark = uuid.uuid4().hex
         self.disk, self.settings = Disk(folder / "storage", megabytes), list(settings)
         self.storage, self.scratch = folder / "storage", folder / "tmp"
         self.scratch.mkdir()
         self.outcome_file, self.log = folder / "outcome.json", folder / "driver.log"
+        self.config = folder / "search.yaml"
         self.driver: subprocess.Popen[bytes] | None = None
         self.starts = 0
         with contextlib.ExitStack() as made:
             made.callback(self.disk.close)
             self.server = Server(folder / "mlflow", empty_store, self.mark)
             made.callback(self.server.kill)
-            self.nodes = Nodes(self.mark)
+            self.nodes = Nodes(self.mark, one)
             made.pop_all()  # all of it stands: `close` ends it
+        record = yaml.safe_load((REPOSITORY / "configs" / "demo.yaml").read_text())
+        record["tracking"] = {"uri": self.server.address.replace("//", f"//user:{TOKEN}@")}
+        self.config.write_text(yaml.safe_dump(record))
 
     @property
     def search(self) -> Path:
@@ -232,26 +245,46 @@ class Arena:
         """The driver; from its second start on with --resume if there is a search to resume."""
         self.starts += 1
         resume = ["--resume"] if (self.search / "search.yaml").exists() else []
-        environment = os.environ | {
+        with self.log.open("ab") as log:
+            log.write(f"--- start {self.starts} {' '.join(resume)}\n".encode())
+            self.driver = subprocess.Popen(
+                [sys.executable, *self._command, *resume],
+                cwd=REPOSITORY,
+                env=os.environ | {"RAY_ADDRESS": self.nodes.cluster.address, **self._settings_of_driver},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def submit(self, identity: str, *changes: str) -> subprocess.Popen[str]:
+        """The driver as a Ray job; returns the client, which streams its log."""
+        address = f"http://127.0.0.1:{self.nodes.dashboard}"
+        command = [str(Path(sys.executable).with_name("ray")), "job", "submit", "--address", address]
+        command += ["--submission-id", identity, "--working-dir", str(REPOSITORY)]
+        command += ["--runtime-env-json", json.dumps({"env_vars": self._settings_of_driver})]
+        return subprocess.Popen(
+            [*command, "--", "python", *self._command, *changes],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    @property
+    def _command(self) -> list[str]:
+        """Where the working folder is the repository, or Ray's copy of it."""
+        own = [f"storage={self.storage}", "--json", str(self.outcome_file)]
+        return ["orchestrator/main.py", "search", str(self.config), *self.settings, *own]
+
+    @property
+    def _settings_of_driver(self) -> dict[str, str]:
+        return {
             MARK: self.mark,
-            "RAY_ADDRESS": self.nodes.cluster.address,
-            "MLFLOW_TRACKING_URI": self.server.address,
             "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(self.scratch),
         }
-        with self.log.open("ab") as log:
-            log.write(f"--- start {self.starts} {' '.join(resume)}\n".encode())
-            self.driver = subprocess.Popen(
-                [sys.executable, str(REPOSITORY / "orchestrator" / "main.py"), "search", "configs/demo.yaml",
-                 *self.settings, f"storage={self.storage}", "--json", str(self.outcome_file), *resume],
-                cwd=REPOSITORY,
-                env=environment,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )  # fmt: skip
 
     @property
     def running(self) -> bool:
@@ -295,21 +328,16 @@ class Arena:
 
 
 @contextlib.contextmanager
-def arena(folder: Path, empty_store: Path, settings: Sequence[str], megabytes: int) -> Iterator[Arena]:
+def arena(
+    folder: Path, empty_store: Path, settings: Sequence[str], megabytes: int, *, one_node: bool = False
+) -> Iterator[Arena]:
     """`megabytes`: of the storage, if it is a disk of its own."""
-    made = Arena(folder, empty_store, settings, megabytes)
+    made = Arena(folder, empty_store, settings, megabytes, one_node)
     try:
         yield made
     finally:
         left = made.close()
         assert not left, f"left running: {left}"
-
-
-def undisturbed(place: Arena) -> None:
-    place.start()
-    assert place.driver is not None
-    place.driver.wait(timeout=WAIT)
-    assert place.driver.returncode == 0, place.log.read_text()[-4000:]
 
 
 def schedule(seed: int, kills: int) -> list[tuple[str, float]]:

@@ -1,6 +1,8 @@
-"""Whatever is killed, a search ends as one that was left alone: same trials, same decisions, same front, nothing left.
+"""One calm real search, by what is found of it; and whatever is killed, a search ends as that one that was left alone.
 
-`make test` kills five things; `make chaos` at least twenty (HEADFOLD_CHAOS_KILLS, HEADFOLD_CHAOS_SEED).
+The calm search runs as a Ray job, by the real command line, against an MLflow server whose address has a token, with a
+learning rate that no optimiser can hold among its trials. `make test` kills two things in the same search, `make
+test-all` five, `make chaos` at least twenty in a larger one (HEADFOLD_CHAOS_KILLS, HEADFOLD_CHAOS_SEED).
 """
 
 from __future__ import annotations
@@ -14,17 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos import KINDS, MORE_KINDS, Arena, Killer, arena, schedule, undisturbed
+from chaos import KINDS, MORE_KINDS, TOKEN, Arena, Killer, arena, schedule
+from ray.job_submission import JobStatus, JobSubmissionClient
 from search_process import LITTLE
 
 from orchestrator.search.journal import END, REPORT, TRIAL
-from orchestrator.storage.records import COPY, DONE, STOPPED, load_trials, read_json, stored_trials
+from orchestrator.storage.records import COPY, DONE, FAILED, STOPPED, load_trials, read_json, stored_trials
 from orchestrator.tracking.runs import Tracker
 
 KILLS = int(os.environ.get("HEADFOLD_CHAOS_KILLS", "5"))
 SEED = int(os.environ.get("HEADFOLD_CHAOS_SEED", "0"))
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600 + 600 * KILLS)]
 
+TOO_FAST = 1e38
 SEARCH = [
     "name=chaos",
     "search.kv_ratios=[0.25]",
@@ -36,6 +40,7 @@ SMALL = [
     *SEARCH,
     "search.searcher=grid",
     "search.recipes=[gqa, least_squares, {recipe: gqa, label: again}]",  # the third is stopped where it begins
+    f"search.learning_rates=[3e-4,{TOO_FAST}]",
     "search.num_samples=0",
 ]
 LARGE = [
@@ -62,12 +67,39 @@ with torch.no_grad():
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[dict[str, Any]]:
-    """The search left alone, and what is to be compared of it."""
-    with arena(tmp_path_factory.mktemp("calm"), empty_store, SETTINGS, MEGABYTES) as place:
-        undisturbed(place)
-        assert place.nodes.leftovers() == []
+    """The search left alone, what is to be compared of it, and what is gone with its cluster."""
+    with arena(tmp_path_factory.mktemp("calm"), empty_store, SETTINGS, MEGABYTES, one_node=True) as place:
+        found = {"place": place, "job": as_a_job(place, "calm"), "refused": refused_job(place)}
+        found |= {"leftovers": place.nodes.leftovers(), "files": len(list(Path(place.nodes.folder).rglob("*")))}
+        found["told"] = files_with(TOKEN, place.storage, place.server.folder, Path(place.nodes.folder))
         place.nodes.close()  # room for the next
-        yield summary(place) | {"place": place}
+        yield summary(place) | found
+
+
+def as_a_job(place: Arena, identity: str) -> dict[str, Any]:
+    """The search by `ray job submit`: its log, how the job stood when the first line came, and how it ended."""
+    process, seen, lines = place.submit(identity), None, []
+    client = JobSubmissionClient(f"http://127.0.0.1:{place.nodes.dashboard}")
+    assert process.stdout
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("search ") and seen is None:
+            seen = client.get_job_status(identity)
+    assert process.wait() == 0, "".join(lines[-50:])
+    info = client.get_job_info(identity)
+    return {"log": "".join(lines), "seen": seen, "status": info.status, "code": info.driver_exit_code}
+
+
+def refused_job(place: Arena) -> dict[str, Any]:
+    process = place.submit("refused", "search.kv_ratios=[2]", "name=refused")
+    log = process.communicate(timeout=300)[0]
+    info = JobSubmissionClient(f"http://127.0.0.1:{place.nodes.dashboard}").get_job_info("refused")
+    return {"log": log, "returned": process.returncode, "status": info.status, "code": info.driver_exit_code}
+
+
+def files_with(text: str, *folders: Path) -> list[str]:
+    files = [p for folder in folders for p in folder.rglob("*") if p.is_file() and not p.is_symlink()]
+    return [str(p) for p in files if text.encode() in p.read_bytes()]
 
 
 def summary(place: Arena) -> dict[str, Any]:
@@ -98,13 +130,49 @@ def loss_of(outcome: dict[str, Any], trial: str) -> float:
     return found["rungs"][-1]["loss"]
 
 
+def test_a_search_runs_as_a_job(calm: dict[str, Any]) -> None:
+    """Its log streams, and its exit code tells success or failure."""
+    job, refused = calm["job"], calm["refused"]
+    assert job["seen"] == JobStatus.RUNNING, "the log came only after the job was over: " + job["log"]
+    assert (job["status"], job["code"]) == (JobStatus.SUCCEEDED, 0)
+    assert (refused["returned"], refused["status"], refused["code"]) == (1, JobStatus.FAILED, 2)
+    assert "search.kv_ratios" in refused["log"] and "(0, 1]" in refused["log"]
+    assert not (calm["place"].storage / "refused").exists()
+    assert calm["leftovers"] == []
+
+
+def test_a_token_in_the_tracking_address_is_told_nowhere(calm: dict[str, Any]) -> None:
+    """Not in the log, the search's folder, the MLflow server's, or Ray's."""
+    place: Arena = calm["place"]
+    assert "***@" in calm["job"]["log"], "the address is told, without its token"
+    assert TOKEN not in calm["job"]["log"]
+    told, host = (place.search / "search.yaml").read_text(), place.server.address.removeprefix("http://")
+    assert host in told and "***@" in told
+    names = {p.name for folder in (place.search, place.server.folder) for p in folder.rglob("*")}
+    assert {"server.db", "report.html", "trials.json"} <= names and calm["files"] > 10, "what is looked through"
+    assert list(place.server.folder.rglob("report.html")), "the report is an artifact too"
+    assert calm["told"] == []
+
+
+def test_a_failing_trial_is_told_and_the_others_go_on(calm: dict[str, Any]) -> None:
+    place: Arena = calm["place"]
+    trials = load_trials(place.search / "trials.json")
+    failed = {t.trial_id: t.error or "" for t in trials if t.status == FAILED}
+    assert {t.learning_rate for t in trials if t.trial_id in failed} == {TOO_FAST}
+    assert {t.status for t in trials if t.recipe == "gqa"} == {DONE, FAILED}
+    assert all("Error" in error for error in failed.values())
+    assert f"{len(failed)} of {len(trials)} trials failed" in calm["job"]["log"]
+    assert all(error.split(":")[0] in calm["job"]["log"] for error in failed.values())
+    assert {run.data.tags["trial_id"]: run.data.tags["error"] for run in mlflow_runs(place, "FAILED")} == failed
+
+
 def test_a_search_ends_in_an_exported_checkpoint(calm: dict[str, Any], tmp_path: Path) -> None:
     place: Arena = calm["place"]
     outcome, trials = place.outcome, load_trials(place.search / "trials.json")
     assert outcome["folder"] == str(place.search)
-    assert {t.status for t in trials} <= {DONE, STOPPED, COPY}
+    assert {t.status for t in trials} <= {DONE, STOPPED, COPY, FAILED}
     assert {"STOP", "CONTINUE"} == {decision for *_, decision in calm["decisions"]}
-    losses = {t.recipe: t.loss for t in trials}
+    losses = {t.recipe: t.loss for t in trials if t.learning_rate != TOO_FAST}
     assert losses["least_squares"] < losses["gqa"] - 1
     for t in trials:
         assert t.similarity is not None and t.seed is not None
@@ -128,21 +196,39 @@ def test_a_search_ends_in_an_exported_checkpoint(calm: dict[str, Any], tmp_path:
     assert loaded.stdout.split()[0] == "2"
 
 
+@pytest.mark.parametrize(
+    "kills",
+    [
+        pytest.param([("worker", 0.0), ("driver", 0.5)], id="two"),
+        pytest.param(schedule(SEED, KILLS), id="of_every_kind", marks=pytest.mark.extended),
+    ],
+)
 def test_a_search_under_kills_ends_as_one_that_was_left_alone(
-    calm: dict[str, Any], tmp_path: Path, empty_store: Path
+    kills: list[tuple[str, float]], calm: dict[str, Any], tmp_path: Path, empty_store: Path
 ) -> None:
     with arena(tmp_path / "chaos", empty_store, SETTINGS, MEGABYTES) as place:
         killer = Killer(place)
-        killer.run(schedule(SEED, KILLS))
+        killer.run(kills)
         told = json.dumps({"kills": killer.done, "starts of the driver": place.starts, "when": killer.told})
         print(f"\nchaos, seed {SEED}: {told}; disk full by {'tmpfs' if place.disk.mounted else 'a file size limit'}")
-        assert killer.done.total() == KILLS
-        assert set(killer.done) == set(KINDS if len(KINDS) >= KILLS else MORE_KINDS)
+        assert killer.done.total() == len(kills)
         found = summary(place)
         assert {name: found[name] for name in found} == {name: calm[name] for name in found}
         check_mlflow(place)
         assert unfinished_files(place) == []
         assert place.nodes.leftovers() == []
+
+
+def test_a_schedule_has_every_kind_equally_often() -> None:
+    for count, kinds in ((5, KINDS), (24, MORE_KINDS)):
+        found = [kind for kind, _ in schedule(SEED, count)]
+        assert {kind: found.count(kind) for kind in kinds} == dict.fromkeys(kinds, count // len(kinds))
+
+
+def mlflow_runs(place: Arena, status: str) -> list[Any]:
+    tracker = Tracker.open(place.server.address, "headfold", place.storage)
+    runs = tracker.client.search_runs([tracker.experiment_id], max_results=1000)
+    return [run for run in runs if run.info.status == status]
 
 
 def check_mlflow(place: Arena) -> None:
@@ -152,9 +238,10 @@ def check_mlflow(place: Arena) -> None:
     names = {run.info.run_id: run for run in tracker.client.search_runs([tracker.experiment_id], max_results=1000)}
     children = [run for run in names.values() if "mlflow.parentRunId" in run.data.tags]
     assert set(names) - {run.info.run_id for run in children} == {tracker_run(names, parent)}
-    assert {run.info.status for run in names.values()} == {"FINISHED"}
     trials = [run for run in children if run.data.tags["headfold.kind"] == "trial"]
     records = {t.trial_id: t for t in stored_trials(place.search / "trials.json")}
+    ended = {run.data.tags.get("trial_id"): run.info.status for run in names.values() if run.info.status != "FINISHED"}
+    assert ended == {t.trial_id: "FAILED" for t in records.values() if t.status == FAILED}
     assert sorted(run.data.tags["trial_id"] for run in trials) == sorted(records)
     for run in trials:
         points = tracker.client.get_metric_history(run.info.run_id, "loss")

@@ -160,7 +160,7 @@ def test_search_phases_are_told_apart_by_all_that_they_rest_on(context: TrialCon
         np.testing.assert_array_equal(distance, found[side])
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.timeout(900)
 def test_dha_and_align_in_a_search(tmp_path: Path, demo_dir: Path) -> None:
     """Search phase, relaxation, recovery over the rungs, and a promotion that goes on behind the relaxation."""

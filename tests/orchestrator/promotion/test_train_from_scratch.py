@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from sizes import extra_parameters
 from transformers import LlamaConfig
 
 from attention.io import checkpoint
 from attention.io.replacing import OutputError
-from attention.modeling.composition import compositions
+from attention.modeling.composition import compositions, extra_parameters
 from attention.modeling.modeling import plan_of, plan_of_config
 from attention.plan import Composition, PlanError
 from orchestrator.config.schema import ConfigError
@@ -31,6 +30,8 @@ from trainers.text.corpora import DataError
 REPOSITORY = Path(__file__).resolve().parents[3]
 SHORT: dict[str, Any] = {"learning_rate": 3e-3, "eval_tokens": 1024, "sequence_length": 32, "device": "cpu"}
 ASKED: dict[str, Any] = {"steps": 12, "eval_every": 4, "overrides": ["train.cpus_per_worker=0.4"], **SHORT}
+COMPOSED = ["train.cpus_per_worker=0.4", "composition.rank=1"]
+TRAINED = ASKED | {"steps": 60, "eval_every": 6, "recipe": "dcformer", "overrides": COMPOSED}
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,13 @@ def like(tmp_path_factory: pytest.TempPathFactory, demo_tokenizer: Any) -> Path:
     ).save_pretrained(folder)
     demo_tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def whole(ray_cluster: None, like: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A training that nobody disturbed: its record, its folder `out`, and the lines that it `told`."""
+    out, told = tmp_path_factory.mktemp("whole") / "out", list[str]()
+    return {"record": train_from_scratch(like, out, progress=told.append, **TRAINED), "out": out, "told": told}
 
 
 def test_untrained_weights_follow_from_the_seed_alone(like: Path) -> None:
@@ -142,43 +150,12 @@ def test_milestones_end_with_the_last_step(like: Path, tmp_path: Path) -> None:
     assert check(like, tmp_path / "out", **ASKED).train_tokens == 12 * 8 * 32
 
 
-def test_a_training_is_measured_saved_and_not_done_twice(ray_cluster: None, like: Path, tmp_path: Path) -> None:
-    told: list[str] = []
-    asked = ASKED | {"recipe": "dcformer", "overrides": [*ASKED["overrides"], "composition.rank=1"]}
-    record = train_from_scratch(like, tmp_path / "out", progress=told.append, **asked)
-    assert [point["step"] for point in record["milestones"]] == [4, 8, 12]
-    assert record["milestones"][-1]["loss"] == record["loss"] < record["milestones"][0]["loss"] - 0.05
-    assert record["tokens"] == 12 * 8 * 32
-    assert len(told) == 4
-    assert "step 8/12: held-out loss" in told[2]
-    assert "left" in told[2]
-    model = checkpoint.load(tmp_path / "out")
-    assert plan_of(model).composition == Composition(rank=1)
-    assert loading.parameters(model) == record["parameters"]
-    measured = evaluate_checkpoint(tmp_path / "out", eval_tokens=1024, sequence_length=32, speed_tokens=4)
-    assert measured["loss"] == pytest.approx(record["loss"], abs=1e-5)
-    written = (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns
-    again = train_from_scratch(like, tmp_path / "out", progress=told.append, **asked)
-    assert again == record
-    assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == written
-    many = ["train.num_workers=64", "train.batch_size=64"]
-    with pytest.raises(ConfigError, match="64 worker.s. need 64 CPU"):
-        train_from_scratch(like, tmp_path / "wide", **ASKED | {"overrides": many})
-    assert not list(tmp_path.glob("wide*"))
-    with pytest.raises(ConfigError, match="holds a training with another steps; give another --out"):
-        train_from_scratch(like, tmp_path / "out", **{**asked, "steps": 13, "train_tokens": 12 * 8 * 32})
-    (tmp_path / "out").rename(tmp_path / "moved")
-    with pytest.raises(ConfigError, match="was trained and is gone"):
-        train_from_scratch(like, tmp_path / "out", **asked)
-
-
 @pytest.mark.slow
-def test_a_killed_command_goes_on_to_the_same_numbers(ray_cluster: None, like: Path, tmp_path: Path) -> None:
+def test_a_killed_command_goes_on_to_the_same_numbers(whole: dict[str, Any], like: Path, tmp_path: Path) -> None:
     """The command with its Ray is killed after its first milestone, and called again."""
-    asked = ASKED | {"steps": 60, "eval_every": 6}
-    whole = train_from_scratch(like, tmp_path / "whole", **asked)
     options = ["--steps", "60", "--eval-every", "6", "--learning-rate", "3e-3", "--eval-tokens", "1024"]
-    options += ["--sequence-length", "32", "--device", "cpu", "--set", "train.cpus_per_worker=0.4"]
+    options += ["--sequence-length", "32", "--device", "cpu", "--recipe", "dcformer"]
+    options += [part for override in COMPOSED for part in ("--set", override)]
     command = [sys.executable, "-m", "orchestrator.main", "train", "--architecture", str(like), *options]
     log = tmp_path / "killed.training" / "milestones.jsonl"
     process = subprocess.Popen(
@@ -194,7 +171,35 @@ def test_a_killed_command_goes_on_to_the_same_numbers(ray_cluster: None, like: P
     assert log.exists()
     assert not (tmp_path / "killed").exists()
     assert "finished" not in read_json(tmp_path / "killed.training" / "scratch.json")
-    again = train_from_scratch(like, tmp_path / "killed", **asked)
+    again, record = train_from_scratch(like, tmp_path / "killed", **TRAINED), whole["record"]
     for name in ("loss", "train_loss", "step", "tokens", "weights_digest"):
-        assert again[name] == whole[name], name
-    assert [p["loss"] for p in again["milestones"]] == [p["loss"] for p in whole["milestones"]]
+        assert again[name] == record[name], name
+    assert [p["loss"] for p in again["milestones"]] == [p["loss"] for p in record["milestones"]]
+
+
+def test_a_training_is_measured_saved_and_not_done_twice(whole: dict[str, Any], like: Path, tmp_path: Path) -> None:
+    record, out, told = whole["record"], whole["out"], whole["told"]
+    assert [point["step"] for point in record["milestones"]] == list(range(6, 61, 6))
+    assert record["milestones"][-1]["loss"] == record["loss"] < record["milestones"][0]["loss"] - 0.05
+    assert record["tokens"] == 60 * 8 * 32
+    assert len(told) == 1 + 10
+    assert "step 12/60: held-out loss" in told[2]
+    assert "left" in told[2]
+    model = checkpoint.load(out)
+    assert plan_of(model).composition == Composition(rank=1)
+    assert loading.parameters(model) == record["parameters"]
+    measured = evaluate_checkpoint(out, eval_tokens=1024, sequence_length=32, speed_tokens=4)
+    assert measured["loss"] == pytest.approx(record["loss"], abs=1e-5)
+    written = (out / "model.safetensors").stat().st_mtime_ns
+    again = train_from_scratch(like, out, progress=told.append, **TRAINED)
+    assert again == record
+    assert (out / "model.safetensors").stat().st_mtime_ns == written
+    many = ["train.num_workers=64", "train.batch_size=64"]
+    with pytest.raises(ConfigError, match="64 worker.s. need 64 CPU"):
+        train_from_scratch(like, tmp_path / "wide", **ASKED | {"overrides": many})
+    assert not list(tmp_path.glob("wide*"))
+    with pytest.raises(ConfigError, match="holds a training with another steps; give another --out"):
+        train_from_scratch(like, out, **{**TRAINED, "steps": 61, "train_tokens": 60 * 8 * 32})
+    out.rename(out.with_name("moved"))
+    with pytest.raises(ConfigError, match="was trained and is gone"):
+        train_from_scratch(like, out, **TRAINED)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from parameters import extended
 
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
@@ -94,6 +95,7 @@ def test_one_worker_trains_measures_and_writes_its_weights(job: TrainJob, whole:
     assert metrics["weights_digest"] == checkpoint.weights_digest(job.out_dir)
 
 
+@pytest.mark.extended
 def test_a_killed_worker_resumes_to_the_same_numbers(job: TrainJob, whole: TrainOutcome) -> None:
     again = other(job, "killed", max_failures=1)
     killed: list[int] = []
@@ -138,7 +140,14 @@ def test_divergence_reaches_the_caller_at_once(job: TrainJob, on_group: Any) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "dtype"), [(0, "float32"), (1, "float32"), (2, "bfloat16"), (3, "float32"), (3, "bfloat16")]
+    ("stage", "dtype"),
+    [
+        extended(0, "float32"),
+        extended(1, "float32"),
+        extended(2, "bfloat16"),
+        extended(3, "float32"),
+        (3, "bfloat16"),
+    ],
 )
 def test_two_workers_at_every_zero_stage(
     job: TrainJob, whole: TrainOutcome, on_group: Any, stage: int, dtype: str

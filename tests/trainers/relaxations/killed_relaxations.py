@@ -1,8 +1,8 @@
 """Run as a script: relaxation stages in worker processes of their own, one of which dies by SIGKILL and comes back.
 
-`python killed_relaxations.py FOLDER` reads `cases.json` there, a list of {"name", "kill_at", "job"}, `job` being a
-TrainJob as JSON. Each case runs twice: as it is, in FOLDER/NAME/whole, and killed after step `kill_at` and started
-again, in FOLDER/NAME/killed. Prints how the workers of each attempt ended.
+`python killed_relaxations.py FOLDER` reads `cases.json` there, a list of {"name", "job"}, `job` being a
+TrainJob as JSON. Each case runs twice: as it is, in FOLDER/NAME/whole, and killed after its first saved state and
+started again, in FOLDER/NAME/killed. Prints how the workers of each attempt ended.
 
 The libraries are imported once; the workers are forks of this process, which itself trains nothing.
 """
@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -31,8 +32,8 @@ from trainers.jobs.job import TrainJob
 FORK = multiprocessing.get_context("fork")
 
 
-def work(job: TrainJob, rank: int, meeting: Path, kill_at: int | None) -> None:
-    """One worker. With `kill_at` the last of them kills itself after that step."""
+def work(job: TrainJob, rank: int, meeting: Path, dies: bool) -> None:
+    """One worker. If it dies, the last of them kills itself as soon as the first state has been saved."""
     torch.set_num_threads(1)
     world = job.settings.num_workers
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
@@ -49,24 +50,24 @@ def work(job: TrainJob, rank: int, meeting: Path, kill_at: int | None) -> None:
         return made
 
     trainers.engine._config = split_all
-    on_step = trainers.relaxing._Stage._on_step
-
-    def then_die(self: Any, engine: Any, relaxation: Any, step: int, loss: float) -> None:
-        on_step(self, engine, relaxation, step, loss)
-        if step == kill_at and rank == world - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    trainers.relaxing._Stage._on_step = then_die
+    if dies and rank == world - 1:
+        threading.Thread(target=die_once_there_is, args=(Path(f"{job.out_dir}.relaxed"),), daemon=True).start()
     trainers.relaxing.relax(job, rank, world)
     dist.destroy_process_group()
 
 
-def run(job: TrainJob, folder: Path, attempt: int, kill_at: int | None = None) -> list[int | None]:
+def die_once_there_is(folder: Path) -> None:
+    while not list(folder.glob("*/latest.json")):
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(job: TrainJob, folder: Path, attempt: int, dies: bool = False) -> list[int | None]:
     """All workers of one attempt; when one dies the others are ended too. Their exit codes."""
     folder.mkdir(parents=True, exist_ok=True)
     meeting = folder / f"meeting-{attempt}"
     workers = [
-        FORK.Process(target=work, args=(replace(job, out_dir=str(folder / "out")), rank, meeting, kill_at))
+        FORK.Process(target=work, args=(replace(job, out_dir=str(folder / "out")), rank, meeting, dies))
         for rank in range(job.settings.num_workers)
     ]
     for worker in workers:
@@ -88,7 +89,7 @@ def main(folder: Path) -> None:
         name, job = case["name"], TrainJob.from_json(case["job"])
         ends[name] = {
             "whole": run(job, folder / name / "whole", 0),
-            "killed": run(job, folder / name / "killed", 0, case["kill_at"]),
+            "killed": run(job, folder / name / "killed", 0, dies=True),
             "unfinished": not list((folder / name / "killed").rglob("outcome.json")),
             "again": run(job, folder / name / "killed", 1),
         }

@@ -129,6 +129,7 @@ def kill_worker_in_second_stage(job: TrainJob, killed: list[int]) -> None:
         killed.append(actor.pid)
 
 
+@pytest.mark.extended
 def test_a_worker_killed_while_relaxing_resumes_to_the_same_numbers(
     job: TrainJob, whole: TrainOutcome, on_group: Any
 ) -> None:
@@ -155,7 +156,7 @@ def test_align_with_its_own_distillation(job: TrainJob, on_group: Any) -> None:
     assert finished[-1] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_two_workers_at_every_zero_stage(job: TrainJob, whole: TrainOutcome, on_group: Any, stage: int) -> None:
     settings = job.settings.model_copy(update={"num_workers": 2, "zero_stage": stage, "micro_batch_size": 2})

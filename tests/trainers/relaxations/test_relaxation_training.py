@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from parameters import extended
 from torch import Tensor
 
 import trainers.engine
@@ -26,7 +27,14 @@ GROUPED = AttentionPlan((LayerPlan((0, 0, 1, 0), (0, 1, 1, 0)), LayerPlan((0, 1,
 SHARED = AttentionPlan((LayerPlan.identity(4),) * 2, 8, (HeadShare(1, 0, 0, 2),), mlp_shares=(HeadShare(1, 1, 0, 1),))
 KNOBS = {"lagrangian": {"rate": 0.05}, "hard_concrete": {"rate": 0.3}, "pull_together": {"rate": 0.05}}
 PARTS = [part.name for part in RELAXATION]
-KINDS = [(0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"), (2, "bfloat16"), (3, "bfloat16")]
+KINDS = [
+    (1, "float32"),
+    (3, "float32"),
+    extended(0, "float32"),
+    extended(2, "float32"),
+    extended(2, "bfloat16"),
+    extended(3, "bfloat16"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -98,13 +106,8 @@ def plain_torch(relaxation: Any, ids: Tensor, settings: TrainSettings) -> list[f
     return losses
 
 
-SLOW = [
-    pytest.param(*kind, marks=[] if kind in ((1, "float32"), (3, "float32")) else pytest.mark.slow) for kind in KINDS
-]
-
-
 @pytest.mark.parametrize("name", PARTS)
-@pytest.mark.parametrize(("stage", "dtype"), SLOW)
+@pytest.mark.parametrize(("stage", "dtype"), KINDS)
 def test_every_zero_stage_trains_as_plain_torch(
     name: str, stage: int, dtype: str, make: Any, tiny_model: Any, ids: Tensor
 ) -> None:
@@ -127,7 +130,7 @@ def test_every_zero_stage_trains_as_plain_torch(
 
 
 @pytest.mark.parametrize("name", PARTS)
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [extended(1), 3])
 def test_resuming_gives_the_same_next_10_losses(name: str, stage: int, make: Any, ids: Tensor, tmp_path: Path) -> None:
     whole = run(*make(name, zero_stage=stage), BatchStream(ids, 8))
     relaxation, engine = make(name, zero_stage=stage)
