@@ -29,12 +29,12 @@ from orchestrator.search.prepare import prepare_base, trial_context
 from orchestrator.search.trial import TrialContext
 from orchestrator.search.validation import Prepared, validate_search
 from orchestrator.storage import records
+from orchestrator.storage.journal import Journal, load_trials
 from orchestrator.storage.lock import SearchLock
 from orchestrator.storage.mirror import is_remote, mirrored
 from orchestrator.storage.paths import SearchFolder, in_ray_job, storage_path
 from orchestrator.storage.records import (
     best_per_budget,
-    load_trials,
     read_json,
     write_json,
     write_text,
@@ -108,7 +108,7 @@ def _earlier(config: SearchConfig, storage: Path, resume: bool | str) -> SearchF
         return _begun(config, storage)
     named = isinstance(resume, str)
     folder = SearchFolder.named(storage, resume) if named else SearchFolder.newest(storage, config.name)
-    folder.check_ratios()
+    folder.check_format()
     if others := [f.root.name for f in SearchFolder.unended(storage, config.name) if f != folder]:
         told = f"not ended either: {', '.join(others)} (--resume NAME)"
         print(f"note: goes on with {folder.root.name}; {told}", flush=True)
@@ -128,7 +128,7 @@ def _begun(config: SearchConfig, storage: Path) -> SearchFolder | None:
     newest = SearchFolder.newest(storage, config.name) if unended else None
     if newest is not None and newest in unended:
         SearchLock(newest.lock).acquire(f"search {newest.root.name!r}").release()
-        if in_ray_job() and not newest.other_ratios and not _changed(newest, config):
+        if in_ray_job() and newest.readable and not _changed(newest, config):
             print(f"goes on with the search of this name that has not ended: {newest.root}", flush=True)
             warn_of_pickles(newest)
             return newest
@@ -142,6 +142,7 @@ def _begun(config: SearchConfig, storage: Path) -> SearchFolder | None:
 
 def _fresh(config: SearchConfig, storage: Path) -> SearchFolder:
     folder = SearchFolder.fresh(storage, config.name)
+    Journal(folder.journal).begin(len(config.rungs.steps))  # first: a search.yaml without it is of a former version
     write_json(folder.versions, {name: _version(name) for name in PACKAGES})
     write_text(folder.snapshot, yaml.safe_dump(_record(config), sort_keys=False))
     return folder
@@ -241,7 +242,7 @@ def _run(
     with standing_groups(config, folder) as groups:
         context = replace(context, groups=groups)
         run_trials(config, prepared, context, folder, tracker, run, parallel)
-        outcome.trials = load_trials(folder.trials_file)
+        outcome.trials = load_trials(folder.root)
         outcome.interrupted = any(t.status == records.KILLED for t in outcome.trials) or not outcome.trials
         _log_front(outcome, folder, tracker, run)
         console.print_trials(outcome.trials, base)
@@ -286,8 +287,7 @@ def _log_front(outcome: SearchOutcome, folder: SearchFolder, tracker: Tracker, r
     for budget, trial in best_per_budget(outcome.trials).items():
         rise = trial.loss - outcome.base["loss"]
         tracker.metrics(run, {f"best_loss_kv{budget:.3g}": trial.loss, f"best_rise_kv{budget:.3g}": rise})
-    if folder.trials_file.exists():
-        tracker.file(run, folder.trials_file)
+    tracker.file(run, folder.journal)
     if outcome.front:
         for name, figure in (
             ("front.png", figures.front_figure(outcome.trials, outcome.base)),

@@ -21,10 +21,11 @@ from orchestrator.promotion.state import BASELINE, PROMOTED, Entry, PromoteOutco
 from orchestrator.promotion.steps import PromotionSteps
 from orchestrator.reporting import console
 from orchestrator.search.trial import TrialContext
+from orchestrator.storage.journal import load_trials
 from orchestrator.storage.lock import SearchLock
 from orchestrator.storage.mirror import is_remote, mirrored
 from orchestrator.storage.paths import SearchFolder, storage_path
-from orchestrator.storage.records import TrialRecord, front, load_trials, ranked, read_json
+from orchestrator.storage.records import TrialRecord, front, ranked, read_json
 from orchestrator.storage.trust import warn_of_pickles
 from orchestrator.tracking.outbox import SpooledTracker
 from orchestrator.tracking.runs import Tracker
@@ -48,7 +49,7 @@ def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int |
     folder = SearchFolder.existing(search)
     warn_of_pickles(folder)
     config = _stored_config(folder)
-    records = load_trials(folder.trials_file)
+    records = load_trials(folder.root)
     _check_ended(folder, records)
     chosen = _chosen(records, list(trials), top, config)
     prepared = validate_search(config)
@@ -139,7 +140,7 @@ def promote(
     chosen: Sequence[TrialRecord] | None = None,
 ) -> dict[str, Any]:
     """Train, check and register; returns the content of `promotion.json`. Nothing finished is done again."""
-    trials = load_trials(folder.trials_file)
+    trials = load_trials(folder.root)
     if chosen is None:
         chosen = select(trials, config.promotion.select, config.promotion.top)
     state = PromotionState.load(folder.promotion)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import subprocess
@@ -20,7 +19,10 @@ import psutil
 import pytest
 from ray.job_submission import JobStatus, JobSubmissionClient
 
+from orchestrator.storage.journal import load_trials
+
 pytestmark = pytest.mark.slow
+
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -133,8 +135,7 @@ def test_a_search_runs_as_a_job(head: Head, tmp_path: Path, monkeypatch: pytest.
     assert seen == JobStatus.RUNNING, "the log came only after the job was over: " + "".join(lines)
     info = client.get_job_info(identity)
     assert info.status == JobStatus.SUCCEEDED and info.driver_exit_code == 0
-    trials = json.loads((tmp_path / "runs" / "job" / "trials.json").read_text())
-    assert trials
+    assert load_trials(tmp_path / "runs" / "job")
 
 
 def test_a_refused_search_is_a_failed_job(head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,8 @@ from orchestrator.config.schema import load_config
 from orchestrator.search.head_similarities import Similarities
 from orchestrator.search.searchers import make_searcher
 from orchestrator.search.validation import validate_search
-from orchestrator.storage.records import DONE, TrialRecord, load_trials
+from orchestrator.storage.journal import load_trials
+from orchestrator.storage.records import DONE, TrialRecord
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -44,7 +45,7 @@ def start(storage: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def measured_probes(folder: Path) -> list[TrialRecord]:
-    return [t for t in load_trials(folder / "trials.json") if t.probe and t.calibration_loss is not None]
+    return [t for t in load_trials(folder) if t.probe and t.calibration_loss is not None]
 
 
 def decisions(storage: Path, trials: list[TrialRecord], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
@@ -81,7 +82,7 @@ def test_probes_an_interruption_and_the_best_plan_trained(tmp_path: Path, monkey
     second = start(tmp_path, "--resume")
     log = second.communicate(timeout=900)[0]
     assert second.returncode == 0, log
-    trials = load_trials(folder / "trials.json")
+    trials = load_trials(folder)
     assert {t.status for t in trials} == {DONE}
     probes = [t for t in trials if t.probe]
     (baseline,) = [t for t in trials if t.recipe == "gqa"]
@@ -112,4 +113,4 @@ def test_probes_an_interruption_and_the_best_plan_trained(tmp_path: Path, monkey
     third = start(tmp_path, "--resume")
     log = third.communicate(timeout=600)[0]
     assert third.returncode == 0, log
-    assert load_trials(folder / "trials.json") == trials
+    assert load_trials(folder) == trials

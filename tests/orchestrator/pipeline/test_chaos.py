@@ -17,8 +17,8 @@ import pytest
 from chaos import KINDS, MORE_KINDS, Arena, Killer, arena, schedule, undisturbed
 from search_process import LITTLE
 
-from orchestrator.search.journal import END, REPORT, TRIAL
-from orchestrator.storage.records import COPY, DONE, STOPPED, load_trials, read_json, stored_trials
+from orchestrator.storage.journal import END, REPORT, TRIAL, load_trials, read_events, read_history
+from orchestrator.storage.records import COPY, DONE, STOPPED, read_json
 from orchestrator.tracking.runs import Tracker
 
 KILLS = int(os.environ.get("HEADFOLD_CHAOS_KILLS", "5"))
@@ -72,7 +72,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterato
 
 def summary(place: Arena) -> dict[str, Any]:
     """What a search has found: nothing of when and where."""
-    events = place.journal.events()
+    events = read_events(place.journal)
     outcome = place.outcome
     promoted = outcome["promotion"]["candidates"].values()
     return {
@@ -100,7 +100,7 @@ def loss_of(outcome: dict[str, Any], trial: str) -> float:
 
 def test_a_search_ends_in_an_exported_checkpoint(calm: dict[str, Any], tmp_path: Path) -> None:
     place: Arena = calm["place"]
-    outcome, trials = place.outcome, load_trials(place.search / "trials.json")
+    outcome, trials = place.outcome, load_trials(place.search)
     assert outcome["folder"] == str(place.search)
     assert {t.status for t in trials} <= {DONE, STOPPED, COPY}
     assert {"STOP", "CONTINUE"} == {decision for *_, decision in calm["decisions"]}
@@ -154,7 +154,7 @@ def check_mlflow(place: Arena) -> None:
     assert set(names) - {run.info.run_id for run in children} == {tracker_run(names, parent)}
     assert {run.info.status for run in names.values()} == {"FINISHED"}
     trials = [run for run in children if run.data.tags["headfold.kind"] == "trial"]
-    records = {t.trial_id: t for t in stored_trials(place.search / "trials.json")}
+    records = read_history(place.journal).records
     assert sorted(run.data.tags["trial_id"] for run in trials) == sorted(records)
     for run in trials:
         points = tracker.client.get_metric_history(run.info.run_id, "loss")

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from search_process import LITTLE, left_over, start_search
 
-from orchestrator.storage.records import DONE, FAILED, KILLED, load_trials, read_json
+from orchestrator.storage.journal import load_trials
+from orchestrator.storage.records import DONE, FAILED, KILLED, read_json
 from orchestrator.tracking.runs import Tracker
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -47,7 +48,7 @@ def test_ctrl_c_ends_a_search_in_order(tmp_path: Path) -> None:
     first = start(tmp_path)
     deadline = time.monotonic() + 600
     while time.monotonic() < deadline and first.poll() is None:
-        if any(t.rungs for t in load_trials(folder / "trials.json")):
+        if any(t.rungs for t in load_trials(folder)):
             break
         time.sleep(0.2)
     assert first.poll() is None, first.communicate()[0]
@@ -57,7 +58,7 @@ def test_ctrl_c_ends_a_search_in_order(tmp_path: Path) -> None:
     assert "--resume" in log
     assert "Traceback" not in log
     assert left_over(tmp_path) == []
-    assert KILLED in {t.status for t in load_trials(folder / "trials.json")}
+    assert KILLED in {t.status for t in load_trials(folder)}
     parent, children = runs_of(tmp_path, folder)
     assert parent.info.status == "KILLED"
     assert "RUNNING" not in {run.info.status for run in children}
@@ -69,7 +70,7 @@ def test_a_failing_trial_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     process = start(tmp_path, *rates)
     log = process.communicate(timeout=900)[0]
     folder = tmp_path / "small"
-    trials = {t.learning_rate: t for t in load_trials(folder / "trials.json")}
+    trials = {t.learning_rate: t for t in load_trials(folder)}
     assert process.returncode == 0, log
     assert trials[3e-4].status == DONE
     assert left_over(tmp_path) == []

@@ -82,7 +82,7 @@ def test_a_token_in_the_tracking_address_is_told_nowhere(server: tuple[str, Path
         assert host in told and "***@" in told
         places = [p for folder in (storage, store, Path(ray)) for p in folder.rglob("*") if p.is_file()]
         names = {p.name for p in places}
-        assert {"server.db", "report.html", "trials.json"} <= names, "what is looked through must be there"
+        assert {"server.db", "report.html", "journal.jsonl"} <= names, "what is looked through must be there"
         assert any(p.is_relative_to(store) and p.name == "report.html" for p in places), "the report is an artifact too"
         found = [str(p) for p in places if TOKEN.encode() in p.read_bytes()]
         assert found == []
