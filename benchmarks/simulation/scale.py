@@ -117,6 +117,7 @@ def _simulated(
     from orchestrator.search.searchers import SearchProblem, make_searcher
     from orchestrator.storage.journal import Journal
     from orchestrator.tracking.runs import Tracker
+    from orchestrator.tracking.sync import MlflowSync, parent_run
 
     os.environ.update(TUNE_MAX_PENDING_TRIALS_PG=str(workers), TUNE_DISABLE_AUTO_CALLBACK_LOGGERS="1")
     os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "3600")
@@ -126,14 +127,13 @@ def _simulated(
     rungs = len(curves[0].rungs)
     own = make_scheduler(scheduler, RungProblem(rungs, 2.0, ("gqa",), trials=trials))
     own.slots.capacity = workers
-    tracker: Any = None
-    parent = None
+    sync = None
     if mlflow:
-        tracker = Counted(Tracker.open(None, "simulation", folder), measured)
-        parent = tracker.start("simulation")
+        counted: Any = Counted(Tracker.open(None, "simulation", folder), measured)
+        sync = MlflowSync(lambda: counted, parent_run(folder))
     journal = Journal(folder / "journal.jsonl")
     journal.begin(rungs)
-    log = SearchLog(journal, tracker, parent, trials, 2.346)
+    log = SearchLog(journal, sync, trials, 2.346)
     decided = JournaledScheduler(own, journal)
     search = JournaledSearch(SlotSearcher(make_searcher("optuna", problem), own.slots), decided, journal)
     experiment = Experiment(

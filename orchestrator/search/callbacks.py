@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from pathlib import Path
@@ -16,26 +15,27 @@ from orchestrator.reporting.status import tokens_per_second
 from orchestrator.storage import records as results
 from orchestrator.storage.journal import INTERRUPT, RUN, Journal
 from orchestrator.storage.records import TrialRecord, compact, percent
-from orchestrator.tracking.runs import METRICS, Tracker, redact
+from orchestrator.tracking.runs import METRICS
+from orchestrator.tracking.sync import MlflowSync, Run
 
-logger = logging.getLogger(__name__)
+FACTS = ("kv_bytes_per_token", "cache_bytes_measured", "parameters", "actual_kv_ratio")
 
 
 class SearchLog(Callback):
     """Keeps the MLflow child runs and the progress line of a search up to date with its journal.
 
-    `expected` is the number of trials; `tracker` None leaves MLflow out. A failing MLflow call is reported once and
-    never ends the search: the journal is the source.
+    `expected` is the number of trials; `mlflow` None leaves MLflow out.
     """
 
-    def __init__(
-        self, journal: Journal, tracker: Tracker | None, parent_run: str | None, expected: int, base_loss: float
-    ) -> None:
-        self.journal, self.tracker, self.parent_run = journal, tracker, parent_run
+    def __init__(self, journal: Journal, mlflow: MlflowSync | None, expected: int, base_loss: float) -> None:
+        self.journal, self.mlflow = journal, mlflow
         self.expected, self.base_loss = expected, base_loss
-        self.errors: list[str] = []
         self.started = time.time()
         self._shown = 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing, and no password: Tune pickles its callbacks for a resumption of its own, which is never used."""
+        return {}
 
     @property
     def records(self) -> dict[str, TrialRecord]:
@@ -44,99 +44,42 @@ class SearchLog(Callback):
     # ---- Tune's hooks: each comes after the journal has the event --------------------------------------------------
 
     def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        self._track(self._start_run, self.records[trial.trial_id])
-        self._show()
+        self._changed(trial)
 
     def on_trial_result(self, iteration: int, trials: list, trial: Any, result: dict, **info: Any) -> None:
-        record = self.records[trial.trial_id]
-        if "step" in result and result["step"] == record.step:
-            self._track(self._log_rung, record, record.last)
-        self._show()
+        self._changed(trial)
 
     def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        self._end(self.records[trial.trial_id])
+        self._changed(trial)
 
     def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        self._end(self.records[trial.trial_id])
+        self._changed(trial)
 
     def on_experiment_end(self, trials: list, **info: Any) -> None:
         """Trials that had not ended (Ctrl-C) are marked; a resumed search takes them up again."""
-        if (unended := self.journal.history.open) and self.journal.failed is None:
+        if self.journal.history.open and self.journal.failed is None:
             self.journal.append(INTERRUPT)
-            for trial_id in unended:
-                self._track(self._end_run, self.records[trial_id])
-        self._show(last=True)
+        self.catch_up()
 
     def catch_up(self) -> None:
-        """Bring MLflow to where the journal is: a driver may have been killed between the two."""
-        for trial_id, record in self.records.items():
-            if record.run_id is None:
-                self._track(self._start_run, record)
-            for rung in record.rungs:
-                self._track(self._log_rung, record, rung)
-            if trial_id in self.journal.history.ends:
-                self._track(self._end_run, record)
+        """Bring MLflow to where the journal is: a driver may have been killed between the two, or the store away."""
+        for record in self.records.values():
+            self._track(record)
         if self.records:
             self._show(last=True)
 
-    # ---- MLflow -----------------------------------------------------------------------------------------------
+    def _changed(self, trial: Any) -> None:
+        self._track(self.records[trial.trial_id])
+        self._show()
 
-    def _track(self, action: Any, record: TrialRecord, *more: Any) -> None:
-        if self.tracker is None:
+    def _track(self, record: TrialRecord) -> None:
+        if self.mlflow is None:
             return
-        try:
-            action(self.tracker, record, *more)
-        except Exception as error:
-            if not self.errors:
-                told = redact(str(error))
-                logger.warning("MLflow: %s (the search goes on; its records are in %s)", told, self.journal.path)
-            self.errors.append(redact(str(error)))
-
-    def _start_run(self, tracker: Tracker, record: TrialRecord) -> None:
-        if record.run_id is not None:
-            tracker.resume(record.run_id)
-            return
-        name = f"{record.recipe} {record.kv_ratio:g}"
-        tags = {"trial_id": record.trial_id, "headfold.kind": "trial"}
-        run_id = tracker.start(name, parent=self.parent_run, tags=tags)
-        facts = {"kv_ratio": record.kv_ratio, "learning_rate": record.learning_rate}
-        tracker.params(run_id, {"recipe": record.recipe, **facts, "choices": record.choices})
-        self.journal.append(RUN, trial=record.trial_id, run_id=run_id)
-
-    def _log_rung(self, tracker: Tracker, record: TrialRecord, rung: dict[str, Any]) -> None:
-        if record.run_id is None:
-            return
-        tracker.metrics(record.run_id, {k: rung[k] for k in METRICS if k in rung}, step=rung["step"])
-        if rung is record.rungs[0]:
-            facts = ("kv_bytes_per_token", "cache_bytes_measured", "parameters", "actual_kv_ratio")
-            tracker.metrics(record.run_id, {k: getattr(record, k) for k in facts})
-            means = (record.similarity or {}).get("means", {})
-            tracker.metrics(record.run_id, {f"similarity_{k}": value for k, value in means.items()})
-            tracker.tags(record.run_id, {"plan_digest": record.plan_digest})
-            folder = self.journal.path.parent / "trials" / record.trial_id
-            for file in ("plan.json", "recipe.json"):
-                if (folder / file).exists():
-                    tracker.file(record.run_id, folder / file)
-        elif record.relaxation and rung is record.rungs[1]:  # each later report carries it again
-            named = [{k if k == "step" else f"relaxation_{k}": v for k, v in p.items()} for p in record.relaxation]
-            tracker.series(record.run_id, named)
-            tracker.metrics(record.run_id, {"remaining_distance": record.remaining_distance}, step=rung["step"])
-
-    def _end_run(self, tracker: Tracker, record: TrialRecord) -> None:
-        if record.run_id is None:
-            return
-        tracker.tags(record.run_id, {"headfold.status": record.status})
-        if record.error:
-            tracker.tags(record.run_id, {"error": record.error})
-        if record.copy_of is not None:
-            tracker.tags(record.run_id, {"copy_of": record.copy_of})
-        tracker.end(record.run_id, record.status)
+        run_id = self.mlflow.put(run_of(record, self.journal.path.parent))
+        if run_id is not None and run_id != record.run_id and self.journal.failed is None:
+            self.journal.append(RUN, trial=record.trial_id, run_id=run_id)
 
     # ---- progress ---------------------------------------------------------------------------------------------
-
-    def _end(self, record: TrialRecord) -> None:
-        self._track(self._end_run, record)
-        self._show()
 
     def _show(self, last: bool = False) -> None:
         """The progress, once a second at most; `last`: now, whenever it was shown before."""
@@ -151,6 +94,32 @@ class SearchLog(Callback):
         else:
             sys.stderr.write(line + "\n")
         sys.stderr.flush()
+
+
+def run_of(record: TrialRecord, folder: Path) -> Run:
+    """What MLflow is to hold of a trial of the search in `folder`."""
+    tags: dict[str, Any] = {"trial_id": record.trial_id, "headfold.kind": "trial"}
+    if record.status not in (results.RUNNING, results.WAITING):
+        told = {"headfold.status": record.status, "error": record.error, "copy_of": record.copy_of}
+        tags |= {name: value for name, value in told.items() if value is not None}
+    points, files = [], []
+    for place, rung in enumerate(record.rungs):
+        at = {"step": rung["step"], "time": rung["timestamp"]}
+        points.append({k: rung[k] for k in METRICS if k in rung} | at)
+        if place == 0:
+            tags["plan_digest"] = record.plan_digest
+            means = (record.similarity or {}).get("means", {})
+            points[0] |= {name: getattr(record, name) for name in FACTS}
+            points[0] |= {f"similarity_{k}": value for k, value in means.items()}
+            files = [folder / "trials" / record.trial_id / name for name in ("plan.json", "recipe.json")]
+        if place == 1 and record.relaxation:
+            for point in record.relaxation:
+                named = {f"relaxation_{k}": value for k, value in point.items() if k != "step"}
+                points.append(named | {"step": point["step"], "time": at["time"]})
+            points.append({"remaining_distance": record.remaining_distance} | at)
+    params = {"recipe": record.recipe, "kv_ratio": record.kv_ratio, "learning_rate": record.learning_rate}
+    name = f"{record.recipe} {record.kv_ratio:g}"
+    return Run(name, tags, record.status, params | {"choices": record.choices}, points, {}, files)
 
 
 def error_of(trial: Any) -> str:

@@ -21,7 +21,7 @@ from orchestrator.search.trial import TrialContext, run_trial
 from orchestrator.search.validation import Prepared
 from orchestrator.storage.journal import Journal, JournalError, unwritable
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.tracking.runs import Tracker
+from orchestrator.tracking.sync import MlflowSync
 
 NAME = "search"
 
@@ -31,8 +31,7 @@ def run_trials(
     prepared: Prepared,
     context: TrialContext,
     folder: SearchFolder,
-    tracker: Tracker,
-    parent_run: str,
+    mlflow: MlflowSync,
     parallel: int,
 ) -> None:
     """Run the trials, or go on with those of an interrupted search. The results lie in the folder's journal.
@@ -46,7 +45,7 @@ def run_trials(
     problem = replace(prepared.problem, similarities=similarities_of(context), database=database)
     own = make_searcher(config.search.searcher, problem)
     expected = trials_of(own, problem)
-    log = SearchLog(journal, tracker, parent_run, expected, context.base_loss)
+    log = SearchLog(journal, mlflow, expected, context.base_loss)
     scheduler = scheduler_of(config, expected)
     searcher = CopyingSearcher(own, scheduler.copies)
     scheduler.slots.capacity = Room(Demand.of(config), config.resources.max_concurrent).trials

@@ -6,7 +6,7 @@
     base.json, data/, calibration/    the untouched model's scores; token sequences and statistics that trials share
     journal.jsonl                     what was tried, reported, decided and ended: the only record of the search
     trials/<id>/                      recipe, plan, converted and trained checkpoint of each trial
-    mlflow.jsonl, driver.lock         what MLflow is told; who runs the search
+    state.json, driver.lock           when and how the search began and ended; who runs it
     tune/, train/                     files of Ray Tune and Ray Train
     promotion.json, promoted/         the promotion's steps and checkpoints: `exported` (stock software), or `headfold`
     report.html
@@ -217,11 +217,6 @@ class SearchFolder:
     @property
     def journal(self) -> Path:
         return self.root / journal.NAME
-
-    @property
-    def spool(self) -> Path:
-        """What MLflow is told."""
-        return self.root / "mlflow.jsonl"
 
     @property
     def lock(self) -> Path:

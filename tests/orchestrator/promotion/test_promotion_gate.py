@@ -7,6 +7,7 @@ import hashlib
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from orchestrator.storage.journal import load_trials
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import DONE, TrialRecord, read_json, write_json
 from orchestrator.tracking.runs import Tracker, TrackingError
+from orchestrator.tracking.sync import MlflowSync, parent_run
 from trainers.text.data import read_sequences, write_sequences
 
 HALF = LayerPlan((0, 0, 1, 1), (0, 0, 1, 1))
@@ -217,7 +219,12 @@ def trial(name: str, recipe: str, loss: float, budget: float = 0.5) -> TrialReco
 def promoted(
     config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, parent: str
 ) -> dict[str, Any]:
-    return promote.promote(config, context, folder, tracker, parent, parallel=1)
+    return promote.promote(config, context, folder, sync_of(tracker, folder, parent), parallel=1)
+
+
+def sync_of(tracker: Tracker, folder: SearchFolder, parent: str) -> MlflowSync:
+    """What a driver has after its start."""
+    return MlflowSync(lambda: tracker, replace(parent_run(folder.root), status=None, run_id=parent))
 
 
 @pytest.fixture
@@ -528,7 +535,7 @@ def test_a_run_that_a_kill_left_behind_is_taken_up_again(
     write_journal(folder.root, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
     parent = tracker.start("search")
 
-    with killed_in(monkeypatch, Tracker, "logged_steps"):
+    with killed_in(monkeypatch, Tracker, "log"):
         promoted(config, context, folder, tracker, parent)
     assert len(tracker.children(parent)) == 1
     promoted(config, context, folder, tracker, parent)
@@ -598,7 +605,7 @@ def test_what_was_refused_is_kept_when_the_trial_is_promoted_with_more_steps(
     chosen = [t for t in load_trials(folder.root) if t.trial_id == "head"]
 
     def go(settings: SearchConfig) -> dict[str, Any]:
-        return promote.promote(settings, context, folder, tracker, parent, 1, chosen)
+        return promote.promote(settings, context, folder, sync_of(tracker, folder, parent), 1, chosen)
 
     assert go(config)["candidates"]["head"]["status"] == REFUSED
     longer = config.model_copy(update={"promotion": config.promotion.model_copy(update={"steps": 3})})

@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from orchestrator.search.callbacks import SearchLog, error_of, progress_line
 from orchestrator.storage import records
 from orchestrator.storage.journal import END, REPORT, TRIAL, Journal, load_trials
 from orchestrator.tracking.runs import Tracker, TrackingError, default_uri, redact
+from orchestrator.tracking.sync import MlflowSync, parent_run
 
 
 @pytest.fixture
@@ -79,7 +81,8 @@ class Driven(SearchLog):
 def log_of(tracker: Tracker | None, tmp_path: Path, parent: str | None, expected: int = 3) -> Driven:
     journal = Journal(tmp_path / "search" / "journal.jsonl")
     journal.begin(rungs=2)
-    return Driven(journal, tracker, parent, expected, base_loss=2.0)
+    sync = MlflowSync(lambda: tracker, replace(parent_run(tmp_path), run_id=parent)) if tracker else None
+    return Driven(journal, sync, expected, base_loss=2.0)
 
 
 def test_a_search_is_one_parent_with_a_child_for_each_trial(tracker: Tracker, tmp_path: Path) -> None:
@@ -148,22 +151,6 @@ def test_an_interrupted_search_is_taken_up_in_the_same_runs(tracker: Tracker, tm
     assert [rung["step"] for rung in restored.records["t1"].rungs] == [0, 5]
 
 
-def test_a_failing_store_is_told_once_and_does_not_end_the_search(
-    tracker: Tracker, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    log = log_of(tracker, tmp_path, "no-such-run")
-
-    def broken(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("store is away")
-
-    tracker.client.create_run = broken
-    for number in (1, 2):
-        log.on_trial_start(0, [], trial(number))
-    assert len(log.errors) == 2
-    assert caplog.text.count("store is away") == 1
-    assert len(load_trials(tmp_path / "search")) == 2
-
-
 def test_a_version_is_registered_once_and_read_back_by_its_alias(tracker: Tracker, tmp_path: Path) -> None:
     folder = tmp_path / "exported"
     folder.mkdir()
@@ -220,16 +207,9 @@ def test_a_store_that_is_away_is_refused_without_its_password(tmp_path: Path, mo
     assert "secret" not in str(caught.value)
 
 
-def test_no_password_is_pickled_and_the_same_process_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = "postgresql://me:secret@db/x"
-    dumped = pickle.dumps(Tracker(whole, "0"))
-    assert b"secret" not in dumped
-    restored = pickle.loads(dumped)
-    assert restored.uri == "postgresql://***@db/x"
-    asked: list[str] = []
-    monkeypatch.setattr("orchestrator.tracking.runs.open_client", asked.append)
-    _ = restored.client
-    assert asked == [whole]
+def test_nothing_of_the_store_is_pickled(tmp_path: Path) -> None:
+    """Tune keeps its callbacks in the folder of the search."""
+    assert pickle.loads(pickle.dumps(log_of(None, tmp_path, None))).__dict__ == {}
 
 
 def test_an_opened_store_is_not_that_of_what_runs_next(tmp_path: Path, empty_store: Path) -> None:
@@ -301,7 +281,7 @@ def test_a_server_takes_runs_artifacts_and_versions(tmp_path: Path) -> None:
             time.sleep(0.3)
         tracker = Tracker.open(address, "tests", tmp_path / "storage")
         run = tracker.start("promotion")
-        tracker.metrics(run, {"loss": 2.5}, step=3)
+        tracker.log(run, {"loss": 2.5, "step": 3})
         tracker.text(run, "hello", "note.txt")
         folder = tmp_path / "exported"
         folder.mkdir()
