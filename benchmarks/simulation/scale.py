@@ -123,7 +123,7 @@ def _simulated(
     os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "3600")
     measured, curves = Measured(trials, workers, window), generated(trials, seed)
     space, named = _space(trials)
-    problem = SearchProblem(space, named, trials - len(named), seed, database=str(folder / "optuna.journal"))
+    problem = SearchProblem(space, named, trials - len(named), seed)
     rungs = len(curves[0].rungs)
     own = make_scheduler(scheduler, RungProblem(rungs, 2.0, ("gqa",), trials=trials))
     own.slots.capacity = workers

@@ -8,7 +8,6 @@ that starts again tells all its reports again; what was decided about them stays
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections import deque
@@ -22,6 +21,7 @@ from ray.tune.search import Searcher
 from ray.tune.search.search_generator import SearchGenerator
 
 from orchestrator.search.schedulers import RungScheduler, SlotSearcher
+from orchestrator.search.searchers import ResumableSearcher
 from orchestrator.storage.journal import (
     AGAIN,
     END,
@@ -212,11 +212,11 @@ class JournaledSearch(SearchGenerator):
         return False
 
 
-def replay(history: History, searcher: Searcher, scheduler: RungScheduler) -> None:
+def replay(history: History, searcher: ResumableSearcher, scheduler: RungScheduler) -> None:
     """Tell a fresh searcher and a fresh scheduler what the journal holds, in the order in which it happened.
 
-    Nothing runs afterwards: the open trials take their slots when Tune has them back. A searcher that suggests
-    otherwise than it did (another version of a library) is told so in the log; the journal's suggestion stands.
+    Nothing runs afterwards: the open trials take their slots when Tune has them back. The searcher is asked for
+    nothing: what another version of a library would suggest makes no difference.
     """
     trials: dict[str, Any] = {}
     told: set[str] = set()
@@ -225,9 +225,7 @@ def replay(history: History, searcher: Searcher, scheduler: RungScheduler) -> No
         kind, trial_id = event["event"], event.get("trial", "")
         if kind == TRIAL:
             config = event["config"]
-            suggested = searcher.suggest(trial_id)
-            if _json(suggested) != config:
-                logger.warning("%s: the searcher now suggests another trial; the recorded one stands", trial_id)
+            searcher.add_trial(trial_id, config)
             trials[trial_id] = SimpleNamespace(trial_id=trial_id, config=config, status=Trial.RUNNING, last_result={})
             scheduler.on_trial_add(None, trials[trial_id])
         elif kind == REPORT:
@@ -260,10 +258,6 @@ def _end(
     if searcher is not None:
         result = None if failed or event.get("bare") else last
         searcher.on_trial_complete(trial.trial_id, result=result, error=failed)
-
-
-def _json(value: Any) -> Any:
-    return json.loads(json.dumps(value, default=str)) if isinstance(value, dict) else value
 
 
 def settle(journal: Journal) -> None:

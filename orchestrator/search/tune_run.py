@@ -41,8 +41,7 @@ def run_trials(
     """
     journal = Journal(folder.journal)
     history = journal.history
-    database = str(folder.root / "optuna.journal")
-    problem = replace(prepared.problem, similarities=similarities_of(context), database=database)
+    problem = replace(prepared.problem, similarities=similarities_of(context))
     own = make_searcher(config.search.searcher, problem)
     expected = trials_of(own, problem)
     log = SearchLog(journal, mlflow, expected, context.base_loss)

@@ -24,6 +24,7 @@ from orchestrator.search.candidates import Candidate
 from orchestrator.search.duplicates import CopyingSearcher, work_digest
 from orchestrator.search.resume import JournaledScheduler, JournaledSearch, replay
 from orchestrator.search.schedulers import RungProblem, SlotSearcher, make_scheduler
+from orchestrator.search.searchers import ResumableSearcher
 from orchestrator.search.trial import TrialContext, training_job
 from orchestrator.storage import records
 from orchestrator.storage.journal import Journal, load_trials, read_history
@@ -81,7 +82,7 @@ def test_equal_work_is_what_ends_with_equal_weights(context: TrialContext, tiny_
 CONFIG = {"recipe": "own", "kv_ratio": 0.5, "learning_rate": 1e-3, "choices": {}, "seed": 0}
 
 
-class Listening(Searcher):
+class Listening(ResumableSearcher):
     """Suggests as many trials as are asked for, and keeps what it is told."""
 
     def __init__(self, count: int) -> None:
@@ -91,6 +92,9 @@ class Listening(Searcher):
     def suggest(self, trial_id: str) -> Any:
         self.count -= 1
         return CONFIG if self.count >= 0 else Searcher.FINISHED
+
+    def add_trial(self, trial_id: str, config: dict[str, Any]) -> None:
+        self.count -= 1
 
     def on_trial_result(self, trial_id: str, result: dict) -> None:
         self.told.append((trial_id, result["loss"]))

@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import TrialScheduler
-from ray.tune.search import Searcher
 
 from attention.families import geometry_of
 from attention.io.checkpoint import load_config
@@ -350,15 +349,3 @@ def test_a_journal_of_another_version_is_refused(tmp_path: Path, first: str) -> 
 )
 def test_only_what_the_machines_have_done_is_tried_again(error: Any, expected: bool) -> None:
     assert lost(error) is expected
-
-
-def test_a_searcher_that_changed_its_mind_does_not_change_the_record(
-    demo_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    problem = problem_of(demo_dir)
-    searcher = make_searcher("random", problem)
-    first = searcher.suggest("t0000")
-    assert first != Searcher.FINISHED
-    events = [{"event": "trial", "trial": "t0000", "config": {**first, "learning_rate": 0.5}}]  # type: ignore[dict-item]
-    replay(History(events), make_searcher("random", problem), make_scheduler("budget", RungProblem(RUNGS, 2.0)))
-    assert "the searcher now suggests another trial" in caplog.text
