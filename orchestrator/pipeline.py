@@ -29,19 +29,19 @@ from orchestrator.search.prepare import prepare_base, trial_context
 from orchestrator.search.trial import TrialContext
 from orchestrator.search.validation import Prepared, validate_search
 from orchestrator.storage import records
+from orchestrator.storage.journal import Journal, load_trials
 from orchestrator.storage.lock import SearchLock
 from orchestrator.storage.mirror import is_remote, mirrored
 from orchestrator.storage.paths import SearchFolder, in_ray_job, storage_path
 from orchestrator.storage.records import (
     best_per_budget,
-    load_trials,
     read_json,
     write_json,
     write_text,
 )
 from orchestrator.storage.trust import warn_of_pickles
-from orchestrator.tracking.outbox import SpooledTracker
-from orchestrator.tracking.runs import Tracker, redact
+from orchestrator.tracking.runs import Tracker, default_uri, redact
+from orchestrator.tracking.sync import MlflowSync, Run, parent_run
 from search_spaces.recipes.recipes import recipe as named_recipe
 
 PACKAGES = ("torch", "transformers", "ray", "deepspeed", "optuna", "mlflow", "datasets", "numpy", "headfold")
@@ -70,18 +70,17 @@ def _search(config: SearchConfig, resume: bool | str) -> SearchOutcome:
     opened = Tracker.open(uri, config.tracking.experiment, storage) if folder is None else None
     with connected() as resources:
         parallel = concurrency(resources, Demand.of(config), config.resources.max_concurrent)
-        if opened is not None:
+        if folder is None:
             folder = _fresh(config, storage)
-            tracker = SpooledTracker.of(opened, folder.spool)
-        else:
-            assert folder is not None
-            tracker = SpooledTracker.beside(uri, config.tracking.experiment, storage, folder.spool)
         with SearchLock(folder.lock).acquire(f"search {folder.root.name!r}"):
             folder.sweep()
-            run = _start(config, folder, tracker, resources, parallel)
+            _start(config, folder, uri, resources, parallel)
+            place = config.tracking.experiment, storage
+            mlflow = MlflowSync(lambda: Tracker.open(uri, *place), _run_of(config, folder, records.RUNNING), opened)
+            _keep_id(folder, mlflow)
             announce(config, folder, parallel)
-            with _closing_run(tracker, run, folder) as outcome_status:
-                outcome = _run(config, prepared, folder, tracker, run, parallel)
+            with _closing_run(config, mlflow, folder) as outcome_status:
+                outcome = _run(config, prepared, folder, mlflow, parallel)
                 outcome_status.append(outcome.status)
     print_outcome(outcome)
     return outcome
@@ -108,7 +107,7 @@ def _earlier(config: SearchConfig, storage: Path, resume: bool | str) -> SearchF
         return _begun(config, storage)
     named = isinstance(resume, str)
     folder = SearchFolder.named(storage, resume) if named else SearchFolder.newest(storage, config.name)
-    folder.check_ratios()
+    folder.check_format()
     if others := [f.root.name for f in SearchFolder.unended(storage, config.name) if f != folder]:
         told = f"not ended either: {', '.join(others)} (--resume NAME)"
         print(f"note: goes on with {folder.root.name}; {told}", flush=True)
@@ -128,7 +127,7 @@ def _begun(config: SearchConfig, storage: Path) -> SearchFolder | None:
     newest = SearchFolder.newest(storage, config.name) if unended else None
     if newest is not None and newest in unended:
         SearchLock(newest.lock).acquire(f"search {newest.root.name!r}").release()
-        if in_ray_job() and not newest.other_ratios and not _changed(newest, config):
+        if in_ray_job() and newest.readable and not _changed(newest, config):
             print(f"goes on with the search of this name that has not ended: {newest.root}", flush=True)
             warn_of_pickles(newest)
             return newest
@@ -142,6 +141,7 @@ def _begun(config: SearchConfig, storage: Path) -> SearchFolder | None:
 
 def _fresh(config: SearchConfig, storage: Path) -> SearchFolder:
     folder = SearchFolder.fresh(storage, config.name)
+    Journal(folder.journal).begin(len(config.rungs.steps))  # first: a search.yaml without it is of a former version
     write_json(folder.versions, {name: _version(name) for name in PACKAGES})
     write_text(folder.snapshot, yaml.safe_dump(_record(config), sort_keys=False))
     return folder
@@ -170,34 +170,52 @@ def _version(package: str) -> str | None:
 
 
 def _start(
-    config: SearchConfig, folder: SearchFolder, tracker: Tracker, resources: dict[str, float], parallel: int
-) -> str:
-    """The MLflow parent run of the search, new or taken up again; says where things lie."""
-    state = read_json(folder.state) if folder.state.exists() else {}
-    if state.get("parent_run"):
-        tracker.resume(state["parent_run"])
-    else:
-        tags = {"headfold.kind": "search", "headfold.folder": folder.root}
-        state["parent_run"] = tracker.start(folder.root.name, tags=tags)
-        state["started"] = datetime.now(UTC).isoformat(timespec="seconds")
-        state["command"] = redact(shlex.join(["headfold", *sys.argv[1:]]))
-        state["tracking"] = tracker.address
-        tracker.params(state["parent_run"], config.model_dump(mode="json"))
-        tracker.file(state["parent_run"], folder.snapshot)
-        write_json(folder.state, state)
+    config: SearchConfig, folder: SearchFolder, uri: str | None, resources: dict[str, float], parallel: int
+) -> None:
+    """Write down when and how the search began; says where things lie."""
+    address = redact(uri or default_uri(folder.storage))
+    if not folder.state.exists():
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        command = redact(shlex.join(["headfold", *sys.argv[1:]]))
+        write_json(folder.state, {"started": started, "command": command, "tracking": address})
     print(f"search   {folder.root}")
-    print(f"MLflow   {tracker.address}")
+    print(f"MLflow   {address}")
     print(
         f"cluster  {resources['CPU']:g} CPU, {resources['GPU']:g} GPU: {parallel} trial(s) at a time, "
         f"{config.train.num_workers} worker(s) each",
         flush=True,
     )
-    return state["parent_run"]
+
+
+def _run_of(config: SearchConfig, folder: SearchFolder, status: str) -> Run:
+    """What MLflow is to hold of the search itself, as far as it has come."""
+    state = read_json(folder.state)
+    trials, points = load_trials(folder.root), []
+    if folder.base.exists():
+        base, began = read_json(folder.base), datetime.fromisoformat(state["started"]).timestamp()
+        measured = {"loss_base": base["loss"], "kv_bytes_per_token_base": base["kv_bytes_per_token"]}
+        points.append(measured | {"step": 0, "time": began})
+        for budget, trial in best_per_budget(trials).items():
+            best = {f"best_loss_kv{budget:.3g}": trial.loss, f"best_rise_kv{budget:.3g}": trial.loss - base["loss"]}
+            points.append(best | {"step": 0, "time": trial.last["timestamp"]})
+    files = [folder.snapshot, folder.root / "front.png", folder.root / "rungs.png", folder.report]
+    if status != records.RUNNING:
+        files.append(folder.journal)
+    params = config.model_dump(mode="json")
+    return parent_run(
+        folder.root, status=status, params=params, points=points, files=files, run_id=state.get("parent_run")
+    )
+
+
+def _keep_id(folder: SearchFolder, mlflow: MlflowSync) -> None:
+    """The report names the run of the search, and a copy of the folder elsewhere finds it by its id."""
+    if mlflow.parent_id is not None:
+        write_json(folder.state, read_json(folder.state) | {"parent_run": mlflow.parent_id})
 
 
 @contextlib.contextmanager
-def _closing_run(tracker: SpooledTracker, run: str, folder: SearchFolder) -> Iterator[list[str]]:
-    """End the parent run whatever happens; also on SIGTERM, which Ray turns into SystemExit."""
+def _closing_run(config: SearchConfig, mlflow: MlflowSync, folder: SearchFolder) -> Iterator[list[str]]:
+    """End the run of the search whatever happens; also on SIGTERM, which Ray turns into SystemExit."""
     status: list[str] = []
     started, ended = time.time(), {}
     try:
@@ -214,43 +232,46 @@ def _closing_run(tracker: SpooledTracker, run: str, folder: SearchFolder) -> Ite
     finally:
         try:
             state = read_json(folder.state)
-            write_json(folder.state, state | {"seconds": state.get("seconds", 0.0) + time.time() - started, **ended})
-            tracker.end(run, status[-1] if status else records.FAILED)
-            if not tracker.flush():
+            state |= {"seconds": state.get("seconds", 0.0) + time.time() - started, **ended}
+            write_json(folder.state, state)
+            mlflow.put(_run_of(config, folder, status[-1] if status else records.FAILED))
+            if not mlflow.flush():
                 print(
-                    f"MLflow at {tracker.address} is away: {tracker.waiting} messages wait in {folder.spool} and are "
-                    "sent when the same command is run again with --resume",
+                    f"MLflow at {state['tracking']} is away: {mlflow.waiting} runs are not up to date there; the same "
+                    "command with --resume brings them up to date",
                     file=sys.stderr,
                 )
+            _keep_id(folder, mlflow)
         except OSError as error:  # a full disk, which is told already: let nothing hide that
             print(f"the end of the search could not be written down: {error}", file=sys.stderr)
 
 
 def _run(
-    config: SearchConfig, prepared: Prepared, folder: SearchFolder, tracker: Tracker, run: str, parallel: int
+    config: SearchConfig, prepared: Prepared, folder: SearchFolder, mlflow: MlflowSync, parallel: int
 ) -> SearchOutcome:
     base = prepare_base(config, prepared, folder)
-    tracker.metrics(run, {"loss_base": base["loss"], "kv_bytes_per_token_base": base["kv_bytes_per_token"]})
     context = trial_context(config, prepared, folder, base)
     _search_phases(config, prepared, context)
     _measured_rises(config, prepared, context)
-    outcome = SearchOutcome(folder.root, tracker.address, base, [], config.search.baseline)
+    outcome = SearchOutcome(folder.root, read_json(folder.state)["tracking"], base, [], config.search.baseline)
     from orchestrator.cluster.pool_client import standing_groups
+    from orchestrator.reporting.report_page import write_report
     from orchestrator.search.tune_run import run_trials
 
     with standing_groups(config, folder) as groups:
         context = replace(context, groups=groups)
-        run_trials(config, prepared, context, folder, tracker, run, parallel)
-        outcome.trials = load_trials(folder.trials_file)
+        run_trials(config, prepared, context, folder, mlflow, parallel)
+        outcome.trials = load_trials(folder.root)
         outcome.interrupted = any(t.status == records.KILLED for t in outcome.trials) or not outcome.trials
-        _log_front(outcome, folder, tracker, run)
+        _draw_front(outcome, folder)
+        mlflow.put(_run_of(config, folder, records.RUNNING))
         console.print_trials(outcome.trials, base)
         console.print_comparison(compare(outcome.trials, base))
         if not outcome.interrupted and outcome.front and config.promotion.enabled:
             from orchestrator.promotion.promote import promote
 
-            outcome.promotion = promote(config, context, folder, tracker, run, parallel)
-    outcome.report = _write_report(folder, tracker, run)
+            outcome.promotion = promote(config, context, folder, mlflow, parallel)
+    outcome.report = write_report(folder.root)["report"]
     return outcome
 
 
@@ -279,26 +300,10 @@ def _measured_rises(config: SearchConfig, prepared: Prepared, context: TrialCont
         measure_on_workers(curve_tasks(prepared.problem.named, prepared.geometry.num_layers), context, cpus, gpus)
 
 
-def _log_front(outcome: SearchOutcome, folder: SearchFolder, tracker: Tracker, run: str) -> None:
-    """The front in the parent run: numbers, table, picture."""
+def _draw_front(outcome: SearchOutcome, folder: SearchFolder) -> None:
+    """The pictures of the front and of the rungs."""
     from orchestrator.reporting import figures
 
-    for budget, trial in best_per_budget(outcome.trials).items():
-        rise = trial.loss - outcome.base["loss"]
-        tracker.metrics(run, {f"best_loss_kv{budget:.3g}": trial.loss, f"best_rise_kv{budget:.3g}": rise})
-    if folder.trials_file.exists():
-        tracker.file(run, folder.trials_file)
     if outcome.front:
-        for name, figure in (
-            ("front.png", figures.front_figure(outcome.trials, outcome.base)),
-            ("rungs.png", figures.rungs_figure(outcome.trials, outcome.base)),
-        ):
-            tracker.file(run, figures.save_png(figure, folder.root / name))
-
-
-def _write_report(folder: SearchFolder, tracker: Tracker, run: str) -> str:
-    from orchestrator.reporting.report_page import write_report
-
-    path = write_report(folder.root)["report"]
-    tracker.file(run, path)
-    return path
+        figures.save_png(figures.front_figure(outcome.trials, outcome.base), folder.root / "front.png")
+        figures.save_png(figures.rungs_figure(outcome.trials, outcome.base), folder.root / "rungs.png")

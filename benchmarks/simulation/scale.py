@@ -112,30 +112,30 @@ def _simulated(
     from ray.tune.experiment import Experiment
 
     from orchestrator.search.callbacks import SearchLog
-    from orchestrator.search.journal import History, Journal
     from orchestrator.search.resume import JournaledScheduler, JournaledSearch
     from orchestrator.search.schedulers import RungProblem, SlotSearcher, make_scheduler
     from orchestrator.search.searchers import SearchProblem, make_searcher
+    from orchestrator.storage.journal import Journal
     from orchestrator.tracking.runs import Tracker
+    from orchestrator.tracking.sync import MlflowSync, parent_run
 
     os.environ.update(TUNE_MAX_PENDING_TRIALS_PG=str(workers), TUNE_DISABLE_AUTO_CALLBACK_LOGGERS="1")
     os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "3600")
     measured, curves = Measured(trials, workers, window), generated(trials, seed)
     space, named = _space(trials)
-    problem = SearchProblem(space, named, trials - len(named), seed, database=str(folder / "optuna.journal"))
+    problem = SearchProblem(space, named, trials - len(named), seed)
     rungs = len(curves[0].rungs)
     own = make_scheduler(scheduler, RungProblem(rungs, 2.0, ("gqa",), trials=trials))
     own.slots.capacity = workers
-    tracker: Any = None
-    parent = None
+    sync = None
     if mlflow:
-        tracker = Counted(Tracker.open(None, "simulation", folder), measured)
-        parent = tracker.start("simulation")
-    log = SearchLog(folder / "trials.json", tracker, parent, trials, rungs, 2.346)
-    journal, history = Journal(folder / "journal.jsonl"), History()
-    log.waits = history.paused.__contains__
-    decided = JournaledScheduler(own, journal, history)
-    search = JournaledSearch(SlotSearcher(make_searcher("optuna", problem), own.slots), decided, journal, history)
+        counted: Any = Counted(Tracker.open(None, "simulation", folder), measured)
+        sync = MlflowSync(lambda: counted, parent_run(folder))
+    journal = Journal(folder / "journal.jsonl")
+    journal.begin(rungs)
+    log = SearchLog(journal, sync, trials, 2.346)
+    decided = JournaledScheduler(own, journal)
+    search = JournaledSearch(SlotSearcher(make_searcher("optuna", problem), own.slots), decided, journal)
     experiment = Experiment(
         "simulation", _nothing, num_samples=trials, storage_path=str(folder / "tune"), resources_per_trial={"cpu": 1},
         trial_name_creator=_name, trial_dirname_creator=_name,

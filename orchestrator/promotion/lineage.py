@@ -34,7 +34,7 @@ def lineage_of(
     config: SearchConfig,
     context: TrialContext,
     folder: SearchFolder,
-    parent: str,
+    parent: str | None,
 ) -> dict[str, Any]:
     """The record of a candidate that the gate has seen. `digests`: those of plan, trained and exported weights.
 

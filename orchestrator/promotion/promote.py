@@ -21,13 +21,14 @@ from orchestrator.promotion.state import BASELINE, PROMOTED, Entry, PromoteOutco
 from orchestrator.promotion.steps import PromotionSteps
 from orchestrator.reporting import console
 from orchestrator.search.trial import TrialContext
+from orchestrator.storage.journal import load_trials
 from orchestrator.storage.lock import SearchLock
 from orchestrator.storage.mirror import is_remote, mirrored
 from orchestrator.storage.paths import SearchFolder, storage_path
-from orchestrator.storage.records import TrialRecord, front, load_trials, ranked, read_json
+from orchestrator.storage.records import TrialRecord, front, ranked, read_json
 from orchestrator.storage.trust import warn_of_pickles
-from orchestrator.tracking.outbox import SpooledTracker
 from orchestrator.tracking.runs import Tracker
+from orchestrator.tracking.sync import MlflowSync, parent_run
 
 
 def select(trials: Sequence[TrialRecord], how: str, top: int) -> list[TrialRecord]:
@@ -48,7 +49,7 @@ def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int |
     folder = SearchFolder.existing(search)
     warn_of_pickles(folder)
     config = _stored_config(folder)
-    records = load_trials(folder.trials_file)
+    records = load_trials(folder.root)
     _check_ended(folder, records)
     chosen = _chosen(records, list(trials), top, config)
     prepared = validate_search(config)
@@ -59,14 +60,14 @@ def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int |
     ):
         parallel = concurrency(resources, Demand.of(config), config.resources.max_concurrent)
         own = config.tracking
-        tracker = SpooledTracker.beside(own.uri, own.experiment, folder.storage, folder.spool)
         base = read_json(folder.base)
         context = trial_context(config, prepared, folder, base)
-        parent = read_json(folder.state)["parent_run"]
+        parent = replace(parent_run(folder.root), status=None, run_id=read_json(folder.state).get("parent_run"))
+        mlflow = MlflowSync(lambda: Tracker.open(own.uri, own.experiment, folder.storage), parent)
         with standing_groups(config, folder) as groups:
             context = replace(context, groups=groups)
-            promotion = promote(config, context, folder, tracker, parent, parallel, chosen)
-        tracker.flush()
+            promotion = promote(config, context, folder, mlflow, parallel, chosen)
+        mlflow.flush()
     console.print_promotion(promotion)
     return PromoteOutcome(folder.root, promotion, tuple(trial.trial_id for trial in chosen))
 
@@ -133,22 +134,22 @@ def promote(
     config: SearchConfig,
     context: TrialContext,
     folder: SearchFolder,
-    tracker: Tracker,
-    parent: str,
+    mlflow: MlflowSync,
     parallel: int,
     chosen: Sequence[TrialRecord] | None = None,
 ) -> dict[str, Any]:
     """Train, check and register; returns the content of `promotion.json`. Nothing finished is done again."""
-    trials = load_trials(folder.trials_file)
+    trials = load_trials(folder.root)
     if chosen is None:
         chosen = select(trials, config.promotion.select, config.promotion.top)
     state = PromotionState.load(folder.promotion)
-    step = PromotionSteps(config, context, folder, tracker, parent, state, {t.trial_id: t for t in trials})
+    step = PromotionSteps(config, context, folder, mlflow, state, {t.trial_id: t for t in trials})
     total = context.rungs[-1] + config.promotion.steps
     for trial in chosen:
         state.add(state.candidates, trial.trial_id, Entry(trial.trial_id, trial.recipe, trial.kv_ratio, total))
     _add_baselines(state, trials, config, total)
     step.save()
+    step.catch_up()
     step.train(parallel)
     for entry in state.candidates.values():
         step.check(entry)

@@ -25,7 +25,7 @@ class Entry:
     data) are of it, `best_step` says which it is and `shipped` what, in words; `last_loss` is that after all `steps`,
     `untrained_loss` that of the conversion before any. `baseline_loss` is of the baseline's best measured step,
     `baseline_step`; `original_loss` of the original model. `model`: the folder that the gate has written; `exported`:
-    the same, if stock transformers loads it (`plain`).
+    the same, if stock transformers loads it (`plain`). `trained_at`: when the training was over, in seconds since 1970.
     """
 
     trial_id: str
@@ -56,6 +56,7 @@ class Entry:
     version: str | None = None
     model_uri: str | None = None
     run_id: str | None = None
+    trained_at: float | None = None
 
     @property
     def unfinished(self) -> bool:
@@ -91,6 +92,10 @@ class PromotionState:
     def to_dict(self) -> dict[str, Any]:
         failed = [e.trial_id for e in (*self.candidates.values(), *self.baselines.values()) if e.unfinished]
         return asdict(self) | {"failed": failed}
+
+    def before(self, entry: Entry) -> list[Entry]:
+        """The earlier entries that were there before this one."""
+        return self.earlier[: next((i for i, known in enumerate(self.earlier) if known is entry), None)]
 
     def add(self, entries: dict[str, Entry], key: str, fresh: Entry) -> None:
         """Take an entry up, unless it is known and on its way; one with other steps, or failed, is kept as earlier."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ from orchestrator.search.trial import TrialContext
 from orchestrator.storage import records
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import TrialRecord, write_json
-from orchestrator.tracking.runs import Tracker, TrackingError
+from orchestrator.tracking.runs import TrackingError
+from orchestrator.tracking.sync import MlflowSync, Run
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,7 @@ class PromotionSteps:
     config: SearchConfig
     context: TrialContext
     folder: SearchFolder
-    tracker: Tracker
-    parent: str
+    mlflow: MlflowSync
     state: PromotionState
     trials: dict[str, TrialRecord]
 
@@ -72,25 +73,18 @@ class PromotionSteps:
         run_all(trainings, parallel, self.config, done, self.context.groups)
 
     def _trained(self, entry: Entry, training: Training, metrics: dict[str, Any] | None, error: str | None) -> None:
-        """Take over what a training gave, and log it to the entry's run; points that are there already are not."""
-        entry.run_id = entry.run_id or self._run(entry)
-        known = self.tracker.logged_steps(entry.run_id, "loss")
-        for report in training.reports():
-            if report["step"] not in known:
-                own = {name: value for name, value in report.items() if not name.startswith("best_")}
-                self.tracker.metrics(entry.run_id, own, step=report["step"])
+        """Take over what a training gave."""
+        entry.trained_at = time.time()
         trial = self.trials[entry.trial_id]
         best = None
         if metrics is not None:
             best = best_model(trial, self.folder.trial(entry.trial_id), training.reports())
         if metrics is None or best is None:
             entry.status, entry.reasons = FAILED, [error or "no weights are left of any step that was measured"]
-            self.tracker.tags(entry.run_id, {"error": entry.reasons[0]})
-            self.tracker.end(entry.run_id, records.FAILED)
-            return
-        self._take_best(entry, best, metrics["loss"])
-        if entry.role == BASELINE:
-            self.tracker.end(entry.run_id, records.DONE)
+        else:
+            self._take_best(entry, best, metrics["loss"])
+        self.save()
+        self._tell(entry)
 
     def _take_best(self, entry: Entry, best: Measured, last_loss: float) -> None:
         """The best of all that was measured on a trial's way is what is shipped, and what a baseline counts with."""
@@ -101,26 +95,45 @@ class PromotionSteps:
         if best.step == 0:
             label = f"{entry.recipe} {entry.kv_ratio:.0%}"
             print(f"promotion: {label}: no training made it better; what counts is the {best.what}", flush=True)
-        assert entry.run_id is not None
-        self.tracker.metrics(entry.run_id, losses_of(entry), step=entry.steps)
-        self.tracker.tags(entry.run_id, {"shipped": best.what})
 
-    def _run(self, entry: Entry) -> str:
-        """The MLflow run of an entry: the one that a killed promotion had started, else a new one."""
+    def catch_up(self) -> None:
+        """Bring MLflow to where the promotion is: a driver may have been killed, or the store away."""
+        for entry in (*self.state.earlier, *self.state.baselines.values(), *self.state.candidates.values()):
+            if entry.trained_at is not None:
+                self._tell(entry)
+
+    def _tell(self, entry: Entry) -> None:
+        entry.run_id = self.mlflow.put(self.run_of(entry)) or entry.run_id
+
+    def run_of(self, entry: Entry) -> Run:
+        """What MLflow is to hold of an entry."""
         tags = {
             "headfold.kind": f"promotion {entry.role}",
             "trial_id": entry.trial_id,
-            "promotion_steps": str(entry.steps),
+            "promotion_steps": entry.steps,
         }
-        taken = {e.run_id for e in self.state.earlier}
-        if again := sum(
-            (e.trial_id, e.role, e.steps) == (entry.trial_id, entry.role, entry.steps) for e in self.state.earlier
-        ):
-            tags["promotion_attempt"] = str(again + 1)
-        found = self.tracker.find(self.parent, tags)
-        if found is not None and found not in taken:
-            return found
-        return self.tracker.start(f"promote {entry.recipe} {entry.kv_ratio:g}", parent=self.parent, tags=tags)
+        goal = (entry.trial_id, entry.role, entry.steps)
+        if again := sum((e.trial_id, e.role, e.steps) == goal for e in self.state.before(entry)):
+            tags["promotion_attempt"] = again + 1
+        at, texts = {"time": entry.trained_at}, {}
+        training = Training.of(self.trials[entry.trial_id], entry.steps, self.config, self.context, self.folder)
+        points = [{k: v for k, v in r.items() if not k.startswith("best_")} | at for r in training.reports()]
+        points.append(losses_of(entry) | {"loss": entry.last_loss, "step": entry.steps} | at)
+        if entry.shipped is not None:
+            tags["shipped"] = entry.shipped
+        if entry.status == FAILED:
+            tags["error"] = entry.reasons[0]
+        if entry.gate:
+            tags |= {**lineage_tags(entry.lineage), **gate_tags(entry), "reasons": "; ".join(entry.reasons)}
+            texts = {
+                "gate.yaml": yaml.safe_dump(entry.checks, sort_keys=True),
+                LINEAGE: json.dumps(entry.lineage, indent=1, sort_keys=True),
+            }
+        if entry.status == PROMOTED:
+            tags |= {"gate": PROMOTED, "version": entry.version}
+        over = entry.status in (REFUSED, PROMOTED) or (entry.role == BASELINE and entry.status == TRAINED)
+        status = records.FAILED if entry.status == FAILED else records.DONE if over else records.RUNNING
+        return Run(f"promote {entry.recipe} {entry.kv_ratio:g}", tags, status, {}, points, texts)
 
     def check(self, entry: Entry) -> None:
         """The gate, for a trained candidate; what it refuses is kept with the reasons."""
@@ -134,24 +147,14 @@ class PromotionSteps:
         entry.model, entry.plain, entry.kv_bytes_per_token = checks.model, checks.plain, checks.kv_bytes_per_token
         entry.exported = entry.model if entry.plain else None
         trial = self.trials[entry.trial_id]
-        given = (self.config, self.context, self.folder, self.parent)
+        given = (self.config, self.context, self.folder, self.mlflow.parent_id)
         entry.lineage = lineage_of(entry, trial, checks.digests, *given)
         if entry.model is not None:
             write_json(Path(entry.model) / LINEAGE, entry.lineage)
             checkpoint.write_digests(entry.model)
-        self._log_check(entry)
         entry.status = REFUSED if entry.reasons else PASSED
         self.save()
-
-    def _log_check(self, entry: Entry) -> None:
-        assert entry.run_id is not None
-        self.tracker.metrics(entry.run_id, {"loss": entry.last_loss, **losses_of(entry)}, step=entry.steps)
-        told = gate_tags(entry) | {"reasons": "; ".join(entry.reasons)} | lineage_tags(entry.lineage)
-        self.tracker.tags(entry.run_id, told)
-        self.tracker.text(entry.run_id, yaml.safe_dump(entry.checks, sort_keys=True), "gate.yaml")
-        self.tracker.text(entry.run_id, json.dumps(entry.lineage, indent=1, sort_keys=True), LINEAGE)
-        if entry.reasons:
-            self.tracker.end(entry.run_id, records.DONE)
+        self._tell(entry)
 
     def register(self) -> None:
         """Versions, then aliases. A registry that refuses is told; the next run goes on from the same place."""
@@ -159,11 +162,13 @@ class PromotionSteps:
         if not any(entry.status in (PASSED, REGISTERED) for entry in entries):
             return
         try:
+            registry = self.mlflow.registry()
             for entry in entries:
                 if entry.status == PASSED:
-                    register(entry, self.config, self.folder, self.tracker)
+                    entry.run_id = self.mlflow.id_of(self.run_of(entry))
+                    register(entry, self.config, self.folder, registry)
                     self.save()
-            settle_aliases(self.state, self.config, self.tracker)
+            settle_aliases(self.state, self.config, registry)
         except TrackingError as error:
             for entry in entries:
                 entry.reasons = [str(error)] if entry.status in (PASSED, REGISTERED) else entry.reasons
@@ -173,9 +178,7 @@ class PromotionSteps:
         for entry in entries:
             if entry.status == PROMOTED:
                 entry.reasons = []
-                assert entry.run_id is not None
-                self.tracker.tags(entry.run_id, {"gate": PROMOTED, "version": entry.version})
-                self.tracker.end(entry.run_id, records.DONE)
+                self._tell(entry)
 
 
 def losses_of(entry: Entry) -> dict[str, float | int | None]:

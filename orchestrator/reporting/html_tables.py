@@ -91,7 +91,7 @@ def trial_table(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> str:
     )
     whole = "<p>On the front: bold.</p>" + table(names, rows)
     if len(shown) < len(trials):
-        whole += f"<p>The best of each budget; {len(trials) - len(shown)} more are in trials.json.</p>"
+        whole += f"<p>The best of each budget; {len(trials) - len(shown)} more are in journal.jsonl.</p>"
     if any(t.relaxes for t in shown):
         whole += f"<p>{text(POOLED_NOTE)}.</p>"
     if copies := sum(t.copy_of is not None for t in trials):

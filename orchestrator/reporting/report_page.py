@@ -18,13 +18,13 @@ from orchestrator.reporting.html_tables import (
     text,
     trial_table,
 )
+from orchestrator.storage.journal import load_trials
 from orchestrator.storage.outputs import GENERATOR, check_file, write_page
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import (
     TrialRecord,
     best_per_budget,
     front,
-    load_trials,
     percent,
     read_json,
     without_probes,
@@ -98,7 +98,7 @@ def write_report(search: str | Path, out: str | Path | None = None) -> dict[str,
         write_text(path, content)  # the search's own page, whatever version of Headfold wrote it
     else:
         write_page(path, content)
-    trials = load_trials(folder.trials_file)
+    trials = load_trials(folder.root)
     rows = compare(trials, read_json(folder.base)) if trials and folder.base.exists() else []
     return {
         "report": str(path.absolute()),
@@ -110,7 +110,7 @@ def write_report(search: str | Path, out: str | Path | None = None) -> dict[str,
 
 def build_page(folder: SearchFolder) -> str:
     """The HTML of a search as far as it has come."""
-    trials = load_trials(folder.trials_file)
+    trials = load_trials(folder.root)
     base = read_json(folder.base) if folder.base.exists() else None
     parts = [f"<h1>Headfold search: {text(folder.root.name)}</h1>"]
     if base is None or not trials:

@@ -25,12 +25,12 @@ from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.reporting.comparison import OF_THE_CHECKPOINT
 from orchestrator.reporting.durations import clock
 from orchestrator.storage import records
+from orchestrator.storage.journal import load_trials
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import (
     TrialRecord,
     compact,
     front,
-    load_trials,
     number,
     percent,
     read_json,
@@ -77,7 +77,7 @@ class View:
 
 def read_status(folder: SearchFolder, now: datetime | None = None) -> View:
     """Where the search of a folder stands. Reads a few small files, writes none."""
-    trials = load_trials(folder.trials_file)
+    trials = load_trials(folder.root)
     state = read_json(folder.state) if folder.state.exists() else {}
     base = read_json(folder.base) if folder.base.exists() else {}
     told = read_json(folder.estimate) if folder.estimate.exists() else {}

@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ray.tune.search import Searcher
-
+from orchestrator.search.searchers import ResumableSearcher
 from orchestrator.storage.records import read_json
 
 if TYPE_CHECKING:
@@ -38,11 +37,11 @@ def work_digest(job: TrainJob, folder: Path) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
 
 
-class CopyingSearcher(Searcher):
+class CopyingSearcher(ResumableSearcher):
     """Tells the searcher behind it of each copy what the first of its kind scores. `copies`: by copy, the first; it
     grows while the search runs. A copy ends for the searcher when the first one does."""
 
-    def __init__(self, searcher: Searcher, copies: Mapping[str, str]) -> None:
+    def __init__(self, searcher: ResumableSearcher, copies: Mapping[str, str]) -> None:
         super().__init__(metric=searcher.metric, mode=searcher.mode)
         self.searcher, self._copies = searcher, copies
         self._last: dict[str, dict] = {}
@@ -51,6 +50,9 @@ class CopyingSearcher(Searcher):
 
     def suggest(self, trial_id: str) -> Any:
         return self.searcher.suggest(trial_id)
+
+    def add_trial(self, trial_id: str, config: dict[str, Any]) -> None:
+        self.searcher.add_trial(trial_id, config)
 
     def on_trial_result(self, trial_id: str, result: dict) -> None:
         self._last[trial_id] = result
@@ -70,9 +72,3 @@ class CopyingSearcher(Searcher):
             self.searcher.on_trial_complete(trial_id, *self._ends[first])
         else:
             self._waiting.setdefault(first, []).append(trial_id)
-
-    def save(self, checkpoint_path: str) -> None:
-        """Nothing: the journal is the state."""
-
-    def restore(self, checkpoint_path: str) -> None:
-        """Nothing, see `save`."""

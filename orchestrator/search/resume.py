@@ -8,7 +8,6 @@ that starts again tells all its reports again; what was decided about them stays
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections import deque
@@ -21,18 +20,22 @@ from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
 from ray.tune.search.search_generator import SearchGenerator
 
-from orchestrator.search.journal import (
+from orchestrator.search.schedulers import RungScheduler, SlotSearcher
+from orchestrator.search.searchers import ResumableSearcher
+from orchestrator.storage.journal import (
     AGAIN,
     END,
     PAUSE,
     PROMOTE,
     REPORT,
+    RESUME,
     TRIAL,
     History,
     Journal,
+    JournalError,
     result_of,
+    unwritable,
 )
-from orchestrator.search.schedulers import RungScheduler, SlotSearcher
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +56,8 @@ def lost(error: BaseException | str) -> bool:
     return isinstance(error, RayActorError) or LOST.search(str(error)) is not None
 
 
-def disk_failed(error: BaseException) -> bool:
-    """Whether Tune has ended because a file could not be written."""
+def disk_failed(error: BaseException | str) -> bool:
+    """Whether Tune, or a trial, has ended because a file could not be written."""
     return re.search(FULL, str(error)) is not None
 
 
@@ -80,9 +83,9 @@ class SteadyTrial(Trial):
 class JournaledScheduler(FIFOScheduler):
     """`inner` with its decisions in a journal; it is told of each report once."""
 
-    def __init__(self, inner: RungScheduler, journal: Journal, history: History) -> None:
+    def __init__(self, inner: RungScheduler, journal: Journal) -> None:
         super().__init__()
-        self.inner, self._journal, self._history = inner, journal, history
+        self.inner, self._journal, self._history = inner, journal, journal.history
         self._known: set[str] = set()
         self.fresh: tuple[str, int] | None = None  # the report that Tune is dealing with, if it was not told before
         self.failed: dict[str, tuple[Any, Any]] = {}
@@ -110,7 +113,6 @@ class JournaledScheduler(FIFOScheduler):
         if trial.trial_id in self.inner.copies:
             kept["copy_of"] = self.inner.copies[trial.trial_id]
         self._journal.append(REPORT, trial=trial.trial_id, result=kept, decision=decision)
-        self._history.add({"event": REPORT, "trial": trial.trial_id, "result": kept, "decision": decision})
         self.fresh = key
         return decision
 
@@ -128,7 +130,6 @@ class JournaledScheduler(FIFOScheduler):
         chosen = self.inner.choose_trial_to_run(tune_controller)
         if chosen is not None and chosen.trial_id in self._history.paused:
             self._journal.append(PROMOTE, trial=chosen.trial_id)
-            self._history.add({"event": PROMOTE, "trial": chosen.trial_id})
         return chosen
 
     def debug_string(self) -> str:
@@ -141,13 +142,12 @@ class JournaledSearch(SearchGenerator):
     Trials are called t0000, t0001, ... in the order of their suggestion, in this search and in one that resumes it.
     """
 
-    def __init__(
-        self, searcher: SlotSearcher, scheduler: JournaledScheduler, journal: Journal, history: History
-    ) -> None:
+    def __init__(self, searcher: SlotSearcher, scheduler: JournaledScheduler, journal: Journal) -> None:
         super().__init__(searcher)
-        self._scheduler, self._journal, self._history, self._slots = scheduler, journal, history, searcher.slots
-        self._counter = len(history.configs)
-        self._waiting = deque(history.open)
+        self._scheduler, self._journal, self._history = scheduler, journal, journal.history
+        self._slots = searcher.slots
+        self._counter = len(self._history.configs)
+        self._waiting = deque(self._history.open)
 
     def is_finished(self) -> bool:
         return not self._waiting and super().is_finished()
@@ -170,7 +170,6 @@ class JournaledSearch(SearchGenerator):
         if config is None:
             return None
         self._journal.append(TRIAL, trial=trial_id, config=config)
-        self._history.add({"event": TRIAL, "trial": trial_id, "config": config})
         self._counter += 1
         return self._trial(experiment_spec, trial_id, config)
 
@@ -198,10 +197,11 @@ class JournaledSearch(SearchGenerator):
 
             controller, trial = self._scheduler.failed.pop(trial_id)
             reason = error_of(trial)
+            if disk_failed(reason):  # no end of its own: what is left of the search would end in the same way
+                raise JournalError(f"{self._journal.path.parent}: {unwritable(reason)}")
             end |= {"error": reason, "trace": trial.error_file, "lost": getattr(trial, "was_lost", False)}
             self._scheduler.inner.on_trial_error(controller, trial)
         self._journal.append(END, **end)
-        self._history.add({"event": END, **end})
         if not told:
             self.searcher.on_trial_complete(trial_id, result=result, error=error)
 
@@ -212,22 +212,20 @@ class JournaledSearch(SearchGenerator):
         return False
 
 
-def replay(history: History, searcher: Searcher, scheduler: RungScheduler) -> None:
+def replay(history: History, searcher: ResumableSearcher, scheduler: RungScheduler) -> None:
     """Tell a fresh searcher and a fresh scheduler what the journal holds, in the order in which it happened.
 
-    Nothing runs afterwards: the open trials take their slots when Tune has them back. A searcher that suggests
-    otherwise than it did (another version of a library) is told so in the log; the journal's suggestion stands.
+    Nothing runs afterwards: the open trials take their slots when Tune has them back. The searcher is asked for
+    nothing: what another version of a library would suggest makes no difference.
     """
     trials: dict[str, Any] = {}
     told: set[str] = set()
     last: dict[str, dict[str, Any]] = {}
     for event in history.events:
-        kind, trial_id = event["event"], event["trial"]
+        kind, trial_id = event["event"], event.get("trial", "")
         if kind == TRIAL:
             config = event["config"]
-            suggested = searcher.suggest(trial_id)
-            if _json(suggested) != config:
-                logger.warning("%s: the searcher now suggests another trial; the recorded one stands", trial_id)
+            searcher.add_trial(trial_id, config)
             trials[trial_id] = SimpleNamespace(trial_id=trial_id, config=config, status=Trial.RUNNING, last_result={})
             scheduler.on_trial_add(None, trials[trial_id])
         elif kind == REPORT:
@@ -262,30 +260,23 @@ def _end(
         searcher.on_trial_complete(trial.trial_id, result=result, error=failed)
 
 
-def _json(value: Any) -> Any:
-    return json.loads(json.dumps(value, default=str)) if isinstance(value, dict) else value
-
-
-def settle(journal: Journal, history: History, rungs: int) -> None:
+def settle(journal: Journal) -> None:
     """Write the ends that a kill has kept from the journal, and open again what was lost for its machines' sake.
 
     A trial that was stopped, or has reported its last rung, has nothing left to do.
     """
+    history = journal.history
+    if history.interrupted:
+        journal.append(RESUME)
     for trial_id in history.open:
         last = history.last(trial_id)
         over = last is not None and (
-            last.get("rung") == rungs - 1
+            last.get("rung") == history.rungs - 1
             or history.last_decision(trial_id) == TrialScheduler.STOP
             or bool(history.configs[trial_id].get("probe"))
         )
         if over:
-            _write(journal, history, END, trial=trial_id, error=None, trace=None, lost=False, bare=False)
+            journal.append(END, trial=trial_id, error=None, trace=None, lost=False, bare=False)
     for trial_id, end in list(history.ends.items()):
         if end["lost"]:
-            _write(journal, history, AGAIN, trial=trial_id)
-
-
-def _write(journal: Journal, history: History, kind: str, **fields: Any) -> None:
-    journal.append(kind, **fields)
-    history.events.append({"event": kind, **fields})
-    history.add(history.events[-1])
+            journal.append(AGAIN, trial=trial_id)

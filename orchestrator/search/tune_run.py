@@ -14,14 +14,14 @@ from orchestrator.config.schema import SearchConfig
 from orchestrator.search.callbacks import SearchLog
 from orchestrator.search.duplicates import CopyingSearcher
 from orchestrator.search.head_similarities import Similarities
-from orchestrator.search.journal import History, Journal, JournalError, unwritable
 from orchestrator.search.resume import JournaledScheduler, JournaledSearch, disk_failed, replay, settle
 from orchestrator.search.schedulers import RungProblem, RungScheduler, SlotSearcher, make_scheduler
 from orchestrator.search.searchers import make_searcher, trials_of
 from orchestrator.search.trial import TrialContext, run_trial
 from orchestrator.search.validation import Prepared
+from orchestrator.storage.journal import Journal, JournalError, unwritable
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.tracking.runs import Tracker
+from orchestrator.tracking.sync import MlflowSync
 
 NAME = "search"
 
@@ -31,33 +31,30 @@ def run_trials(
     prepared: Prepared,
     context: TrialContext,
     folder: SearchFolder,
-    tracker: Tracker,
-    parent_run: str,
+    mlflow: MlflowSync,
     parallel: int,
 ) -> None:
-    """Run the trials, or go on with those of an interrupted search. The results lie in the folder's `trials.json`.
+    """Run the trials, or go on with those of an interrupted search. The results lie in the folder's journal.
 
     Ctrl-C stops Tune in an orderly way: the open trials are marked as killed. Raises JournalError when the journal can
     no longer be written, as on a full disk; everything up to then is kept.
     """
     journal = Journal(folder.journal)
-    history = History(journal.events())
-    database = str(folder.root / "optuna.journal")
-    problem = replace(prepared.problem, similarities=similarities_of(context), database=database)
+    history = journal.history
+    problem = replace(prepared.problem, similarities=similarities_of(context))
     own = make_searcher(config.search.searcher, problem)
-    expected, rungs = trials_of(own, problem), len(context.rungs)
-    log = SearchLog(folder.trials_file, tracker, parent_run, expected, rungs, context.base_loss)
-    log.waits, log.copy_of = history.paused.__contains__, history.copies.get
+    expected = trials_of(own, problem)
+    log = SearchLog(journal, mlflow, expected, context.base_loss)
     scheduler = scheduler_of(config, expected)
     searcher = CopyingSearcher(own, scheduler.copies)
     scheduler.slots.capacity = Room(Demand.of(config), config.resources.max_concurrent).trials
-    settle(journal, history, rungs)
-    log.reconcile(history)
+    settle(journal)
+    log.catch_up()
     if len(history.configs) == expected and not history.open:
         return  # resumed, and only the promotion is left to do
     replay(history, searcher, scheduler)
-    decided = JournaledScheduler(scheduler, journal, history)
-    search = JournaledSearch(SlotSearcher(searcher, scheduler.slots), decided, journal, history)
+    decided = JournaledScheduler(scheduler, journal)
+    search = JournaledSearch(SlotSearcher(searcher, scheduler.slots), decided, journal)
     _quiet(parallel)
     tuner = _tuner(config, context, folder, search, decided, log)
     try:
@@ -65,10 +62,10 @@ def run_trials(
     except Exception as error:
         if journal.failed is None and not disk_failed(error):
             raise
+        with contextlib.suppress(OSError, JournalError):
+            log.on_experiment_end([])
         journal.failed = journal.failed or f"{folder.root}: {unwritable(last_error(str(error)))}"
     if journal.failed is not None:
-        with contextlib.suppress(OSError):
-            log.on_experiment_end([])
         raise JournalError(journal.failed)
 
 

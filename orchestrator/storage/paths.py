@@ -4,9 +4,9 @@
 <storage>/<name>/                     one search; a second one of the same name becomes <name>-2
     search.yaml, versions.json        snapshot of the configuration, package versions
     base.json, data/, calibration/    the untouched model's scores; token sequences and statistics that trials share
-    journal.jsonl                     what was tried, reported, decided and ended: what a resumed search goes by
-    trials.json, trials/<id>/         records; recipe, plan, converted and trained checkpoint of each trial
-    mlflow.jsonl, driver.lock         what MLflow is told; who runs the search
+    journal.jsonl                     what was tried, reported, decided and ended: the only record of the search
+    trials/<id>/                      recipe, plan, converted and trained checkpoint of each trial
+    state.json, driver.lock           when and how the search began and ended; who runs it
     tune/, train/                     files of Ray Tune and Ray Train
     promotion.json, promoted/         the promotion's steps and checkpoints: `exported` (stock software), or `headfold`
     report.html
@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -26,8 +27,8 @@ from urllib.parse import urlparse
 
 from attention.io.replacing import checkpoint_around
 from orchestrator.config.schema import ConfigError, read_yaml
+from orchestrator.storage import journal
 from orchestrator.storage.mirror import check_address, is_remote, working_folder
-from orchestrator.storage.records import read_json
 
 
 def in_ray_job() -> bool:
@@ -154,7 +155,7 @@ class SearchFolder:
                 f"{str(root)!r} is not the folder of a search (it has no search.yaml); give the folder that "
                 "`headfold search` printed, e.g. runs/demo"
             )
-        folder.check_ratios()
+        folder.check_format()
         return folder
 
     def stored(self) -> dict[str, Any]:
@@ -167,21 +168,17 @@ class SearchFolder:
             raise ConfigError(f"{self.snapshot} must hold a mapping of sections, got {type(record).__name__}")
         return record
 
-    @property
-    def other_ratios(self) -> bool:
-        """Whether the search is of a former version, whose ratios were shares of multi-head attention, and its model
-        has fewer KV heads than query heads, so that they meant another cache. Its own model was not at 1 then."""
-        base = read_json(self.base) if self.base.is_file() else {}
-        return base.get("kv_ratio", 1) != 1
+    def check_format(self) -> None:
+        """Raise ConfigError if the search was started by a version whose journal is another one."""
+        journal.check_format(self.journal, journal.first_event(self.journal))
 
-    def check_ratios(self) -> None:
-        """Raise ConfigError if the ratios in the folder do not mean what they mean now."""
-        if self.other_ratios:
-            raise ConfigError(
-                f"{self.root} was written by a former version of Headfold, in which a KV ratio was the share of "
-                "multi-head attention; now it is the share of the checkpoint's own KV cache, which is another one for "
-                "this model. Start a new search"
-            )
+    @property
+    def readable(self) -> bool:
+        """Whether the search is of a version whose journal is read here."""
+        with contextlib.suppress(ConfigError):
+            self.check_format()
+            return True
+        return False
 
     @property
     def storage(self) -> Path:
@@ -219,20 +216,11 @@ class SearchFolder:
 
     @property
     def journal(self) -> Path:
-        return self.root / "journal.jsonl"
-
-    @property
-    def spool(self) -> Path:
-        """What MLflow is told."""
-        return self.root / "mlflow.jsonl"
+        return self.root / journal.NAME
 
     @property
     def lock(self) -> Path:
         return self.root / "driver.lock"
-
-    @property
-    def trials_file(self) -> Path:
-        return self.root / "trials.json"
 
     @property
     def tune(self) -> Path:
@@ -262,7 +250,7 @@ class SearchFolder:
     def trial(self, trial_id: str) -> Path:
         """Raises ConfigError for an id that would lead out of the folder: records may come from elsewhere."""
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", trial_id):
-            raise ConfigError(f"{self.trials_file}: {trial_id[:100]!r} is no trial's id; the file has been changed")
+            raise ConfigError(f"{self.journal}: {trial_id[:100]!r} is no trial's id; the file has been changed")
         return self.root / "trials" / trial_id
 
     def tokens(self, split: str) -> Path:

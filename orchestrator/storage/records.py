@@ -1,15 +1,11 @@
-"""What came out of trials: plain records on disk, written by the driver alone.
-
-`trials.json` in the folder of a search, with the changes beside it while the search runs (`trials.changes.jsonl`), is
-the one source for the table, the report, the promotion and a resumed search. Read it with `load_trials`.
-"""
+"""What came out of trials, for the table, the report and the promotion: `orchestrator.storage.journal.load_trials`."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +83,19 @@ class TrialRecord:
     notes: list[str] = field(default_factory=list)
     copy_of: str | None = None
 
+    @classmethod
+    def of(cls, trial_id: str, config: Mapping[str, Any]) -> TrialRecord:
+        """A fresh record of a trial, from what the searcher has suggested."""
+        return cls(
+            trial_id=trial_id,
+            recipe=config["recipe"],
+            kv_ratio=config["kv_ratio"],
+            learning_rate=config["learning_rate"],
+            choices=config["choices"],
+            probe=bool(config.get("probe", False)),
+            seed=config.get("seed"),
+        )
+
     @property
     def last(self) -> dict[str, Any]:
         """The scores at the highest rung reached; empty before the first."""
@@ -136,7 +145,7 @@ class TrialRecord:
 
 def write_json(path: str | Path, record: Any) -> None:
     """Write JSON so that a reader, or a kill in the middle, never sees half a file."""
-    write_text(path, json.dumps(_finite(record), indent=1, sort_keys=True, allow_nan=False) + "\n")
+    write_text(path, json.dumps(finite(record), indent=1, sort_keys=True, allow_nan=False) + "\n")
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -144,12 +153,12 @@ def write_text(path: str | Path, text: str) -> None:
     write_whole(path, text)
 
 
-def _finite(record: Any) -> Any:
+def finite(record: Any) -> Any:
     """A record without nan and infinity, which JSON does not have: null in their place."""
     if isinstance(record, dict):
-        return {key: _finite(value) for key, value in record.items()}
+        return {key: finite(value) for key, value in record.items()}
     if isinstance(record, (list, tuple)):
-        return [_finite(value) for value in record]
+        return [finite(value) for value in record]
     return None if isinstance(record, float) and not math.isfinite(record) else record
 
 
@@ -215,61 +224,6 @@ def read_json(path: str | Path, kind: type = dict) -> Any:
     if not isinstance(found, kind):
         raise ConfigError(f"{path} is not what was written there: expected a {kind.__name__}, got {shown(found)}")
     return found
-
-
-def save_trials(path: str | Path, trials: Iterable[TrialRecord]) -> None:
-    """Write all records, which then hold all changes."""
-    write_json(path, [asdict(trial) for trial in trials])
-    _changes(path).unlink(missing_ok=True)
-
-
-def save_change(path: str | Path, trial: TrialRecord) -> None:
-    """Keep one record that has changed: a line beside the file of all, whose cost does not grow with their number."""
-    line = json.dumps(_finite(asdict(trial)), sort_keys=True, allow_nan=False)
-    changes = _changes(path)
-    changes.parent.mkdir(parents=True, exist_ok=True)
-    with changes.open("ab") as stream:
-        # A line that a kill or a full disk has cut short ends here, and is passed over in reading
-        stream.write(b"\n" + line.encode() + b"\n")
-
-
-def load_trials(path: str | Path) -> list[TrialRecord]:
-    """The records of a search, later changes included; none if no trial has started. A copy has the scores, and the
-    failure, of the trial that it is a copy of. Raises ConfigError."""
-    found = {record.trial_id: record for record in stored_trials(path)}
-    for copy in found.values():
-        first = found.get(copy.copy_of or "")
-        if first is not None:
-            copy.rungs, copy.relaxation, copy.notes = first.rungs, first.relaxation, first.notes
-            if first.status == FAILED:
-                copy.status, copy.error = FAILED, f"the same model as {first.trial_id}, which failed: {first.error}"
-    return list(found.values())
-
-
-def stored_trials(path: str | Path) -> list[TrialRecord]:
-    """The records as they were written: a copy has what was measured of itself. Raises ConfigError."""
-    found = {_id(record, path): record for record in (read_json(path, list) if Path(path).exists() else [])}
-    changes = _changes(path)
-    for line in changes.read_bytes().splitlines() if changes.exists() else ():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        found[_id(record, path)] = record
-    try:
-        return [TrialRecord(**record) for record in found.values()]
-    except TypeError as error:
-        raise ConfigError(f"{path} does not hold the trials of a search: {error}") from None
-
-
-def _id(record: Any, path: str | Path) -> str:
-    if not isinstance(record, dict) or not isinstance(record.get("trial_id"), str):
-        raise ConfigError(f"{path} does not hold the trials of a search: a record has no trial_id")
-    return record["trial_id"]
-
-
-def _changes(path: str | Path) -> Path:
-    return Path(path).with_suffix(".changes.jsonl")
 
 
 def untrained_text(trial: TrialRecord) -> str:

@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from orchestrator.storage.journal import load_trials
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import load_trials, read_json
+from orchestrator.storage.records import read_json
 
 
 def doubts(folder: SearchFolder) -> list[str]:
@@ -27,7 +28,7 @@ def doubts(folder: SearchFolder) -> list[str]:
         found.append(f"it belongs to user {folder.root.stat().st_uid}")
     outside = [
         str(path)
-        for trial in load_trials(folder.trials_file)
+        for trial in load_trials(folder.root)
         if (path := trial.last.get("checkpoint_path")) and not _within(Path(str(path)), folder.root)
     ]
     if outside:

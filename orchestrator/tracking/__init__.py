@@ -1,1 +1,1 @@
-"""MLflow: runs, the server on the head node, and the outbox for when it is away."""
+"""MLflow: runs, what they are to hold, and the server on the head node."""

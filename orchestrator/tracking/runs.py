@@ -1,6 +1,7 @@
 """MLflow, and the only file that knows of it. The driver is the single writer.
 
-One parent run a search, one child a trial (by the tag `mlflow.parentRunId`), one level. Metrics are series over
+One parent run a search, one child a trial (by the tag `mlflow.parentRunId`), one level. `orchestrator.tracking.sync`
+says when what is told. Metrics are series over
 training steps; plans, pictures and reports are artifacts; checkpoints are recorded by place and SHA-256.
 """
 
@@ -11,12 +12,12 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from attention.messages import reason
-from orchestrator.storage.records import COPY, DONE, FAILED, KILLED, RUNNING, STOPPED
+from orchestrator.storage.records import COPY, DONE, FAILED, KILLED, RUNNING, STOPPED, WAITING
 
 ERROR_LENGTH = 4000
 PARAM_LENGTH = 500
@@ -27,6 +28,7 @@ STATUS = {
     FAILED: "FAILED",
     KILLED: "KILLED",
     RUNNING: "RUNNING",
+    WAITING: "RUNNING",
 }
 REFUSED = (
     "INVALID_PARAMETER_VALUE",
@@ -37,9 +39,6 @@ REFUSED = (
 )
 """Answers of a store that another try would get again."""
 SECRETS = "token|key|secret|passw|sig|credential|auth"
-_WHOLE: dict[str, str] = {}
-"""The whole address of a redacted one, for what Tune pickles and reads again in this process. Not the environment: what
-the driver starts inherits that, and a second search of the process would write into the store of the first."""
 METRICS = ("loss", "rise", "kl", "train_loss", "tokens", "tokens_per_second", "seconds")
 
 
@@ -79,7 +78,6 @@ class Tracker:
     def __init__(self, uri: str, experiment_id: str) -> None:
         self.uri, self.experiment_id = uri, experiment_id
         self._opened: Any = None
-        _WHOLE[redact(uri)] = uri
 
     @classmethod
     def open(cls, uri: str | None, experiment: str, storage: str | Path) -> Tracker:
@@ -103,15 +101,10 @@ class Tracker:
             ) from None
         return cls(address, identity)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Tune pickles its callbacks into the search folder: no password goes there."""
-        return self.__dict__ | {"uri": redact(self.uri), "_opened": None}
-
     @property
     def client(self) -> Any:
-        """MLflow's client; unpickled in the driver, it takes the whole address from where it was first made."""
+        """MLflow's client."""
         if self._opened is None:
-            self.uri = _WHOLE.get(self.uri, self.uri)
             self._opened = open_client(self.uri)
         return self._opened
 
@@ -136,23 +129,19 @@ class Tracker:
         for start in range(0, len(flat), 100):
             self.client.log_batch(run_id, params=flat[start : start + 100])
 
-    def metrics(self, run_id: str, values: Mapping[str, Any], step: int = 0) -> None:
-        """Log the numbers among `values` as one point of their series."""
-        self.series(run_id, [{**values, "step": step}])
-
-    def series(self, run_id: str, points: Sequence[Mapping[str, Any]], at: int | None = None) -> None:
-        """Log the numbers of many points at once, each at its own `step`; `at`: when, in ms since 1970 (None: now)."""
+    def log(self, run_id: str, point: Mapping[str, Any]) -> None:
+        """Log the numbers among the values of a point at its `step` and `time` (in s since 1970; without: now). A
+        store takes equal points once."""
         from mlflow.entities import Metric
 
-        now = int(time.time() * 1000) if at is None else at
+        when = int(1000 * (point.get("time") or time.time()))
         found = [
-            Metric(key, float(value), now, int(point["step"]))
-            for point in points
+            Metric(key, float(value), when, int(point["step"]))
             for key, value in point.items()
-            if key != "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
+            if key not in ("step", "time") and isinstance(value, (int, float)) and not isinstance(value, bool)
         ]
-        for start in range(0, len(found), 1000):  # a store takes no more at a time
-            self.client.log_batch(run_id, metrics=found[start : start + 1000])
+        if found:
+            self.client.log_batch(run_id, metrics=found)
 
     def tags(self, run_id: str, tags: Mapping[str, Any]) -> None:
         for key, value in tags.items():
@@ -173,20 +162,30 @@ class Tracker:
 
     def children(self, run_id: str) -> list[Any]:
         """The child runs of a run."""
-        found = self.client.search_runs(
-            [self.experiment_id], f"tags.`mlflow.parentRunId` = '{run_id}'", max_results=1000
-        )
-        return list(found)
+        return self._all(f"tags.`mlflow.parentRunId` = '{run_id}'")
 
-    def find(self, parent: str, tags: Mapping[str, str]) -> str | None:
-        """The child run of `parent` with these tags, if there is one: a step that was cut off takes it up again."""
-        wanted = " and ".join(f"tags.`{k}` = '{v}'" for k, v in {"mlflow.parentRunId": parent, **tags}.items())
-        found = self.client.search_runs([self.experiment_id], wanted, max_results=1)
-        return found[0].info.run_id if found else None
+    def search_run(self, run_id: str | None, tags: Mapping[str, str]) -> Any:
+        """The run of a search: that with an id, or else with these tags; None if there is none."""
+        from mlflow.exceptions import MlflowException
 
-    def logged_steps(self, run_id: str, key: str) -> set[int]:
-        """The steps at which a run has a value of the metric `key`."""
-        return {int(point.step) for point in self.client.get_metric_history(run_id, key)}
+        try:
+            if run_id is not None:
+                return self.client.get_run(run_id)
+        except MlflowException as error:
+            if is_away(error):
+                raise
+        # Compared here: the store's own filter has no way to write a folder with a quote in its name
+        found = self._all("tags.`headfold.kind` = 'search'")
+        return next((run for run in found if tags.items() <= run.data.tags.items()), None)
+
+    def _all(self, which: str) -> list[Any]:
+        found, token = [], None
+        while True:
+            page = self.client.search_runs([self.experiment_id], which, max_results=1000, page_token=token)
+            found += page
+            token = page.token
+            if not token:
+                return found
 
     # ---- registry ---------------------------------------------------------------------------------------------
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ray.tune.experiment import Trial
@@ -133,16 +131,6 @@ class RungScheduler(FIFOScheduler):
     def choose_trial_to_run(self, tune_controller: Any) -> Any:
         """Tune starts what is pending by itself; to look through all trials for it would take ever longer."""
         return None
-
-    def save(self, checkpoint_path: str) -> None:
-        Path(checkpoint_path).write_bytes(pickle.dumps(self.__getstate__()))
-
-    def restore(self, checkpoint_path: str) -> None:
-        """A file that `save` wrote, trusted like the program itself: it is unpickled."""
-        self.__dict__.update(pickle.loads(Path(checkpoint_path).read_bytes()))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
 
     # ---- for subclasses ---------------------------------------------------------------------------------------
 

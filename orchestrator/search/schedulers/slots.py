@@ -57,16 +57,3 @@ class SlotSearcher(Searcher):
 
     def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
         self.searcher.on_trial_complete(trial_id, result, error)
-
-    def save(self, checkpoint_path: str) -> None:
-        self.searcher.save(checkpoint_path)
-
-    def restore(self, checkpoint_path: str) -> None:
-        self.searcher.restore(checkpoint_path)
-
-    def get_state(self) -> dict:
-        """Nothing of its own: who runs is what Tune starts again."""
-        return {}
-
-    def set_state(self, state: dict) -> None:
-        pass

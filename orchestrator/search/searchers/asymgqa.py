@@ -9,10 +9,8 @@ plan of each budget is trained through the rungs, once with every learning rate 
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -22,7 +20,7 @@ from attention.axes import Knob
 from attention.geometry import HeadGeometry
 from orchestrator.config.schema import ConfigError
 from orchestrator.search.candidates import Candidate
-from orchestrator.search.searchers.problem import SEARCHERS, SearchProblem
+from orchestrator.search.searchers.problem import SEARCHERS, ResumableSearcher, SearchProblem
 from search_spaces.allocation.uniform import uniform
 from search_spaces.grouping.chain import Chain, SiteKey, searched_sites
 from search_spaces.planning.planning import admissible_counts, check_budget
@@ -32,10 +30,9 @@ SCORE = "calibration_loss"
 NAME = "asymgqa-search"
 CHOSEN = ("grouping", "similarity", "alignment", "fusion", "refinement", "recovery")
 """What `search.search_space` may set, one value each; the rest is as in the recipe asymgqa."""
-STATE = ("_made", "_chains", "_scores", "_running", "_finals", "_similarities")
 
 
-class ChainSearch(Searcher):
+class ChainSearch(ResumableSearcher):
     """The configured candidates, then the chains' probes, then the best plan of every budget as a full trial.
 
     A plan that was measured before is not measured again: its score is known, and the move is made at once. So there
@@ -87,25 +84,32 @@ class ChainSearch(Searcher):
     def on_trial_result(self, trial_id: str, result: dict) -> None:
         """Probes report once, so that everything is told at their end."""
 
-    def save(self, checkpoint_path: str) -> None:
-        Path(checkpoint_path).write_bytes(pickle.dumps({name: getattr(self, name) for name in STATE}))
-
-    def restore(self, checkpoint_path: str) -> None:
-        """Tune's own state, written by `save`: trusted, like the rest of a search folder that is resumed."""
-        self.__dict__.update(pickle.loads(Path(checkpoint_path).read_bytes()))
+    def add_trial(self, trial_id: str, config: dict[str, Any]) -> None:
+        candidate = Candidate.from_config(config)
+        if candidate.probe and candidate.plan is not None:
+            # The chains make the moves that they had made, up to this one
+            next((chain for _, chain in self._walking() if self._wanted(chain) == candidate.plan), None)
+            self._running[trial_id] = candidate.plan
+        elif candidate.plan is not None:
+            self._finals.remove((candidate.kv_ratio, candidate.learning_rate, candidate.seed))
+        self._made += 1
 
     # ---- chains -----------------------------------------------------------------------------------------------
 
     def _probe(self, trial_id: str) -> Candidate | None:
-        """A plan that some chain wants measured and no trial measures yet; chains that have moved least come first."""
-        budgets = [(budget, chain) for budget, chains in self._chains.items() for chain in chains if not chain.done]
-        for budget, chain in sorted(budgets, key=lambda pair: pair[1].moves):
+        """A plan that some chain wants measured and no trial measures yet."""
+        for budget, chain in self._walking():
             plan = self._wanted(chain)
             if plan is not None and plan not in self._running.values():
                 self._running[trial_id] = plan
                 rate, seed = self._problem.space.learning_rates[0], self._problem.seeds[0]
                 return Candidate(self._recipe, budget, rate, seed, plan, probe=True)
         return None
+
+    def _walking(self) -> list[tuple[float, Chain]]:
+        """The chains that have not ended, by ratio; those that have moved least come first."""
+        chains = [(budget, chain) for budget, chains in self._chains.items() for chain in chains if not chain.done]
+        return sorted(chains, key=lambda pair: pair[1].moves)
 
     def _wanted(self, chain: Chain) -> str | None:
         """The plan that the chain waits for, after every move whose score is known; None when it is done."""
@@ -220,6 +224,6 @@ def spread(
     source="Chen 2024 (paper 003), sec. 2.1, Alg. 1 and 2, as parallel chains",
     knobs=(Knob("chains", "int", 2, "walks at a time for each budget", low=1, high=1024),),
 )
-def asymgqa(problem: SearchProblem, *, chains: int = 2) -> Searcher:
+def asymgqa(problem: SearchProblem, *, chains: int = 2) -> ResumableSearcher:
     """Raises ConfigError for choices, budgets or samples that the walk cannot use."""
     return ChainSearch(problem, chains)

@@ -3,9 +3,7 @@
 Two objectives, held-out loss and KV bytes a token, so that the search spreads along the front and does not settle at
 one budget. Conditional decisions are asked for only where they come up (define by run).
 
-What the sampler knows lies in a database, if the problem names one: every suggestion, and every result as a finished
-Optuna trial. A suggestion is a function of the seed, its number and the results told before it, and is looked up where
-it was made before; nothing is ever stored as running, so that no kill leaves a trial that waits for ever.
+A suggestion is a function of the seed, its number and the results told before it; nothing of it is stored.
 
 A trial that is paused or stopped at an early rung is told with the loss that it had there, and again when it gets
 further; its highest rung counts. An early loss is above what full training would give, and only trials that were behind
@@ -20,20 +18,16 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import pickle
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import optuna
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from ray.tune.search import Searcher
 
-from orchestrator.search.candidates import CandidateSpace, Point
-from orchestrator.search.searchers.problem import OBJECTIVES, SEARCHERS, TRIES, SearchProblem
+from orchestrator.search.candidates import Candidate, CandidateSpace, Point
+from orchestrator.search.searchers.problem import OBJECTIVES, SEARCHERS, TRIES, ResumableSearcher, SearchProblem
 from search_spaces import pareto
 from search_spaces.space.space import Domain
 
@@ -43,7 +37,6 @@ RECENT, BEST = 150, 50
 """Results that a proposal rests on: those of the newest trials, and the best of the others by rank. With all of them
 TPE would be slower each time, and it weighs old results down anyway."""
 DIRECTIONS = [optuna.study.StudyDirection.MINIMIZE] * len(OBJECTIVES)
-STUDY, SUGGESTION, DROPPED = "headfold", "suggestion:", "dropped:"
 
 
 @dataclass
@@ -53,7 +46,7 @@ class Observation:
     point: Point
     values: tuple[float, ...]
     rung: int
-    _finished = None  # no field: it is not saved
+    _finished = None
 
     def finished(self, space: CandidateSpace) -> optuna.trial.FrozenTrial:
         """As a trial of Optuna's, made once: it is told with every proposal as long as it is in the window."""
@@ -63,7 +56,7 @@ class Observation:
         return self._finished
 
 
-class FrontSearch(Searcher):
+class FrontSearch(ResumableSearcher):
     """The configured candidates, then what Optuna proposes.
 
     Configured candidates that lie in the space are told too, so that the estimator learns from them; those outside of
@@ -77,9 +70,6 @@ class FrontSearch(Searcher):
         self._tried: set[Any] = set()
         self._seen: dict[str, Observation] = {}  # by trial
         self._dropped: set[str] = set()
-        self._memory = Memory(problem.database) if problem.database else None
-        if self._memory is not None:
-            self._seen, self._dropped = self._memory.results()
 
     # ---- Tune's hooks -----------------------------------------------------------------------------------------
 
@@ -87,16 +77,17 @@ class FrontSearch(Searcher):
         number, named = self._made, self._problem.named
         if number >= self._problem.total:
             return Searcher.FINISHED
+        candidate = named[number] if number < len(named) else self._propose(number)
+        config = candidate.config()
+        self.add_trial(trial_id, config)
+        return config
+
+    def add_trial(self, trial_id: str, config: dict[str, Any]) -> None:
         self._made += 1
-        if number < len(named):
-            candidate, point = named[number], self._problem.space.locate(named[number])
-        else:
-            point = self._known(number) or self._propose(number)
-            candidate = self._problem.space.candidate(point)
-        if point is not None:
+        candidate = Candidate.from_config(config)
+        if (point := self._problem.space.locate(candidate)) is not None:
             self._points[trial_id] = point
         self._tried.add(candidate.key)
-        return candidate.config()
 
     def on_trial_result(self, trial_id: str, result: dict) -> None:
         self._tell(trial_id, result)
@@ -109,21 +100,7 @@ class FrontSearch(Searcher):
         if (error or diverged) and trial_id in self._points:
             self._seen.pop(trial_id, None)
             self._dropped.add(trial_id)
-            if self._memory is not None:
-                self._memory.drop(trial_id)
         self._points.pop(trial_id, None)
-
-    def save(self, checkpoint_path: str) -> None:
-        own = ("_made", "_points", "_tried", "_dropped")
-        state = {name: getattr(self, name) for name in own}
-        seen = {trial: asdict(observation) for trial, observation in self._seen.items()}
-        Path(checkpoint_path).write_bytes(pickle.dumps(state | {"_seen": seen}))
-
-    def restore(self, checkpoint_path: str) -> None:
-        """Written by `save`, and trusted like the program itself: it is unpickled."""
-        state = pickle.loads(Path(checkpoint_path).read_bytes())
-        seen = {trial: Observation(**record) for trial, record in state.pop("_seen").items()}
-        self.__dict__.update(state | {"_seen": seen | self._seen})
 
     # ---- results ----------------------------------------------------------------------------------------------
 
@@ -138,8 +115,6 @@ class FrontSearch(Searcher):
         if known is not None and known.rung >= rung:
             return
         self._seen[trial_id] = Observation(point, values, rung)
-        if self._memory is not None:
-            self._memory.tell(trial_id, self._seen[trial_id], distributions(self._problem.space, point))
 
     def _window(self) -> list[Observation]:
         """What a proposal rests on, at most RECENT + BEST results, by trial number: a function of what is known."""
@@ -152,20 +127,15 @@ class FrontSearch(Searcher):
 
     # ---- proposals --------------------------------------------------------------------------------------------
 
-    def _known(self, number: int) -> Point | None:
-        return self._memory.suggestion(number) if self._memory is not None else None
-
-    def _propose(self, number: int) -> Point:
-        """A point whose candidate was not tried before, if some can be found."""
-        proposals = self._proposals(number)
-        point = next(proposals)
+    def _propose(self, number: int) -> Candidate:
+        """A candidate that was not tried before, if one can be found."""
+        proposals = map(self._problem.space.candidate, self._proposals(number))
+        candidate = next(proposals)
         for _ in range(TRIES):
-            if self._problem.space.candidate(point).key not in self._tried:
+            if candidate.key not in self._tried:
                 break
-            point = next(proposals)
-        if self._memory is not None:
-            self._memory.suggest(number, point)
-        return point
+            candidate = next(proposals)
+        return candidate
 
     def _proposals(self, number: int) -> Iterator[Point]:
         """The estimator's, and, where that was tried, what lies beside it: one decision drawn anew, later more.
@@ -187,56 +157,6 @@ class FrontSearch(Searcher):
 
 
 # ---- Optuna's side ---------------------------------------------------------------------------------------------------
-
-
-class Memory:
-    """The database: an Optuna journal, one file that only grows, readable with Optuna's own tools.
-
-    A file of one's own and not a server: it is written by the driver alone. Unlike SQLite it is safe on NFS.
-    """
-
-    def __init__(self, path: str) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        # A lock of a killed driver is taken over; the search's own lock keeps two drivers apart
-        lock = JournalFileOpenLock(path, grace_period=5)
-        storage = JournalStorage(JournalFileBackend(path, lock_obj=lock))
-        self._study = optuna.create_study(storage=storage, study_name=STUDY, directions=DIRECTIONS, load_if_exists=True)
-        self._suggestions = {
-            int(key.removeprefix(SUGGESTION)): point
-            for key, point in self._study.user_attrs.items()
-            if key.startswith(SUGGESTION)
-        }
-
-    def results(self) -> tuple[dict[str, Observation], set[str]]:
-        """Every trial's highest rung, oldest first, and the trials that were dropped."""
-        dropped = {key.removeprefix(DROPPED) for key in self._study.user_attrs if key.startswith(DROPPED)}
-        seen: dict[str, Observation] = {}
-        for trial in self._study.get_trials(deepcopy=False):
-            own = trial.user_attrs
-            if own["trial"] not in dropped:
-                seen.pop(own["trial"], None)
-                seen[own["trial"]] = Observation(dict(trial.params), tuple(trial.values), own["rung"])
-        return seen, dropped
-
-    def suggestion(self, number: int) -> Point | None:
-        return self._suggestions.get(number)
-
-    def suggest(self, number: int, point: Point) -> None:
-        self._suggestions[number] = point
-        self._study.set_user_attr(f"{SUGGESTION}{number}", point)
-
-    def tell(self, trial: str, seen: Observation, spread: dict[str, Any]) -> None:
-        self._study.add_trial(
-            optuna.trial.create_trial(
-                params=seen.point,
-                distributions=spread,
-                values=seen.values,
-                user_attrs={"trial": trial, "rung": seen.rung},
-            )
-        )
-
-    def drop(self, trial: str) -> None:
-        self._study.set_user_attr(f"{DROPPED}{trial}", True)
 
 
 def distributions(space: CandidateSpace, point: Point) -> dict[str, Any]:
@@ -274,7 +194,7 @@ def define(space: CandidateSpace, trial: Any) -> Point:
 
 
 @SEARCHERS.part("optuna", source="Bergstra 2011; Ozaki 2022 (several objectives)")
-def bayesian(problem: SearchProblem) -> Searcher:
+def bayesian(problem: SearchProblem) -> ResumableSearcher:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     logging.getLogger("optuna").setLevel(logging.WARNING)
     return FrontSearch(problem)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from ray.tune.search import Searcher
-
 from orchestrator.config.schema import ConfigError
-from orchestrator.search.searchers.problem import SEARCHERS, ListedSearcher, SearchProblem
+from orchestrator.search.searchers.problem import SEARCHERS, ListedSearcher, ResumableSearcher, SearchProblem
 
 
 @SEARCHERS.part("grid", source="exhaustive comparison")
-def grid(problem: SearchProblem) -> Searcher:
+def grid(problem: SearchProblem) -> ResumableSearcher:
     """Raises ConfigError if samples are asked for: a grid draws none."""
     if problem.samples:
         raise ConfigError(

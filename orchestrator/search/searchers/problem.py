@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,8 +26,7 @@ class SearchProblem:
 
     `seed`: of the searcher; `seeds`: with which a plan that it has searched is trained. `settings`: its own knobs.
     `similarities(recipe)`: the recipe's similarity of the stored KV heads `[U, U]` by (layer, side); it may load the
-    model, and is there when trials are to be run. `database`: a file for what a searcher has learnt, which outlives the
-    process (none: nothing does).
+    model, and is there when trials are to be run.
     """
 
     space: CandidateSpace
@@ -39,14 +36,21 @@ class SearchProblem:
     settings: Mapping[str, Any] = field(default_factory=dict)
     seeds: tuple[int, ...] = (0,)
     similarities: Callable[[Recipe], Mapping[tuple[int, str], np.ndarray]] | None = None
-    database: str | None = None
 
     @property
     def total(self) -> int:
         return len(self.named) + self.samples
 
 
-def make_searcher(name: str, problem: SearchProblem) -> Searcher:
+class ResumableSearcher(Searcher):
+    """A searcher that can be told of trials which it suggested in an earlier process."""
+
+    def add_trial(self, trial_id: str, config: dict[str, Any]) -> None:
+        """Take up a recorded suggestion, as if `suggest` had made it now."""
+        raise NotImplementedError
+
+
+def make_searcher(name: str, problem: SearchProblem) -> ResumableSearcher:
     """The searcher of a name with the problem's settings. Raises ValueError for settings that it does not have."""
     part = SEARCHERS.get(name)
     return part(problem, **part.settings(problem.settings))
@@ -57,13 +61,12 @@ def trials_of(searcher: Searcher, problem: SearchProblem) -> int:
     return getattr(searcher, "total", problem.total)
 
 
-class ListedSearcher(Searcher):
+class ListedSearcher(ResumableSearcher):
     """The configured candidates, then new ones that `draw` makes without looking at results."""
 
     def __init__(self, problem: SearchProblem, draw: Callable[[np.random.Generator], Candidate] | None = None) -> None:
         super().__init__(metric="loss", mode="min")
         self._problem, self._draw, self._made = problem, draw, 0
-        self._generator = np.random.default_rng(problem.seed)
         self._tried = {candidate.key for candidate in problem.named}
 
     def suggest(self, trial_id: str) -> Any:
@@ -71,29 +74,24 @@ class ListedSearcher(Searcher):
         if number < len(named):
             candidate = named[number]
         elif self._draw is not None and number < self._problem.total:
-            candidate = self._new(self._draw)
+            candidate = self._new(self._draw, np.random.default_rng([self._problem.seed, number]))
         else:
             return Searcher.FINISHED
-        self._made += 1
-        return candidate.config()
+        config = candidate.config()
+        self.add_trial(trial_id, config)
+        return config
 
-    def _new(self, draw: Callable[[np.random.Generator], Candidate]) -> Candidate:
-        candidate = draw(self._generator)
+    def add_trial(self, trial_id: str, config: dict[str, Any]) -> None:
+        self._made += 1
+        self._tried.add(Candidate.from_config(config).key)
+
+    def _new(self, draw: Callable[[np.random.Generator], Candidate], generator: np.random.Generator) -> Candidate:
+        candidate = draw(generator)
         for _ in range(TRIES):
             if candidate.key not in self._tried:
                 break
-            candidate = draw(self._generator)
-        self._tried.add(candidate.key)
+            candidate = draw(generator)
         return candidate
 
     def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
         """Nothing to learn from."""
-
-    def save(self, checkpoint_path: str) -> None:
-        state = {"made": self._made, "tried": self._tried, "generator": self._generator.bit_generator.state}
-        Path(checkpoint_path).write_bytes(pickle.dumps(state))
-
-    def restore(self, checkpoint_path: str) -> None:
-        state = pickle.loads(Path(checkpoint_path).read_bytes())
-        self._made, self._tried = state["made"], state["tried"]
-        self._generator.bit_generator.state = state["generator"]

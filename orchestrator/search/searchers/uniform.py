@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
-from ray.tune.search import Searcher
 
 from orchestrator.search.candidates import Candidate, CandidateSpace
-from orchestrator.search.searchers.problem import SEARCHERS, ListedSearcher, SearchProblem
+from orchestrator.search.searchers.problem import SEARCHERS, ListedSearcher, ResumableSearcher, SearchProblem
 
 
 def _draw(space: CandidateSpace, generator: np.random.Generator) -> Candidate:
@@ -16,5 +15,5 @@ def _draw(space: CandidateSpace, generator: np.random.Generator) -> Candidate:
 
 
 @SEARCHERS.part("random", source="Bergstra and Bengio 2012")
-def random(problem: SearchProblem) -> Searcher:
+def random(problem: SearchProblem) -> ResumableSearcher:
     return ListedSearcher(problem, partial(_draw, problem.space))

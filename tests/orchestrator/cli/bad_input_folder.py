@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 import torch
 import yaml
+from journals import write_journal
 
 from attention.conversion import conversion
 from attention.io import checkpoint
@@ -28,7 +29,7 @@ from orchestrator import main
 from orchestrator.config.schema import parse_config
 from orchestrator.storage import records
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import TrialRecord, save_trials, write_json
+from orchestrator.storage.records import TrialRecord, write_json
 
 HALF = LayerPlan((0, 0, 1, 1), (0, 0, 1, 1))
 UNEVEN = LayerPlan((0, 1, 1, 1), (0, 0, 0, 1))
@@ -98,7 +99,7 @@ def _make_search(root: Path, home: Path) -> None:
         TrialRecord("gqa-0", "gqa", 0.5, 1e-3, {}, records.DONE, rungs, kv_bytes_per_token=256),
         TrialRecord("headfold_gqa-1", "headfold_gqa", 0.5, 1e-3, {}, records.DONE, rungs, kv_bytes_per_token=256),
     ]
-    save_trials(folder.trials_file, trials)
+    write_journal(folder.root, trials)
 
 
 def digest(root: Path) -> dict[str, str]:

@@ -6,6 +6,9 @@ from bad_input import Bad, removes, renames, writes
 
 SEARCH = "runs/mine"
 S = "search mine.yaml"
+BEGUN = '{"event": "search", "format": 1, "rungs": 2}\n'
+OLD = '{"config": {}, "event": "trial", "trial": "t0000"}\n'
+FORMER = ("started by a former version", "start a new search")
 
 GENERAL = (
     Bad("a verb misspelt", "serch mine.yaml", ("serch", "did you mean search?")),
@@ -89,6 +92,7 @@ SEARCHES = (
         f"{S} search.kv_ratios=[0.25] --resume",
         ("--resume", "search", "same settings"),
     ),
+    Bad("a search to resume of a former version", f"{S} --resume", FORMER, writes(f"{SEARCH}/journal.jsonl", OLD)),
 )
 
 WATCHES = (
@@ -101,20 +105,32 @@ WATCHES = (
     Bad(
         "broken records of trials",
         f"watch {SEARCH} --once",
-        ("trials.json", "JSON"),
-        writes(f"{SEARCH}/trials.json", "{"),
+        ("journal.jsonl", "line 2 of 2 is no event of a search", "restore the file"),
+        writes(f"{SEARCH}/journal.jsonl", BEGUN + "{\n"),
     ),
     Bad(
         "records of something else",
         f"watch {SEARCH} --once",
-        ("trials.json", "trial_id"),
-        writes(f"{SEARCH}/trials.json", "[{}]"),
+        ("journal.jsonl", "line 2 of 2 is no event of a search"),
+        writes(f"{SEARCH}/journal.jsonl", BEGUN + "[{}]\n"),
     ),
     Bad(
-        "records with a field too many",
+        "records of a trial that was never suggested",
         f"watch {SEARCH} --once",
-        ("trials.json", "wings"),
-        writes(f"{SEARCH}/trials.json", '[{"trial_id": "a", "wings": 2}]'),
+        ("journal.jsonl", "line 2 is no event of a search", "t7"),
+        writes(f"{SEARCH}/journal.jsonl", BEGUN + '{"event": "end", "trial": "t7", "error": null}\n'),
+    ),
+    Bad(
+        "a search of a former version, watched",
+        f"watch {SEARCH} --once",
+        FORMER,
+        writes(f"{SEARCH}/journal.jsonl", OLD),
+    ),
+    Bad(
+        "a search of a later version",
+        f"watch {SEARCH} --once",
+        ("another version (journal format 99", "start a new search"),
+        writes(f"{SEARCH}/journal.jsonl", BEGUN.replace('"format": 1', '"format": 99')),
     ),
     Bad("a number for a state", f"watch {SEARCH} --once", ("state.json", "got 3"), writes(f"{SEARCH}/state.json", "3")),
     Bad("a list for a base", f"watch {SEARCH} --once", ("base.json", "got []"), writes(f"{SEARCH}/base.json", "[]")),
@@ -140,13 +156,20 @@ PROMOTIONS = (
         ("search.yaml", "mapping"),
         writes(f"{SEARCH}/search.yaml", "3"),
     ),
-    Bad("a search without trials", f"promote {SEARCH}", ("nothing can be promoted",), removes(f"{SEARCH}/trials.json")),
+    Bad(
+        "a search without trials",
+        f"promote {SEARCH}",
+        ("nothing can be promoted",),
+        writes(f"{SEARCH}/journal.jsonl", BEGUN),
+    ),
+    Bad("a search of a former version", f"promote {SEARCH}", FORMER, removes(f"{SEARCH}/journal.jsonl")),
     Bad("a search without its base", f"promote {SEARCH}", ("base.json", "--resume"), removes(f"{SEARCH}/base.json")),
     Bad("a search whose model is gone", f"promote {SEARCH}", ("model",), renames("model", "moved")),
 )
 
 REPORTS = (
     Bad("no search to report", "report", ("search",)),
+    Bad("a report of a former version", f"report {SEARCH}", FORMER, writes(f"{SEARCH}/journal.jsonl", OLD)),
     Bad("a report of other work", "report work", ("work", "folder of a search")),
     Bad("a report of broken records", f"report {SEARCH}", ("base.json", "JSON"), writes(f"{SEARCH}/base.json", "{")),
     Bad("a report over other work", f"report {SEARCH} --out work", ("out", "work")),

@@ -225,11 +225,10 @@ def test_only_the_baseline_runs_with_the_whole_cache(grouped: Path) -> None:
 
 def test_a_search_of_a_former_version_is_not_misread(tmp_path: Path) -> None:
     folder = SearchFolder.fresh(tmp_path, "old")
+    """Its ratios may have been shares of another cache."""
     folder.snapshot.write_text("name: old\n")
-    write_json(folder.base, {"kv_ratio": 1.0, "loss": 3.0})
-    assert SearchFolder.existing(folder.root) == folder  # a multi-head model: both meanings are one
     write_json(folder.base, {"kv_ratio": 0.25, "loss": 3.0})
-    with pytest.raises(ConfigError, match="former version of Headfold.*share of the checkpoint's own KV cache"):
+    with pytest.raises(ConfigError, match="former version of Headfold"):
         SearchFolder.existing(folder.root)
 
 

@@ -28,7 +28,7 @@ import psutil
 import yaml
 
 from orchestrator.cluster.session import DASHBOARD, free_port
-from orchestrator.search.journal import Journal
+from orchestrator.storage.journal import read_events
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 MARK = "HEADFOLD_CHAOS"
@@ -234,8 +234,8 @@ class Arena:
         return self.storage / "chaos"
 
     @property
-    def journal(self) -> Journal:
-        return Journal(self.search / "journal.jsonl")
+    def journal(self) -> Path:
+        return self.search / "journal.jsonl"
 
     @property
     def outcome(self) -> dict[str, Any]:
@@ -378,7 +378,7 @@ class Killer:
 
     def _progress(self) -> tuple[int, int]:
         promoted = self.place.search / "promotion.json"
-        return len(self.place.journal.events()), promoted.stat().st_mtime_ns if promoted.exists() else 0
+        return len(read_events(self.place.journal)), promoted.stat().st_mtime_ns if promoted.exists() else 0
 
     def _something_happens(self) -> None:
         """Wait for one more event of the journal or step of the promotion, so that every kill hits another place."""
@@ -429,7 +429,7 @@ class Killer:
         """Full until the driver has given up, which it must do in an orderly way."""
         place = self.place
         assert place.driver is not None
-        place.disk.fill(place.driver.pid, place.journal.path)
+        place.disk.fill(place.driver.pid, place.journal)
         place.driver.wait(timeout=WAIT)
         place.disk.empty()
         place.server.start()

@@ -19,7 +19,8 @@ from orchestrator.config.schema import load_config
 from orchestrator.search.head_similarities import Similarities
 from orchestrator.search.searchers import make_searcher
 from orchestrator.search.validation import validate_search
-from orchestrator.storage.records import DONE, KILLED, TrialRecord, load_trials, read_json
+from orchestrator.storage.journal import load_trials
+from orchestrator.storage.records import DONE, KILLED, TrialRecord, read_json
 from orchestrator.tracking.runs import Tracker
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -45,7 +46,7 @@ def start(storage: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def measured_probes(folder: Path) -> list[TrialRecord]:
-    return [t for t in load_trials(folder / "trials.json") if t.probe and t.calibration_loss is not None]
+    return [t for t in load_trials(folder) if t.probe and t.calibration_loss is not None]
 
 
 def decisions(storage: Path, trials: list[TrialRecord], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
@@ -78,7 +79,7 @@ def test_probes_ctrl_c_and_the_best_plan_trained(tmp_path: Path, monkeypatch: py
     assert first.returncode == 130, log
     assert "--resume" in log and "Traceback" not in log
     assert left_over(tmp_path) == []
-    assert KILLED in {t.status for t in load_trials(folder / "trials.json")}
+    assert KILLED in {t.status for t in load_trials(folder)}
     tracker, parent = Tracker.open(None, "headfold", tmp_path), read_json(folder / "state.json")["parent_run"]
     assert tracker.client.get_run(parent).info.status == "KILLED"
     assert "RUNNING" not in {run.info.status for run in tracker.children(parent)}
@@ -88,7 +89,7 @@ def test_probes_ctrl_c_and_the_best_plan_trained(tmp_path: Path, monkeypatch: py
     second = start(tmp_path, "--resume")
     log = second.communicate(timeout=900)[0]
     assert second.returncode == 0, log
-    trials = load_trials(folder / "trials.json")
+    trials = load_trials(folder)
     assert {t.status for t in trials} == {DONE}
     probes = [t for t in trials if t.probe]
     (baseline,) = [t for t in trials if t.recipe == "gqa"]

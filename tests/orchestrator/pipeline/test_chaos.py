@@ -20,8 +20,8 @@ from chaos import KINDS, MORE_KINDS, TOKEN, Arena, Killer, arena, schedule
 from ray.job_submission import JobStatus, JobSubmissionClient
 from search_process import LITTLE
 
-from orchestrator.search.journal import END, REPORT, TRIAL
-from orchestrator.storage.records import COPY, DONE, FAILED, STOPPED, load_trials, read_json, stored_trials
+from orchestrator.storage.journal import END, REPORT, TRIAL, load_trials, read_events, read_history
+from orchestrator.storage.records import COPY, DONE, FAILED, STOPPED, read_json
 from orchestrator.tracking.runs import Tracker
 
 KILLS = int(os.environ.get("HEADFOLD_CHAOS_KILLS", "5"))
@@ -104,7 +104,7 @@ def files_with(text: str, *folders: Path) -> list[str]:
 
 def summary(place: Arena) -> dict[str, Any]:
     """What a search has found: nothing of when and where."""
-    events = place.journal.events()
+    events = read_events(place.journal)
     outcome = place.outcome
     promoted = outcome["promotion"]["candidates"].values()
     return {
@@ -149,14 +149,14 @@ def test_a_token_in_the_tracking_address_is_told_nowhere(calm: dict[str, Any]) -
     told, host = (place.search / "search.yaml").read_text(), place.server.address.removeprefix("http://")
     assert host in told and "***@" in told
     names = {p.name for folder in (place.search, place.server.folder) for p in folder.rglob("*")}
-    assert {"server.db", "report.html", "trials.json"} <= names and calm["files"] > 10, "what is looked through"
+    assert {"server.db", "report.html", "journal.jsonl"} <= names and calm["files"] > 10, "what is looked through"
     assert list(place.server.folder.rglob("report.html")), "the report is an artifact too"
     assert calm["told"] == []
 
 
 def test_a_failing_trial_is_told_and_the_others_go_on(calm: dict[str, Any]) -> None:
     place: Arena = calm["place"]
-    trials = load_trials(place.search / "trials.json")
+    trials = load_trials(place.search)
     failed = {t.trial_id: t.error or "" for t in trials if t.status == FAILED}
     assert {t.learning_rate for t in trials if t.trial_id in failed} == {TOO_FAST}
     assert {t.status for t in trials if t.recipe == "gqa"} == {DONE, FAILED}
@@ -168,7 +168,7 @@ def test_a_failing_trial_is_told_and_the_others_go_on(calm: dict[str, Any]) -> N
 
 def test_a_search_ends_in_an_exported_checkpoint(calm: dict[str, Any], tmp_path: Path) -> None:
     place: Arena = calm["place"]
-    outcome, trials = place.outcome, load_trials(place.search / "trials.json")
+    outcome, trials = place.outcome, load_trials(place.search)
     assert outcome["folder"] == str(place.search)
     assert {t.status for t in trials} <= {DONE, STOPPED, COPY, FAILED}
     assert {"STOP", "CONTINUE"} == {decision for *_, decision in calm["decisions"]}
@@ -237,9 +237,9 @@ def check_mlflow(place: Arena) -> None:
     parent = read_json(place.search / "state.json")["parent_run"]
     names = {run.info.run_id: run for run in tracker.client.search_runs([tracker.experiment_id], max_results=1000)}
     children = [run for run in names.values() if "mlflow.parentRunId" in run.data.tags]
-    assert set(names) - {run.info.run_id for run in children} == {tracker_run(names, parent)}
+    assert set(names) - {run.info.run_id for run in children} == {parent}
     trials = [run for run in children if run.data.tags["headfold.kind"] == "trial"]
-    records = {t.trial_id: t for t in stored_trials(place.search / "trials.json")}
+    records = read_history(place.journal).records
     ended = {run.data.tags.get("trial_id"): run.info.status for run in names.values() if run.info.status != "FINISHED"}
     assert ended == {t.trial_id: "FAILED" for t in records.values() if t.status == FAILED}
     assert sorted(run.data.tags["trial_id"] for run in trials) == sorted(records)
@@ -249,11 +249,6 @@ def check_mlflow(place: Arena) -> None:
         assert sorted((p.step, p.value) for p in points) == wanted
     kinds = sorted(run.data.tags["headfold.kind"] for run in children if run not in trials)
     assert kinds == ["promotion baseline", "promotion candidate"]
-
-
-def tracker_run(runs: dict[str, Any], parent: str) -> str:
-    """The parent's own id; a driver that had never reached the store wrote down the spool's name of it."""
-    return next(i for i, run in runs.items() if parent in (i, run.data.tags.get("headfold.run")))
 
 
 def unfinished_files(place: Arena) -> list[str]:

@@ -20,7 +20,8 @@ from orchestrator.conversion.steps import relaxation_start
 from orchestrator.pipeline import search
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.trial import TrialContext, relaxation_spec, training_job
-from orchestrator.storage.records import DONE, load_trials
+from orchestrator.storage.journal import load_trials
+from orchestrator.storage.records import DONE
 from search_spaces.planning.planning import PlanningContext, make_plan
 from search_spaces.recipes.recipes import RECIPES, recipe
 from trainers.settings import TrainSettings
@@ -190,7 +191,7 @@ def test_dha_and_align_in_a_search(tmp_path: Path, demo_dir: Path) -> None:
         }
     )
     outcome = search(config)
-    trials = {t.recipe: t for t in load_trials(outcome.folder / "trials.json")}
+    trials = {t.recipe: t for t in load_trials(outcome.folder)}
     assert {name: t.status for name, t in trials.items()} == dict.fromkeys(("gqa", "dha", "masked"), DONE)
     steps = {name: [r["step"] for r in t.rungs] for name, t in trials.items()}
     assert steps == {"gqa": [0, 1, 3], "dha": [0, 3], "masked": [0, 3]}

@@ -7,11 +7,13 @@ import hashlib
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from journals import write_journal
 
 from attention.conversion import conversion
 from attention.io import checkpoint
@@ -36,9 +38,11 @@ from orchestrator.promotion.steps import PromotionSteps
 from orchestrator.promotion.training import milestones
 from orchestrator.reporting import console
 from orchestrator.search.trial import TrialContext
+from orchestrator.storage.journal import load_trials
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import DONE, TrialRecord, load_trials, read_json, save_trials, write_json
+from orchestrator.storage.records import DONE, TrialRecord, read_json, write_json
 from orchestrator.tracking.runs import Tracker, TrackingError
+from orchestrator.tracking.sync import MlflowSync, parent_run
 from trainers.text.data import read_sequences, write_sequences
 
 HALF = LayerPlan((0, 0, 1, 1), (0, 0, 1, 1))
@@ -215,7 +219,12 @@ def trial(name: str, recipe: str, loss: float, budget: float = 0.5) -> TrialReco
 def promoted(
     config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, parent: str
 ) -> dict[str, Any]:
-    return promote.promote(config, context, folder, tracker, parent, parallel=1)
+    return promote.promote(config, context, folder, sync_of(tracker, folder, parent), parallel=1)
+
+
+def sync_of(tracker: Tracker, folder: SearchFolder, parent: str) -> MlflowSync:
+    """What a driver has after its start."""
+    return MlflowSync(lambda: tracker, replace(parent_run(folder.root), status=None, run_id=parent))
 
 
 @pytest.fixture
@@ -239,7 +248,7 @@ def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_best_is_registered_with_its_evidence_and_the_rest_told(
     config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker
 ) -> None:
-    save_trials(folder.trials_file, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
+    write_journal(folder.root, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
     parent = tracker.start("search")
     state = promoted(config, context, folder, tracker, parent)
     (candidate,) = state["candidates"].values()
@@ -292,7 +301,7 @@ def test_the_best_measured_step_is_shipped(
 ) -> None:
     head = worse_with_training(folder, "head", "headfold", losses)
     base = worse_with_training(folder, "base", "gqa", (4.0, 2.8, 2.9))
-    save_trials(folder.trials_file, [head, base])
+    write_journal(folder.root, [head, base])
     state = promoted(config, context, folder, tracker, tracker.start("search"))
     (candidate,) = state["candidates"].values()
     told = {
@@ -366,7 +375,7 @@ def test_a_model_in_our_own_format_is_not_called_exported(
     tracker: Tracker,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    save_trials(folder.trials_file, [trial("apart", "headfold", 2.2), trial("base", "gqa", 2.9)])
+    write_journal(folder.root, [trial("apart", "headfold", 2.2), trial("base", "gqa", 2.9)])
     state = promoted(config, context, folder, tracker, tracker.start("search"))
     (candidate,) = state["candidates"].values()
     assert candidate["status"] == PROMOTED and candidate["model"].endswith("/headfold")
@@ -381,7 +390,7 @@ def test_a_model_in_our_own_format_is_not_called_exported(
 def test_a_promotion_that_runs_again_repeats_nothing(
     config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_trials(folder.trials_file, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
+    write_journal(folder.root, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
     parent = tracker.start("search")
     first = promoted(config, context, folder, tracker, parent)
     monkeypatch.setattr(steps, "check_candidate", lambda *a: pytest.fail("the gate ran again"))
@@ -409,7 +418,7 @@ def killed_in(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, done: b
 def test_killed_in_the_gate_it_goes_on_from_the_trained_weights(
     config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_trials(folder.trials_file, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
+    write_journal(folder.root, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
     parent = tracker.start("search")
 
     with killed_in(monkeypatch, steps, "check_candidate"):
@@ -423,7 +432,7 @@ def test_killed_in_the_gate_it_goes_on_from_the_trained_weights(
 def test_a_refused_candidate_is_kept_with_its_reasons_and_not_registered(
     config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker
 ) -> None:
-    save_trials(folder.trials_file, [trial("head", "headfold", 2.9), trial("base", "gqa", 2.95)])
+    write_journal(folder.root, [trial("head", "headfold", 2.9), trial("base", "gqa", 2.95)])
     strict = config.model_copy(update={"promotion": config.promotion.model_copy(update={"margin": 0.5})})
     parent = tracker.start("search")
     state = promoted(strict, context, folder, tracker, parent)
@@ -445,7 +454,7 @@ def test_a_version_tells_where_it_comes_from(
     head = trial("head", "headfold", 2.2)
     head.run_id, head.seed = "run-of-the-trial", 7
     head.rungs[-1]["data_position"] = 64
-    save_trials(folder.trials_file, [head, trial("base", "gqa", 2.9)])
+    write_journal(folder.root, [head, trial("base", "gqa", 2.9)])
     write_json(folder.base, read_json(folder.base) | {"digests": {"weights": "aa", "calibration": "bb"}})
     parent = tracker.start("search")
     context = dataclasses.replace(context, train_file=context.eval_file)
@@ -489,7 +498,7 @@ def test_killed_before_the_alias_the_old_one_stands_until_the_next_run(
     older.mkdir()
     first = tracker.register("small", older, tracker.start("an older search"), tags={}, description="")
     tracker.point("small", "kv50", first)
-    save_trials(folder.trials_file, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
+    write_journal(folder.root, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
     parent = tracker.start("search")
 
     with killed_in(monkeypatch, Tracker, "point"):
@@ -508,7 +517,7 @@ def test_killed_before_the_alias_the_old_one_stands_until_the_next_run(
 def test_killed_after_the_version_was_made_it_is_not_made_twice(
     config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_trials(folder.trials_file, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
+    write_journal(folder.root, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
     parent = tracker.start("search")
 
     with killed_in(monkeypatch, Tracker, "register", done=True):
@@ -523,10 +532,10 @@ def test_killed_after_the_version_was_made_it_is_not_made_twice(
 def test_a_run_that_a_kill_left_behind_is_taken_up_again(
     config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_trials(folder.trials_file, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
+    write_journal(folder.root, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
     parent = tracker.start("search")
 
-    with killed_in(monkeypatch, Tracker, "logged_steps"):
+    with killed_in(monkeypatch, Tracker, "log"):
         promoted(config, context, folder, tracker, parent)
     assert len(tracker.children(parent)) == 1
     promoted(config, context, folder, tracker, parent)
@@ -543,7 +552,7 @@ def test_a_registry_that_is_away_is_told_and_the_next_run_finishes(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    save_trials(folder.trials_file, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
+    write_journal(folder.root, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
     parent = tracker.start("search")
 
     def away(*args: Any, **kwargs: Any) -> None:
@@ -565,11 +574,11 @@ def test_aliases_follow_the_loss_within_a_search_and_the_newer_version_between_s
     config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker
 ) -> None:
     trials = [trial("head", "headfold", 2.5), trial("base", "gqa", 2.9)]
-    save_trials(folder.trials_file, trials)
+    write_journal(folder.root, trials)
     parent = tracker.start("search")
     promoted(config, context, folder, tracker, parent)
     trials.append(trial("apart", "headfold", 2.2))
-    save_trials(folder.trials_file, trials)
+    write_journal(folder.root, trials)
     state = promoted(config, context, folder, tracker, parent)
     assert [state["candidates"][t]["version"] for t in ("head", "apart")] == ["1", "2"]
     assert (tracker.holder("small", "kv50"), tracker.holder("small", "kv50-2")) == ("2", "1")
@@ -591,12 +600,12 @@ def test_aliases_follow_the_loss_within_a_search_and_the_newer_version_between_s
 def test_what_was_refused_is_kept_when_the_trial_is_promoted_with_more_steps(
     config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_trials(folder.trials_file, [trial("head", "headfold", 2.95), trial("base", "gqa", 2.9)])
+    write_journal(folder.root, [trial("head", "headfold", 2.95), trial("base", "gqa", 2.9)])
     parent = tracker.start("search")
-    chosen = [t for t in load_trials(folder.trials_file) if t.trial_id == "head"]
+    chosen = [t for t in load_trials(folder.root) if t.trial_id == "head"]
 
     def go(settings: SearchConfig) -> dict[str, Any]:
-        return promote.promote(settings, context, folder, tracker, parent, 1, chosen)
+        return promote.promote(settings, context, folder, sync_of(tracker, folder, parent), 1, chosen)
 
     assert go(config)["candidates"]["head"]["status"] == REFUSED
     longer = config.model_copy(update={"promotion": config.promotion.model_copy(update={"steps": 3})})

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from journals import write_journal
 from transformers import AutoConfig
 
 from attention.families import geometry_of
@@ -19,7 +20,7 @@ from orchestrator.reporting.report_page import write_report
 from orchestrator.search.candidates import Candidate, named_candidates
 from orchestrator.storage import records
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import TrialRecord, save_trials, write_json
+from orchestrator.storage.records import TrialRecord, write_json
 from search_spaces.recipes.recipes import RECIPES, recipe
 
 
@@ -108,7 +109,7 @@ def test_the_page_tells_the_course_and_how_to_repeat(folder: SearchFolder) -> No
     trials[0].rungs[-1]["weights_digest"] = "feedbeef"
     trials[0].plan_digest = "0123abcd"
     write_json(folder.base, {"loss": 1.9, "kv_bytes_per_token": 8192})
-    save_trials(folder.trials_file, trials)
+    write_journal(folder.root, trials)
     page = Path(write_report(folder.root)["report"]).read_text()
     for word in ("rho = +1.00", "When trials ran", "Where the time went", "feedbeef", "0123abcd", "headfold search"):
         assert word in page
@@ -122,7 +123,7 @@ def test_a_page_of_two_thousand_trials_stays_below_the_limit(folder: SearchFolde
         losses = [7.0 - i / 1000, 3.0, 2.5 + (i * 7919 % 2000) / 1000][: 1 + i % 3]
         trials.append(trial(i, losses, 0.25 * (1 + i // 7 % 3), choices=choices))
     write_json(folder.base, {"loss": 1.9, "kv_bytes_per_token": 8192})
-    save_trials(folder.trials_file, trials)
+    write_journal(folder.root, trials)
     written = write_report(folder.root)
     assert written["bytes"] < 3_000_000
-    assert "more are in trials.json" in Path(written["report"]).read_text()
+    assert "more are in journal.jsonl" in Path(written["report"]).read_text()

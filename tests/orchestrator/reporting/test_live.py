@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from journals import write_journal
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -18,7 +19,7 @@ from orchestrator.main import app
 from orchestrator.reporting import status as live
 from orchestrator.storage import records
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import TrialRecord, save_trials, write_json
+from orchestrator.storage.records import TrialRecord, write_json
 
 CONFIG = {
     "name": "mine",
@@ -43,6 +44,7 @@ def trial(number: int, budget: float, losses: list[float], status: str, **more: 
 @pytest.fixture
 def folder(tmp_path: Path) -> SearchFolder:
     made = SearchFolder.fresh(tmp_path, "mine")
+    write_journal(made.root)
     made.snapshot.write_text(yaml.safe_dump(parse_config(CONFIG).model_dump(mode="json")))
     write_json(made.state, {"started": "2026-01-01T12:00:00+00:00"})
     write_json(made.base, {"loss": 2.0})
@@ -51,8 +53,8 @@ def folder(tmp_path: Path) -> SearchFolder:
 
 
 def started(folder: SearchFolder) -> None:
-    save_trials(
-        folder.trials_file,
+    write_journal(
+        folder.root,
         [
             trial(1, 0.5, [3.0, 2.5], records.DONE),
             trial(2, 0.25, [4.0, 2.8], records.RUNNING),
@@ -70,8 +72,8 @@ def test_the_view_counts_what_was_reported(folder: SearchFolder) -> None:
     assert view.seconds == 1800
     assert view.tokens == 2000
     assert view.tokens_per_second == 50.0
-    # four trials planned for 36 s on a CPU, two trained for 360 s on two workers of one CPU each
-    assert view.hours_spent == pytest.approx((4 * 36 + 2 * 2 * 360) / 3600)
+    # three trials have planned for 36 s on a CPU, two trained for 360 s on two workers of one CPU each
+    assert view.hours_spent == pytest.approx((3 * 36 + 2 * 2 * 360) / 3600)
     assert view.hours_left == pytest.approx(2.0 - view.hours_spent)
     assert view.money_spent == pytest.approx(3 * view.hours_spent)
     assert [p["trial_id"] for p in view.front] == ["t2", "t1"]
@@ -85,7 +87,7 @@ def test_a_search_that_has_ended_or_was_killed_says_so(folder: SearchFolder) -> 
     started(folder)
     write_json(folder.state, {"started": "2026-01-01T12:00:00+00:00", "seconds": 60.0, "ended": "done"})
     assert live.read_status(folder, NOW).state == "ended"
-    save_trials(folder.trials_file, [trial(1, 0.5, [3.0], records.KILLED)])
+    write_journal(folder.root, [trial(1, 0.5, [3.0], records.KILLED)])
     write_json(folder.state, {"started": "2026-01-01T12:00:00+00:00", "seconds": 60.0})
     view = live.read_status(folder, NOW)
     assert view.state == "interrupted"

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from journals import write_journal
 
 from attention.plan import AttentionPlan
 from orchestrator.config.schema import ConfigError
 from orchestrator.reporting.report_page import write_report
 from orchestrator.storage import records
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import TrialRecord, save_trials, write_json
+from orchestrator.storage.records import TrialRecord, write_json
 
 BASE: dict[str, Any] = {"loss": 2.2, "kv_bytes_per_token": 8192, "digests": {"weights": "abc123"}}
 
@@ -28,6 +29,7 @@ def record(number: int, recipe: str, budget: float, losses: list[float], **more:
 @pytest.fixture
 def folder(tmp_path: Path) -> SearchFolder:
     found = SearchFolder.fresh(tmp_path, "demo")
+    write_journal(found.root)
     found.snapshot.write_text("name: demo\n# <script>alert(1)</script>\n")
     return found
 
@@ -36,7 +38,7 @@ def fill(folder: SearchFolder, trials: list[TrialRecord]) -> None:
     write_json(folder.base, BASE)
     write_json(folder.versions, {"torch": "2.13"})
     write_json(folder.state, {"command": "headfold search x.yaml", "parent_run": "r1", "seconds": 75})
-    save_trials(folder.trials_file, trials)
+    write_journal(folder.root, trials)
     for trial in trials:
         folder.trial(trial.trial_id).mkdir(parents=True)
         (folder.trial(trial.trial_id) / "plan.json").write_text(AttentionPlan.identity(4, 8, 32).to_json())

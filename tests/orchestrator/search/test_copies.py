@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from journals import write_journal
 from ray.tune.schedulers import TrialScheduler
 from ray.tune.search import Searcher
 
@@ -19,24 +20,15 @@ from orchestrator.promotion.promote import _chosen
 from orchestrator.reporting import console
 from orchestrator.reporting.comparison import compare, counts_text
 from orchestrator.reporting.html_tables import trial_table
-from orchestrator.search.callbacks import SearchLog
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.duplicates import CopyingSearcher, work_digest
-from orchestrator.search.journal import History, Journal
 from orchestrator.search.resume import JournaledScheduler, JournaledSearch, replay
 from orchestrator.search.schedulers import RungProblem, SlotSearcher, make_scheduler
+from orchestrator.search.searchers import ResumableSearcher
 from orchestrator.search.trial import TrialContext, training_job
 from orchestrator.storage import records
-from orchestrator.storage.records import (
-    COPY,
-    DONE,
-    FAILED,
-    TrialRecord,
-    front,
-    load_trials,
-    save_trials,
-    stored_trials,
-)
+from orchestrator.storage.journal import Journal, load_trials, read_history
+from orchestrator.storage.records import COPY, DONE, FAILED, TrialRecord, front
 from search_spaces.recipes.recipes import recipe
 from trainers.settings import TrainSettings
 
@@ -87,7 +79,10 @@ def test_equal_work_is_what_ends_with_equal_weights(context: TrialContext, tiny_
     assert len({first, *different}) == 6
 
 
-class Listening(Searcher):
+CONFIG = {"recipe": "own", "kv_ratio": 0.5, "learning_rate": 1e-3, "choices": {}, "seed": 0}
+
+
+class Listening(ResumableSearcher):
     """Suggests as many trials as are asked for, and keeps what it is told."""
 
     def __init__(self, count: int) -> None:
@@ -96,7 +91,10 @@ class Listening(Searcher):
 
     def suggest(self, trial_id: str) -> Any:
         self.count -= 1
-        return {"recipe": "own", "kv_ratio": 0.5} if self.count >= 0 else Searcher.FINISHED
+        return CONFIG if self.count >= 0 else Searcher.FINISHED
+
+    def add_trial(self, trial_id: str, config: dict[str, Any]) -> None:
+        self.count -= 1
 
     def on_trial_result(self, trial_id: str, result: dict) -> None:
         self.told.append((trial_id, result["loss"]))
@@ -113,21 +111,19 @@ class Search:
 
     def __init__(self, folder: Path) -> None:
         self.journal = Journal(folder / "journal.jsonl")
-        self.history = History(self.journal.events())
+        self.journal.begin(3)
+        self.history = self.journal.history
         self.inner = make_scheduler("budget", RungProblem(3, 2.0, ("gqa",)), None)
         self.searcher = Listening(4)
         copying = CopyingSearcher(self.searcher, self.inner.copies)
         replay(self.history, copying, self.inner)
-        self.scheduler = JournaledScheduler(self.inner, self.journal, self.history)
-        self.search = JournaledSearch(
-            SlotSearcher(copying, self.inner.slots), self.scheduler, self.journal, self.history
-        )
+        self.scheduler = JournaledScheduler(self.inner, self.journal)
+        self.search = JournaledSearch(SlotSearcher(copying, self.inner.slots), self.scheduler, self.journal)
         self.trials = {}
 
     def start(self, number: int) -> None:
         config = self.search.searcher.suggest(f"t{number}")
         self.journal.append("trial", trial=f"t{number}", config=config)
-        self.history.add({"event": "trial", "trial": f"t{number}", "config": config})
         self.trials[number] = SimpleNamespace(trial_id=f"t{number}", config=config, status="RUNNING", last_result={})
         self.scheduler.on_trial_add(None, self.trials[number])
 
@@ -181,19 +177,10 @@ def record(name: str, recipe: str = "own", losses: tuple[float, ...] = (3.0, 2.0
 
 
 def test_records_and_tables_tell_of_a_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = SearchLog(tmp_path / "trials.json", None, None, 2, 2, 2.0)
-    config = {"recipe": "twin", "kv_ratio": 0.5, "learning_rate": 1e-3, "choices": {}, "seed": 0}
-    copies = [SimpleNamespace(trial_id=name, config=config, error_file=None) for name in ("b", "c")]
-    log.records = {"a": record("a")}
-    log.copy_of = {"b": "a"}.get
-    log.on_trial_start(0, [], copies[0])
-    log.on_trial_result(0, [], copies[0], {"step": 0, "rung": 0, "loss": 3.0, "kv_bytes_per_token": 128})
-    log.on_trial_complete(0, [], copies[0])
-    capsys.readouterr()
-    stored = {t.trial_id: t for t in stored_trials(tmp_path / "trials.json")} | {"a": record("a")}
-    assert (stored["b"].status, stored["b"].copy_of, len(stored["b"].rungs)) == (COPY, "a", 1)
-    save_trials(tmp_path / "trials.json", stored.values())
-    trials = load_trials(tmp_path / "trials.json")
+    write_journal(tmp_path, [record("a"), record("b", "twin", (3.0,), status=COPY, copy_of="a")])
+    stored = read_history(tmp_path / "journal.jsonl").records["b"]
+    assert (stored.status, stored.copy_of, len(stored.rungs)) == (COPY, "a", 1)
+    trials = load_trials(tmp_path)
     twin = next(t for t in trials if t.trial_id == "b")
     assert (twin.loss, twin.step, twin.usable) == (2.0, 4, False), "its scores are those of the first"
     assert [t.trial_id for t in front(trials)] == ["a"]
@@ -210,10 +197,8 @@ def test_records_and_tables_tell_of_a_copy(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_copy_of_a_trial_that_failed_has_failed(tmp_path: Path) -> None:
-    save_trials(
-        tmp_path / "t.json", [record("a", status=FAILED, error="diverged"), record("b", status=COPY, copy_of="a")]
-    )
-    copy = load_trials(tmp_path / "t.json")[1]
+    write_journal(tmp_path, [record("a", status=FAILED, error="diverged"), record("b", status=COPY, copy_of="a")])
+    copy = load_trials(tmp_path)[1]
     assert (copy.status, copy.error) == (FAILED, "the same model as a, which failed: diverged")
 
 

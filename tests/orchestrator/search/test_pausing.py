@@ -30,9 +30,6 @@ class Listed(Searcher):
     def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
         """Nothing to learn."""
 
-    def save(self, checkpoint_path: str) -> None:
-        Path(checkpoint_path).write_text("nothing")
-
 
 def make_train() -> Any:
     """Made inside, so that Ray sends it by value."""

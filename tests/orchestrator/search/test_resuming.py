@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import errno
+import json
+import math
 import os
 import subprocess
 import sys
+import time
 import zlib
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,19 +20,28 @@ from typing import Any
 import pytest
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import TrialScheduler
-from ray.tune.search import Searcher
 
 from attention.families import geometry_of
 from attention.io.checkpoint import load_config
-from orchestrator.config.schema import parse_config
-from orchestrator.search.callbacks import SearchLog
+from orchestrator.config.schema import ConfigError, parse_config
 from orchestrator.search.candidates import Candidate, candidate_space, named_candidates
-from orchestrator.search.journal import AGAIN, END, History, Journal, JournalError
 from orchestrator.search.resume import JournaledScheduler, JournaledSearch, lost, replay, settle
 from orchestrator.search.schedulers import RungProblem, SlotSearcher, make_scheduler
 from orchestrator.search.schedulers.halving import rung_resource
 from orchestrator.search.searchers import SearchProblem, make_searcher
 from orchestrator.storage import records
+from orchestrator.storage.journal import (
+    AGAIN,
+    END,
+    INTERRUPT,
+    TRIAL,
+    History,
+    Journal,
+    JournalError,
+    load_trials,
+    read_events,
+    read_history,
+)
 
 RUNGS = 3
 
@@ -63,8 +78,10 @@ class StubSearch(JournaledSearch):
         return StubTrial(trial_id=trial_id, config=config, status=Trial.PENDING, error_file=None)
 
 
-def problem_of(demo_dir: Path) -> SearchProblem:
-    section = {"recipes": ["gqa", "asymgqa"], "kv_ratios": [0.5, 0.25], "learning_rates": [1e-4, 1e-3]}
+def problem_of(
+    demo_dir: Path, recipes: Sequence[str] = ("gqa", "asymgqa"), kv_ratios: Sequence[float] = (0.5, 0.25)
+) -> SearchProblem:
+    section: dict[str, Any] = {"recipes": list(recipes), "kv_ratios": list(kv_ratios), "learning_rates": [1e-4, 1e-3]}
     choices = {"grouping": ["exact", "merge"], "fusion": ["least_squares"], "objective": ["least_squares"]}
     config = parse_config(
         {"name": "x", "model": {"path": str(demo_dir)}, "search": section | {"search_space": choices}}
@@ -81,14 +98,14 @@ def loss_of(config: dict[str, Any], rung: int) -> float:
 
 def drive(journal: Journal, problem: SearchProblem, searcher_name: str, scheduler_name: str) -> None:
     """What Tune does, one trial at a time: each that starts tells all its reports again."""
-    history = History(journal.events())
+    journal.begin(RUNGS)
     searcher = make_searcher(searcher_name, problem)
     scheduler = make_scheduler(scheduler_name, RungProblem(RUNGS, 2.0, ("gqa",), trials=problem.total))
     scheduler.slots.capacity = 1
-    settle(journal, history, RUNGS)
-    replay(history, searcher, scheduler)
-    decided = JournaledScheduler(scheduler, journal, history)
-    search = StubSearch(SlotSearcher(searcher, scheduler.slots), decided, journal, history)
+    settle(journal)
+    replay(journal.history, searcher, scheduler)
+    decided = JournaledScheduler(scheduler, journal)
+    search = StubSearch(SlotSearcher(searcher, scheduler.slots), decided, journal)
     search._total_samples = problem.total
 
     def stop(trial: Any) -> None:
@@ -96,7 +113,7 @@ def drive(journal: Journal, problem: SearchProblem, searcher_name: str, schedule
         search.on_trial_complete(trial.trial_id)
 
     controller = SimpleNamespace(search_alg=search, stop_trial=stop)
-    while not search.is_finished() or history.open:
+    while not search.is_finished() or journal.history.open:
         trial = search.create_trial_if_possible({}) if not search.is_finished() else None
         if trial is not None:
             decided.on_trial_add(None, trial)
@@ -138,7 +155,7 @@ def test_killed_after_every_few_events_the_search_ends_as_one_that_was_left_alon
 ) -> None:
     problem = problem_of(demo_dir)
     drive(Journal(tmp_path / "undisturbed"), problem, searcher, scheduler)
-    undisturbed = Journal(tmp_path / "undisturbed").events()
+    undisturbed = events_of(tmp_path / "undisturbed")
     assert len(History(undisturbed).configs) == problem.total
     decisions = {e.get("decision") for e in undisturbed if e["event"] == "report"}
     assert decisions == {"CONTINUE", "PAUSE" if scheduler == "front" else "STOP"}
@@ -150,37 +167,79 @@ def test_killed_after_every_few_events_the_search_ends_as_one_that_was_left_alon
         except Killed:
             kills += 1
     assert kills > len(undisturbed) / 4
-    assert Journal(tmp_path / "killed").events() == undisturbed
+    assert events_of(tmp_path / "killed") == undisturbed
+
+
+def events_of(file: Path) -> list[dict[str, Any]]:
+    """What a journal says, but for when."""
+    return [{key: value for key, value in event.items() if key != "time"} for event in read_events(file)]
+
+
+def test_every_prefix_of_a_journal_is_a_state_that_the_search_was_in(demo_dir: Path, tmp_path: Path) -> None:
+    """Whichever byte a kill comes after: what was written whole is read, and the next writer goes on from there."""
+    journal = Journal(tmp_path / "journal.jsonl")
+    drive(journal, replace(problem_of(demo_dir, ["gqa"], [0.5]), samples=1), "random", "front")
+    lines = journal.path.read_bytes().splitlines(keepends=True)
+    states = [vars(History())]
+    fold = History()
+    for event in read_events(journal.path):
+        fold.add(event)
+        states.append(copy.deepcopy(vars(fold)))
+    assert len(lines) > 15 and states[-1] == vars(journal.history)
+    folder = tmp_path / "cut"
+    folder.mkdir()
+    for whole in range(len(lines)):
+        for cut in range(len(lines[whole])):
+            (folder / "journal.jsonl").write_bytes(b"".join(lines[:whole]) + lines[whole][:cut])
+            assert vars(read_history(folder / "journal.jsonl")) == states[whole]
+        load_trials(folder)
+        again = Journal(folder / "journal.jsonl")
+        event = json.loads(lines[whole])
+        again.append(event.pop("event"), **event)
+        assert again.path.read_bytes() == b"".join(lines[: whole + 1])
+        assert vars(again.history) == states[whole + 1]
 
 
 def test_a_line_cut_short_is_dropped_and_the_next_one_is_whole(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal")
-    journal.append(END, trial="t0", error=None)
+    journal = begun(tmp_path, "t0")
     with journal.path.open("a") as stream:
         stream.write('{"event": "end", "tri')
-    assert [e["trial"] for e in journal.events()] == ["t0"]
-    journal.append(END, trial="x" * 10_000, error=None)
-    journal.append(END, trial="t2", error=None)
-    assert [e["trial"] for e in journal.events()] == ["t0", "x" * 10_000, "t2"]
+    assert [e["trial"] for e in read_events(journal.path)[1:]] == ["t0"]
+    for trial in ("x" * 10_000, "t2"):
+        journal.append(TRIAL, trial=trial, config=CONFIG)
+    assert list(Journal(journal.path).history.records) == ["t0", "x" * 10_000, "t2"]
     journal.path.write_text('{"event"\n' + journal.path.read_text())
-    with pytest.raises(JournalError, match="line 1 of 4"):
-        journal.events()
+    with pytest.raises(JournalError, match="line 1 of 5"):
+        load_trials(tmp_path)
+
+
+CONFIG = {"recipe": "gqa", "kv_ratio": 0.5, "learning_rate": 1e-3, "choices": {}, "seed": 1}
+
+
+def begun(folder: Path, *trials: str) -> Journal:
+    """A journal in which some trials were suggested."""
+    journal = Journal(folder / "journal.jsonl")
+    journal.begin(RUNGS)
+    for trial in trials:
+        journal.append(TRIAL, trial=trial, config=CONFIG)
+    return journal
 
 
 FILL = """
 import resource, signal, sys
-from orchestrator.search.journal import Journal, JournalError
+from orchestrator.storage.journal import Journal, JournalError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 journal = Journal(sys.argv[1])
+journal.begin(3)
 for number in range(100):
     try:
-        journal.append("end", trial=f"t{number}")
+        journal.append("resume", number=number)
     except JournalError as error:
         print(error)
         break
 try:
-    journal.append("end", trial="small")
+    journal.append("resume")
 except JournalError:
     print("refused")
 """
@@ -192,11 +251,25 @@ def test_a_full_disk_leaves_a_whole_journal_and_says_what_to_do(tmp_path: Path) 
     assert f"{file}: cannot be written" in told
     assert "--resume" in told
     assert told.endswith("refused\n")
-    events = Journal(file).events()
-    assert [e["trial"] for e in events] == [f"t{n}" for n in range(len(events))]
-    assert 20 < len(events) < 100
-    Journal(file).append(END, trial="after")
-    assert Journal(file).events()[-1]["trial"] == "after"
+    events = read_events(file)[1:]
+    assert [e["number"] for e in events] == list(range(len(events)))
+    assert 10 < len(events) < 100
+    Journal(file).append(INTERRUPT)
+    assert Journal(file).history.interrupted
+
+
+def test_a_disk_that_is_full_for_a_trial_ends_the_search_and_not_the_trial(demo_dir: Path, tmp_path: Path) -> None:
+    """Else all the others would fail after it, and what is left would be promoted."""
+    journal = begun(tmp_path, "t0")
+    scheduler = JournaledScheduler(make_scheduler("budget", RungProblem(RUNGS, 2.0)), journal)
+    slots = SlotSearcher(make_searcher("random", problem_of(demo_dir)), scheduler.inner.slots)
+    search = JournaledSearch(slots, scheduler, journal)
+    (tmp_path / "error.txt").write_text("OSError: [Errno 28] No space left on device: 'model.safetensors'\n")
+    trial = StubTrial(trial_id="t0", config=CONFIG, status=Trial.RUNNING, error_file=str(tmp_path / "error.txt"))
+    scheduler.on_trial_error(None, trial)
+    with pytest.raises(JournalError, match="No space left on device.*--resume"):
+        search.on_trial_complete("t0", error=True)
+    assert journal.history.open == ["t0"] and [e["event"] for e in read_events(journal.path)] == ["search", "trial"]
 
 
 def report(trial: str, step: int, decision: str, **result: Any) -> dict[str, Any]:
@@ -205,39 +278,62 @@ def report(trial: str, step: int, decision: str, **result: Any) -> dict[str, Any
 
 
 def test_ends_that_a_kill_has_swallowed_are_written_and_lost_trials_are_tried_again(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal")
-    for trial in ("stopped", "done", "open", "lost", "failed"):
-        journal.append("trial", trial=trial, config={})
+    journal = begun(tmp_path, "stopped", "done", "open", "lost", "failed")
     for event in (report("stopped", 0, "STOP"), report("done", 20, "CONTINUE"), report("open", 10, "CONTINUE")):
         journal.append(**event)
     journal.append(END, trial="lost", error="ActorDiedError", trace=None, lost=True)
     journal.append(END, trial="failed", error="ValueError", trace=None, lost=False)
-    history = History(journal.events())
-    settle(journal, history, RUNGS)
+    settle(journal)
+    history = journal.history
     assert history.open == ["open", "lost"]
     assert set(history.ends) == {"stopped", "done", "failed"}
-    assert [e["event"] for e in journal.events()[-3:]] == [END, END, AGAIN]
-    settle(journal, history, RUNGS)
-    assert len(journal.events()) == 13
+    assert [e["event"] for e in history.events[-3:]] == [END, END, AGAIN]
+    settle(journal)
+    assert len(read_events(journal.path)) == 14
 
 
-def test_records_are_brought_to_where_the_journal_is(tmp_path: Path) -> None:
-    config = {"recipe": "gqa", "kv_ratio": 0.5, "learning_rate": 1e-3, "choices": {}, "seed": 1}
-    events: list[dict[str, Any]] = [{"event": "trial", "trial": t, "config": config} for t in ("a", "b", "c")]
-    events += [
-        report("a", 0, "CONTINUE", loss=3.0),
-        report("a", 10, "STOP", loss=2.5),
-        report("b", 0, "STOP", loss=9.0),
-    ]
-    events += [{"event": END, "trial": t, "error": None, "trace": None, "lost": False} for t in ("a", "b")]
-    log = SearchLog(tmp_path / "trials.json", None, None, 3, RUNGS, 2.0)
-    log.reconcile(History(events))
-    found = records.load_trials(tmp_path / "trials.json")
-    assert [(t.trial_id, t.status, [r["loss"] for r in t.rungs]) for t in found] == [
+def test_records_are_what_the_journal_says(tmp_path: Path) -> None:
+    journal = begun(tmp_path, "a", "b", "c", "d", "e")
+    for event in (
+        report("a", 0, "CONTINUE", loss=3.0, kv_bytes_per_token=2048, phases={"plan": 1.5}),
+        report("a", 10, "STOP", loss=2.5, checkpoint_path="/x"),
+        report("b", 0, "CONTINUE", loss=9.0),
+        report("b", 20, "CONTINUE", loss=math.nan),
+        report("c", 0, "PAUSE", loss=4.0),
+    ):
+        journal.append(**event)
+    for trial, error in (("a", None), ("b", None), ("d", "ValueError: no")):
+        journal.append(END, trial=trial, error=error, trace=None, lost=False)
+    journal.append("run", trial="a", run_id="r1")
+
+    def states() -> list[tuple[str, str, list[float | None]]]:
+        return [(t.trial_id, t.status, [r["loss"] for r in t.rungs]) for t in load_trials(tmp_path)]
+
+    assert states() == [
         ("a", records.STOPPED, [3.0, 2.5]),
-        ("b", records.STOPPED, [9.0]),
-        ("c", records.WAITING, []),
+        ("b", records.FAILED, [9.0, None]),
+        ("c", records.WAITING, [4.0]),
+        ("d", records.FAILED, []),
+        ("e", records.RUNNING, []),
     ]
+    first, second, *_ = load_trials(tmp_path)
+    assert (first.run_id, first.kv_bytes_per_token, first.seconds) == ("r1", 2048, {"plan": 1.5})
+    assert first.last["checkpoint_path"] == "/x" and abs(first.last["timestamp"] - time.time()) < 60
+    assert "diverged" in (second.error or "")
+    journal.append(INTERRUPT)
+    assert [status for _, status, _ in states()[2:]] == [records.KILLED, records.FAILED, records.KILLED]
+    settle(Journal(journal.path))
+    assert [status for _, status, _ in states()[2:]] == [records.WAITING, records.FAILED, records.RUNNING]
+
+
+@pytest.mark.parametrize(
+    "first", ['{"event": "trial", "trial": "t0", "config": {}}', '{"event": "search", "format": 99}']
+)
+def test_a_journal_of_another_version_is_refused(tmp_path: Path, first: str) -> None:
+    (tmp_path / "journal.jsonl").write_text(first + "\n")
+    for read in (read_events, read_history, Journal):
+        with pytest.raises(ConfigError, match="was started by a.* version .*start a new search"):
+            read(tmp_path / "journal.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -253,15 +349,3 @@ def test_records_are_brought_to_where_the_journal_is(tmp_path: Path) -> None:
 )
 def test_only_what_the_machines_have_done_is_tried_again(error: Any, expected: bool) -> None:
     assert lost(error) is expected
-
-
-def test_a_searcher_that_changed_its_mind_does_not_change_the_record(
-    demo_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    problem = problem_of(demo_dir)
-    searcher = make_searcher("random", problem)
-    first = searcher.suggest("t0000")
-    assert first != Searcher.FINISHED
-    events = [{"event": "trial", "trial": "t0000", "config": {**first, "learning_rate": 0.5}}]  # type: ignore[dict-item]
-    replay(History(events), make_searcher("random", problem), make_scheduler("budget", RungProblem(RUNGS, 2.0)))
-    assert "the searcher now suggests another trial" in caplog.text

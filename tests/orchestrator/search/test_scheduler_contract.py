@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -186,17 +185,6 @@ def test_with_several_at_a_time_a_kill_changes_no_decision_made(make: Any, event
     before = dict(first.decisions)
     tune = told_again(first, make()).run()
     assert ended(tune) and {key: tune.decisions[key] for key in before} == before
-
-
-def test_saved_and_restored_it_decides_the_same(make: Any, tmp_path: Path) -> None:
-    first = VirtualTune(make(), curves(24), 1).run(20)
-    first.scheduler.save(str(tmp_path / "state"))
-    second = make()
-    second.restore(str(tmp_path / "state"))
-    assert second.debug_string() == first.scheduler.debug_string()
-    report = {"loss": 1.0, "kv_bytes_per_token": 1.0, "rung": 0}
-    one = trial(50, [1.0, 1.0, 1.0])
-    assert second.on_trial_result(None, one, report) == first.scheduler.on_trial_result(None, one, report)
 
 
 def test_no_rung_is_refused() -> None:

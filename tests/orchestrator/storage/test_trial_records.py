@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from journals import write_journal
 
-from orchestrator.search.callbacks import SearchLog, progress_line
+from orchestrator.search.callbacks import progress_line
 from orchestrator.storage import records
-from orchestrator.storage.records import (
-    TrialRecord,
-    best_per_budget,
-    front,
-    load_trials,
-    ranked,
-    save_change,
-    save_trials,
-)
+from orchestrator.storage.journal import load_trials
+from orchestrator.storage.records import TrialRecord, best_per_budget, front, ranked
 
 
 def record(name: str, budget: float, loss: float, status: str = records.DONE, recipe: str = "headfold") -> TrialRecord:
@@ -92,9 +85,12 @@ def test_a_report_hands_over_its_relaxation_and_its_similarity() -> None:
 
 def test_records_come_back_from_disk_as_they_were(tmp_path: Path) -> None:
     trials = [record("a", 0.25, 2.5), record("b", 0.5, 2.4)]
-    save_trials(tmp_path / "x" / "trials.json", trials)
-    assert load_trials(tmp_path / "x" / "trials.json") == trials
-    assert load_trials(tmp_path / "none.json") == []
+    write_journal(tmp_path, trials)
+    found = load_trials(tmp_path)
+    assert [(t.trial_id, t.kv_ratio, t.loss, t.status, t.kv_bytes_per_token) for t in found] == [
+        (t.trial_id, t.kv_ratio, t.loss, t.status, t.kv_bytes_per_token) for t in trials
+    ]
+    assert load_trials(tmp_path / "none") == []
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
@@ -116,45 +112,6 @@ def test_probes_are_no_candidates_for_anything() -> None:
     assert best_per_budget(trials)[0.5].trial_id == "a"
 
 
-def test_a_change_is_a_line_beside_the_file_of_all(tmp_path: Path) -> None:
-    path = tmp_path / "trials.json"
-    first, second = record("a", 0.5, 2.5), record("b", 0.25, 2.7)
-    save_change(path, first)
-    assert load_trials(path) == [first]
-    save_trials(path, [first, second])
-    written = path.read_bytes()
-    second.rungs.append({"step": 8, "loss": 2.6})
-    save_change(path, second)
-    third = record("c", 0.5, math.nan)
-    save_change(path, third)
-    assert path.read_bytes() == written
-    found = load_trials(path)
-    assert found[:2] == [first, second] and found[2].trial_id == "c" and found[2].rungs[0]["loss"] is None
-    save_trials(path, found)
-    assert load_trials(path) == found and [p.name for p in tmp_path.iterdir()] == ["trials.json"]
-
-
-def test_a_change_that_was_cut_short_is_passed_over(tmp_path: Path) -> None:
-    path = tmp_path / "trials.json"
-    save_change(path, record("a", 0.5, 2.5))
-    save_change(path, record("b", 0.5, 2.4))
-    changes = tmp_path / "trials.changes.jsonl"
-    changes.write_bytes(changes.read_bytes()[:-20])
-    save_change(path, record("c", 0.5, 2.3))
-    assert [t.trial_id for t in load_trials(path)] == ["a", "c"]
-
-
-def test_a_trial_that_is_paused_at_its_rung_is_told_as_waiting(tmp_path: Path) -> None:
-    log = SearchLog(tmp_path / "trials.json", None, None, 2, 3, 2.0)
-    paused: set[str] = set()
-    log.waits = paused.__contains__
-    config = {"recipe": "gqa", "kv_ratio": 0.5, "learning_rate": 1e-3, "choices": {}}
-    trial = SimpleNamespace(trial_id="t0000", config=config)
-    log.on_trial_start(0, [], trial)
-    paused.add("t0000")
-    log.on_trial_result(0, [], trial, {"step": 0, "rung": 0, "loss": 2.5})
-    assert load_trials(log.trials_file)[0].status == records.WAITING
-    assert "0 running, 0 stopped, 1 waiting" in progress_line(list(log.records.values()), 2, 3, 2.0, 1.0)
-    paused.clear()
-    log.on_trial_start(0, [], trial)
-    assert load_trials(log.trials_file)[0].status == records.RUNNING
+def test_the_progress_line_tells_of_trials_that_wait_at_their_rung() -> None:
+    trials = [record("a", 0.5, 2.5, status=records.WAITING)]
+    assert "0 running, 0 stopped, 1 waiting" in progress_line(trials, 2, 3, 2.0, 1.0)

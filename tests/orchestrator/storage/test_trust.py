@@ -8,11 +8,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from journals import write_journal
 
 from orchestrator.config.schema import ConfigError, parse_config
 from orchestrator.storage import records
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import TrialRecord, save_trials
+from orchestrator.storage.records import TrialRecord
 from orchestrator.storage.trust import doubts, warn_of_pickles
 from orchestrator.tracking.runs import redact
 
@@ -20,13 +21,14 @@ from orchestrator.tracking.runs import redact
 @pytest.fixture
 def folder(tmp_path: Path) -> SearchFolder:
     made = SearchFolder.fresh(tmp_path / "runs", "mine")
+    write_journal(made.root)
     made.snapshot.write_text("name: mine\n")
     return made
 
 
 def save(folder: SearchFolder, checkpoint: Path | str) -> None:
     rungs = [{"step": 8, "loss": 2.0, "checkpoint_path": str(checkpoint)}]
-    save_trials(folder.trials_file, [TrialRecord("t1", "gqa", 0.5, 1e-3, {}, records.DONE, rungs, 8)])
+    write_journal(folder.root, [TrialRecord("t1", "gqa", 0.5, 1e-3, {}, records.DONE, rungs, 8)])
 
 
 def test_an_own_search_is_read_without_a_warning(folder: SearchFolder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,9 +100,7 @@ def test_no_name_leads_out_of_the_storage(folder: SearchFolder, name: str) -> No
 
 def test_records_from_elsewhere_cannot_name_a_path(folder: SearchFolder) -> None:
     save(folder, "x")
-    record = json.loads(folder.trials_file.read_text())
-    record[0]["trial_id"] = "../../../etc"
-    folder.trials_file.write_text(json.dumps(record))
+    folder.journal.write_text(folder.journal.read_text().replace('"trial": "t1"', '"trial": "../../../etc"'))
     from orchestrator.reporting.report_page import write_report
 
     folder.base.write_text(json.dumps({"loss": 2.0, "kv_bytes_per_token": 8}))

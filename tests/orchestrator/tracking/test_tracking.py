@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +21,11 @@ from typing import Any
 import pytest
 
 from orchestrator.cluster.errors import last_error
-from orchestrator.search.callbacks import SearchLog, progress_line
+from orchestrator.search.callbacks import SearchLog, error_of, progress_line
 from orchestrator.storage import records
-from orchestrator.storage.records import load_trials
+from orchestrator.storage.journal import END, REPORT, TRIAL, Journal, load_trials
 from orchestrator.tracking.runs import Tracker, TrackingError, default_uri, redact
+from orchestrator.tracking.sync import MlflowSync, parent_run
 
 
 @pytest.fixture
@@ -54,10 +56,33 @@ def report(step: int, loss: float, **more: Any) -> dict[str, Any]:
     }
 
 
-def log_of(tracker: Tracker | None, tmp_path: Path, parent: str | None, expected: int = 3) -> SearchLog:
-    log = SearchLog(tmp_path / "search" / "trials.json", tracker, parent, expected, rungs=2, base_loss=2.0)
-    log.setup()
-    return log
+class Driven(SearchLog):
+    """A log whose hooks are called as Tune calls them: when the journal has what they are about."""
+
+    def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+        if trial.trial_id not in self.records:
+            self.journal.append(TRIAL, trial=trial.trial_id, config=trial.config)
+        super().on_trial_start(iteration, trials, trial)
+
+    def on_trial_result(self, iteration: int, trials: list, trial: Any, result: dict, **info: Any) -> None:
+        if (trial.trial_id, result["step"]) not in self.journal.history.decisions:
+            self.journal.append(REPORT, trial=trial.trial_id, result=result, decision="CONTINUE")
+        super().on_trial_result(iteration, trials, trial, result)
+
+    def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+        self.journal.append(END, trial=trial.trial_id, error=None, trace=None, lost=False)
+        super().on_trial_complete(iteration, trials, trial)
+
+    def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+        self.journal.append(END, trial=trial.trial_id, error=error_of(trial), trace=trial.error_file, lost=False)
+        super().on_trial_error(iteration, trials, trial)
+
+
+def log_of(tracker: Tracker | None, tmp_path: Path, parent: str | None, expected: int = 3) -> Driven:
+    journal = Journal(tmp_path / "search" / "journal.jsonl")
+    journal.begin(rungs=2)
+    sync = MlflowSync(lambda: tracker, replace(parent_run(tmp_path), run_id=parent)) if tracker else None
+    return Driven(journal, sync, expected, base_loss=2.0)
 
 
 def test_a_search_is_one_parent_with_a_child_for_each_trial(tracker: Tracker, tmp_path: Path) -> None:
@@ -106,21 +131,6 @@ def test_relaxation_and_similarity_are_metrics_of_the_trial(tracker: Tracker, tm
     assert run.data.metrics["relaxation_train_loss"] == 3.75
 
 
-def test_the_records_on_disk_say_the_same_without_mlflow(tmp_path: Path) -> None:
-    log = log_of(None, tmp_path, None)
-    one = trial(1)
-    log.on_trial_start(0, [], one)
-    log.on_trial_result(0, [], one, report(0, 2.8, kv_bytes_per_token=2048, phases={"plan": 1.5}))
-    log.on_trial_result(0, [], one, report(5, 2.4, checkpoint_path="/x"))
-    (record,) = load_trials(log.trials_file)
-    assert record.status == records.RUNNING
-    assert [rung["step"] for rung in record.rungs] == [0, 5]
-    assert record.loss == 2.4
-    assert record.kv_bytes_per_token == 2048
-    assert record.seconds == {"plan": 1.5}
-    assert record.last["checkpoint_path"] == "/x"
-
-
 def test_an_interrupted_search_is_taken_up_in_the_same_runs(tracker: Tracker, tmp_path: Path) -> None:
     parent = tracker.start("search")
     log = log_of(tracker, tmp_path, parent)
@@ -131,8 +141,7 @@ def test_an_interrupted_search_is_taken_up_in_the_same_runs(tracker: Tracker, tm
     (child,) = tracker.children(parent)
     assert child.info.status == "KILLED"
 
-    restored: SearchLog = pickle.loads(pickle.dumps(log))
-    restored.setup()
+    restored = log_of(tracker, tmp_path, parent)
     restored.on_trial_start(0, [], one)
     restored.on_trial_result(0, [], one, report(0, 2.8))
     restored.on_trial_result(0, [], one, report(5, 2.4))
@@ -140,22 +149,6 @@ def test_an_interrupted_search_is_taken_up_in_the_same_runs(tracker: Tracker, tm
     (child,) = tracker.children(parent)
     assert child.info.status == "FINISHED"
     assert [rung["step"] for rung in restored.records["t1"].rungs] == [0, 5]
-
-
-def test_a_failing_store_is_told_once_and_does_not_end_the_search(
-    tracker: Tracker, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    log = log_of(tracker, tmp_path, "no-such-run")
-
-    def broken(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("store is away")
-
-    tracker.client.create_run = broken
-    for number in (1, 2):
-        log.on_trial_start(0, [], trial(number))
-    assert len(log.errors) == 2
-    assert caplog.text.count("store is away") == 1
-    assert len(load_trials(log.trials_file)) == 2
 
 
 def test_a_version_is_registered_once_and_read_back_by_its_alias(tracker: Tracker, tmp_path: Path) -> None:
@@ -214,16 +207,9 @@ def test_a_store_that_is_away_is_refused_without_its_password(tmp_path: Path, mo
     assert "secret" not in str(caught.value)
 
 
-def test_no_password_is_pickled_and_the_same_process_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = "postgresql://me:secret@db/x"
-    dumped = pickle.dumps(Tracker(whole, "0"))
-    assert b"secret" not in dumped
-    restored = pickle.loads(dumped)
-    assert restored.uri == "postgresql://***@db/x"
-    asked: list[str] = []
-    monkeypatch.setattr("orchestrator.tracking.runs.open_client", asked.append)
-    _ = restored.client
-    assert asked == [whole]
+def test_nothing_of_the_store_is_pickled(tmp_path: Path) -> None:
+    """Tune keeps its callbacks in the folder of the search."""
+    assert pickle.loads(pickle.dumps(log_of(None, tmp_path, None))).__dict__ == {}
 
 
 def test_an_opened_store_is_not_that_of_what_runs_next(tmp_path: Path, empty_store: Path) -> None:
@@ -295,7 +281,7 @@ def test_a_server_takes_runs_artifacts_and_versions(tmp_path: Path) -> None:
             time.sleep(0.3)
         tracker = Tracker.open(address, "tests", tmp_path / "storage")
         run = tracker.start("promotion")
-        tracker.metrics(run, {"loss": 2.5}, step=3)
+        tracker.log(run, {"loss": 2.5, "step": 3})
         tracker.text(run, "hello", "note.txt")
         folder = tmp_path / "exported"
         folder.mkdir()
@@ -322,7 +308,7 @@ def test_probes_end_as_done_and_are_not_told_as_the_best(tmp_path: Path) -> None
         log.on_trial_start(0, [], each)
         log.on_trial_result(0, [], each, report(0, loss, calibration_loss=loss + 0.5))
     log.on_trial_complete(0, [], probe)
-    found, other = load_trials(tmp_path / "search" / "trials.json")
+    found, other = load_trials(tmp_path / "search")
     assert (found.probe, found.status, found.calibration_loss) == (True, records.DONE, 2.6)
     assert not other.probe
     line = progress_line([found, other], 3, 2, 2.0, 60.0)

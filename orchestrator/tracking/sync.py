@@ -1,0 +1,220 @@
+"""MLflow, brought up to date with what lies on disk: whenever it can be reached, and as often as one likes.
+
+Journal, settings and promotion say what MLflow is to hold (`Run`); `MlflowSync` finds each run by its tags, or makes
+it, and logs what is missing. Doing so twice changes nothing: points have the times of their reports, and a store keeps
+equal points once. So nothing is lost while the store is away, and nothing needs to be kept for it: the next try, the
+end of the search, or its resumption brings it up to date.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from attention.messages import reason
+from orchestrator.storage.records import ENDED, RUNNING
+from orchestrator.tracking.runs import STATUS, Tracker, TrackingError, is_away, redact
+
+logger = logging.getLogger(__name__)
+
+FOUND_BY = ("headfold.kind", "headfold.folder", "trial_id", "promotion_steps", "promotion_attempt")
+"""Tags that tell the runs of a search apart."""
+DONE_TAG = "headfold.synced"
+"""Set last, on a run that has ended: the digest of all that it was to hold."""
+PAUSE_SECONDS = (2.0, 60.0)
+"""Between two attempts to reach a store that is away: the first one, and the longest."""
+
+Key = tuple[tuple[str, str], ...]
+
+
+@dataclass
+class Run:
+    """What MLflow is to hold of one run. `tags`: it is found by those of FOUND_BY. `points`: values of metrics, each
+    with its `step` and `time` (seconds since 1970). `files`: artifacts; one that is not there is left out. `status`
+    None: as it is. `run_id`: of a search's own run, if it is known."""
+
+    name: str
+    tags: dict[str, Any]
+    status: str | None = RUNNING
+    params: Mapping[str, Any] = field(default_factory=dict)
+    points: list[dict[str, Any]] = field(default_factory=list)
+    texts: dict[str, str] = field(default_factory=dict)
+    files: list[Path] = field(default_factory=list)
+    run_id: str | None = None
+
+    @property
+    def key(self) -> Key:
+        return key_of(self.tags)
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def key_of(tags: Mapping[str, Any]) -> Key:
+    return tuple((name, str(tags[name])) for name in FOUND_BY if name in tags)
+
+
+@dataclass
+class _Known:
+    """A run as far as the store is known to have it."""
+
+    wanted: Run
+    run_id: str | None = None
+    status: str | None = None
+    digest: str | None = None
+    told: set[str] = field(default_factory=set)
+
+
+class MlflowSync:
+    """The runs of one search: `parent`, and children of it. Only registering a model needs the store there and then.
+
+    `connect` opens the store, and raises TrackingError if it is away.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Tracker],
+        parent: Run,
+        tracker: Tracker | None = None,
+        pause: tuple[float, float] = PAUSE_SECONDS,
+    ) -> None:
+        self._connect, self._tracker, self._pause = connect, tracker, pause
+        self._parent = parent.key
+        self._runs: dict[Key, _Known] = {}
+        self._waiting: dict[Key, _Known] = {}
+        self._found: dict[Key, Any] | None = None
+        self._delay, self._next_try, self._told = 0.0, 0.0, False
+        self.put(parent)
+
+    @property
+    def parent_id(self) -> str | None:
+        """The store's id of the parent; None as long as it was never reached."""
+        return self._runs[self._parent].run_id
+
+    def id_of(self, run: Run) -> str | None:
+        known = self._runs.get(run.key)
+        return None if known is None else known.run_id
+
+    @property
+    def waiting(self) -> int:
+        """How many runs the store may not have as they should be."""
+        return len(self._waiting)
+
+    def put(self, run: Run) -> str | None:
+        """Bring one run up to date, and all that wait. Its id; None as long as the store is away, which is told once
+        and is no error."""
+        known = self._waiting[run.key] = self._runs.setdefault(run.key, _Known(run))
+        known.wanted = run
+        if time.monotonic() >= self._next_try:
+            self._send_all()
+        return known.run_id
+
+    def flush(self) -> bool:
+        """Try now. Whether the store has everything."""
+        self._send_all()
+        return not self.waiting
+
+    def registry(self) -> Tracker:
+        """The store, for what cannot wait; it has everything up to now. Raises TrackingError if it is away."""
+        if not self.flush() or self._tracker is None:
+            raise TrackingError("the MLflow store is away; go on with --resume when it is back")
+        return self._tracker
+
+    # ---- sending -----------------------------------------------------------------------------------------------
+
+    def _send_all(self) -> None:
+        try:
+            for key, known in list(self._waiting.items()):
+                self._send(known)
+                del self._waiting[key]
+        except Exception as error:
+            self._wait(error)
+            return
+        self._delay = 0.0
+        if self._told:
+            logger.warning("MLflow is back, and up to date")
+            self._told = False
+
+    def _wait(self, error: Exception) -> None:
+        first, longest = self._pause
+        self._delay = min(longest, 2 * self._delay or first)
+        self._next_try = time.monotonic() + self._delay
+        self._tracker = self._found = None  # a run may have been made whose answer was lost
+        if not self._told:
+            told = reason(error, redact)
+            logger.warning("MLflow is away (%s); it is brought up to date as soon as it can be reached", told)
+            self._told = True
+
+    def _send(self, known: _Known) -> None:
+        if self._tracker is None:
+            self._tracker = self._connect()
+        run, tracker, digest = known.wanted, self._tracker, known.wanted.digest
+        if known.run_id is None:
+            self._take_up(known, tracker)
+        if known.digest == digest:
+            return
+        own = known.run_id
+        assert own is not None
+        self._tell(known, "params", lambda: tracker.params(own, run.params))
+        for point in run.points:
+            self._tell(known, f"point {point!r}", lambda point=point: tracker.log(own, point))
+        for name, value in run.tags.items():
+            self._tell(known, f"tag {name} {value}", lambda name=name, value=value: tracker.tags(own, {name: value}))
+        for file, text in run.texts.items():
+            self._tell(known, f"text {file} {text}", lambda file=file, text=text: tracker.text(own, text, file))
+        for file in filter(Path.exists, run.files):
+            stamp = file.stat().st_mtime_ns
+            self._tell(known, f"file {file} {stamp}", lambda file=file: tracker.file(own, file))
+        if run.status is not None and known.status != STATUS[run.status]:
+            tracker.end(own, run.status) if run.status in ENDED else tracker.resume(own)
+            known.status = STATUS[run.status]
+        known.digest = digest
+        if run.status in ENDED:
+            self._tell(known, f"tag {DONE_TAG} {digest}", lambda: tracker.tags(own, {DONE_TAG: digest}))
+
+    def _tell(self, known: _Known, what: str, send: Callable[[], None]) -> None:
+        """Once; what the store refuses is told to the user and does not hold up the rest."""
+        if what in known.told:
+            return
+        try:
+            send()
+        except Exception as error:
+            if is_away(error):
+                raise
+            name = known.wanted.name
+            logger.warning("MLflow has refused the %s of %s: %s", redact(what)[:80], name, reason(error, redact))
+        known.told.add(what)
+
+    def _take_up(self, known: _Known, tracker: Tracker) -> None:
+        """Find the run, or make it."""
+        run, is_parent = known.wanted, known.wanted.key == self._parent
+        if is_parent:
+            found = tracker.search_run(run.run_id, dict(run.key))
+        else:
+            if self._found is None:
+                assert self.parent_id is not None
+                self._found = {key_of(child.data.tags): child for child in tracker.children(self.parent_id)}
+            found = self._found.get(run.key)
+        tags = dict(run.key)
+        if found is None:
+            known.run_id = tracker.start(run.name, parent=None if is_parent else self.parent_id, tags=tags)
+            known.status = STATUS[RUNNING]
+        else:
+            known.run_id, known.status, tags = found.info.run_id, found.info.status, found.data.tags
+            if found.data.params:
+                known.told.add("params")  # all in one go; and they never change
+            if run.status is None or known.status == STATUS[run.status]:
+                known.digest = tags.get(DONE_TAG)
+        known.told |= {f"tag {name} {value}" for name, value in tags.items()}
+
+
+def parent_run(folder: Path, **more: Any) -> Run:
+    """The run of a search itself, which all its others are children of."""
+    return Run(folder.name, {"headfold.kind": "search", "headfold.folder": str(folder)}, **more)

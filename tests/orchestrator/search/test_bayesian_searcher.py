@@ -1,0 +1,63 @@
+"""What the optuna searcher learns from trials, and from which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_searcher_contract import complete, problem
+
+from orchestrator.search.candidates import Candidate
+from orchestrator.search.searchers import SEARCHERS, SearchProblem
+from orchestrator.search.searchers.bayesian import BEST, RECENT, FrontSearch
+
+
+@pytest.fixture
+def task(demo_dir: Path) -> SearchProblem:
+    return problem(demo_dir, "optuna")
+
+
+def make(task: SearchProblem) -> Any:
+    return SEARCHERS.get("optuna")(task)
+
+
+def test_a_trial_counts_with_its_highest_rung_and_once(task: SearchProblem) -> None:
+    searcher = make(task)
+    config = searcher.suggest("a")
+    report = {"loss": 3.0, "kv_bytes_per_token": 4096.0, "rung": 0}
+    searcher.on_trial_result("a", report)
+    searcher.on_trial_result("a", report)  # told again after a restart
+    searcher.on_trial_result("a", report | {"loss": 2.0, "rung": 1})
+    searcher.on_trial_complete("a")  # paused there, and stopped in the end: Tune has no result for it
+    assert config["kv_ratio"] == 0.5
+    assert [o.values for o in searcher._seen.values()] == [(2.0, 4096.0)]
+
+
+@pytest.mark.parametrize(
+    "end", [{"result": {"loss": float("nan"), "kv_bytes_per_token": 1, "rung": 1}}, {"error": True}]
+)
+def test_diverged_and_failed_trials_teach_nothing(task: SearchProblem, end: dict[str, Any]) -> None:
+    searcher = make(task)
+    searcher.suggest("a")
+    searcher.on_trial_result("a", {"loss": 3.0, "kv_bytes_per_token": 4096.0, "rung": 0})
+    searcher.on_trial_complete("a", **end)
+    assert not searcher._seen
+
+
+def test_a_proposal_rests_on_a_bounded_number_of_results(demo_dir: Path) -> None:
+    """The newest, and the best by rank however old: else every proposal would take longer than the one before."""
+    searcher = make(problem(demo_dir, "optuna"))
+    assert isinstance(searcher, FrontSearch)
+    config = searcher.suggest("t")
+    complete(searcher, "t", config)
+    point = next(iter(searcher._seen.values())).point
+    for number in range(500):
+        searcher._points[f"t{number}"] = point
+        loss = 1.0 if number == 3 else 2.0 + number / 1000
+        searcher.on_trial_result(f"t{number}", {"loss": loss, "kv_bytes_per_token": 4096.0, "rung": 1})
+        window = searcher._window()
+        assert len(window) <= RECENT + BEST
+    assert window[-1].values[0] == pytest.approx(2.499)
+    assert min(window, key=lambda o: o.values).values[0] == 1.0  # the third of five hundred
+    assert Candidate.from_config(searcher.suggest("next")).kv_ratio in (0.5, 0.25)

@@ -1,0 +1,179 @@
+"""MLflow that goes away: it has everything in the end, once, whenever the driver is killed."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.storage.records import DONE, KILLED, RUNNING
+from orchestrator.tracking.runs import Tracker, TrackingError
+from orchestrator.tracking.sync import MlflowSync, Run, parent_run
+
+AWAY = ConnectionError("nobody there")
+STEPS = {0: 3.0, 5: 2.5, 10: 2.0}
+
+
+@pytest.fixture
+def plain(tmp_path: Path, empty_store: Path) -> Iterator[Tracker]:
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    yield Tracker.open(None, "tests", tmp_path)
+
+
+class Store:
+    """The real store behind a line that can be cut: before a call arrives, or before its answer does."""
+
+    def __init__(self, client: Any) -> None:
+        self.client, self.away, self.deaf = client, False, False
+        self.patience: float = math.inf  # calls that still get through
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            self.patience -= 1
+            if self.away or self.patience < (-1 if self.deaf else 0):
+                raise AWAY
+            self.calls.append(name)
+            answer = getattr(self.client, name)(*arguments, **named)
+            if self.patience < 0:
+                raise AWAY
+            return answer
+
+        return call
+
+
+class Line(Tracker):
+    """A tracker whose client is such a store."""
+
+    def __init__(self, plain: Tracker, store: Store) -> None:
+        super().__init__(plain.uri, plain.experiment_id)
+        self._opened = store
+
+
+@pytest.fixture
+def store(plain: Tracker) -> Store:
+    return Store(plain.client)
+
+
+def driver(plain: Tracker, store: Store, folder: Path, status: str = RUNNING) -> MlflowSync:
+    """What a driver has after its start: it knows nothing of the store."""
+    return MlflowSync(lambda: Line(plain, store), parent_run(folder, status=status), pause=(0.0, 0.0))
+
+
+def trial(number: int, rungs: int = 3, status: str = RUNNING) -> Run:
+    """A trial as far as `rungs` rungs."""
+    points = [{"loss": loss, "recipe": "gqa", "step": s, "time": 1e9 + s} for s, loss in list(STEPS.items())[:rungs]]
+    tags = {"headfold.kind": "trial", "trial_id": f"t{number}"}
+    params = {"recipe": "gqa", "choices": {"grouping": "exact"}}
+    texts = {"gate.yaml": "passed"} if rungs == 3 else {}
+    return Run(f"trial {number}", tags, status, params, points, texts)
+
+
+def tell(sync: MlflowSync, number: int) -> None:
+    """A trial's whole life."""
+    for rungs in range(4):
+        sync.put(trial(number, rungs))
+    sync.put(trial(number, status=DONE))
+
+
+def check(plain: Tracker, trials: int) -> None:
+    """Each trial is there once, with each point of its series once, at its own time."""
+    runs = plain.client.search_runs([plain.experiment_id])
+    assert len(runs) == trials + 1
+    (parent,) = [r for r in runs if r.data.tags["headfold.kind"] == "search"]
+    children = plain.children(parent.info.run_id)
+    assert sorted(r.data.tags["trial_id"] for r in children) == [f"t{n}" for n in range(trials)]
+    for run in children:
+        points = plain.client.get_metric_history(run.info.run_id, "loss")
+        assert [(p.step, p.value) for p in points] == list(STEPS.items())
+        assert [p.timestamp for p in points] == [1000 * (1_000_000_000 + step) for step in STEPS]
+        assert run.info.status == "FINISHED"
+        assert run.data.params["choices.grouping"] == "exact"
+        assert [f.path for f in plain.client.list_artifacts(run.info.run_id)] == ["gate.yaml"]
+
+
+def test_what_happened_while_the_store_was_away_is_told_when_it_is_back(
+    plain: Tracker, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sync = driver(plain, store, tmp_path)
+    tell(sync, 0)
+    store.away = True
+    tell(sync, 1)
+    assert (sync.id_of(trial(1)), sync.waiting) == (None, 1)
+    with pytest.raises(TrackingError, match="away"):
+        sync.registry()
+    store.away = False
+    tell(sync, 2)
+    assert sync.waiting == 0 and sync.registry().uri == plain.uri
+    assert sync.id_of(trial(1)) in {r.info.run_id for r in plain.client.search_runs([plain.experiment_id])}
+    check(plain, 3)
+    assert [r.getMessage().count("is away") + r.getMessage().count("is back") for r in caplog.records] == [1, 1]
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_killed_after_any_call_nothing_is_lost_and_nothing_told_twice(
+    plain: Tracker, store: Store, tmp_path: Path, deaf: bool
+) -> None:
+    """`deaf`: the store takes the last call, and the driver is killed before it knows."""
+    for patience in range(1, 17, 3):
+        own = Tracker(plain.uri, plain.client.create_experiment(f"killed after {patience}"))
+        store.patience, store.deaf = patience, deaf
+        first = driver(own, store, tmp_path)
+        tell(first, 0)
+        tell(first, 1)
+        assert first.waiting
+        store.patience = math.inf
+        second = driver(own, store, tmp_path)
+        for number in (0, 1):  # a driver that goes on knows from its records how far each trial has come
+            second.put(trial(number, status=DONE))
+        assert second.flush()
+        check(own, 2)
+
+
+def test_what_is_there_is_not_told_again(plain: Tracker, store: Store, tmp_path: Path) -> None:
+    tell(driver(plain, store, tmp_path), 0)
+    store.calls.clear()
+    again = driver(plain, store, tmp_path)
+    again.put(trial(0, status=DONE))
+    again.put(trial(0, status=DONE))
+    assert set(store.calls) == {"search_runs"}
+    check(plain, 1)
+
+
+def test_a_trial_that_goes_on_is_taken_up_in_its_run(plain: Tracker, store: Store, tmp_path: Path) -> None:
+    first = driver(plain, store, tmp_path)
+    run_id = first.put(trial(0, 1, KILLED))
+    assert plain.client.get_run(run_id).info.status == "KILLED"
+    second = driver(plain, store, tmp_path)
+    assert second.put(trial(0, 2)) == run_id and second.parent_id == first.parent_id
+    assert plain.client.get_run(run_id).info.status == "RUNNING"
+    second.put(trial(0, status=DONE))
+    check(plain, 1)
+
+
+def test_what_the_store_refuses_does_not_hold_up_the_rest(
+    plain: Tracker, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sync = driver(plain, store, tmp_path)
+    with caplog.at_level(logging.WARNING):
+        sync.put(replace(trial(0, 0), params={"a name with a forbidden sign \0": 1}))
+    assert "MLflow has refused the params" in caplog.text
+    sync.put(trial(1, status=DONE))
+    assert sync.waiting == 0 and sync.id_of(trial(1)) is not None
+
+
+def test_a_store_that_never_comes_is_told_and_is_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    address = "http://user:secret@127.0.0.1:9"
+    sync = MlflowSync(lambda: Tracker.open(address, "tests", tmp_path), parent_run(tmp_path))
+    sync.put(trial(0))
+    assert not sync.flush() and sync.parent_id is None and sync.waiting == 2
+    assert caplog.text.count("MLflow is away") == 1 and "secret" not in caplog.text
