@@ -5,7 +5,6 @@ Paper 000 (Chen 2024), section 4.3 and App. B.2. Legend: L layers, H query heads
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 
@@ -43,13 +42,11 @@ def search_distances(
     *,
     steps: int = STEPS,
     rate: float = 1e-2,
-    per_dimension: bool = True,
     seed: int = 0,
-    progress: Callable[[int, float], None] | None = None,
 ) -> FusionDistances:
     """Train a copy of `model`, lifted, with every head free to mix all heads of its layer, and compare the mixes.
 
-    `sequences [N, T]`: training text; `rate`: of the coefficients; `progress(step, loss)` after each step. All weights
+    `sequences [N, T]`: training text; `rate`: of the coefficients; All weights
     train, as while fusing; the copy is thrown away, and fusing starts from the checkpoint again. Whether it should is
     **silent** in the paper, as is the search phase's learning rate. With a process group all workers call together.
     Raises ValueError for a model with one head a layer.
@@ -58,11 +55,11 @@ def search_distances(
     plan = plan_of(model)
     single = LayerPlan((0,) * plan.num_heads, (0,) * plan.num_heads)
     goal = replace(plan.unshared, layers=(single,) * plan.num_layers)
-    relaxation = install(lifted(model), goal, steps=steps, rate=rate, per_dimension=per_dimension)
+    relaxation = install(lifted(model), goal, steps=steps, rate=rate)
     with closing(Engine(relaxation.model, settings, steps, relaxation.parameter_groups())) as engine:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         stream = BatchStream(sequences, settings.batch_size, rank=rank, world_size=world_size, seed=seed)
-        train(engine, stream, steps=steps, loss_fn=objective(), on_step=progress)
+        train(engine, stream, steps=steps, loss_fn=objective())
         found = {side: relaxation.distances(side) for side in ("k", "v")}
     key, value = (torch.stack([d for d in found[side] if d is not None]) for side in ("k", "v"))
     return FusionDistances(key, value)

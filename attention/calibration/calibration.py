@@ -42,6 +42,7 @@ __all__ = [
     "silent",
 ]
 
+SAMPLE_TOKENS = 16_384
 MIXED = ("head", "pooled")
 ProgressFn = Callable[[int, int], None]
 
@@ -54,7 +55,7 @@ def calibrate(
     model: PreTrainedModel,
     sequences: Tensor,
     *,
-    sample_tokens: int = 16_384,
+    sample_tokens: int = SAMPLE_TOKENS,
     batch_size: int = 8,
     mixed: str = "head",
     progress: ProgressFn | None = None,
@@ -95,19 +96,16 @@ def cached_calibration(
     sequences: Tensor,
     cache_dir: str | Path,
     *,
-    sample_tokens: int = 16_384,
-    batch_size: int = 8,
-    mixed: str = "head",
     progress: ProgressFn | None = None,
 ) -> Calibration:
-    """`calibrate`, kept under `cache_dir` by the digest of weights, tokens and settings.
+    """`calibrate`, kept under `cache_dir` by the digest of weights and tokens.
 
     Files that are damaged or belong to another digest are made anew. Several processes may call it at once: each
     writes the same content in one step. Raises as `calibrate` does, and OSError if the folder cannot be written.
     """
     geometry = geometry_of(model.config)
-    check_sequences(sequences, geometry, sample_tokens)
-    digest = calibration_digest(model, sequences, sample_tokens, _checked_mixed(mixed))
+    check_sequences(sequences, geometry, SAMPLE_TOKENS)
+    digest = calibration_digest(model, sequences, SAMPLE_TOKENS)
     folder = Path(cache_dir) / f"calibration-{digest}"
     if folder.exists():
         try:
@@ -120,9 +118,7 @@ def cached_calibration(
     Path(cache_dir).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=cache_dir):  # a folder that cannot be written is better known before the pass
         pass
-    made = calibrate(
-        model, sequences, sample_tokens=sample_tokens, batch_size=batch_size, mixed=mixed, progress=progress
-    )
+    made = calibrate(model, sequences, progress=progress)
     made.save(folder)
     return made
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from attention.families import Family
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
 from attention.modeling.shared_weights import SharedColumns, SharedRows
@@ -120,3 +121,15 @@ def plain_config(config: Any, kv_heads: int) -> PretrainedConfig:
     plain = copy.deepcopy(config)
     plain.num_key_value_heads = kv_heads
     return plain
+
+
+def family(
+    name: str,
+    config_class: type[PretrainedConfig],
+    model_class: type[PreTrainedModel],
+    geometry: Callable[[Any], HeadGeometry],
+    **others: Any,
+) -> Family:
+    """A family of this layout; `others`: the fields of `Family` in which it differs."""
+    layout: dict[str, Any] = {"attention_modules": attention_modules, "read": read, "reshape": reshape, "write": write}
+    return Family(name, config_class, model_class, geometry, **{**layout, "plain_config": plain_config, **others})

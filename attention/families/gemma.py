@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import GemmaConfig, GemmaForCausalLM
 
-from attention.families import Family, _separate
+from attention.families import _separate
 from attention.geometry import HeadGeometry
 
 
@@ -25,14 +25,4 @@ def geometry(config: Any) -> HeadGeometry:
     )
 
 
-FAMILY = Family(
-    name="gemma",
-    config_class=GemmaConfig,
-    model_class=GemmaForCausalLM,
-    geometry=geometry,
-    attention_modules=_separate.attention_modules,
-    read=_separate.read,
-    reshape=_separate.reshape,
-    write=_separate.write,
-    plain_config=_separate.plain_config,
-)
+FAMILY = _separate.family("gemma", GemmaConfig, GemmaForCausalLM, geometry)

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from attention.families import Family, _separate, _uneven
-from attention.geometry import HeadGeometry, RotaryLayout
+from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.plan import LayerPlan
 
@@ -24,23 +24,7 @@ def geometry(config: Any) -> HeadGeometry:
     """Raises ValueError for a model with cross-attention, whose second cache a plan does not describe."""
     if config.add_cross_attention:
         raise ValueError("a GPT-2 with add_cross_attention=true is not supported; expected a decoder alone")
-    head_dim = config.hidden_size // config.num_attention_heads
-    return HeadGeometry(
-        family="gpt2",
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_attention_heads,
-        head_dim=head_dim,
-        rotary=RotaryLayout.none(head_dim),
-        query_bias=True,
-        key_bias=True,
-        value_bias=True,
-        output_bias=True,
-        qk_norm=False,
-        max_positions=config.max_position_embeddings,
-        vocab_size=config.vocab_size,
-    )
+    return _uneven.geometry(config, "gpt2", 0, True)
 
 
 class UnevenGPT2Attention(GPT2Attention):

@@ -15,30 +15,15 @@ from transformers.cache_utils import Cache
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention, apply_rotary_pos_emb
 
 from attention.families import Family, _separate, _uneven
-from attention.geometry import HeadGeometry, RotaryLayout
+from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.plan import LayerPlan
 
 
 def geometry(config: Any) -> HeadGeometry:
-    bias, head_dim = bool(config.attention_bias), config.hidden_size // config.num_attention_heads
+    head_dim = config.hidden_size // config.num_attention_heads
     rotary = int(head_dim * float(config.rope_parameters.get("partial_rotary_factor", 1.0)))
-    return HeadGeometry(
-        family="gpt_neox",
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_attention_heads,
-        head_dim=head_dim,
-        rotary=RotaryLayout(head_dim, rotary, "half" if rotary else "none"),
-        query_bias=bias,
-        key_bias=bias,
-        value_bias=bias,
-        output_bias=bias,
-        qk_norm=False,
-        max_positions=config.max_position_embeddings,
-        vocab_size=config.vocab_size,
-    )
+    return _uneven.geometry(config, "gpt_neox", rotary, bool(config.attention_bias))
 
 
 class UnevenGPTNeoXAttention(GPTNeoXAttention):

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from attention.families import Family, _separate
+from attention.families import _separate
 from attention.geometry import HeadGeometry
 
 
@@ -20,14 +20,4 @@ def geometry(config: Any) -> HeadGeometry:
     )
 
 
-FAMILY = Family(
-    name="llama",
-    config_class=LlamaConfig,
-    model_class=LlamaForCausalLM,
-    geometry=geometry,
-    attention_modules=_separate.attention_modules,
-    read=_separate.read,
-    reshape=_separate.reshape,
-    write=_separate.write,
-    plain_config=_separate.plain_config,
-)
+FAMILY = _separate.family("llama", LlamaConfig, LlamaForCausalLM, geometry)

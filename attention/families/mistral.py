@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import MistralConfig, MistralForCausalLM
 
-from attention.families import Family, _separate
+from attention.families import _separate
 from attention.geometry import HeadGeometry
 
 
@@ -14,14 +14,4 @@ def geometry(config: Any) -> HeadGeometry:
     return _separate.geometry(config, family="mistral", qkv_bias=False, output_bias=False, qk_norm=False)
 
 
-FAMILY = Family(
-    name="mistral",
-    config_class=MistralConfig,
-    model_class=MistralForCausalLM,
-    geometry=geometry,
-    attention_modules=_separate.attention_modules,
-    read=_separate.read,
-    reshape=_separate.reshape,
-    write=_separate.write,
-    plain_config=_separate.plain_config,
-)
+FAMILY = _separate.family("mistral", MistralConfig, MistralForCausalLM, geometry)

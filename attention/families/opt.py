@@ -9,29 +9,13 @@ from transformers import OPTConfig, OPTForCausalLM
 from transformers.cache_utils import Cache
 from transformers.models.opt.modeling_opt import OPTAttention
 
-from attention.families import Family, _separate, _uneven
-from attention.geometry import HeadGeometry, RotaryLayout
+from attention.families import _separate, _uneven
+from attention.geometry import HeadGeometry
 from attention.plan import LayerPlan
 
 
 def geometry(config: Any) -> HeadGeometry:
-    bias, head_dim = bool(config.enable_bias), config.hidden_size // config.num_attention_heads
-    return HeadGeometry(
-        family="opt",
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_attention_heads,
-        head_dim=head_dim,
-        rotary=RotaryLayout.none(head_dim),
-        query_bias=bias,
-        key_bias=bias,
-        value_bias=bias,
-        output_bias=bias,
-        qk_norm=False,
-        max_positions=config.max_position_embeddings,
-        vocab_size=config.vocab_size,
-    )
+    return _uneven.geometry(config, "opt", 0, bool(config.enable_bias))
 
 
 class UnevenOPTAttention(OPTAttention):
@@ -67,14 +51,6 @@ def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
         module.__class__ = UnevenOPTAttention
 
 
-FAMILY = Family(
-    name="opt",
-    config_class=OPTConfig,
-    model_class=OPTForCausalLM,
-    geometry=geometry,
-    attention_modules=_separate.attention_modules,
-    read=_separate.read,
-    reshape=reshape,
-    write=_separate.write,
-    plain_config=_uneven.plain_config,
+FAMILY = _separate.family(
+    "opt", OPTConfig, OPTForCausalLM, geometry, reshape=reshape, plain_config=_uneven.plain_config
 )

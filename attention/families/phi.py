@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PhiConfig, PhiForCausalLM
 
-from attention.families import Family, _separate
+from attention.families import _separate
 from attention.geometry import HeadGeometry
 
 
@@ -14,15 +14,4 @@ def geometry(config: Any) -> HeadGeometry:
     return _separate.geometry(config, family="phi", qkv_bias=True, output_bias=True, qk_norm=bool(config.qk_layernorm))
 
 
-FAMILY = Family(
-    name="phi",
-    config_class=PhiConfig,
-    model_class=PhiForCausalLM,
-    geometry=geometry,
-    attention_modules=_separate.attention_modules,
-    read=_separate.read,
-    reshape=_separate.reshape,
-    write=_separate.write,
-    plain_config=_separate.plain_config,
-    query_norm="q_layernorm",
-)
+FAMILY = _separate.family("phi", PhiConfig, PhiForCausalLM, geometry, query_norm="q_layernorm")

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from attention.families import Family, _separate
+from attention.families import _separate
 from attention.geometry import HeadGeometry
 
 
@@ -20,14 +20,4 @@ def geometry(config: Any) -> HeadGeometry:
     )
 
 
-FAMILY = Family(
-    name="qwen3",
-    config_class=Qwen3Config,
-    model_class=Qwen3ForCausalLM,
-    geometry=geometry,
-    attention_modules=_separate.attention_modules,
-    read=_separate.read,
-    reshape=_separate.reshape,
-    write=_separate.write,
-    plain_config=_separate.plain_config,
-)
+FAMILY = _separate.family("qwen3", Qwen3Config, Qwen3ForCausalLM, geometry)

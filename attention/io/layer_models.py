@@ -229,7 +229,7 @@ def rows_of(streams: Tensor, count: int | None = None) -> Tensor:
 def advance(model: PreTrainedModel, streams: Tensor, batch_size: int) -> None:
     """Replace the streams that a window is fed by what its layer makes of them, in place."""
     for ids in rows_of(streams).split(batch_size):
-        streams[ids[:, 0]] = run_to(model, the_layer(model), ids).output.to(streams)  # type: ignore[union-attr]
+        streams[ids[:, 0]] = run_to(model, the_layer(model), ids).output.to(streams)
 
 
 # ---- below the first and above the last layer -------------------------------------------------------------------

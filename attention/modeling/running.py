@@ -26,7 +26,7 @@ class Call(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    output: Tensor | None
+    output: Any
 
     @property
     def stream(self) -> Tensor:

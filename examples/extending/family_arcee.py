@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import ArceeConfig, ArceeForCausalLM
 
-from attention.families import Family, _separate
+from attention.families import _separate
 from attention.geometry import HeadGeometry
 
 
@@ -16,14 +16,4 @@ def geometry(config: Any) -> HeadGeometry:
     return _separate.geometry(config, family="arcee", qkv_bias=biases, output_bias=biases)
 
 
-FAMILY = Family(
-    name="arcee",
-    config_class=ArceeConfig,
-    model_class=ArceeForCausalLM,
-    geometry=geometry,
-    attention_modules=_separate.attention_modules,
-    read=_separate.read,
-    reshape=_separate.reshape,
-    write=_separate.write,
-    plain_config=_separate.plain_config,
-)
+FAMILY = _separate.family("arcee", ArceeConfig, ArceeForCausalLM, geometry)

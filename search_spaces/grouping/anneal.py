@@ -11,8 +11,7 @@ from attention.axes import Knob
 from search_spaces.axes import GROUPING
 from search_spaces.costs import GroupCost, Members, as_cost
 from search_spaces.grouping.problem import EQUAL_SIZES, Grouping, GroupingProblem
-from search_spaces.grouping.swaps import swap_search
-from search_spaces.partitions import random_partition
+from search_spaces.grouping.swaps import best_of_runs
 
 
 def _schedule(start: float, end: float, cooling: float, moves: int) -> Iterator[float]:
@@ -48,14 +47,8 @@ def anneal(
             "annealing needs 0 < cooling < 1, end_temperature > 0, moves > 0 and restarts > 0, got "
             f"{cooling}, {end_temperature}, {moves}, {restarts}"
         )
-    group_cost = as_cost(cost)
-    runs = []
-    for _ in range(restarts):
-        start = random_partition(num_heads, groups, generator)
-        schedule = _schedule(start_temperature, end_temperature, cooling, moves)
-        runs.append(swap_search(group_cost, start, schedule, generator))
-    best, total = min(runs, key=lambda run: run[1])
-    return Grouping(best, -total, tuple(-run[1] for run in runs))
+    schedules = (_schedule(start_temperature, end_temperature, cooling, moves) for _ in range(restarts))
+    return best_of_runs(as_cost(cost), num_heads, groups, schedules, generator)
 
 
 @GROUPING.part(

@@ -11,8 +11,7 @@ from attention.axes import Knob
 from search_spaces.axes import GROUPING
 from search_spaces.costs import GroupCost, Members, as_cost
 from search_spaces.grouping.problem import EQUAL_SIZES, Grouping, GroupingProblem
-from search_spaces.grouping.swaps import swap_search
-from search_spaces.partitions import random_partition
+from search_spaces.grouping.swaps import best_of_runs
 
 
 def anneal_restarts(
@@ -31,13 +30,7 @@ def anneal_restarts(
     """
     if moves < 0 or restarts < 1:
         raise ValueError(f"moves must be at least 0 and restarts at least 1, got {moves} and {restarts}")
-    group_cost = as_cost(cost)
-    runs = []
-    for _ in range(restarts):
-        start = random_partition(num_heads, groups, generator)
-        runs.append(swap_search(group_cost, start, (0.0 for _ in range(moves)), generator))
-    best, total = min(runs, key=lambda run: run[1])
-    return Grouping(best, -total, tuple(-run[1] for run in runs))
+    return best_of_runs(as_cost(cost), num_heads, groups, [[0.0] * moves] * restarts, generator)
 
 
 @GROUPING.part(

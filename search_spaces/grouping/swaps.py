@@ -8,7 +8,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from search_spaces.costs import GroupCost, exchanged
-from search_spaces.partitions import Partition, canonical
+from search_spaces.grouping.problem import Grouping
+from search_spaces.partitions import Partition, canonical, random_partition
 
 
 def swap_search(
@@ -36,3 +37,15 @@ def swap_search(
                 best, best_total = canonical(groups), total
     # Summed afresh: the running total carries the rounding of every step.
     return best, -cost.score(best)
+
+
+def best_of_runs(
+    cost: GroupCost, num_heads: int, groups: int, schedules: Iterable[Iterable[float]], generator: np.random.Generator
+) -> Grouping:
+    """The best of one `swap_search` for each schedule of temperatures, each from a random partition."""
+    runs = []
+    for temperatures in schedules:
+        start = random_partition(num_heads, groups, generator)
+        runs.append(swap_search(cost, start, temperatures, generator))
+    best, total = min(runs, key=lambda run: run[1])
+    return Grouping(best, -total, tuple(-run[1] for run in runs))

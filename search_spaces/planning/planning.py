@@ -182,10 +182,10 @@ def require_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeo
     part(problem, **recipe.knobs("allocation"))
 
 
-def nearest_budget(recipe: Recipe, kv_ratio: float, geometry: HeadGeometry, dtype: Any = None) -> Fraction:
+def nearest_budget(recipe: Recipe, kv_ratio: float, geometry: HeadGeometry) -> Fraction:
     """The largest share of the checkpoint's KV heads, at most `kv_ratio`, that the recipe can keep.
 
-    Raises ValueError if there is none; `dtype`: as in `check_budget`.
+    Raises ValueError if there is none.
     """
     heads = own_heads(geometry)
     reason = None
@@ -198,7 +198,7 @@ def nearest_budget(recipe: Recipe, kv_ratio: float, geometry: HeadGeometry, dtyp
     raise ValueError(
         f"recipe {recipe.name} has no budget of at most {kv_ratio:g}: "
         f"{reason or f'the least is one key and one value head a layer, {1 / geometry.num_kv_heads:g}'}; "
-        f"{own_cache(geometry, dtype)}"
+        f"{own_cache(geometry)}"
     )
 
 

@@ -58,11 +58,10 @@ def similarity_pairs(
     heads: Sequence[LayerHeads],
     statistics: Sequence[LayerStatistics],
     geometry: HeadGeometry,
-    tokens: int = TOKENS,
 ) -> list[dict[str, PairCosines]]:
     """`pair_cosines` of every layer and side. They depend on the checkpoint alone: all plans can use them."""
     return [
-        {side: pair_cosines(mine, known, geometry, side, tokens) for side in SIDES}
+        {side: pair_cosines(mine, known, geometry, side) for side in SIDES}
         for mine, known in zip(heads, statistics, strict=True)
     ]
 

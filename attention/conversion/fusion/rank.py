@@ -100,7 +100,7 @@ def _read_back(flat: Tensor, metrics: Tensor, basis: Tensor) -> tuple[Tensor, Te
     return back, torch.einsum("hab,hab->h", metrics, missed).clamp_min(0)
 
 
-def _refit_basis(flat: Tensor, metrics: Tensor, back: Tensor, start: Tensor, iterations: int = 5) -> Tensor:
+def _refit_basis(flat: Tensor, metrics: Tensor, back: Tensor, start: Tensor) -> Tensor:
     """The best N for given L: sum_h C_h N L_h^T P_h L_h = sum_h C_h[:, h] P_h L_h, by conjugate gradients from `start`.
 
     Preconditioned by the same equation under the mean covariance and the mean of L^T P L, which is solved directly;
@@ -119,7 +119,7 @@ def _refit_basis(flat: Tensor, metrics: Tensor, back: Tensor, start: Tensor, ite
     residual = (columns @ metrics @ back).sum(0) - apply(n)
     direction = step = left @ residual @ right
     power = (residual * step).sum()
-    for _ in range(iterations):
+    for _ in range(5):
         if power <= 0:
             break
         image = apply(direction)
