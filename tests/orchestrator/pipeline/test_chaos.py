@@ -50,7 +50,7 @@ LARGE = [
     "search.learning_rates=[3e-4,1e-3]",
     "search.num_samples=8",
 ]
-SETTINGS, MEGABYTES = (SMALL, 768) if len(KINDS) >= KILLS else (LARGE, 3072)  # a trial leaves some 130
+SETTINGS, MEGABYTES = (SMALL, 1536) if len(KINDS) >= KILLS else (LARGE, 3072)  # a trial leaves some 130
 
 LOAD_PLAIN = """
 import sys
