@@ -13,7 +13,7 @@ import pytest
 from orchestrator.conversion.in_memory import Source
 from orchestrator.conversion.several_ratios import convert_curve
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # minutes of work, more beside others
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(1800)]  # minutes of work, more beside others
 SETTINGS: dict[str, Any] = {"calibration_tokens": 8192, "device": "cpu"}
 
 
@@ -24,7 +24,6 @@ def headfold(demo_dir: Path) -> dict[float, dict[str, Any]]:
     return {point["kv_ratio"]: point for point in record["points"]}
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(("kv_ratio", "most"), [(0.5, 0.03), (0.25, 0.09)])
 def test_headfold_loses_little(kv_ratio: float, most: float, headfold: dict[float, dict[str, Any]]) -> None:
     point = headfold[kv_ratio]
@@ -33,7 +32,6 @@ def test_headfold_loses_little(kv_ratio: float, most: float, headfold: dict[floa
     assert any(layer["key_map"] != layer["value_map"] for layer in point["plan"]["layers"])
 
 
-@pytest.mark.extended
 def test_headfold_at_an_eighth_loses_a_tenth_of_what_neighbours_lose(
     demo_dir: Path, headfold: dict[float, dict[str, Any]]
 ) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from attention.plan import AttentionPlan, LayerPlan
-from orchestrator.conversion import inspection
 from orchestrator.conversion.inspection import inspect_checkpoint
 from orchestrator.reporting import figures
 from orchestrator.reporting.inspection_page import build_page, print_inspection, write_inspection
@@ -70,9 +69,7 @@ def test_what_is_told_of_the_demo_checkpoint(
         assert second[name] == record[name]
 
 
-def test_mistakes_are_found_before_the_model_is_loaded(demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspection.models, "load_model", lambda *_: pytest.fail("loaded"))
-    monkeypatch.setattr(inspection.models, "texts", lambda *_, **__: pytest.fail("read"))
+def test_mistakes_are_found_before_the_model_is_loaded(demo_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     mistakes: list[tuple[dict[str, Any], str]] = [
         ({"kv_ratios": []}, "at least one"),
         ({"kv_ratios": [0.5, 0.01]}, "0.01"),
@@ -84,6 +81,7 @@ def test_mistakes_are_found_before_the_model_is_loaded(demo_dir: Path, monkeypat
     for wrong, said in mistakes:
         with pytest.raises(ValueError, match=said):
             inspect_checkpoint(demo_dir, **wrong)
+    assert capfd.readouterr() == ("", ""), "loading and calibrating show how far they are"
 
 
 # ---- the page -----------------------------------------------------------------------------------------------------

@@ -118,6 +118,8 @@ def test_the_demo_checkpoint_comes_out_the_same(
     memory, layerwise = both_ways(demo_dir, recipe, 0.25, tmp_path, **more)
     assert_same(memory, layerwise, 2048)
     assert layerwise["rise"] > 0.01
+    if changes is QUICK:  # our own recipe, with little text and few steps; test_headfold_targets.py has what it can
+        assert layerwise["rise"] < 0.15
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "opt", "qwen3"])

@@ -33,8 +33,6 @@ from orchestrator.storage.journal import read_events
 REPOSITORY = Path(__file__).resolve().parents[3]
 MARK = "HEADFOLD_CHAOS"
 """A variable in the environment of every process of a run, by which what is left of it is found."""
-TOKEN = "hunter2-8f3a9c"
-"""Of the tracking address in the configuration: to be told nowhere."""
 KINDS = ("driver", "worker", "node", "mlflow", "disk")
 OF_RAY = ("_AutoscalingCoordinatorActor",)
 """What Ray Train starts once a cluster and leaves there [2.60]."""
@@ -216,7 +214,7 @@ class Arena:
         self.storage, self.scratch = folder / "storage", folder / "tmp"
         self.scratch.mkdir()
         self.outcome_file, self.log = folder / "outcome.json", folder / "driver.log"
-        self.config = folder / "search.yaml"
+        self.config, self.token = folder / "search.yaml", f"hunter2-{uuid.uuid4().hex}"
         self.driver: subprocess.Popen[bytes] | None = None
         self.starts = 0
         with contextlib.ExitStack() as made:
@@ -226,7 +224,7 @@ class Arena:
             self.nodes = Nodes(self.mark, one)
             made.pop_all()  # all of it stands: `close` ends it
         record = yaml.safe_load((REPOSITORY / "configs" / "demo.yaml").read_text())
-        record["tracking"] = {"uri": self.server.address.replace("//", f"//user:{TOKEN}@")}
+        record["tracking"] = {"uri": self.server.address.replace("//", f"//user:{self.token}@")}
         self.config.write_text(yaml.safe_dump(record))
 
     @property

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos import KINDS, MORE_KINDS, TOKEN, Arena, Killer, arena, schedule
+from chaos import KINDS, MORE_KINDS, Arena, Killer, arena, schedule
 from ray.job_submission import JobStatus, JobSubmissionClient
 from search_process import LITTLE
 
@@ -50,7 +50,7 @@ LARGE = [
     "search.learning_rates=[3e-4,1e-3]",
     "search.num_samples=8",
 ]
-SETTINGS, MEGABYTES = (SMALL, 768) if len(KINDS) >= KILLS else (LARGE, 3072)  # a trial leaves some 130
+SETTINGS, MEGABYTES = (SMALL, 1536) if len(KINDS) >= KILLS else (LARGE, 3072)  # a trial leaves some 130
 
 LOAD_PLAIN = """
 import sys
@@ -71,7 +71,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterato
     with arena(tmp_path_factory.mktemp("calm"), empty_store, SETTINGS, MEGABYTES, one_node=True) as place:
         found = {"place": place, "job": as_a_job(place, "calm"), "refused": refused_job(place)}
         found |= {"leftovers": place.nodes.leftovers(), "files": len(list(Path(place.nodes.folder).rglob("*")))}
-        found["told"] = files_with(TOKEN, place.storage, place.server.folder, Path(place.nodes.folder))
+        found["told"] = files_with(place.token, place.storage, place.server.folder, Path(place.nodes.folder))
         place.nodes.close()  # room for the next
         yield summary(place) | found
 
@@ -145,7 +145,7 @@ def test_a_token_in_the_tracking_address_is_told_nowhere(calm: dict[str, Any]) -
     """Not in the log, the search's folder, the MLflow server's, or Ray's."""
     place: Arena = calm["place"]
     assert "***@" in calm["job"]["log"], "the address is told, without its token"
-    assert TOKEN not in calm["job"]["log"]
+    assert place.token not in calm["job"]["log"]
     told, host = (place.search / "search.yaml").read_text(), place.server.address.removeprefix("http://")
     assert host in told and "***@" in told
     names = {p.name for folder in (place.search, place.server.folder) for p in folder.rglob("*")}
@@ -163,7 +163,10 @@ def test_a_failing_trial_is_told_and_the_others_go_on(calm: dict[str, Any]) -> N
     assert all("Error" in error for error in failed.values())
     assert f"{len(failed)} of {len(trials)} trials failed" in calm["job"]["log"]
     assert all(error.split(":")[0] in calm["job"]["log"] for error in failed.values())
-    assert {run.data.tags["trial_id"]: run.data.tags["error"] for run in mlflow_runs(place, "FAILED")} == failed
+    # A copy of a failed trial is told as failed; of its own it has no run that failed
+    own = {t.trial_id: t.error for t in stored_trials(place.search / "trials.json") if t.status == FAILED}
+    assert own and own.items() <= failed.items()
+    assert {run.data.tags["trial_id"]: run.data.tags["error"] for run in mlflow_runs(place, "FAILED")} == own
 
 
 def test_a_search_ends_in_an_exported_checkpoint(calm: dict[str, Any], tmp_path: Path) -> None:
@@ -182,8 +185,9 @@ def test_a_search_ends_in_an_exported_checkpoint(calm: dict[str, Any], tmp_path:
     assert candidate["loss"] < candidate["baseline_loss"]
     check_mlflow(place)
     assert Path(outcome["report"]).stat().st_size > 10_000
+    # Two of six trials are copies, and two end before they have written weights
     written = sum(path.stat().st_size for path in place.search.rglob("*") if path.is_file())
-    assert 0.5 < written / read_json(place.search / "estimate.json")["disk"] < 1.1
+    assert 0.35 < written / read_json(place.search / "estimate.json")["disk"] < 1.1
     loaded = subprocess.run(
         [sys.executable, "-c", LOAD_PLAIN, outcome["promotion"]["exported"]],
         cwd=tmp_path,
