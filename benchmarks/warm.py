@@ -63,7 +63,7 @@ def demo_context(folder: Path, workers: int, rungs: tuple[int, ...]) -> TrialCon
         rungs=rungs,
         reduction_factor=2.0,
         train=settings.model_dump(mode="json"),
-        base_loss=2.0,
+        original_loss=2.0,
     )
 
 

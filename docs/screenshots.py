@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("store", type=Path, help="MLflow's sqlite file")
     parser.add_argument("experiment")
     parser.add_argument("out", type=Path, help="folder of the pictures")
-    columns = ["metrics.`loss`", "metrics.`rise`", "metrics.`kl`", "params.`recipe`"]
+    columns = ["metrics.`loss`", "metrics.`loss_increase`", "metrics.`kl`", "params.`recipe`"]
     parser.add_argument("--columns", nargs="+", default=columns)
     given = parser.parse_args()
     browser = shutil.which("chromium") or sys.exit("needs a browser: install the package chromium")

@@ -193,10 +193,13 @@ def _run_of(config: SearchConfig, folder: SearchFolder, status: str) -> Run:
     trials, points = load_trials(folder.root), []
     if folder.base.exists():
         base, began = read_json(folder.base), datetime.fromisoformat(state["started"]).timestamp()
-        measured = {"loss_base": base["loss"], "kv_bytes_per_token_base": base["kv_bytes_per_token"]}
+        measured = {"original_loss": base["loss"], "kv_bytes_per_token_original": base["kv_bytes_per_token"]}
         points.append(measured | {"step": 0, "time": began})
         for budget, trial in best_per_budget(trials).items():
-            best = {f"best_loss_kv{budget:.3g}": trial.loss, f"best_rise_kv{budget:.3g}": trial.loss - base["loss"]}
+            best = {
+                f"best_loss_kv{budget:.3g}": trial.loss,
+                f"best_loss_increase_kv{budget:.3g}": trial.loss - base["loss"],
+            }
             points.append(best | {"step": 0, "time": trial.last["timestamp"]})
     files = [folder.snapshot, folder.root / "front.png", folder.root / "rungs.png", folder.report]
     if status != records.RUNNING:
@@ -287,7 +290,7 @@ def _search_phases(config: SearchConfig, prepared: Prepared, context: TrialConte
 
 
 def _measured_rises(config: SearchConfig, prepared: Prepared, context: TrialContext) -> None:
-    """The rises of the loss that plans of named candidates rest on, where several workers can share the measuring.
+    """The increases of the loss that plans of named candidates rest on, where several workers can share the measuring.
 
     With fewer, the first trial that needs them measures them no later than the tasks would have started.
     """

@@ -167,7 +167,7 @@ def _section(recipe: str, overrides: Sequence[str], learning_rate: float, seed: 
     if section.composition and section.recipe != "dcformer":
         raise ConfigError(f"composition: recipe {section.recipe} composes no heads; use --recipe dcformer")
     if section.train.distillation != "none":
-        raise ConfigError("train.distillation: a training from scratch has no untouched model to learn from; use none")
+        raise ConfigError("train.distillation: a training from scratch has no original model to learn from; use none")
     if section.train.tuning != "full":
         raise ConfigError("train.tuning: random weights have nothing that adapters could be beside; use full")
     return section

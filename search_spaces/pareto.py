@@ -39,7 +39,7 @@ def ranks(values: Sequence[Sequence[float]]) -> list[int]:
             found[i] = found[previous]
             continue
         # Points come by a rising first objective, so that the last objective alone decides which ranks dominate this
-        # one: those whose lowest point so far is not above it. Lowest points rise with the rank.
+        # one: those whose lowest point so far is not above it. Lowest points increase with the rank.
         last = values[i][-1]
         rank = bisect.bisect_right(lowest, last)
         lowest[rank : rank + 1] = [last]

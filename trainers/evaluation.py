@@ -1,4 +1,4 @@
-"""What a model is worth: held-out loss, distance to the untouched model, bytes in the cache, speed.
+"""What a model is worth: held-out loss, distance to the original model, bytes in the cache, speed.
 
 Legend: N sequences, T tokens a sequence, V vocabulary.
 """
@@ -69,7 +69,7 @@ def evaluate(
     return Evaluation(loss / tokens, divergence / tokens if teacher is not None else None, int(tokens), seconds)
 
 
-class Remembering:
+class CachedTeacher:
     """A teacher that sees each batch once: its logits `[B, T, V]` are kept, up to `most` bytes, and told again.
 
     For many models that are compared with one teacher on the same sequences; half of each evaluation is the teacher's.

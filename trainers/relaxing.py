@@ -68,7 +68,7 @@ def relax(job: TrainJob, rank: int, world_size: int) -> Relaxed:
         folder = root / f"stage-{index}"
         if not (folder / OUTCOME).exists():
             dist.barrier()  # until all have looked
-            _Stage(job, index, model_dir, folder, rank, world_size, position).carry_out()
+            _Stage(job, index, model_dir, folder, rank, world_size, position).run_job()
         records.append(json.loads((folder / OUTCOME).read_text()))
         model_dir, position = str(folder / "collapsed"), records[-1]["position"]
     return Relaxed(
@@ -108,7 +108,7 @@ class _Stage:
         self.last_loss = 0.0
         self.seconds, self._last = 0.0, time.perf_counter()
 
-    def carry_out(self) -> None:
+    def run_job(self) -> None:
         self.plan = self._regrouped()
         relaxation = self._install()
         groups = relaxation.parameter_groups()

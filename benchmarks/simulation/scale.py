@@ -196,7 +196,14 @@ def _report(curve: Curve, rung: int, kv_ratio: float) -> tuple[dict[str, Any], f
     }  # fmt: skip
     first = {"phases": {"load": 0.1, "plan": 2.0, "convert": 1.0, "evaluate": 1.0}} if rung == 0 else {}
     later = {"train_loss": loss, "tokens_per_second": 1500.0, "checkpoint_path": "/checkpoint"} if rung else {}
-    scores = {"loss": loss, "rise": loss - 2.346, "kl": loss - 2.3, "step": step, "tokens": tokens, "rung": rung}
+    scores = {
+        "loss": loss,
+        "loss_increase": loss - 2.346,
+        "kl": loss - 2.3,
+        "step": step,
+        "tokens": tokens,
+        "rung": rung,
+    }
     taken = seconds if before is None or rung == 1 else seconds - before[3]
     return {**facts, **first, **later, **scores, "seconds": seconds}, max(0.1, taken)
 

@@ -72,9 +72,9 @@ def convert(
     for point in points:
         print(
             f"{recipe} at {percent(point['kv_ratio'])} of the checkpoint's KV cache{unmet(point)}: held-out loss "
-            f"{point['loss_base']:.3f} before, {point['loss']:.3f} after ({point['rise']:+.3f} nats a token), "
-            f"KL {point['kl']:.3f}; {point['kv_bytes_per_token']} KV bytes a token, "
-            f"{point['kv_bytes_per_token_base']} before"
+            f"{point['original_loss']:.3f} before, {point['loss']:.3f} after ({point['loss_increase']:+.3f} nats a "
+            f"token), KL {point['kl']:.3f}; {point['kv_bytes_per_token']} KV bytes a token, "
+            f"{point['kv_bytes_per_token_original']} before"
         )
         if out is not None:
             print(point["format_note"])
@@ -86,7 +86,7 @@ def convert(
 @with_options(*HELD_OUT, "dtype")
 def evaluate(
     checkpoint: Annotated[str, typer.Argument(help="Folder of a checkpoint, or hub name.")],
-    base: Annotated[str | None, typer.Option(help="The untouched checkpoint to compare with.")] = None,
+    base: Annotated[str | None, typer.Option(help="The original checkpoint to compare with.")] = None,
     speed_tokens: Annotated[int, typer.Option(min=0, help="Tokens to decode for the speed; 0 skips it.")] = 32,
     json: JsonFile = None,
     *,
@@ -101,7 +101,10 @@ def evaluate(
     record = evaluate_checkpoint(checkpoint, base, speed_tokens=speed_tokens, **options)
     print(f"held-out loss {record['loss']:.3f} nats a token over {record['eval_tokens']} tokens")
     if base is not None:
-        print(f"untouched model {record['loss_base']:.3f}, rise {record['rise']:+.3f}, KL {record['kl']:.3f}")
+        print(
+            f"original model {record['original_loss']:.3f}, loss increase {record['loss_increase']:+.3f}, "
+            f"KL {record['kl']:.3f}"
+        )
     print(
         f"KV cache: {percent(record['kv_ratio'])} of {record['kv_ratio_of']}; "
         f"{record['kv_bytes_per_token']} bytes a token planned, "

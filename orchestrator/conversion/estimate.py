@@ -77,7 +77,7 @@ def _count(module: nn.Module) -> int:
 class Estimate:
     """Bytes, floating-point operations, seconds.
 
-    `kv_bytes_per_token`, `kv_bytes_per_token_base`: of the converted and of the original model, heads alone.
+    `kv_bytes_per_token`, `kv_bytes_per_token_original`: of the converted and of the original model, heads alone.
     `resident`, `layerwise`: peak memory of the process in either way, all it needs besides included; `stages`: what it
     comes to at each stage, by name; `layerwise_possible`: whether there is the second way, else `why_not` says why.
     `disk`: of the result; `scratch`: of what lies beside it on the way. `flops` of the way layer by layer; `seconds` of
@@ -87,7 +87,7 @@ class Estimate:
     kv_ratio: float
     kv_ratio_asked: float
     kv_bytes_per_token: int
-    kv_bytes_per_token_base: int
+    kv_bytes_per_token_original: int
     parameters: int
     resident: int
     layerwise: int
@@ -203,7 +203,7 @@ def estimate(conversion: Conversion, *, base: int | None = None) -> Estimate:
         kv_ratio=conversion.kv_ratio,
         kv_ratio_asked=conversion.kv_ratio,
         kv_bytes_per_token=round(own * conversion.kv_ratio),
-        kv_bytes_per_token_base=own,
+        kv_bytes_per_token_original=own,
         parameters=size.total,
         resident=resident,
         layerwise=max(stages.values()),
@@ -336,7 +336,7 @@ def describe(found: Estimate) -> Mapping[str, str]:
     largest = max(found.stages, key=lambda name: found.stages[name])
     return {
         "cache": f"{percent(found.kv_ratio)} of the checkpoint's{unmet(found.to_dict())}: "
-        f"{found.kv_bytes_per_token:,} of {found.kv_bytes_per_token_base:,} KV bytes a token",
+        f"{found.kv_bytes_per_token:,} of {found.kv_bytes_per_token_original:,} KV bytes a token",
         "in memory": f"{found.resident / giga:.1f} GiB",
         "layer by layer": f"{found.layerwise / giga:.1f} GiB (stage: {largest})"
         if found.layerwise_possible

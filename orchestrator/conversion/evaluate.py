@@ -37,7 +37,8 @@ def evaluate_checkpoint(
     device: str = "auto",
     speed_tokens: int = 32,
 ) -> dict[str, Any]:
-    """Held-out loss (nats a token), rise and KL against `base` if given, KV bytes planned and held, tokens a second.
+    """Held-out loss (nats a token), increase and KL against `base` if given, KV bytes planned and held, tokens a
+    second.
 
     `kv_ratio` is of the base's cache; without a base, of the model's that it was converted from; `kv_ratio_of` says so.
     `dtype`: what the cache is held in, and what decodes for the speed (auto: the checkpoint's own); losses are computed
@@ -60,15 +61,15 @@ def evaluate_checkpoint(
     with phases("evaluate"):
         round_weights(model, loading.dtype_of(dtype))
         scored = loading.score(model, sequences, teacher)
-        loss_base = loading.score(teacher, sequences).loss if teacher is not None else None
+        original_loss = loading.score(teacher, sequences).loss if teacher is not None else None
     own, kind = compared_cache(model, path, teacher)
     cast_weights(model, loading.dtype_of(dtype))
     record = {
         "checkpoint": str(path),
         "base": None if base is None else str(base),
         "loss": scored.loss,
-        "loss_base": loss_base,
-        "rise": None if loss_base is None else scored.loss - loss_base,
+        "original_loss": original_loss,
+        "loss_increase": None if original_loss is None else scored.loss - original_loss,
         "kl": scored.kl,
         "eval_tokens": scored.tokens,
         "plan": plan_of(model).to_dict(),

@@ -54,7 +54,7 @@ def plan_and_convert(
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint with its texts and statistics, ready to be converted at any budget. `loss`: of the untouched model.
+    """A checkpoint with its texts and statistics, ready to be converted at any budget. `loss`: of the original model.
     `dtype`: name of the one that is written; `base` is in the one that is worked on.
 
     `calibration` is there if the recipe needs it. `phases` are the seconds that this has taken.
@@ -103,7 +103,7 @@ class Source:
 
     @property
     def base_bytes(self) -> int:
-        """KV bytes a token of the untouched model."""
+        """KV bytes a token of the original model."""
         return plan_of(self.base).kv_bytes_per_token(self.dtype)
 
     def at(
@@ -119,14 +119,14 @@ class Source:
         sequences = self.context.sequences
         record = {
             "model": self.model,
-            "loss_base": self.loss,
+            "original_loss": self.loss,
             "loss": scored.loss,
-            "rise": scored.loss - self.loss,
+            "loss_increase": scored.loss - self.loss,
             "kl": scored.kl,
             "eval_tokens": scored.tokens,
             "calibration_tokens": 0 if sequences is None else int(sequences.numel()),
             **loading.cache_facts(converted, own),
-            "kv_bytes_per_token_base": self.base_bytes,
+            "kv_bytes_per_token_original": self.base_bytes,
             "kv_ratio_asked": float(kv_ratio),
             "recipe": self.recipe.to_dict(),
             "plan": plan.to_dict(),

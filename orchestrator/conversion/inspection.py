@@ -50,14 +50,14 @@ Told = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class WatchedContext(PlanningContext):
-    """A context that tells of every rise of the loss that it has measured."""
+    """A context that tells of every increase of the loss that it has measured."""
 
     told: Callable[[], None] = lambda: None
 
-    def rise_of(self, *args: Any, **more: Any) -> float:
-        rise = super().rise_of(*args, **more)
+    def increase_of(self, *args: Any, **more: Any) -> float:
+        increase = super().increase_of(*args, **more)
         self.told()
-        return rise
+        return increase
 
 
 def default_cache() -> Path:
@@ -81,17 +81,18 @@ def inspect_checkpoint(
 ) -> dict[str, Any]:
     """Measure a checkpoint; one record of plain JSON values.
 
-    `sensitivity`: for each layer and side the rise of the loss by head count, when only that site is fused as `recipe`
-    says. `similarity`: mean cosines of the stored heads of a layer, `raw` and `aligned`, `[U, U]`. `budgets`: what the
-    knapsack on these rises makes of each ratio (of the checkpoint's own KV cache). `recipes`: held-out loss of the
-    model converted by each recipe of `compare` at each ratio, before any refinement or training. `agreement`:
-    Spearman of the layer-output score's ranks with those of the loss, if asked for. A ratio that a recipe cannot meet
-    stands for the largest budget below it; `kv_ratio_asked` and `kv_ratio` tell both.
+    `sensitivity`: for each layer and side the increase of the loss by head count, when only that site is fused as
+    `recipe` says. `similarity`: mean cosines of the stored heads of a layer, `raw` and `aligned`, `[U, U]`. `budgets`:
+    what the knapsack on these increases makes of each ratio (of the checkpoint's own KV cache). `recipes`: held-out
+    loss of the model converted by each recipe of `compare` at each ratio, before any refinement or training.
+    `agreement`: Spearman of the layer-output score's ranks with those of the loss, if asked for. A ratio that a recipe
+    cannot meet stands for the largest budget below it; `kv_ratio_asked` and `kv_ratio` tell both.
 
     `counts`: any, powers_of_two or divisors; by default any up to 16 KV heads. `recipe_settings`: other choices of
     `recipe`; `sources`: texts, their tokens, dtype and device as `orchestrator.conversion.request.Inputs.check` takes
-    them. Statistics and rises are read from `cache_dir` if they were measured before. Raises ConfigError, DataError,
-    RecipeError or ValueError for what a user can mend, all before the model is loaded where that can be known.
+    them. Statistics and increases are read from `cache_dir` if they were measured before. Raises ConfigError,
+    DataError, RecipeError or ValueError for what a user can mend, all before the model is loaded where that can be
+    known.
     """
     started = time.perf_counter()
     geometry = loading.geometry_of(str(model), sequence_length, key="checkpoint")
@@ -125,7 +126,7 @@ def inspect_checkpoint(
     return {
         "model": str(model),
         **_about(base, geometry, inputs.dtype),
-        "loss_base": loss,
+        "original_loss": loss,
         "eval_tokens": int(held_out.numel()),
         "calibration_tokens": int(sequences.numel()),
         "recipe": chosen.to_dict(),
@@ -159,8 +160,8 @@ def _about(base: PreTrainedModel, geometry: HeadGeometry, dtype: str) -> dict[st
 def sensitivity_recipe(
     name: str, counts: str | None, geometry: HeadGeometry, settings: Mapping[str, Any] | None = None
 ) -> Recipe:
-    """The named recipe with its budgets by knapsack, keys and values apart, of which the least sum of rises is taken:
-    to convert and refine finalists takes longer than all else here. Raises RecipeError."""
+    """The named recipe with its budgets by knapsack, keys and values apart, of which the least sum of increases is
+    taken: to convert and refine finalists takes longer than all else here. Raises RecipeError."""
     counts = counts or ("any" if geometry.num_kv_heads <= MANY_HEADS else "powers_of_two")
     apart = {"together": False, "allocation": "knapsack", "relaxation": "none"}
     knobs = {"allocation.counts": counts, "allocation.finalists": 1}
@@ -191,10 +192,10 @@ def _similarity(context: PlanningContext) -> list[dict[str, Any]]:
 def _plans_and_curves(
     chosen: Recipe, kv_ratios: Sequence[float], context: PlanningContext, seed: int
 ) -> tuple[dict[float, AttentionPlan], list[dict[str, dict[str, float]]]]:
-    """The plan of each ratio asked for, and of each layer and side the rises by head count (as text, for JSON)."""
+    """The plan of each ratio asked for, and of each layer and side the increases by head count (as text, for JSON)."""
     geometry = context.geometry
     plans = {}
-    with progress("measuring rises of the loss") as told:
+    with progress("measuring increases of the loss") as told:
         done, total = [0], 2 * geometry.num_layers * (_measured_counts(chosen, geometry))
 
         def one_more() -> None:
@@ -213,7 +214,7 @@ def _plans_and_curves(
         layer, _, place = key.partition("/")
         side, _, count = place.partition("/")
         if layer.isdigit():  # what is known of whole plans lies beside the places
-            curves[int(layer)][side][count] = point.rise
+            curves[int(layer)][side][count] = point.increase
     return plans, [{side: dict(sorted(c.items(), key=lambda i: int(i[0]))) for side, c in s.items()} for s in curves]
 
 
@@ -232,14 +233,14 @@ def _budget(
     asked: float, plan: AttentionPlan, curves: list[dict[str, dict[str, float]]], base: PreTrainedModel, dtype: str
 ) -> dict[str, Any]:
     heads = {side: [getattr(layer, f"{side}_heads") for layer in plan.layers] for side in SIDES}
-    # All heads kept is not in the curves: nothing rises.
-    rise = sum(curves[i][side].get(str(n), 0.0) for side, kept in heads.items() for i, n in enumerate(kept))
+    # All heads kept is not in the curves: nothing increases.
+    increase = sum(curves[i][side].get(str(n), 0.0) for side, kept in heads.items() for i, n in enumerate(kept))
     return {
         "kv_ratio_asked": asked,
         "kv_ratio": ratio_of(plan, plan_of(base).kv_heads),
         "kv_bytes_per_token": plan.kv_bytes_per_token(dtype),
         **heads,
-        "sum_of_rises": rise,
+        "sum_of_increases": increase,
         "plan": plan.to_dict(),
     }
 
@@ -276,7 +277,7 @@ def _recipes(
                     "kv_ratio": ratio_of(plan, plan_of(base).kv_heads),
                     "kv_bytes_per_token": plan.kv_bytes_per_token(dtype),
                     "loss": scored.loss,
-                    "rise": scored.loss - loss,
+                    "loss_increase": scored.loss - loss,
                     "kl": scored.kl,
                 }
             except ValueError as error:  # one recipe that does not fit this checkpoint must not cost the others

@@ -171,11 +171,11 @@ class LayerwiseJob:
         return {
             "model": self.inputs.model,
             **scores,
-            "rise": scores["loss"] - scores["loss_base"],
+            "loss_increase": scores["loss"] - scores["original_loss"],
             "eval_tokens": len(held_out) * (held_out.shape[1] - 1),
             "kv_ratio": ratio_of(plan, own),
             "kv_bytes_per_token": plan.kv_bytes_per_token(self.written),
-            "kv_bytes_per_token_base": plan_of_config(self.config).kv_bytes_per_token(self.written),
+            "kv_bytes_per_token_original": plan_of_config(self.config).kv_bytes_per_token(self.written),
             "cache_bytes_measured": sum(layer["cache_bytes"] for layer in stage.layers),
             "cache_tokens": stage.layers[0]["cache_tokens"],
             "parameters": sizes["parameters"],

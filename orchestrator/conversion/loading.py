@@ -23,7 +23,7 @@ from attention.io.weights import check, check_finite
 from attention.modeling.modeling import check_fits, plan_of, plan_of_config
 from attention.ratios import own_heads, ratio_of
 from orchestrator.config.schema import ConfigError
-from trainers.evaluation import Evaluation, Remembering, evaluate, measure_cache
+from trainers.evaluation import CachedTeacher, Evaluation, evaluate, measure_cache
 from trainers.text.data import Split, load_sequences
 from trainers.text.tokenizers import TokenizerError, read_tokenizer
 
@@ -211,7 +211,7 @@ def cache_facts(model: PreTrainedModel, own: int) -> dict[str, Any]:
 
 
 def score(
-    model: PreTrainedModel, sequences: Tensor, teacher: PreTrainedModel | Remembering | None = None
+    model: PreTrainedModel, sequences: Tensor, teacher: PreTrainedModel | CachedTeacher | None = None
 ) -> Evaluation:
     """Held-out loss, and KL to the teacher if there is one."""
     return evaluate(model, sequences, teacher=teacher)

@@ -154,7 +154,8 @@ def _cache_bytes(model: PreTrainedModel, rows: Tensor) -> int:
 def score(
     head: Head, original: Tensor, converted: Tensor, tokens: Tensor, rounded: Head | None = None
 ) -> dict[str, float]:
-    """Held-out `loss_base`, `loss` and `kl` in nats a token, from the streams `[N, T, D]` that leave the last layer.
+    """Held-out `original_loss`, `loss` and `kl` in nats a token, from the streams `[N, T, D]` that leave the last
+    layer.
 
     `rounded`: the head of the converted model, where it is another than the original's. `tokens` `[N, T]` are the
     sequences that they belong to. Sums in float64, as in `trainers.evaluation.evaluate`.
@@ -170,5 +171,5 @@ def score(
             kl(logits[:, :-1], base[:, :-1]),
         )
         totals += torch.stack([value.double().cpu() for value in found]) * len(rows)
-    loss_base, loss, divergence = (totals / len(tokens)).tolist()
-    return {"loss_base": loss_base, "loss": loss, "kl": divergence}
+    original_loss, loss, divergence = (totals / len(tokens)).tolist()
+    return {"original_loss": original_loss, "loss": loss, "kl": divergence}

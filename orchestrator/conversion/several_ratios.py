@@ -19,10 +19,10 @@ from search_spaces.planning.planning import nearest_budget
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.recipes.recipes import recipe as named_recipe
 
-BASE_BYTES = "kv_bytes_per_token_base"
+BASE_BYTES = "kv_bytes_per_token_original"
 CURVE, PICTURE = "curve.json", "curve.png"
-SHARED = ("model", "recipe", "loss_base", "eval_tokens", "calibration_tokens", "seed", "dtype", BASE_BYTES)
-OF_THE_CALL = ("model", "recipe", "loss_base")  # the same by `check_curve`, or up to SAME_LOSS
+SHARED = ("model", "recipe", "original_loss", "eval_tokens", "calibration_tokens", "seed", "dtype", BASE_BYTES)
+OF_THE_CALL = ("model", "recipe", "original_loss")  # the same by `check_curve`, or up to SAME_LOSS
 SAME_LOSS = 1e-4  # nats a token, between two measurements of one model
 
 
@@ -145,7 +145,7 @@ def _join(out: str | Path, record: Mapping[str, Any]) -> None:
     points = [point for point in earlier.get("points", ()) if point["kv_ratio_asked"] not in named]
     points = [point for point in points if _folder(out, point["kv_ratio_asked"]).is_dir()]
     other = [name for name in SHARED if name not in OF_THE_CALL and points and earlier[name] != record[name]]
-    if points and (other or abs(earlier["loss_base"] - record["loss_base"]) > SAME_LOSS):
+    if points and (other or abs(earlier["original_loss"] - record["original_loss"]) > SAME_LOSS):
         print(f"note: {Path(out) / CURVE} leaves out earlier points, which were measured otherwise", file=sys.stderr)
         points = []
     joined = sorted([*points, *record["points"]], key=lambda point: -point["kv_ratio"])

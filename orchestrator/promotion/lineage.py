@@ -82,7 +82,7 @@ def lineage_tags(record: dict[str, Any]) -> dict[str, Any]:
     tags = {
         "base_model": model["path"],
         "base_digest": model["weights_digest"],
-        "loss_base": model["loss"],
+        "original_loss": model["loss"],
         "search": search["name"],
         "search_run": search["run"],
         "search_digest": search["config_digest"],

@@ -91,7 +91,7 @@ class PromotionSteps:
         entry.status, entry.folder, entry.best_step, entry.shipped = TRAINED, str(best.folder), best.step, best.what
         entry.loss, entry.kl, entry.data_position, entry.last_loss = best.loss, best.kl, best.position, last_loss
         entry.untrained_loss = (self.trials[entry.trial_id].untrained or {}).get("loss")
-        entry.original_loss = self.context.base_loss
+        entry.original_loss = self.context.original_loss
         if best.step == 0:
             label = f"{entry.recipe} {entry.kv_ratio:.0%}"
             print(f"promotion: {label}: no training made it better; what counts is the {best.what}", flush=True)

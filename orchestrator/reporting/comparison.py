@@ -54,8 +54,8 @@ def compare(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> list[Row]
 
     recipe, kv_ratio, kv_bytes_per_token; learning_rate: the best, None if no rate has all seeds; seeds: how many it
     has; seeds_asked: how many it should have; steps, tokens: at which the row compares; last: whether that is the last
-    rung that any trial has reached; loss and untrained (step 0): `{mean, sd, n}` in nats a token; rise: mean loss over
-    the untouched model; remaining_distance: `{mean, sd, n}` of what `TrialRecord` says of the pairs of a pull.
+    rung that any trial has reached; loss and untrained (step 0): `{mean, sd, n}` in nats a token; increase: mean loss
+    over the original model; remaining_distance: `{mean, sd, n}` of what `TrialRecord` says of the pairs of a pull.
 
     curve: the best rate's `{step, tokens, mean, sd, n}` at each of its rungs; rungs: the same with the rate that is
     best at that rung, and its `learning_rate`; rates: `{learning_rate, mean, sd, n}` of every rate at the row's steps,
@@ -104,7 +104,7 @@ def _row(arm: Sequence[TrialRecord], seeds: Sequence[int | None], last: int, bas
         "loss": _bare(best) if best else spread(()),
         "untrained": next((_bare(p) for p in curve if p["step"] == 0), spread(())),
         "pooled": any(t.relaxes for t in chosen or arm),
-        "rise": best["mean"] - base["loss"] if best else None,
+        "loss_increase": best["mean"] - base["loss"] if best else None,
         "remaining_distance": spread(t.remaining_distance for t in chosen if t.remaining_distance is not None),
         "curve": curve,
         "rungs": rungs,
@@ -157,7 +157,7 @@ def _counts(arm: Sequence[TrialRecord]) -> dict[str, int]:
 # ---- as text ------------------------------------------------------------------------------------------------------
 
 OF_THE_CHECKPOINT = "KV of the checkpoint's"
-MEASURES = ("loss", "rise", "untrained", "rate", "steps", "tokens", "KV bytes/token", "left")
+MEASURES = ("loss", "loss increase", "untrained", "rate", "steps", "tokens", "KV bytes/token", "left")
 COLUMNS = ("recipe", OF_THE_CHECKPOINT, *MEASURES, "seeds", "trials")
 
 
@@ -168,7 +168,7 @@ def cells(row: Row) -> tuple[str, ...]:
         row["recipe"],
         percent(row["kv_ratio"]),
         _told(row["loss"]),
-        number(row["rise"], "+.3f"),
+        number(row["loss_increase"], "+.3f"),
         _told(row["untrained"]) + (" pooled" if row["pooled"] else ""),
         UNTOLD if rate is None or not steps else f"{rate:.1e}",
         UNTOLD if steps is None else f"{steps}{'' if row['last'] else '*'}",

@@ -25,7 +25,7 @@ def trial_table(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> Table
     table = Table(box=None, pad_edge=False)
     for name, justify in (
         ("", "left"), ("recipe", "left"), (OF_THE_CHECKPOINT, "right"), ("bytes/token", "right"), ("rate", "right"),
-        ("steps", "right"), ("untrained", "right"), ("loss", "right"), ("rise", "right"), ("state", "left"),
+        ("steps", "right"), ("untrained", "right"), ("loss", "right"), ("loss increase", "right"), ("state", "left"),
     ):  # fmt: skip
         table.add_column(name, justify=justify)  # pyright: ignore[reportArgumentType]
     best = {t.trial_id for t in front(trials)}
@@ -47,7 +47,7 @@ def trial_table(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> Table
 
 def print_trials(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> None:
     out = console()
-    out.print(f"\nTrials (* on the front; the untouched model has {base['loss']:.3f} nats a token):")
+    out.print(f"\nTrials (* on the front; the original model has {base['loss']:.3f} nats a token):")
     out.print(trial_table(trials, base))
     if any(t.relaxes for t in trials):
         out.print(records.POOLED_NOTE, markup=False)

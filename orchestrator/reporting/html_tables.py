@@ -82,7 +82,7 @@ def trial_table(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> str:
         "steps",
         "untrained",
         "loss",
-        "rise",
+        "loss increase",
         "KL",
         "state",
         "time",

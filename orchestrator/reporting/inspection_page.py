@@ -20,12 +20,12 @@ from orchestrator.storage.records import number, percent, unmet
 
 SENSITIVITY = (
     "Only one place is changed at a time: the keys, or the values, of one layer are fused into so few heads, and the "
-    "number in the cell is by how much the model's loss rises. Dark places need their heads; light ones can give them "
-    "up almost for free. Measured on calibration text, after a short fit of the layer where the recipe fits."
+    "number in the cell is by how much the model's loss increases. Dark places need their heads; light ones can give "
+    "them up almost for free. Measured on calibration text, after a short fit of the layer where the recipe fits."
 )
 BUDGETS = (
     "Key heads and value heads kept in each layer when the places above are weighed against each other: the least sum "
-    "of rises for the budget. Dark: many. A conversion also tries plans nearer to an even one."
+    "of increases for the budget. Dark: many. A conversion also tries plans nearer to an even one."
 )
 PAIRS = (
     "Each square is one pair of KV heads of a layer; red: they point the same way, blue: opposite ways, white: nothing "
@@ -34,8 +34,8 @@ PAIRS = (
     "calibration tokens."
 )
 RECIPES = (
-    "The whole checkpoint converted by each recipe, before any refinement or training: rise of the loss on held-out "
-    "text. Groups of equal size serve as plain GQA anywhere; the other recipes may need this package to run."
+    "The whole checkpoint converted by each recipe, before any refinement or training: increase of the loss on "
+    "held-out text. Groups of equal size serve as plain GQA anywhere; the other recipes may need this package to run."
 )
 AGREEMENT = (
     "The same exchanges of two heads scored twice: by the error of the layer's own output, which is cheap, and by the "
@@ -82,22 +82,23 @@ def lead(record: Mapping[str, Any]) -> str:
     heads = f"{record['heads']} query heads over {record['kv_heads']} KV heads of {record['head_dim']}"
     told = (
         f"{record['family']}, {record['layers']} layers of {heads}: {record['kv_bytes_per_token']:,} KV bytes a token, "
-        f"held-out loss {record['loss_base']:.3f} nats a token."
+        f"held-out loss {record['original_loss']:.3f} nats a token."
     )
     worst = sorted(
-        ((rise, side, layer["layer"]) for layer in record["sensitivity"] for side in ("key", "value")
-         for count, rise in layer[side].items() if count == min(layer[side], key=int)),
+        ((increase, side, layer["layer"]) for layer in record["sensitivity"] for side in ("key", "value")
+         for count, increase in layer[side].items() if count == min(layer[side], key=int)),
         reverse=True,
     )  # fmt: skip
     if worst:
-        rise, side, layer = worst[0]
-        told += f" Most sensitive: the {side}s of layer {layer} ({rise:+.2f} with one head)."
+        increase, side, layer = worst[0]
+        told += f" Most sensitive: the {side}s of layer {layer} ({increase:+.2f} with one head)."
     for budget in record["budgets"]:
         asked = budget["kv_ratio_asked"]
-        mine = [e for e in record["recipes"] if e["kv_ratio_asked"] == asked and "rise" in e]
+        mine = [e for e in record["recipes"] if e["kv_ratio_asked"] == asked and "loss_increase" in e]
         if mine:
-            best = min(mine, key=lambda entry: entry["rise"])
-            told += f" {percent(asked)} of the checkpoint's KV{unmet(budget)}: {best['rise']:+.3f} by {best['recipe']}."
+            best = min(mine, key=lambda entry: entry["loss_increase"])
+            told += f" {percent(asked)} of the checkpoint's KV{unmet(budget)}: "
+            told += f"{best['loss_increase']:+.3f} by {best['recipe']}."
     return told
 
 
@@ -110,11 +111,20 @@ def recipe_table(record: Mapping[str, Any]) -> str:
     return "<p>The lowest loss of each budget: bold.</p>" + table(RECIPE_COLUMNS, rows, len(RECIPE_COLUMNS))
 
 
-RECIPE_COLUMNS = ("recipe", "asked of the checkpoint's KV", "kept", "KV bytes/token", "loss", "rise", "KL", "time")
+RECIPE_COLUMNS = (
+    "recipe",
+    "asked of the checkpoint's KV",
+    "kept",
+    "KV bytes/token",
+    "loss",
+    "loss increase",
+    "KL",
+    "time",
+)
 
 
 def _recipe_cells(entry: Mapping[str, Any]) -> list[str]:
-    if "rise" not in entry:
+    if "loss_increase" not in entry:
         return [entry["recipe"], percent(entry["kv_ratio_asked"]), "cannot", *["-"] * 4, clock(entry["seconds"])]
     return [
         entry["recipe"],
@@ -122,15 +132,19 @@ def _recipe_cells(entry: Mapping[str, Any]) -> list[str]:
         percent(entry["kv_ratio"]),
         f"{entry['kv_bytes_per_token']:,}",
         number(entry["loss"]),
-        number(entry["rise"], "+.3f"),
+        number(entry["loss_increase"], "+.3f"),
         number(entry["kl"]),
         clock(entry["seconds"]),
     ]
 
 
 def _is_best(entry: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
-    rises = [e["rise"] for e in record["recipes"] if e["kv_ratio_asked"] == entry["kv_ratio_asked"] and "rise" in e]
-    return bool(rises) and entry.get("rise") == min(rises)
+    increases = [
+        e["loss_increase"]
+        for e in record["recipes"]
+        if e["kv_ratio_asked"] == entry["kv_ratio_asked"] and "loss_increase" in e
+    ]
+    return bool(increases) and entry.get("loss_increase") == min(increases)
 
 
 AGREEMENT_COLUMNS = (
@@ -183,12 +197,12 @@ def print_inspection(record: Mapping[str, Any]) -> None:
         out.print(f"Rise of the loss when only the {side}s of a layer are fused into so many heads:")
         rows = [[str(x["layer"]), *(number(x[side].get(c), "+.3f") for c in counts)] for x in record["sensitivity"]]
         out.print(_plain(("layer", *counts), rows), "\n")
-    out.print("Heads kept in each layer (keys/values), and the sum of the rises:")
+    out.print("Heads kept in each layer (keys/values), and the sum of the increases:")
     rows = []
     for b in record["budgets"]:
         kept = " ".join(f"{k}/{v}" for k, v in zip(b["key"], b["value"], strict=True))
         rows.append(
-            [percent(b["kv_ratio"]) + unmet(b), f"{b['kv_bytes_per_token']:,}", f"{b['sum_of_rises']:+.3f}", kept]
+            [percent(b["kv_ratio"]) + unmet(b), f"{b['kv_bytes_per_token']:,}", f"{b['sum_of_increases']:+.3f}", kept]
         )
     out.print(_plain((OF_THE_CHECKPOINT, "bytes/token", "sum", "layers from the first"), rows), "\n")
     out.print("Each recipe before refinement and training, on held-out text (* lowest of its budget):")

@@ -217,7 +217,7 @@ def _lead(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> str:
         for budget, trial in best_per_budget(trials).items()
     ]
     return (
-        f'<p class="lead">Untouched model: {base["loss"]:.3f} nats a token held out, '
+        f'<p class="lead">Original model: {base["loss"]:.3f} nats a token held out, '
         f"{base['kv_bytes_per_token']} KV bytes a token. Best of {len(trials)} trials: "
         f"{text('; '.join(told)) or 'none'}.</p>"
     )

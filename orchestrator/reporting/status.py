@@ -66,7 +66,7 @@ class View:
     hours_left: float | None
     money_spent: float | None
     money_left: float | None
-    base_loss: float | None
+    original_loss: float | None
     front: list[dict[str, Any]]
     failures: list[str]
     promotion: dict[str, int]
@@ -105,7 +105,7 @@ def read_status(folder: SearchFolder, now: datetime | None = None) -> View:
         hours_left=left if standing == "running" else None,
         money_spent=None if price is None else price * spent,
         money_left=None if price is None or left is None or standing != "running" else price * left,
-        base_loss=base.get("loss"),
+        original_loss=base.get("loss"),
         front=[_point(t, base.get("loss")) for t in front(so_far(trials))],
         failures=[f"{t.recipe} {percent(t.kv_ratio)}: {t.error}" for t in trials if t.status == records.FAILED],
         promotion=_promotion(folder),
@@ -171,7 +171,7 @@ def _seconds(state: Mapping[str, Any], now: datetime) -> float | None:
     return (now - datetime.fromisoformat(state["started"])).total_seconds() if state.get("started") else None
 
 
-def _point(trial: TrialRecord, base_loss: float | None) -> dict[str, Any]:
+def _point(trial: TrialRecord, original_loss: float | None) -> dict[str, Any]:
     return {
         "trial_id": trial.trial_id,
         "recipe": trial.recipe,
@@ -179,7 +179,7 @@ def _point(trial: TrialRecord, base_loss: float | None) -> dict[str, Any]:
         "kv_bytes_per_token": trial.kv_bytes_per_token,
         "step": trial.step,
         "loss": trial.loss,
-        "rise": None if base_loss is None else trial.loss - base_loss,
+        "loss_increase": None if original_loss is None else trial.loss - original_loss,
     }
 
 
@@ -233,11 +233,11 @@ def picture(view: View) -> Group:
         ):
             table.add_column(name, justify=justify)  # type: ignore[arg-type]
         table.add_column("loss", justify="right")
-        table.add_column("rise", justify="right")
+        table.add_column("loss increase", justify="right")
         for p in view.front[:POINTS]:
             cells = (p["recipe"], percent(p["kv_ratio"]), str(p["kv_bytes_per_token"]), str(p["step"]))
-            rise = math.nan if p["rise"] is None else p["rise"]
-            table.add_row(*map(Text, (*cells, number(p["loss"]), number(rise, "+.3f"))))
+            increase = math.nan if p["loss_increase"] is None else p["loss_increase"]
+            table.add_row(*map(Text, (*cells, number(p["loss"]), number(increase, "+.3f"))))
         parts.append(table)
     parts += [Text(f"failed: {text}", style="red") for text in view.failures[-3:]]
     return Group(*parts)

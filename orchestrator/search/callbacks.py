@@ -27,9 +27,9 @@ class SearchLog(Callback):
     `expected` is the number of trials; `mlflow` None leaves MLflow out.
     """
 
-    def __init__(self, journal: Journal, mlflow: MlflowSync | None, expected: int, base_loss: float) -> None:
+    def __init__(self, journal: Journal, mlflow: MlflowSync | None, expected: int, original_loss: float) -> None:
         self.journal, self.mlflow = journal, mlflow
-        self.expected, self.base_loss = expected, base_loss
+        self.expected, self.original_loss = expected, original_loss
         self.started = time.time()
         self._shown = 0.0
 
@@ -88,7 +88,7 @@ class SearchLog(Callback):
             return
         self._shown = now
         rungs = self.journal.history.rungs
-        line = progress_line(list(self.records.values()), self.expected, rungs, self.base_loss, now - self.started)
+        line = progress_line(list(self.records.values()), self.expected, rungs, self.original_loss, now - self.started)
         if sys.stderr.isatty():
             sys.stderr.write(f"\r\x1b[2K{line}")
         else:
@@ -129,7 +129,7 @@ def error_of(trial: Any) -> str:
     return last_error(Path(trial.error_file).read_text(encoding="utf-8", errors="replace"))
 
 
-def progress_line(records: list[TrialRecord], expected: int, rungs: int, base_loss: float, elapsed: float) -> str:
+def progress_line(records: list[TrialRecord], expected: int, rungs: int, original_loss: float, elapsed: float) -> str:
     """Trials done, running, stopped, failed; the best so far; the time left, from the share of rungs behind us."""
     count = {s: sum(r.status == s for r in records) for s in (*results.ENDED, results.RUNNING, results.WAITING)}
     ended = sum(count[s] for s in results.ENDED)
@@ -149,9 +149,9 @@ def progress_line(records: list[TrialRecord], expected: int, rungs: int, base_lo
             b: min((r for r in scored if r.kv_ratio == b), key=lambda r: r.loss) for b in {r.kv_ratio for r in scored}
         }
         told = ", ".join(
-            f"{percent(b)} {r.loss - base_loss:+.3f} ({r.recipe})" for b, r in sorted(best.items(), reverse=True)
+            f"{percent(b)} {r.loss - original_loss:+.3f} ({r.recipe})" for b, r in sorted(best.items(), reverse=True)
         )
-        parts.append(f"best rise by share of the checkpoint's KV: {told}")
+        parts.append(f"smallest loss increase by share of the checkpoint's KV: {told}")
     if rate := tokens_per_second(records):
         parts.append(f"{compact(rate)} tokens/s")
     behind = sum(1.0 if r.status in results.ENDED else len(r.rungs) / rungs for r in records)

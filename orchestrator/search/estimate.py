@@ -262,7 +262,7 @@ def worker_bytes(model_config: Any, size: Size, train: TrainSettings, config: Se
     for name in split[train.zero_stage]:
         parts[name] /= train.num_workers
     states = size.total * sum(parts.values())
-    teacher = size.total * width  # the untouched model, for KL at every measurement
+    teacher = size.total * width  # the original model, for KL at every measurement
     g = geometry_of(model_config)
     inner = int(
         getattr(model_config, "intermediate_size", None) or getattr(model_config, "ffn_dim", 0) or 4 * g.hidden_size

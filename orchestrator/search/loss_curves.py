@@ -1,4 +1,4 @@
-"""Measuring rises of the loss on the workers of a cluster: a Ray task a layer, before the trials that rest on them.
+"""Measuring increases of the loss on the workers of a cluster: a Ray task a layer, before the trials that rest on them.
 
 A layer's points need nothing of another layer, so the tasks are as many as layers. Each writes its points into the file
 that trials read (`search_spaces.planning.curves`); what is there already is not measured again.
@@ -19,7 +19,7 @@ SEVERAL = 4  # workers from which on their start is worth it
 
 @dataclass(frozen=True)
 class CurveTask:
-    """The rises of one layer that a candidate's plan rests on."""
+    """The increases of one layer that a candidate's plan rests on."""
 
     candidate: Candidate
     layer: int
@@ -66,7 +66,7 @@ def measure_on_workers(tasks: Sequence[CurveTask], context: TrialContext, cpus: 
 
     if not tasks:
         return
-    print(f"rises of the loss: {len(tasks)} layers to measure", flush=True)
+    print(f"increases of the loss: {len(tasks)} layers to measure", flush=True)
     remote = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=1)(_measured)
     waiting = [remote.remote(task, context, max(1, int(cpus))) for task in tasks]
     while waiting:
@@ -74,8 +74,8 @@ def measure_on_workers(tasks: Sequence[CurveTask], context: TrialContext, cpus: 
         try:
             ray.get(done)
         except RayError as error:
-            print(f"rises of the loss: {str(error).strip().splitlines()[-1]}", flush=True)
-        print(f"rises of the loss: {len(tasks) - len(waiting)} of {len(tasks)} layers done", flush=True)
+            print(f"increases of the loss: {str(error).strip().splitlines()[-1]}", flush=True)
+        print(f"increases of the loss: {len(tasks) - len(waiting)} of {len(tasks)} layers done", flush=True)
 
 
 def _measured(task: CurveTask, context: TrialContext, threads: int) -> int:

@@ -57,7 +57,7 @@ class SearchOutcome:
             "folder": str(self.folder),
             "tracking": self.tracking,
             "base": self.base,
-            "loss_base": self.base.get("loss"),
+            "original_loss": self.base.get("loss"),
             "trials": [asdict(t) for t in self.trials],
             "front": [t.trial_id for t in self.front],
             "best_per_budget": {f"{b:g}": t.trial_id for b, t in best_per_budget(self.trials).items()},

@@ -1,4 +1,4 @@
-"""The untouched model of a search: where it lies, what it scores, and the statistics that all trials share."""
+"""The original model of a search: where it lies, what it scores, and the statistics that all trials share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainers.text.data import read_sequences
 
 
 def prepare_base(config: SearchConfig, prepared: Prepared, folder: SearchFolder) -> dict[str, Any]:
-    """Score the untouched model and calibrate it, once a search; kept in `base.json`.
+    """Score the original model and calibrate it, once a search; kept in `base.json`.
 
     Losses are in nats a token. Trials read the statistics from the cache.
     """
@@ -49,7 +49,7 @@ def prepare_base(config: SearchConfig, prepared: Prepared, folder: SearchFolder)
     }
     write_json(folder.base, record)
     print(
-        f"untouched model: held-out loss {scored.loss:.3f} nats a token, "
+        f"original model: held-out loss {scored.loss:.3f} nats a token, "
         f"{record['kv_bytes_per_token']} KV bytes a token",
         flush=True,
     )
@@ -89,7 +89,7 @@ def trial_context(config: SearchConfig, prepared: Prepared, folder: SearchFolder
         rungs=tuple(config.rungs.steps),
         reduction_factor=config.rungs.reduction_factor,
         train=config.train.model_dump(mode="json"),
-        base_loss=base["loss"],
+        original_loss=base["loss"],
         device="cuda" if config.resources.trial_gpus else "cpu",
         teacher=config.model.teacher and locate_model(config.model.teacher, folder, "teacher"),
     )

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from orchestrator.conversion.dha_distances import SearchPhase
     from search_spaces.planning.context import PlanningContext
     from search_spaces.recipes.recipe import Recipe
-    from trainers.evaluation import Remembering
+    from trainers.evaluation import CachedTeacher
     from trainers.jobs.job import TrainJob
     from trainers.relaxations.stage import RelaxationSpec
 
@@ -42,7 +42,7 @@ OF_RUNG_0 = ("phases", "pooled", "work_digest")
 relaxation does not start from, and what it would go on to train (`orchestrator.search.duplicates`)."""
 
 KEEP_BELOW = 500_000_000
-"""Parameters up to which the untouched model stays in a trial's process, for the next trial there."""
+"""Parameters up to which the original model stays in a trial's process, for the next trial there."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class TrialContext:
     rungs: tuple[int, ...]
     reduction_factor: float
     train: dict[str, Any]
-    base_loss: float
+    original_loss: float
     device: str = "cpu"
     teacher: str | None = None
     groups: str | None = None  # the pool of standing groups; None: every training starts workers of its own
@@ -120,7 +120,7 @@ class ReportRungs:
         if first["step"] in self._told:
             return None
         self._told.add(first["step"])
-        added = self._context.at_rung(first["step"]) | {"rise": first["loss"] - self._context.base_loss}
+        added = self._context.at_rung(first["step"]) | {"loss_increase": first["loss"] - self._context.original_loss}
         return {**self._facts, **first, **added}
 
     def tell(self, metrics: dict[str, Any]) -> None:
@@ -158,7 +158,7 @@ def run_trial(config: dict[str, Any], context: TrialContext) -> None:
         job = training_job(context, folder, config, str(trial_id))
         before = job.relaxation.total_steps if job.relaxation else 0
         told = {k: v for k, v in facts.items() if k not in OF_RUNG_0}
-        carry_out(job, ReportRungs(context, told, before), context.groups)
+        run_job(job, ReportRungs(context, told, before), context.groups)
 
 
 def known_facts(config: dict[str, Any], folder: Path) -> dict[str, Any] | None:
@@ -173,7 +173,7 @@ def known_facts(config: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     return read_json(file)
 
 
-def carry_out(job: TrainJob, rungs: ReportRungs, groups: str | None) -> None:
+def run_job(job: TrainJob, rungs: ReportRungs, groups: str | None) -> None:
     """On a standing group; on workers of its own if there are none, or no longer."""
     from orchestrator.cluster.pool_client import PoolGone, train_in_group
     from trainers.jobs.worker import run_training
@@ -245,7 +245,7 @@ def _untrained(config: dict[str, Any], context: TrialContext, folder: Path) -> d
         "plan_digest": plan.digest,
         "similarity": similarity,
         "loss": scored.loss,
-        "rise": scored.loss - context.base_loss,
+        "loss_increase": scored.loss - context.original_loss,
         "kl": scored.kl,
         **own,
         "step": 0,
@@ -258,7 +258,7 @@ def _untrained(config: dict[str, Any], context: TrialContext, folder: Path) -> d
 
 
 def _similarity(context: TrialContext, planning: PlanningContext, plan: AttentionPlan) -> dict[str, Any] | None:
-    """How alike the heads are that the plan lets share. The pairs of the untouched model are kept for later trials."""
+    """How alike the heads are that the plan lets share. The pairs of the original model are kept for later trials."""
     from search_spaces.similarity.sharing import sharing_similarity, similarity_pairs
 
     calibration = planning.calibration
@@ -271,24 +271,24 @@ def _similarity(context: TrialContext, planning: PlanningContext, plan: Attentio
 
 
 _PAIRS: dict[tuple[str, ...], Any] = {}
-"""Pair similarities of the untouched model that this process's trials start from, by `TrialContext.shared`."""
+"""Pair similarities of the original model that this process's trials start from, by `TrialContext.shared`."""
 
 
 @lru_cache(maxsize=1)
 def shared_parts(
     model: str, dtype: str, device: str, calibration_file: str, calibration_cache: str, eval_file: str
-) -> tuple[PreTrainedModel, Calibration, Tensor, Tensor, Remembering]:
-    """Untouched model, its statistics, calibration tokens, held-out tokens, and the model as a teacher that knows what
+) -> tuple[PreTrainedModel, Calibration, Tensor, Tensor, CachedTeacher]:
+    """Original model, its statistics, calibration tokens, held-out tokens, and the model as a teacher that knows what
     it said of them: read once a process, trials reuse it."""
     from attention.calibration.calibration import cached_calibration
     from orchestrator.conversion import loading
-    from trainers.evaluation import Remembering
+    from trainers.evaluation import CachedTeacher
     from trainers.text.data import read_sequences
 
     base = loading.load_working(model, dtype, device)
     tokens = read_sequences(calibration_file)
     calibration = cached_calibration(base, tokens, calibration_cache)
-    return base, calibration, tokens, read_sequences(eval_file), Remembering(base)
+    return base, calibration, tokens, read_sequences(eval_file), CachedTeacher(base)
 
 
 def training_job(context: TrialContext, folder: Path, config: dict[str, Any], trial_id: str) -> TrainJob:

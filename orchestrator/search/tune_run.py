@@ -44,7 +44,7 @@ def run_trials(
     problem = replace(prepared.problem, similarities=similarities_of(context))
     own = make_searcher(config.search.searcher, problem)
     expected = trials_of(own, problem)
-    log = SearchLog(journal, mlflow, expected, context.base_loss)
+    log = SearchLog(journal, mlflow, expected, context.original_loss)
     scheduler = scheduler_of(config, expected)
     searcher = CopyingSearcher(own, scheduler.copies)
     scheduler.slots.capacity = Room(Demand.of(config), config.resources.max_concurrent).trials
@@ -100,7 +100,7 @@ def _tuner(
 def stops_in_training(config: SearchConfig) -> bool:
     """Whether a trial may be stopped while its workers train.
 
-    A process that has loaded torch and the untouched model takes the next trial: seconds saved each time. But one whose
+    A process that has loaded torch and the original model takes the next trial: seconds saved each time. But one whose
     trial was stopped in the middle still waits for the workers; Tune gives it two seconds to end, then drops the *next*
     trial without a word to searcher, scheduler or log [ray 2.60]. Such a process must go with its trial.
     """

@@ -2,7 +2,8 @@
 
 Two things are asked, since a shared file system may lock on one machine only. `flock`: the kernel gives it back when
 its holder dies, however it dies. And, where the holder was on another machine, its heartbeat: a count in the file that
-rises while it lives. Whoever comes watches whether the count moves, by a clock of his own; no two clocks are compared.
+increases while it lives. Whoever comes watches whether the count moves, by a clock of his own; no two clocks are
+compared.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 <storage>/mlflow.db, mlartifacts/     the MLflow store, unless tracking.uri names another
 <storage>/<name>/                     one search; a second one of the same name becomes <name>-2
     search.yaml, versions.json        snapshot of the configuration, package versions
-    base.json, data/, calibration/    the untouched model's scores; token sequences and statistics that trials share
+    base.json, data/, calibration/    the original model's scores; token sequences and statistics that trials share
     journal.jsonl                     what was tried, reported, decided and ended: the only record of the search
     trials/<id>/                      recipe, plan, converted and trained checkpoint of each trial
     state.json, driver.lock           when and how the search began and ended; who runs it

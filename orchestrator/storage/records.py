@@ -20,7 +20,7 @@ RUNG_KEYS = (
     "step",
     "rung",
     "loss",
-    "rise",
+    "loss_increase",
     "kl",
     "tokens",
     "train_loss",
@@ -47,8 +47,8 @@ OWN = {"seconds", "status", "rungs", "error", "error_log", "run_id", "choices", 
 class TrialRecord:
     """One candidate and its scores.
 
-    `rungs` holds one mapping for each rung reached: step (training steps so far), loss (held-out, nats a token), rise
-    (over the untouched model), kl (to it), tokens (trained on), seconds and what else the trial reported.
+    `rungs` holds one mapping for each rung reached: step (training steps so far), loss (held-out, nats a token),
+    increase (over the original model), kl (to it), tokens (trained on), seconds and what else the trial reported.
     `kv_bytes_per_token` is of the plan in the model's dtype; `cache_bytes_measured` of a prefill of `cache_tokens`.
     `calibration_loss`: untrained, on calibration tokens, where the searcher made the plan. A `probe` was measured for
     the searcher alone: it ends untrained, its plan may be unfinished, and it is no candidate for anything.

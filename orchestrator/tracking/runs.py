@@ -39,7 +39,7 @@ REFUSED = (
 )
 """Answers of a store that another try would get again."""
 SECRETS = "token|key|secret|passw|sig|credential|auth"
-METRICS = ("loss", "rise", "kl", "train_loss", "tokens", "tokens_per_second", "seconds")
+METRICS = ("loss", "loss_increase", "kl", "train_loss", "tokens", "tokens_per_second", "seconds")
 
 
 class TrackingError(ValueError):

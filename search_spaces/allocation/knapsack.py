@@ -94,13 +94,15 @@ KNOBS = (
         "head counts that are considered, among those that the grouping can make",
         choices=("any", "powers_of_two", "divisors"),
     ),
-    Knob("tokens", "int", 4096, "calibration tokens on which rises of the loss are measured", low=2),
-    Knob("fit_steps", "int", 20, "steps of local fit before a rise is measured, as refinement will make more", low=0),
+    Knob("tokens", "int", 4096, "calibration tokens on which increases of the loss are measured", low=2),
+    Knob(
+        "fit_steps", "int", 20, "steps of local fit before an increase is measured, as refinement will make more", low=0
+    ),
     Knob(
         "finalists",
         "int",
         3,
-        "plans, from the least sum of rises to the most even, that are carried out, refined in short and measured",
+        "plans, from the least sum of increases to the most even, that are carried out, refined in short and measured",
         low=1,
         high=16,
     ),
@@ -125,7 +127,7 @@ def considered(problem: AllocationProblem, counts: str) -> list[int]:
     needs=("model", "measure", "apart"),
 )
 def knapsack_part(problem: AllocationProblem, *, counts: str = "any", finalists: int = 3, **measuring: int) -> Counts:
-    """Least measured loss among plans of little summed rise, over keys and values of all layers together."""
+    """Least measured loss among plans of little summed increase, over keys and values of all layers together."""
     if problem.curve is None:
         raise ValueError("allocation=knapsack needs measured error curves: a model and token sequences")
     allowed = considered(problem, counts)

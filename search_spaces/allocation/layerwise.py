@@ -14,7 +14,7 @@ from search_spaces.axes import ALLOCATION
     needs=("model", "measure"),
 )
 def layerwise(problem: AllocationProblem, *, counts: str = "any", finalists: int = 3, **measuring: int) -> Counts:
-    """Least measured loss among plans of little summed rise over layers.
+    """Least measured loss among plans of little summed increase over layers.
 
     Raises ValueError for an odd number of heads.
     """

@@ -19,7 +19,7 @@ class AllocationProblem:
     """Spread `kv_ratio` of the `2 L U` heads of the checkpoint over `num_layers` layers.
 
     `admissible`: head counts that the grouping can make of one site, ascending, at most U. `loss(layer, side)`: what
-    it costs to have one head only there; `curve(layer, side, counts)`: measured rise of the loss for each of these
+    it costs to have one head only there; `curve(layer, side, counts)`: measured increase of the loss for each of these
     counts, where `side` is "key", "value" or "both". `final(counts)`: measured loss of the whole model with these
     counts, converted and refined as the recipe says.
     """

@@ -25,8 +25,8 @@ MOVES = 24
 
 @dataclass(frozen=True)
 class Agreement:
-    """Scores of the same moves at one site, higher is better: `cheap` of the layer's output, `full` minus the rise of
-    the loss in nats a token. `spearman`: their rank correlation, None where fewer than 3 moves differ."""
+    """Scores of the same moves at one site, higher is better: `cheap` of the layer's output, `full` minus the increase
+    of the loss in nats a token. `spearman`: their rank correlation, None where fewer than 3 moves differ."""
 
     layer: int
     side: str
@@ -118,5 +118,5 @@ def _site(context: PlanningContext, layer: int, side: str, tokens: int) -> Site:
         statistics=context.calibration.layers[layer] if context.calibration else None,
         model=context.model,
         plan_with=lambda partition: plan_of_sites({(layer, side): partition}, context.geometry),
-        measure=lambda plan: context.rise_of(pooled, plan, layer, tokens=tokens),
+        measure=lambda plan: context.increase_of(pooled, plan, layer, tokens=tokens),
     )

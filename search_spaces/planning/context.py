@@ -24,7 +24,7 @@ from attention.heads import LayerHeads
 from attention.modeling.losses import language_loss
 from attention.modeling.mlp import MlpWeights, mlp_sites, read
 from attention.plan import AttentionPlan, LayerPlan, groups_of
-from search_spaces.planning.rises import LayerTrials
+from search_spaces.planning.loss_increases import LayerTrials
 from search_spaces.recipes.recipe import AXES, Recipe
 
 Measure = Callable[[Recipe, AttentionPlan], float]
@@ -98,14 +98,14 @@ class PlanningContext:
     def measured_on(self, tokens: int) -> Tensor:
         """The first sequences, about `tokens` tokens and at least one. Raises ValueError without sequences."""
         if self.model is None or self.sequences is None:
-            raise ValueError("measuring the rise of the loss needs a model and sequences in the context")
+            raise ValueError("measuring the increase of the loss needs a model and sequences in the context")
         return self.sequences[: max(1, tokens // self.sequences.shape[1])]
 
-    def rise_of(self, recipe: Recipe, plan: AttentionPlan, layer: int, *, tokens: int, fit_steps: int = 0) -> float:
+    def increase_of(self, recipe: Recipe, plan: AttentionPlan, layer: int, *, tokens: int, fit_steps: int = 0) -> float:
         """Rise of the loss in nats a token if only `layer` follows `plan`, with the recipe's alignment and fusion.
 
         With `fit_steps` the layer is first fitted to the original's output for so many steps, as refinement will do.
-        The layers below are not run again (`search_spaces.planning.rises`). Raises ValueError without model or
+        The layers below are not run again (`search_spaces.planning.loss_increases`). Raises ValueError without model or
         sequences.
         """
         if self.measure is not None:
@@ -123,10 +123,10 @@ class PlanningContext:
             part = AXES[axis].get(getattr(recipe, axis))
             heads = part(heads, layer_plan, statistics, self.geometry, **recipe.knobs(axis))
         if not fit_steps:
-            return trials.rise(layer, heads.expand(layer_plan.key_map, layer_plan.value_map))
+            return trials.increase(layer, heads.expand(layer_plan.key_map, layer_plan.value_map))
         module = trials.module(layer, heads, layer_plan)
         fit_module(module, self._task(layer), fit_steps, FIT_RATE.default, torch.Generator().manual_seed(layer))
-        return trials.rise(layer, trials.heads_of(module, layer_plan))
+        return trials.increase(layer, trials.heads_of(module, layer_plan))
 
     def _task(self, layer: int) -> LayerTask:
         """What a layer is fitted to; only the last one asked for is kept."""

@@ -1,4 +1,4 @@
-"""Error curves: the measured rise of the loss for each head count of a site, with the partition that was measured.
+"""Error curves: the measured increase of the loss for each head count of a site, with the partition that was measured.
 
 Legend: U stored KV heads a layer (units).
 
@@ -27,13 +27,14 @@ DECIDES = ("grouping", "objective", "similarity", "alignment", "fusion")  # axes
 class Point(NamedTuple):
     """One measured point of a curve."""
 
-    rise: float
+    increase: float
     partition: Partition
 
 
 class Curves:
     """Curves of one recipe on one context. `group(layer, sides, count)` is the recipe's partition of a site's units;
-    `measure(layer, sides, partition)` the rise of the loss with it. `known` holds the points so far and is added to."""
+    `measure(layer, sides, partition)` the increase of the loss with it. `known` holds the points so far and is added
+    to."""
 
     def __init__(
         self,
@@ -51,11 +52,11 @@ class Curves:
         missing = [c for c in counts if c != units and _key(layer, sides, c) not in self._points]
         for count in missing:
             partition = self._group(layer, sides, count)
-            rise = self._measure(layer, sides, partition)
-            self._points[_key(layer, sides, count)] = Point(rise, partition)
+            increase = self._measure(layer, sides, partition)
+            self._points[_key(layer, sides, count)] = Point(increase, partition)
         if missing:
             self._save()
-        return {c: 0.0 if c == units else self._points[_key(layer, sides, c)].rise for c in counts}
+        return {c: 0.0 if c == units else self._points[_key(layer, sides, c)].increase for c in counts}
 
     def whole(self, plan: Any, measure: Callable[[], float]) -> float:
         """A measured loss of the whole model; `plan`: in plain values, all that it rests on besides the curves."""
@@ -63,7 +64,7 @@ class Curves:
         if key not in self._points:
             self._points[key] = Point(measure(), ())
             self._save()
-        return self._points[key].rise
+        return self._points[key].increase
 
     def partition(self, layer: int, sides: tuple[str, ...], count: int) -> Partition | None:
         """The partition that was measured, or None."""
@@ -104,6 +105,8 @@ def _read(file: Path | None) -> dict[str, Point]:
     """The points of a file; none if it is missing or damaged, since they can be measured again."""
     try:
         record = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
-        return {key: Point(rise, tuple(tuple(group) for group in groups)) for key, (rise, groups) in record.items()}
+        return {
+            key: Point(increase, tuple(tuple(group) for group in groups)) for key, (increase, groups) in record.items()
+        }
     except (OSError, ValueError, TypeError, AttributeError):
         return {}

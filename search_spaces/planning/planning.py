@@ -331,7 +331,7 @@ class _Planner:
         return objective.cost(tuple(range(len(self.units))))
 
     def _curve(self, layer: int, side: str, counts: Sequence[int]) -> dict[int, float]:
-        """Measured rise of the loss if only this site is grouped, for each count. `side` may be "both"."""
+        """Measured increase of the loss if only this site is grouped, for each count. `side` may be "both"."""
         if side == "both" and not self.recipe.together:
             keys, values = (self._curve(layer, each, counts) for each in SIDES)
             return {count: keys[count] + values[count] for count in counts}
@@ -369,7 +369,7 @@ class _Planner:
 
         def measure(layer: int, sides: tuple[str, ...], partition: Partition) -> float:
             plan = self.plan_of({(layer, side): partition for side in sides})
-            return self.context.rise_of(self.recipe, plan, layer, **knobs)
+            return self.context.increase_of(self.recipe, plan, layer, **knobs)
 
         seed = str([_seeds(g) for g in self.curve_generators[:1]])
         name = curve_name(self.recipe, self.context, knobs, seed)

@@ -1,4 +1,4 @@
-"""Learning from the untouched model while recovering, a choice that every recovery has."""
+"""Learning from the original model while recovering, a choice that every recovery has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KNOBS = (
         "distillation",
         "choice",
         AS_CONFIGURED,
-        "learn from the untouched model: as the training's settings say, not at all, KL, or KL + BiLD (paper 001)",
+        "learn from the original model: as the training's settings say, not at all, KL, or KL + BiLD (paper 001)",
         choices=(AS_CONFIGURED, "none", "kl", "kl_bild"),
     ),
     Knob("distillation_weight", "float", 0.5, "its share of the loss; 1 leaves language modelling out", 0.01, 1.0),

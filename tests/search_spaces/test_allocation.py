@@ -171,8 +171,8 @@ def test_a_ratio_of_no_whole_head_is_refused() -> None:
 def test_plans_lead_from_the_knapsack_to_the_even_one(data: st.DataObject) -> None:
     sites, heads = data.draw(st.integers(1, 6)), data.draw(st.sampled_from([2, 4, 8, 12]))
     counts = [g for g in range(1, heads + 1) if heads % g == 0 or data.draw(st.booleans())]
-    rises = data.draw(st.lists(st.floats(0, 3), min_size=sites * len(counts), max_size=sites * len(counts)))
-    curves = [dict(zip(counts, rises[i::sites], strict=True)) for i in range(sites)]
+    increases = data.draw(st.lists(st.floats(0, 3), min_size=sites * len(counts), max_size=sites * len(counts)))
+    curves = [dict(zip(counts, increases[i::sites], strict=True)) for i in range(sites)]
     budget = sites * data.draw(st.sampled_from(counts))
     plans = towards_even(curves, budget, data.draw(st.integers(1, 5)))
     assert plans[0] == knapsack(curves, budget, exact=True)
@@ -185,7 +185,8 @@ def test_plans_lead_from_the_knapsack_to_the_even_one(data: st.DataObject) -> No
 
 
 def test_the_measured_best_of_the_finalists_is_taken() -> None:
-    # Sum of rises: site 0 wants everything. Half and half costs 0.2 more by that sum; the whole model says otherwise.
+    # Sum of increases: site 0 wants everything. Half and half costs 0.2 more by that sum; the whole model says
+    # otherwise.
     curves = [{1: 1.0, 2: 0.3, 3: 0.0}, {1: 0.4, 2: 0.3, 3: 0.0}]
     assert towards_even(curves, 4, 5) == [(3, 1), (2, 2)]
     asked: list[Counts] = []

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention.conversion.conversion import convert
 from attention.plan import AttentionPlan, LayerPlan
-from trainers.evaluation import Remembering, decode_speed, evaluate, measure_cache
+from trainers.evaluation import CachedTeacher, decode_speed, evaluate, measure_cache
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +49,13 @@ def test_a_remembering_teacher_sees_each_batch_once_as_far_as_there_is_room(tiny
     teacher.register_forward_hook(lambda *_: passes.append(1))
     one_batch = 4 * 12 * 64 * 4
     for room, seen in ((2 * one_batch, 2), (one_batch, 3), (0, 4)):
-        remembering = Remembering(teacher, most=room)
+        remembering = CachedTeacher(teacher, most=room)
         passes.clear()
         for _ in range(2):
             got = evaluate(model, ids, teacher=remembering, batch_size=4)
             assert (got.loss, got.kl) == (wanted.loss, wanted.kl)
         assert len(passes) == seen
-    other = evaluate(model, ids.flip(1), teacher=Remembering(teacher))
+    other = evaluate(model, ids.flip(1), teacher=CachedTeacher(teacher))
     assert other.kl == evaluate(model, ids.flip(1), teacher=teacher).kl != wanted.kl
 
 

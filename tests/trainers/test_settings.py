@@ -84,8 +84,8 @@ def test_jobs_survive_json() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"milestones": ()}, r"milestones must rise from above start_step 0, got \(\)"),
-        ({"milestones": (5, 5)}, "must rise"),
+        ({"milestones": ()}, r"milestones must increase from above start_step 0, got \(\)"),
+        ({"milestones": (5, 5)}, "must increase"),
         ({"milestones": (5,), "start_step": 5, "resume_from": "x"}, "above start_step 5"),
         ({"start_step": 3}, "needs the checkpoint it was reached with"),
         ({"total_steps": 9}, "must reach the last milestone 10, got 9"),
@@ -105,7 +105,7 @@ def test_impossible_jobs_are_refused(wrong: dict[str, Any], message: str) -> Non
 def test_only_behind_a_relaxation_may_a_job_take_no_step() -> None:
     assert job(relaxation=RELAXATION, milestones=(0,)).schedule_steps == 60
     assert job(schedule_offset=60, milestones=(0,)).schedule_steps == 60
-    with pytest.raises(ValueError, match="milestones must rise from above start_step 0"):
+    with pytest.raises(ValueError, match="milestones must increase from above start_step 0"):
         job(milestones=(0,))
 
 

@@ -63,7 +63,7 @@ class TrainJob:
         steps = (self.start_step, *self.milestones)
         collapsed_only = self.milestones == (0,) and (self.relaxation is not None or self.schedule_offset > 0)
         if not collapsed_only and (not self.milestones or any(b <= a for a, b in pairwise(steps))):
-            raise ValueError(f"milestones must rise from above start_step {self.start_step}, got {self.milestones}")
+            raise ValueError(f"milestones must increase from above start_step {self.start_step}, got {self.milestones}")
         if self.total_steps is not None and self.total_steps < self.milestones[-1]:
             raise ValueError(f"total_steps must reach the last milestone {self.milestones[-1]}, got {self.total_steps}")
         if self.settings.distillation != "none" and self.teacher_dir is None:

@@ -42,7 +42,7 @@ class Link(Protocol):
     def report(self, metrics: dict[str, Any], last: bool) -> bool: ...
 
 
-def carry_out(job: TrainJob, link: Link) -> dict[str, Any]:
+def run_job(job: TrainJob, link: Link) -> dict[str, Any]:
     """Carry out a job, or what is left of it. Returns the last report and how it ended: {"metrics"},
     {"diverged": reason} or {"stopped": step}.
 
@@ -63,7 +63,7 @@ def carry_out(job: TrainJob, link: Link) -> dict[str, Any]:
     gc.collect()  # the failed attempt's tensors hung on the exception
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return carry_out(job, link)
+    return run_job(job, link)
 
 
 def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:

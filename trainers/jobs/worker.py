@@ -70,7 +70,7 @@ def _own_sigint() -> Iterator[None]:
 
 
 def outcome_of(job: TrainJob, ended: dict[str, Any] | None) -> TrainOutcome:
-    """What `carry_out` returned, as `run_training` tells it."""
+    """What `run_job` returned, as `run_training` tells it."""
     if ended and "diverged" in ended:
         raise TrainingDiverged(ended["diverged"])
     if not ended or "metrics" not in ended:
@@ -83,7 +83,7 @@ def stand(desk: Any, group: str, settings: TrainSettings, storage_path: str) -> 
 
     `desk.next(group, rank, number, worker)` gives job `number` as JSON, or None to end; `desk.report(group, metrics,
     last)` is told rank 0's milestones and says whether to go on; `desk.finished(group, rank, ended)` what
-    `carry_out` returned. Returns when all workers have ended; raises when one has died or failed.
+    `run_job` returned. Returns when all workers have ended; raises when one has died or failed.
     """
     _trainer(_stand, {"desk": desk, "group": group}, settings, group, storage_path, 0).fit()
 
@@ -155,17 +155,17 @@ def _prepare_worker() -> None:
 
 def _work(config: dict[str, Any]) -> dict[str, Any]:
     """What every worker of a run of one job does."""
-    from trainers.jobs.run import carry_out
+    from trainers.jobs.run import run_job
 
     _prepare_worker()
-    return carry_out(TrainJob.from_json(config["job"]), _Own())
+    return run_job(TrainJob.from_json(config["job"]), _Own())
 
 
 def _stand(config: dict[str, Any]) -> None:
     """What every worker of a standing group does."""
     import trainers.engine
     import trainers.relaxing  # noqa: F401 - loaded before the first job and not within it
-    from trainers.jobs.run import carry_out
+    from trainers.jobs.run import run_job
 
     _prepare_worker()
     desk, group = config["desk"], config["group"]
@@ -174,4 +174,4 @@ def _stand(config: dict[str, Any]) -> None:
         given: Any = ray.get(desk.next.remote(group, link.rank, number, worker))
         if given is None:
             return
-        ray.get(desk.finished.remote(group, link.rank, carry_out(TrainJob.from_json(given), link)))
+        ray.get(desk.finished.remote(group, link.rank, run_job(TrainJob.from_json(given), link)))

@@ -15,14 +15,14 @@ from orchestrator.reporting.figures.drawing import STYLE, legend_below, looks_of
 from orchestrator.storage.records import compact, family, percent
 
 APART, WIDEST = 0.025, 0.18  # how far arms of one budget stand apart sideways, and all of them, in shares of its bytes
-NEAR = 0.05  # nats: rises below it stand on a linear scale, the others on a logarithmic one
+NEAR = 0.05  # nats: increases below it stand on a linear scale, the others on a logarithmic one
 TICKS = (0, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 
 def bytes_figure(rows: Sequence[Row], base: Mapping[str, Any]) -> Figure:
     """Rise of the held-out loss against KV bytes a token: one line an arm at its best rates, bars of one sd.
 
-    The axis of the rise is logarithmic but for its part next to 0, so that arms near the untouched model can be told
+    The axis of the increase is logarithmic but for its part next to 0, so that arms near the original model can be told
     from each other too. Arms of one budget stand a little apart sideways. Hollow: the row compares at an earlier rung
     than the others.
     """
@@ -41,7 +41,12 @@ def bytes_figure(rows: Sequence[Row], base: Mapping[str, Any]) -> Figure:
         places = sorted({row["kv_bytes_per_token"] for mine in arms.values() for row in mine})
         axes.set_xticks(places, [f"{place:,}" for place in places])
         axes.set_xlabel("KV cache, bytes a token")
-        ends = [row["rise"] + sign * (row["loss"]["sd"] or 0.0) for r in arms.values() for row in r for sign in (-1, 1)]
+        ends = [
+            row["loss_increase"] + sign * (row["loss"]["sd"] or 0.0)
+            for r in arms.values()
+            for row in r
+            for sign in (-1, 1)
+        ]
         _rises(axes, base, min(ends, default=0.0), max(ends, default=1.0))
         if axes.get_ylim()[0] < 0:
             handles["untouched"] = untouched
@@ -52,7 +57,7 @@ def bytes_figure(rows: Sequence[Row], base: Mapping[str, Any]) -> Figure:
 def _bars(axes: Any, rows: Sequence[Row], shift: float, look: dict[str, Any]) -> Any:
     """Draw one arm; returns its line."""
     x = [row["kv_bytes_per_token"] * shift for row in rows]
-    y = [row["rise"] for row in rows]
+    y = [row["loss_increase"] for row in rows]
     sd = [row["loss"]["sd"] or 0.0 for row in rows]
     (line,) = axes.plot(x, y, lw=1.1, ms=4.5, zorder=3, **look)
     axes.errorbar(x, y, sd, fmt="none", ecolor=look["color"], elinewidth=1.6, capsize=3.5, zorder=4)
@@ -62,7 +67,7 @@ def _bars(axes: Any, rows: Sequence[Row], shift: float, look: dict[str, Any]) ->
 
 
 def _rises(axes: Any, base: Mapping[str, Any], lowest: float, highest: float) -> None:
-    """The axis of rises. The untouched model has its place on it unless all arms are far above."""
+    """The axis of increases. The original model has its place on it unless all arms are far above."""
     axes.set_yscale("symlog", linthresh=NEAR, linscale=0.5)
     low = lowest / 1.25 if lowest > NEAR else 1.25 * min(lowest, 0) - NEAR / 5
     high = 1.25 * max(highest, 0) + NEAR / 5
@@ -70,7 +75,7 @@ def _rises(axes: Any, base: Mapping[str, Any], lowest: float, highest: float) ->
     shown = [tick for tick in sorted({sign * tick for tick in TICKS for sign in (-1, 1)}) if low <= tick <= high]
     axes.set_yticks(shown, [f"{tick:+g}" if tick else "0" for tick in shown])
     axes.minorticks_off()
-    axes.set_ylabel(f"rise of held-out loss over {base['loss']:.3f}, nats a token")
+    axes.set_ylabel(f"increase of held-out loss over {base['loss']:.3f}, nats a token")
 
 
 def tokens_figure(rows: Sequence[Row], base: Mapping[str, Any]) -> Figure:
@@ -141,7 +146,7 @@ def _curve(axes: Any, curve: Sequence[Mapping[str, Any]], usual: int | None, loo
 
 
 def _zoom(axes: Any, rows: Mapping[str, Row], base: Mapping[str, Any]) -> None:
-    """Show what lies between the untouched model and the losses of the later half of the training."""
+    """Show what lies between the original model and the losses of the later half of the training."""
     trained = [p for row in rows.values() for p in row["curve"] if p["step"] > 0 and p["tokens"] is not None]
     if not trained:
         return

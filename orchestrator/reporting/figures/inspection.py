@@ -15,7 +15,7 @@ from orchestrator.reporting.figures.drawing import COLOURS, MARKERS, STYLE, lege
 from orchestrator.storage.records import percent
 
 TITLES = {"key": "keys", "value": "values"}
-LEAST = 1e-3  # nats: rises below it have the lightest colour
+LEAST = 1e-3  # nats: increases below it have the lightest colour
 LAYERS = 8  # layers whose pairs of heads are drawn; of deeper models evenly spaced ones
 NUMBERS = (24, 12)  # rows and columns up to which cells carry their number
 
@@ -37,9 +37,9 @@ def sensitivity_figure(record: Mapping[str, Any]) -> Figure:
             axes.grid(False)
             image = axes.imshow(np.clip(table, LEAST, None), cmap="YlOrRd", norm=norm, aspect="auto")
             if table.shape[0] <= NUMBERS[0] and table.shape[1] <= NUMBERS[1]:
-                for (row, column), rise in np.ndenumerate(table):
-                    dark = norm(max(rise, LEAST)) > 0.62
-                    axes.text(column, row, _short(rise), ha="center", va="center", fontsize=7.5,
+                for (row, column), increase in np.ndenumerate(table):
+                    dark = norm(max(increase, LEAST)) > 0.62
+                    axes.text(column, row, _short(increase), ha="center", va="center", fontsize=7.5,
                               color="white" if dark else "#222222")  # fmt: skip
             axes.set_title(TITLES[side], loc="left", fontsize=11)
             axes.set_xticks(range(len(counts)), [str(count) for count in counts], fontsize=9)
@@ -51,19 +51,25 @@ def sensitivity_figure(record: Mapping[str, Any]) -> Figure:
         bar = figure.colorbar(image, ax=list(panels), pad=0.02, aspect=15 if len(layers) < 8 else 30)
         bar.ax.tick_params(labelsize=8)
         bar.ax.yaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        bar.set_label("rise, nats a token", fontsize=9)
+        bar.set_label("increase, nats a token", fontsize=9)
         bar.outline.set_visible(False)  # type: ignore[operator]
         return figure
 
 
-def _short(rise: float) -> str:
-    """A rise in at most four characters: 1.8, .23, .004, 0."""
-    if np.isnan(rise):
+def _short(increase: float) -> str:
+    """An increase in at most four characters: 1.8, .23, .004, 0."""
+    if np.isnan(increase):
         return ""
-    if abs(rise) < 5e-4:
+    if abs(increase) < 5e-4:
         return "0"
-    text = f"{rise:.1f}" if abs(rise) >= 0.995 else f"{rise:.2f}" if abs(rise) >= 0.0995 else f"{rise:.3f}"
-    return text.replace("0.", ".", 1) if abs(rise) < 0.995 else text
+    text = (
+        f"{increase:.1f}"
+        if abs(increase) >= 0.995
+        else f"{increase:.2f}"
+        if abs(increase) >= 0.0995
+        else f"{increase:.3f}"
+    )
+    return text.replace("0.", ".", 1) if abs(increase) < 0.995 else text
 
 
 def pairs_figure(record: Mapping[str, Any]) -> Figure:
@@ -109,7 +115,7 @@ def evenly(items: Sequence[Any], most: int) -> list[Any]:
 
 def recipes_figure(record: Mapping[str, Any]) -> Figure | None:
     """Rise of the held-out loss by recipe, one mark a budget, before training. None if nothing could be converted."""
-    entries = [entry for entry in record["recipes"] if "rise" in entry]
+    entries = [entry for entry in record["recipes"] if "loss_increase" in entry]
     if not entries:
         return None
     names = list(dict.fromkeys(entry["recipe"] for entry in entries))
@@ -122,7 +128,7 @@ def recipes_figure(record: Mapping[str, Any]) -> Figure | None:
             mine = [entry for entry in entries if entry["kv_ratio_asked"] == ratio]
             look: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
             axes.plot(
-                [max(entry["rise"], LEAST) for entry in mine],
+                [max(entry["loss_increase"], LEAST) for entry in mine],
                 [names.index(entry["recipe"]) for entry in mine],
                 ls="",
                 ms=7,
@@ -135,6 +141,6 @@ def recipes_figure(record: Mapping[str, Any]) -> Figure | None:
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         axes.set_yticks(range(len(names)), names)
         axes.set_ylim(len(names) - 0.5, -0.5)
-        axes.set_xlabel("rise of the held-out loss, nats a token")
+        axes.set_xlabel("increase of the held-out loss, nats a token")
         legend_below(figure, handles)
         return figure

@@ -20,7 +20,7 @@ LINES = 200
 def front_figure(
     trials: Sequence[TrialRecord], base: Mapping[str, Any], promoted: Sequence[Mapping[str, Any]] = ()
 ) -> Figure:
-    """Held-out loss against KV bytes a token: every trial at its last rung, the front, the untouched model."""
+    """Held-out loss against KV bytes a token: every trial at its last rung, the front, the original model."""
     with matplotlib.rc_context(STYLE):
         figure, axes = one_axes()
         looks = looks_of([family(t.recipe) for t in trials])

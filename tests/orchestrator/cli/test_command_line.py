@@ -186,12 +186,23 @@ def test_convert_evaluate_and_export_hand_on_to_each_other(tmp_path: Path, demo_
     options = ["--model", demo_dir, "--recipe", "gqa", "--kv-ratio", "0.25", "--out", tmp_path / "c", *sizes]
     assert run_here("convert", *options, "--calibration-tokens", "2048", "--json", tmp_path / "convert.json") == 0
     converted = json.loads((tmp_path / "convert.json").read_text())
-    for key in ("loss_base", "loss", "rise", "kl", "kv_ratio", "parameters", "recipe", "plan", "seed", "seconds"):
+    for key in (
+        "original_loss",
+        "loss",
+        "loss_increase",
+        "kl",
+        "kv_ratio",
+        "parameters",
+        "recipe",
+        "plan",
+        "seed",
+        "seconds",
+    ):
         assert key in converted
     assert converted["kv_ratio"] == 0.25
     assert converted["cache_bytes_measured"] == converted["cache_tokens"] * converted["kv_bytes_per_token"]
-    assert converted["rise"] == pytest.approx(converted["loss"] - converted["loss_base"])
-    assert converted["rise"] > 1
+    assert converted["loss_increase"] == pytest.approx(converted["loss"] - converted["original_loss"])
+    assert converted["loss_increase"] > 1
     assert (converted["dtype"], converted["kv_bytes_per_token"]) == ("bfloat16", 4096 // 4)
     assert (converted["format"], converted["loads_in"]) == ("stock", ["transformers", "vLLM", "llama.cpp"])
 

@@ -22,7 +22,7 @@ from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.cluster.pool_client import GroupError, PoolGone, pool_of_groups, train_in_group
 from trainers.engine import _group_of_one
 from trainers.jobs.job import TrainJob
-from trainers.jobs.run import carry_out
+from trainers.jobs.run import run_job
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
 
@@ -62,7 +62,7 @@ def job(tiny_job: Any, tmp_path_factory: pytest.TempPathFactory) -> TrainJob:
 def whole(job: TrainJob) -> dict[str, Any]:
     """The same in this process."""
     _group_of_one()
-    return carry_out(job, Alone())["metrics"]
+    return run_job(job, Alone())["metrics"]
 
 
 def other(job: TrainJob, name: str, **changes: Any) -> TrainJob:

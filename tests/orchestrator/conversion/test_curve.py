@@ -25,20 +25,22 @@ def test_one_calibration_and_one_measurement_for_all_ratios(
     tmp_path: Path, demo_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    calibrate, rise_of = calibrating.calibrate, PlanningContext.rise_of
+    calibrate, increase_of = calibrating.calibrate, PlanningContext.increase_of
     monkeypatch.setattr(in_memory, "calibrate", lambda *a, **k: calls.append("calibrate") or calibrate(*a, **k))
-    monkeypatch.setattr(PlanningContext, "rise_of", lambda *a, **k: calls.append("rise") or rise_of(*a, **k))
+    monkeypatch.setattr(
+        PlanningContext, "increase_of", lambda *a, **k: calls.append("loss_increase") or increase_of(*a, **k)
+    )
     knobs = {"allocation.tokens": 256, "allocation.fit_steps": 0}
     chosen = recipe("gqa", fusion="least_squares", together=False, allocation="knapsack", **knobs)
     record = convert_curve(demo_dir, chosen, [0.25, 0.9, 0.5], tmp_path / "out", **SMALL)
     assert calls.count("calibrate") == 1
-    assert calls.count("rise") == 8 * 3  # eight sites, three counts below eight heads
+    assert calls.count("loss_increase") == 8 * 3  # eight sites, three counts below eight heads
     points = record["points"]
     assert [point["kv_ratio_asked"] for point in points] == [0.9, 0.5, 0.25]
     assert [point["kv_ratio"] for point in points] == [57 / 64, 0.5, 0.25]  # 0.9 is no whole number of heads
     losses = [point["loss"] for point in points]
-    assert losses == sorted(losses) and losses[0] < record["loss_base"] + 0.1
-    assert record["kv_bytes_per_token_base"] == 4 * points[2]["kv_bytes_per_token"]
+    assert losses == sorted(losses) and losses[0] < record["original_loss"] + 0.1
+    assert record["kv_bytes_per_token_original"] == 4 * points[2]["kv_bytes_per_token"]
     written = json.loads((tmp_path / "out" / "curve.json").read_text())
     assert written["points"] == json.loads(json.dumps(points))
     assert (tmp_path / "out" / "curve.png").read_bytes()[:4] == b"\x89PNG"

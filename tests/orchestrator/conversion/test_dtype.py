@@ -80,7 +80,7 @@ def test_what_is_told_of_a_conversion_is_true_of_its_file(
     assert found["dtype"] == told["dtype"]
     assert found["kv_bytes_per_token"] == told["kv_bytes_per_token"]
     assert found["cache_bytes_measured"] == found["kv_bytes_per_token"] * found["cache_tokens"]
-    for name in ("loss", "loss_base", "kl"):
+    for name in ("loss", "original_loss", "kl"):
         assert told[name] == pytest.approx(found[name], rel=2e-6, abs=2e-6)
 
 

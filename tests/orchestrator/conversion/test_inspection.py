@@ -45,7 +45,7 @@ def test_what_is_told_of_the_demo_checkpoint(
         assert AttentionPlan.from_json(json.dumps(budget["plan"])).kv_ratio == budget["kv_ratio"]
         assert sum(budget["key"]) > sum(budget["value"])
     found = {(e["recipe"], e["kv_ratio_asked"]): e for e in record["recipes"]}
-    assert found["gqa", 0.5]["rise"] > 1
+    assert found["gqa", 0.5]["loss_increase"] > 1
     assert (found["gqa", 0.3]["kv_ratio"], found["mqa", 0.5]["kv_ratio"]) == (0.25, 0.125)
     for layer in record["similarity"]:
         for side in ("key", "value"):
@@ -63,7 +63,7 @@ def test_what_is_told_of_the_demo_checkpoint(
     def again(*_: object, **__: object) -> float:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(PlanningContext, "rise_of", again)
+    monkeypatch.setattr(PlanningContext, "increase_of", again)
     second = inspect_checkpoint(demo_dir, cache_dir=tmp_path, **SMALL)
     for name in ("sensitivity", "budgets", "similarity"):
         assert second[name] == record[name]
@@ -101,20 +101,21 @@ def made_up(layers: int, heads: int) -> dict[str, Any]:
     one = LayerPlan((0,) * (heads // 2) + tuple(range(1, heads // 2 + 1)), (0,) * heads)
     plan = AttentionPlan((one,) * layers, 64)
     budget = {
-        "kv_ratio_asked": 0.3, "kv_ratio": plan.kv_ratio, "kv_bytes_per_token": 2048, "sum_of_rises": 0.2,
+        "kv_ratio_asked": 0.3, "kv_ratio": plan.kv_ratio, "kv_bytes_per_token": 2048, "sum_of_increases": 0.2,
         "key": [heads // 2 + 1] * layers, "value": [1] * layers, "plan": json.loads(plan.to_json()),
     }  # fmt: skip
     scored = {"kv_ratio_asked": 0.3, "kv_ratio": 0.25, "kv_bytes_per_token": 2048, "kl": 0.5, "seconds": 75.0}
     return {
         "model": "/models/a <b>name</b>", "family": "llama", "layers": layers, "heads": heads, "kv_heads": heads,
-        "head_dim": 64, "kv_bytes_per_token": 8192, "loss_base": 2.2, "eval_tokens": 1024, "calibration_tokens": 512,
+        "head_dim": 64, "kv_bytes_per_token": 8192, "original_loss": 2.2, "eval_tokens": 1024,
+        "calibration_tokens": 512,
         "recipe": {"name": "headfold", "grouping": "exact", "fusion": "least_squares"}, "seed": 0, "dtype": "float32",
         "sensitivity": [{"layer": i, "key": curve(), "value": curve()} for i in range(layers)],
         "similarity": [{"layer": i, "key": matrices(), "value": matrices()} for i in range(layers)],
         "budgets": [budget],
         "recipes": [
-            {"recipe": "gqa", "loss": 7.5, "rise": 5.3, **scored},
-            {"recipe": "headfold", "loss": 2.2, "rise": -0.001, **scored},
+            {"recipe": "gqa", "loss": 7.5, "loss_increase": 5.3, **scored},
+            {"recipe": "headfold", "loss": 2.2, "loss_increase": -0.001, **scored},
             {"recipe": "odd", "kv_ratio_asked": 0.3, "why_not": "cannot be", "seconds": 0.1},
         ],
         "agreement": [

@@ -78,13 +78,13 @@ def test_half_is_half_of_what_the_user_has(
     demo_tokenizer.save_pretrained(source)
     record = convert_checkpoint(source, "gqa", 0.5, tmp_path / "half", **SMALL)
     assert record["kv_ratio"] == record["kv_ratio_asked"] == 0.5
-    assert record["kv_bytes_per_token"] * 2 == record["kv_bytes_per_token_base"]
+    assert record["kv_bytes_per_token"] * 2 == record["kv_bytes_per_token_original"]
     assert held(tmp_path / "half") * 2 == held(source)
 
 
 def test_a_streamed_conversion_says_the_same(grouped: Path, tmp_path: Path) -> None:
     record = convert_layerwise(grouped, "gqa", 0.25, tmp_path / "out", progress=lambda line: None, **SMALL)
-    assert record["kv_ratio"] == 0.25 and record["kv_bytes_per_token"] * 4 == record["kv_bytes_per_token_base"]
+    assert record["kv_ratio"] == 0.25 and record["kv_bytes_per_token"] * 4 == record["kv_bytes_per_token_original"]
     assert held(tmp_path / "out") * 4 == held(grouped)
     assert checkpoint.original_heads(tmp_path / "out") == 2 * 2 * 4
 
@@ -103,7 +103,7 @@ def test_what_was_recorded_at_conversion_is_what_evaluate_compares_with(grouped:
 def test_several_ratios_say_where_they_were_rounded_down(grouped: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = convert_curve(grouped, "gqa", [0.7, 0.25], None, **SMALL)
     assert [(p["kv_ratio_asked"], p["kv_ratio"]) for p in record["points"]] == [(0.7, 0.5), (0.25, 0.25)]
-    assert record["kv_bytes_per_token_base"] == 2 * record["points"][0]["kv_bytes_per_token"]
+    assert record["kv_bytes_per_token_original"] == 2 * record["points"][0]["kv_bytes_per_token"]
     assert run("convert", grouped, "--recipe", "gqa", "--kv-ratio", "0.7,0.25") == 0
     said = capsys.readouterr().out
     assert "50% of the checkpoint's KV cache (70% cannot be met exactly)" in said
@@ -114,7 +114,7 @@ def test_several_ratios_say_where_they_were_rounded_down(grouped: Path, capsys: 
 def test_an_estimate_of_several_ratios_rounds_down_as_the_conversion_does(grouped: Path) -> None:
     found = estimate_conversion(grouped, "gqa", 0.7, nearest=True, **SMALL)
     assert (found.kv_ratio_asked, found.kv_ratio) == (0.7, 0.5)
-    assert found.kv_bytes_per_token * 2 == found.kv_bytes_per_token_base
+    assert found.kv_bytes_per_token * 2 == found.kv_bytes_per_token_original
     assert "50% of the checkpoint's (70% cannot be met exactly): 256 of 512 KV bytes" in describe(found)["cache"]
 
 

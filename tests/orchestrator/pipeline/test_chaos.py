@@ -164,7 +164,7 @@ def test_a_failing_trial_is_told_and_the_others_go_on(calm: dict[str, Any]) -> N
     assert f"{len(failed)} of {len(trials)} trials failed" in calm["job"]["log"]
     assert all(error.split(":")[0] in calm["job"]["log"] for error in failed.values())
     # A copy of a failed trial is told as failed; of its own it has no run that failed
-    own = {t.trial_id: t.error for t in stored_trials(place.search / "trials.json") if t.status == FAILED}
+    own = {t.trial_id: t.error for t in read_history(place.journal).records.values() if t.status == FAILED}
     assert own and own.items() <= failed.items()
     assert {run.data.tags["trial_id"]: run.data.tags["error"] for run in mlflow_runs(place, "FAILED")} == own
 

@@ -42,7 +42,7 @@ def context(tmp_path: Path, demo_dir: Path) -> TrialContext:
         rungs=(0, 10, 50, 100),
         reduction_factor=2.0,
         train=TrainSettings(batch_size=4).model_dump(mode="json"),
-        base_loss=2.0,
+        original_loss=2.0,
     )
 
 

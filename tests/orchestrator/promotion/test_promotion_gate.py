@@ -95,7 +95,7 @@ def context(tmp_path: Path, folder: SearchFolder) -> TrialContext:
         rungs=(0, 4),
         reduction_factor=2.0,
         train={},
-        base_loss=2.0,
+        original_loss=2.0,
     )
 
 

@@ -101,7 +101,7 @@ def test_composition_starts_as_in_the_paper_and_not_as_an_identity(like: Path, t
         ({"recipe": "dcformer", "overrides": ["composition.rank=true"]}, "composition.rank: got True.*a whole number"),
         ({"recipe": "dcformer", "overrides": ["composition.qk_norm=1"]}, "composition.qk_norm: got 1.*true or false"),
         ({"overrides": ["train.tuning=lora"]}, "train.tuning: random weights"),
-        ({"overrides": ["train.distillation=kl"]}, "train.distillation: .*no untouched model"),
+        ({"overrides": ["train.distillation=kl"]}, "train.distillation: .*no original model"),
         ({"overrides": ["train.zero_stages=1"]}, "train.zero_stages: unknown key .did you mean zero_stage"),
         ({"overrides": ["train.seed=1"]}, "train.seed: it has an option of its own; give it as --seed"),
         ({"overrides": ["model.path=x"]}, "model: unknown key.*allowed here: composition, recipe, train"),

@@ -42,7 +42,7 @@ def test_a_row_by_hand() -> None:
     assert row["learning_rate"] == 3e-3
     assert row["loss"] == {"mean": pytest.approx(3.0), "sd": pytest.approx(math.sqrt(0.07)), "n": 3}
     assert row["untrained"] == {"mean": pytest.approx(5.2), "sd": pytest.approx(0.2), "n": 3}
-    assert row["rise"] == pytest.approx(1.0)
+    assert row["loss_increase"] == pytest.approx(1.0)
     assert (row["kv_bytes_per_token"], row["tokens"], row["steps"], row["last"]) == (2048, 4000, 40, True)
     assert [r["learning_rate"] for r in row["rates"]] == [1e-3, 3e-3]
     assert row["rates"][0]["mean"] == pytest.approx(3.1)
@@ -83,7 +83,7 @@ def test_an_arm_of_which_every_rate_lost_a_seed_stays_as_an_empty_row() -> None:
     trials = [*two_rates(), *(trial("align", s, [6.0, 5.0, 4.0]) for s in (0, 1))]
     trials.append(trial("align", 2, [6.0, None, None], status=records.FAILED, error="diverged: not finite"))
     empty = next(row for row in compare(trials, BASE) if row["recipe"] == "align")
-    assert empty["learning_rate"] is None and empty["loss"]["mean"] is None and empty["rise"] is None
+    assert empty["learning_rate"] is None and empty["loss"]["mean"] is None and empty["loss_increase"] is None
     assert (empty["trials"], empty["diverged"], empty["seeds"], empty["seeds_asked"]) == (3, 1, 0, 3)
     assert empty["rates"] == [{"learning_rate": 1e-3, "mean": None, "sd": None, "n": 0}]
 

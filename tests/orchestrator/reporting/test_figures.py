@@ -42,7 +42,10 @@ def test_loss_over_bytes_has_a_line_an_arm_with_bars_over_seeds() -> None:
     figure = figures.bytes_figure(compare(two_arms(), BASE), BASE)
     (axes,) = figure.axes
     drawn = lines(axes, "-")
-    assert [y for _, y in drawn] == [pytest.approx([1.1, 1.1]), pytest.approx([0.7, 0.7])]  # rises, 2,048 then 4,096
+    assert [y for _, y in drawn] == [
+        pytest.approx([1.1, 1.1]),
+        pytest.approx([0.7, 0.7]),
+    ]  # increases, 2,048 then 4,096
     assert all(abs(x[0] / 2048 - 1) < 0.1 and abs(x[1] / 4096 - 1) < 0.1 for x, _ in drawn)
     assert drawn[0][0] != drawn[1][0]  # apart from each other
     bars = [segment for made in axes.collections for segment in made.get_segments()]

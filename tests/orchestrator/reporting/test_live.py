@@ -77,7 +77,7 @@ def test_the_view_counts_what_was_reported(folder: SearchFolder) -> None:
     assert view.hours_left == pytest.approx(2.0 - view.hours_spent)
     assert view.money_spent == pytest.approx(3 * view.hours_spent)
     assert [p["trial_id"] for p in view.front] == ["t2", "t1"]
-    assert view.front[0]["rise"] == pytest.approx(0.8)
+    assert view.front[0]["loss_increase"] == pytest.approx(0.8)
     # three trials have ended, the fourth is at two of three rungs: 3.67 of 8 in half an hour
     assert view.seconds_left == pytest.approx(1800 * (8 - 11 / 3) / (11 / 3))
 

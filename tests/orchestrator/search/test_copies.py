@@ -48,7 +48,7 @@ def context(tmp_path: Path) -> TrialContext:
         rungs=(0, 4, 8),
         reduction_factor=2.0,
         train=TrainSettings(batch_size=4).model_dump(mode="json"),
-        base_loss=2.0,
+        original_loss=2.0,
     )
 
 

@@ -62,7 +62,7 @@ def test_tasks_leave_what_one_process_leaves(
     base = TrialContext(
         folder=str(tmp_path), model=str(demo_dir), dtype="float32", train_file=str(file), eval_file=str(file),
         calibration_file=str(file), calibration_cache=str(tmp_path / "spread"), rungs=(0,), reduction_factor=2,
-        train={}, base_loss=2.2,
+        train={}, original_loss=2.2,
     )  # fmt: skip
     tasks = curve_tasks([Candidate(KNAPSACK, 0.5, 1e-3)], 4)
     measure_on_workers(tasks, base, 1, 0)
@@ -78,5 +78,5 @@ def test_tasks_leave_what_one_process_leaves(
     assert spread.name == serial.name
     found, expected = (json.loads(path.read_text()) for path in (spread, serial))
     assert found.keys() == expected.keys() and len(found) == 4 * 2 * 3
-    for key, (rise, partition) in expected.items():
-        assert found[key][0] == pytest.approx(rise, abs=1e-6) and found[key][1] == partition
+    for key, (increase, partition) in expected.items():
+        assert found[key][0] == pytest.approx(increase, abs=1e-6) and found[key][1] == partition

@@ -84,7 +84,7 @@ def plant(root: Path, thing: str, place: str, ours: set[str]) -> None:
         ours -= {place, f"{place}/model.safetensors"}
 
 
-def carry_out(way: str, target: Path, overwrite: bool, root: Path) -> None:
+def run_job(way: str, target: Path, overwrite: bool, root: Path) -> None:
     """One way of writing, as its verb does it: the check, then the real writer."""
     model = root / "m"
 
@@ -144,7 +144,7 @@ def test_nothing_changes_but_what_headfold_wrote(
         before = snapshot(root.parent)
         ours = {f"root/{name}" for name in ours}
         try:
-            carry_out(way, root / target if absolute else Path(target), overwrite, root)
+            run_job(way, root / target if absolute else Path(target), overwrite, root)
         except (OutputError, ConfigError):
             assert snapshot(root.parent) == before
             return

@@ -48,7 +48,7 @@ def report(step: int, loss: float, **more: Any) -> dict[str, Any]:
         "step": step,
         "rung": int(step > 0),
         "loss": loss,
-        "rise": loss - 2.0,
+        "loss_increase": loss - 2.0,
         "kl": 0.5,
         "tokens": 64 * step,
         "seconds": 1.0,
@@ -82,7 +82,7 @@ def log_of(tracker: Tracker | None, tmp_path: Path, parent: str | None, expected
     journal = Journal(tmp_path / "search" / "journal.jsonl")
     journal.begin(rungs=2)
     sync = MlflowSync(lambda: tracker, replace(parent_run(tmp_path), run_id=parent)) if tracker else None
-    return Driven(journal, sync, expected, base_loss=2.0)
+    return Driven(journal, sync, expected, original_loss=2.0)
 
 
 def test_a_search_is_one_parent_with_a_child_for_each_trial(tracker: Tracker, tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_the_progress_line_tells_done_running_stopped_best_and_time_left(tmp_pat
     line = progress_line(list(log.records.values()), 4, 2, 2.0, 60.0)
     assert "2/4 trials" in line
     assert "1 done, 1 running, 1 stopped" in line
-    assert "best rise by share of the checkpoint's KV: 50% +0.100 (headfold)" in line
+    assert "best increase by share of the checkpoint's KV: 50% +0.100 (headfold)" in line
     assert "25% +1.000" in line
     assert "1:00 left" in line
 

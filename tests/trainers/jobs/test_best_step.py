@@ -17,7 +17,7 @@ from trainers.engine import _group_of_one
 from trainers.evaluation import evaluate
 from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.job import TrainJob
-from trainers.jobs.run import carry_out
+from trainers.jobs.run import run_job
 from trainers.settings import TrainSettings
 from trainers.text.data import read_sequences
 
@@ -44,7 +44,7 @@ def make(tiny_job: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..
 @pytest.fixture(scope="module")
 def whole(make: Callable[..., TrainJob]) -> tuple[TrainJob, list[dict[str, Any]], dict[str, Any]]:
     job, link = make("whole"), Alone()
-    return job, link.reports, carry_out(job, link)["metrics"]
+    return job, link.reports, run_job(job, link)["metrics"]
 
 
 def best_of(metrics: dict[str, Any]) -> tuple[Any, ...]:
@@ -75,7 +75,7 @@ def test_a_training_that_makes_the_model_worse_keeps_its_best_step(whole: Any) -
 def test_of_a_training_that_gets_better_the_finished_weights_are_the_best(make: Callable[..., TrainJob]) -> None:
     job = make("better")
     job = replace(job, train_file=job.eval_file, settings=job.settings.model_copy(update={"learning_rate": 1e-3}))
-    metrics = carry_out(job, Alone())["metrics"]
+    metrics = run_job(job, Alone())["metrics"]
     assert (metrics["best_step"], metrics["best_dir"]) == (6, job.out_dir)
     assert kept(job) == []
 
@@ -83,8 +83,8 @@ def test_of_a_training_that_gets_better_the_finished_weights_are_the_best(make: 
 @pytest.mark.parametrize("reports", [1, 2, 3])
 def test_stopped_and_gone_on_the_best_is_the_same(make: Callable[..., TrainJob], whole: Any, reports: int) -> None:
     job = make(f"stopped-{reports}")
-    carry_out(job, Alone(until=reports))
-    assert best_of(carry_out(job, Alone())["metrics"]) == best_of(whole[2])
+    run_job(job, Alone(until=reports))
+    assert best_of(run_job(job, Alone())["metrics"]) == best_of(whole[2])
 
 
 @pytest.mark.parametrize("milestone", [1, 2, 4])
@@ -101,16 +101,16 @@ def test_killed_after_the_weights_were_written_and_before_the_report(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(CheckpointStore, "save", killed)
-        carry_out(job, Alone())
-    assert best_of(carry_out(job, Alone())["metrics"]) == best_of(whole[2])
+        run_job(job, Alone())
+    assert best_of(run_job(job, Alone())["metrics"]) == best_of(whole[2])
     assert len(kept(job)) == 1
 
 
 def test_damaged_best_weights_are_made_again(make: Callable[..., TrainJob], whole: Any) -> None:
     job, first = make("damaged"), Alone(until=3)
-    carry_out(job, first)
+    run_job(job, first)
     weights = Path(first.reports[-1]["best_dir"]) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
-    metrics = carry_out(job, Alone())["metrics"]
+    metrics = run_job(job, Alone())["metrics"]
     assert best_of(metrics) == best_of(whole[2])
     assert "damaged: trained from the beginning" in metrics["notes"][0]

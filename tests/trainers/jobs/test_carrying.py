@@ -23,7 +23,7 @@ from trainers.engine import Engine, _group_of_one
 from trainers.jobs import run
 from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.memory import JobOutOfMemoryError, as_it_fits, lower, lowered
-from trainers.jobs.run import carry_out
+from trainers.jobs.run import run_job
 from trainers.jobs.worker import TrainJob
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
@@ -61,7 +61,7 @@ def job(tiny_job: Any, tmp_path_factory: pytest.TempPathFactory) -> TrainJob:
 
 @pytest.fixture(scope="module")
 def whole(job: TrainJob) -> dict[str, Any]:
-    return carry_out(job, Alone())["metrics"]
+    return run_job(job, Alone())["metrics"]
 
 
 @pytest.fixture
@@ -73,9 +73,9 @@ def other(job: TrainJob, request: pytest.FixtureRequest) -> TrainJob:
 
 def test_a_stopped_job_goes_on_and_repeats_its_reports(other: TrainJob, whole: dict[str, Any]) -> None:
     first, second = Alone(until=2), Alone()
-    assert carry_out(other, first) == {"stopped": 4}
+    assert run_job(other, first) == {"stopped": 4}
     assert not Path(other.out_dir).exists()
-    ended = carry_out(other, second)
+    ended = run_job(other, second)
     assert second.steps == [2, 4, 6]
     assert second.reports[:2] == first.reports
     assert {name: ended["metrics"][name] for name in SAME} == {name: whole[name] for name in SAME}
@@ -86,15 +86,15 @@ def test_an_ended_job_is_told_and_not_done_again(
 ) -> None:
     monkeypatch.setattr(checkpoint, "load", None)
     again = Alone()
-    assert carry_out(job, again)["metrics"] == whole
+    assert run_job(job, again)["metrics"] == whole
     assert again.steps == [2, 4, 6]
 
 
 def test_weights_that_were_lost_are_written_again(other: TrainJob, whole: dict[str, Any]) -> None:
-    carry_out(other, Alone())
+    run_job(other, Alone())
     weights = Path(other.out_dir) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
-    assert carry_out(other, Alone())["metrics"]["weights_digest"] == whole["weights_digest"]
+    assert run_job(other, Alone())["metrics"]["weights_digest"] == whole["weights_digest"]
     assert checkpoint.weights_digest(other.out_dir) == whole["weights_digest"]
 
 
@@ -102,7 +102,7 @@ def test_weights_that_were_lost_are_written_again(other: TrainJob, whole: dict[s
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     other: TrainJob, whole: dict[str, Any], damage: str
 ) -> None:
-    carry_out(other, Alone(until=2))
+    run_job(other, Alone(until=2))
     root = Path(other.storage_path) / other.run_name
     newest, before = root / "checkpoint_000004", root / "checkpoint_000002"
     for folder in (newest, before) if damage == "all" else (newest,):
@@ -114,7 +114,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
             content[len(content) // 2] ^= 1
             file.write_bytes(content)
     again = Alone()
-    ended = carry_out(other, again)["metrics"]
+    ended = run_job(other, again)["metrics"]
     assert {name: ended[name] for name in SAME} == {name: whole[name] for name in SAME}
     assert again.steps == [2, 4, 6]
     told = ended["notes"][0]
@@ -170,7 +170,7 @@ def test_out_of_memory_goes_on_with_half_the_micro_batch(
     other: TrainJob, whole: dict[str, Any], small_memory: list[int]
 ) -> None:
     link = Alone()
-    metrics = carry_out(other, link)["metrics"]
+    metrics = run_job(other, link)["metrics"]
     assert link.steps == [2, 2, 4, 6]  # the report before it is repeated
     assert metrics["notes"] == [
         "out of memory with micro_batch_size 8: trained with 4 and 2 accumulation steps instead of 1"
@@ -181,7 +181,7 @@ def test_out_of_memory_goes_on_with_half_the_micro_batch(
     assert metrics["tokens"] == whole["tokens"]
     started_again = replace(other, run_name=f"{other.run_name}-again")
     second = Alone()
-    carry_out(started_again, second)
+    run_job(started_again, second)
     assert second.steps == [2, 4, 6]  # it knows, and does not run out again first
 
 
@@ -190,7 +190,7 @@ def test_out_of_memory_twice_ends_the_job(other: TrainJob, small_memory: list[in
     with pytest.raises(
         JobOutOfMemoryError, match=r"micro_batch_size 4, which was lowered to already: CUDA out of memory. Tried .*;"
     ):
-        carry_out(other, Alone())
+        run_job(other, Alone())
 
 
 def test_a_relaxation_that_runs_out_of_memory(other: TrainJob, small_memory: list[int]) -> None:
@@ -198,7 +198,7 @@ def test_a_relaxation_that_runs_out_of_memory(other: TrainJob, small_memory: lis
     halved = AttentionPlan((LayerPlan((0, 1, 0, 1), (0, 0, 1, 1)),) * 2, head_dim=8)
     spec = RelaxationSpec("lagrangian", (halved.to_json(),), 4, settings=TrainSettings(), save_every=1)
     relaxed = replace(other, model_dir=str(other.teacher_dir), relaxation=spec)
-    metrics = carry_out(relaxed, Alone())["metrics"]
+    metrics = run_job(relaxed, Alone())["metrics"]
     assert metrics["relaxation_steps"] == 4
     assert [point["step"] for point in metrics["relaxation_history"]] == [1, 2, 3, 4]
     assert "trained with 4" in metrics["notes"][0]
@@ -210,7 +210,7 @@ def test_a_relaxation_without_recovery(other: TrainJob, tmp_path: Path) -> None:
     spec = RelaxationSpec("pull_together", (plan.to_json(),), 4, {"rate": 0.5})
     pulled = replace(other, model_dir=str(other.teacher_dir), relaxation=spec, milestones=(0,))
     link = Alone()
-    metrics = carry_out(pulled, link)["metrics"]
+    metrics = run_job(pulled, link)["metrics"]
     assert link.steps == [0] and metrics["relaxation_steps"] == 4
     assert metrics["loss"] == metrics["collapsed_loss"] and metrics["tokens"] == 4 * 8 * 16
     assert metrics["tokens_per_second"] > 0 and metrics["train_loss"] > 0
@@ -218,7 +218,7 @@ def test_a_relaxation_without_recovery(other: TrainJob, tmp_path: Path) -> None:
     assert metrics["relaxation_history"][-1]["distance"] < 0.1
     assert checkpoint.plan_of(checkpoint.load(metrics["out_dir"])) == plan
     again = Alone()
-    assert carry_out(pulled, again)["metrics"] == metrics and again.steps == [0]
+    assert run_job(pulled, again)["metrics"] == metrics and again.steps == [0]
 
 
 def test_which_micro_batch_is_tried(job: TrainJob, tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_divergence_tells_step_and_loss(other: TrainJob) -> None:
         broken.get_output_embeddings().weight[5] = torch.inf
     diverging = replace(other, model_dir=str(checkpoint.save(broken, Path(other.out_dir).parent / "broken")))
     link = Alone()
-    assert carry_out(diverging, link)["diverged"].startswith("training loss at step 1 of 6 is nan")
+    assert run_job(diverging, link)["diverged"].startswith("training loss at step 1 of 6 is nan")
     assert not link.reports and not Path(other.out_dir).exists()
 
 
@@ -279,7 +279,7 @@ def test_a_hundred_jobs_leave_nothing_in_a_process(other: TrainJob, stage: int, 
         name = f"{other.run_name}-{number}"
         place = Path(other.out_dir).parent / str(number) / "out"
         each = replace(other, run_name=name, out_dir=str(place), milestones=(1,), settings=settings)
-        digests.add(carry_out(each, Alone())["metrics"]["weights_digest"])
+        digests.add(run_job(each, Alone())["metrics"]["weights_digest"])
         if number in (20, jobs - 1):
             seen[number] = held()
     assert len(digests) == 1, "what ran before in the process changes nothing"
@@ -293,7 +293,7 @@ def test_the_teacher_is_read_once(other: TrainJob, whole: dict[str, Any], monkey
     loaded: list[str] = []
     load = checkpoint.load
     monkeypatch.setattr(checkpoint, "load", lambda path, *rest: (loaded.append(str(path)), load(path, *rest))[1])
-    metrics = carry_out(other, Alone())["metrics"]
+    metrics = run_job(other, Alone())["metrics"]
     assert str(other.teacher_dir) not in loaded and other.model_dir in loaded
     assert metrics["kl"] == whole["kl"]
     assert run.load_teacher(other, other.settings, torch.device("cpu"), always=True).training is False

@@ -216,7 +216,8 @@ def test_eq_8_is_minimised_by_all_and_maximised_by_the_multiplier(tiny_model: An
     loss = relaxation.fusion_loss().item()
     assert relaxation.penalty(5).item() == pytest.approx(2 * (loss - margin(5, 10)))
     relaxation.penalty(5).backward()
-    # The optimiser goes against the gradient: a negative one lets the multiplier rise by as much as Eq. 8 is violated.
+    # The optimiser goes against the gradient: a negative one lets the multiplier increase by as much as Eq. 8 is
+    # violated.
     assert float(relaxation.multiplier.value.grad) == pytest.approx(-(loss - margin(5, 10)))
     assert relaxation.penalty(0).item() == 0  # the margin is 1, the loss is not
     x = torch.tensor([3.0], requires_grad=True)

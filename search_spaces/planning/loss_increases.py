@@ -48,8 +48,9 @@ class LayerTrials:
         self._streams: Sequence[Tensor | None] = [None] * len(self.batches)
         self.base = self._loss(0)
 
-    def rise(self, layer: int, heads: LayerHeads) -> float:
-        """How much the loss in nats a token rises with these `heads` (one key and one value a query head) in `layer`.
+    def increase(self, layer: int, heads: LayerHeads) -> float:
+        """How much the loss in nats a token increases with these `heads` (one key and one value a query head) in
+        `layer`.
 
         The model is as before afterwards. Raises ValueError if the heads are not lifted.
         """

@@ -1,4 +1,4 @@
-"""Measured rises: the same as converting and running the whole model; curves shared by budgets and kept on disk."""
+"""Measured increases: the same as converting and running the whole model; curves shared by budgets and kept on disk."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from attention.conversion.conversion import assemble, lift
 from attention.modeling.losses import language_loss
 from attention.plan import AttentionPlan, LayerPlan
+from search_spaces.planning.loss_increases import LayerTrials
 from search_spaces.planning.planning import PlanningContext, make_plan
-from search_spaces.planning.rises import LayerTrials
 from search_spaces.recipes.recipes import recipe
 
 FAMILIES = ["gemma", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"]
@@ -29,8 +29,8 @@ def test_a_rise_is_that_of_the_whole_model(family: str, tiny_model) -> None:
         other = replace(heads[layer], q=heads[layer].q * 2, k=heads[layer].k * 0.5, v=heads[layer].v.flip(0))
         changed = [other if i == layer else own for i, own in enumerate(heads)]
         whole = assemble(model, AttentionPlan.identity(3, 4, heads[0].head_dim), changed)
-        assert trials.rise(layer, other) == pytest.approx(language_loss(whole, tokens) - trials.base, abs=1e-5)
-    assert abs(trials.rise(0, heads[0])) < 1e-6
+        assert trials.increase(layer, other) == pytest.approx(language_loss(whole, tokens) - trials.base, abs=1e-5)
+    assert abs(trials.increase(0, heads[0])) < 1e-6
     assert trials.base == pytest.approx(language_loss(model, tokens), abs=1e-5)
     assert trials.base == pytest.approx(language_loss(trials.model, tokens), abs=1e-6)  # nothing is left behind
 
@@ -40,7 +40,7 @@ def test_heads_that_are_not_lifted_are_refused(tiny_model) -> None:
     trials = LayerTrials(model, torch.zeros(1, 8, dtype=torch.long))
     heads = lift(model)[0]
     with pytest.raises(ValueError, match="expand"):
-        trials.rise(0, replace(heads, k=heads.k[:2]))
+        trials.increase(0, replace(heads, k=heads.k[:2]))
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -51,8 +51,8 @@ def test_context_rises_are_those_of_the_converted_model(kv_heads: int, make_cont
     plan = AttentionPlan((own, LayerPlan(own.key_map, (0, 0, 0, 0))), 8)
     untouched = context.loss_of(chosen, AttentionPlan((own, own), 8))
     whole = context.loss_of(chosen, plan) - untouched
-    assert context.rise_of(chosen, plan, 1, tokens=10_000) == pytest.approx(whole, abs=1e-5)
-    assert abs(context.rise_of(chosen, plan, 0, tokens=10_000)) < 1e-5
+    assert context.increase_of(chosen, plan, 1, tokens=10_000) == pytest.approx(whole, abs=1e-5)
+    assert abs(context.increase_of(chosen, plan, 0, tokens=10_000)) < 1e-5
 
 
 def test_budgets_share_curves_in_a_file(make_context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def test_budgets_share_curves_in_a_file(make_context, tmp_path: Path, monkeypatc
     def again(*_: object, **__: object) -> float:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(PlanningContext, "rise_of", again)
+    monkeypatch.setattr(PlanningContext, "increase_of", again)
     for where in (context, replace(context, curves={})):  # from memory; from the file, as in another process
         for ratio, plan in plans.items():
             assert make_plan(chosen, ratio, where, np.random.default_rng(0)) == plan
@@ -111,15 +111,15 @@ def test_counts_are_those_asked_for(counts: str, allowed: set[int], make_context
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_short_fit_before_measuring(family: str, make_context, tiny_model) -> None:
-    """The rise is that of the model with the fitted layer, and the fit makes the layer's error smaller."""
+    """The increase is that of the model with the fitted layer, and the fit makes the layer's error smaller."""
     context = make_context(family)
     tokens = torch.from_numpy(np.random.default_rng(1).integers(0, 64, (64, 24)))
     context = replace(context, sequences=tokens, _trials={}, _tasks={})
     chosen = recipe("least_squares", together=False, allocation="knapsack", refinement="none")
     plan = AttentionPlan((LayerPlan.identity(4), LayerPlan((0, 0, 1, 1), (0, 1, 0, 2))), context.geometry.head_dim)
-    raw = context.rise_of(chosen, plan, 1, tokens=2000)
-    fitted = context.rise_of(chosen, plan, 1, tokens=2000, fit_steps=60)
+    raw = context.increase_of(chosen, plan, 1, tokens=2000)
+    fitted = context.increase_of(chosen, plan, 1, tokens=2000, fit_steps=60)
     assert fitted != raw
-    assert fitted == context.rise_of(chosen, plan, 1, tokens=2000, fit_steps=60)
+    assert fitted == context.increase_of(chosen, plan, 1, tokens=2000, fit_steps=60)
     identity = AttentionPlan((LayerPlan.identity(4),) * 2, context.geometry.head_dim)
-    assert abs(context.rise_of(chosen, identity, 1, tokens=2000, fit_steps=5)) < 1e-4
+    assert abs(context.increase_of(chosen, identity, 1, tokens=2000, fit_steps=5)) < 1e-4
