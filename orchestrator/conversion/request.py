@@ -131,7 +131,10 @@ class Inputs:
         for ratio in kv_ratios:
             if reason := keeps_everything(chosen.sharing, chosen.composition, ratio):
                 raise ConfigError(f"kv_ratio: {reason}; {own_cache(geometry, dtype)}")
-            (nearest_budget if nearest else check_budget)(chosen, ratio, geometry, dtype)
+            if nearest:
+                nearest_budget(chosen, ratio, geometry)
+            else:
+                check_budget(chosen, ratio, geometry, dtype)
         loading.device_of(device)
         tokenizer = None if config_only else loading.load_tokenizer(model)
         sources = (calibration_data, eval_data, calibration_tokens, eval_tokens, sequence_length)
