@@ -215,7 +215,8 @@ def _space(trials: int) -> tuple[Any, tuple[Any, ...]]:
     from orchestrator.search.candidates import candidate_space, named_candidates
 
     demo = Path(__file__).resolve().parents[2] / "examples" / "stdlib-llama"
-    search = {"recipes": ["gqa", "asymgqa", "headfold"], "budgets": [0.5, 0.25, 0.125], "learning_rates": [3e-4, 1e-3]}
+    recipes, rates = ["gqa", "asymgqa", "headfold"], [3e-4, 1e-3]
+    search = {"recipes": recipes, "kv_ratios": [0.5, 0.25, 0.125], "learning_rates": rates}
     config = parse_config({"name": "simulation", "model": {"path": str(demo)}, "search": search})
     geometry = geometry_of(load_config(demo))
     return candidate_space(config, geometry), named_candidates(config, geometry)[:trials]
