@@ -86,6 +86,7 @@ TINY_SETTINGS: dict[str, Any] = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests first, those that may take longest before all: else the last runs beside an idle core.
 
