@@ -86,13 +86,8 @@ TINY_SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first, those that may take longest before all: else the last runs beside an idle core.
-
-    A file's tests run in one process (`--dist loadgroup`), and all that share `ray_cluster` in the same one: starting
-    Ray and its workers takes as long as a dozen of their tests.
-    """
+    """Files with slow tests first, those that may take longest before all: else the last runs beside an idle core."""
 
     def patience(item: pytest.Item) -> float:
         limit = item.get_closest_marker("timeout")
@@ -103,9 +98,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         longest[item.path] = max(longest.get(item.path, 0.0), patience(item))
     items.sort(key=lambda item: -longest[item.path])
-    with_ray = {item.path for item in items if "ray_cluster" in getattr(item, "fixturenames", ())}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("ray" if item.path in with_ray else item.path.stem))
 
 
 @pytest.fixture(scope="session", autouse=True)
