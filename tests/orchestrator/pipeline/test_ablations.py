@@ -62,7 +62,7 @@ def test_what_guides_the_walks_and_whether_they_keep_sizes() -> None:
 
 
 def test_fusion_steps_beyond_the_last_rung_are_refused() -> None:
-    arm = "search.recipes=[{recipe: dha, settings: {relaxation.steps: 36}}]"
+    arm = "search.recipes=[{recipe: dha, params: {relaxation.steps: 36}}]"
     with pytest.raises(ConfigError, match=r"relaxation.steps must be below the last of rungs.steps, 36, got 36"):
         arms(arm)
     arms(arm.replace("36", "35"))

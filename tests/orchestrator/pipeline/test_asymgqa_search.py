@@ -31,7 +31,7 @@ SMALL = [
     "search.searcher=asymgqa",
     "search.recipes=[gqa]",
     "search.kv_ratios=[0.25]",
-    "search.num_samples=8",
+    "search.num_samples=16",
     "search.search_space={}",
     "search.params={searcher.chains: 2, grouping.accept: 0.3}",
     "rungs.steps=[0,1]",
@@ -84,7 +84,7 @@ def test_probes_ctrl_c_and_the_best_plan_trained(tmp_path: Path, monkeypatch: py
     assert tracker.client.get_run(parent).info.status == "KILLED"
     assert "RUNNING" not in {run.info.status for run in tracker.children(parent)}
     before = {t.plan_digest: t.calibration_loss for t in measured_probes(folder)}
-    assert 2 <= len(before) < 7
+    assert 2 <= len(before) < 15
 
     second = start(tmp_path, "--resume")
     log = second.communicate(timeout=900)[0]

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from sizes import extra_parameters
 from transformers import LlamaConfig
 
 from attention.io import checkpoint
 from attention.io.replacing import OutputError
-from attention.modeling.composition import compositions, extra_parameters
+from attention.modeling.composition import compositions
 from attention.modeling.modeling import plan_of, plan_of_config
 from attention.plan import Composition, PlanError
 from orchestrator.config.schema import ConfigError

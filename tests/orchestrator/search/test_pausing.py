@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from ray import tune
-from ray.tune.search import Searcher
+from ray.tune.search import Searcher, SearchGenerator
 
 from orchestrator.config.schema import load_config
 from orchestrator.search.schedulers import RungProblem, SlotSearcher, make_scheduler
@@ -29,6 +29,13 @@ class Listed(Searcher):
 
     def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
         """Nothing to learn."""
+
+
+class Unsaved(SearchGenerator):
+    """Tune saves a searcher every few seconds; as in a search, nothing of ours is saved in that way."""
+
+    def save_to_dir(self, dirpath: str, session_str: str = "") -> None:
+        """Nothing."""
 
 
 def make_train() -> Any:
@@ -58,7 +65,7 @@ def test_tune_pauses_and_continues_trials(tmp_path: Path, ray_cluster: None) -> 
     found = tune.Tuner(
         tune.with_resources(make_train(), {"CPU": 0.5}),
         tune_config=tune.TuneConfig(
-            search_alg=SlotSearcher(Listed(configs), scheduler.slots),
+            search_alg=Unsaved(SlotSearcher(Listed(configs), scheduler.slots)),
             scheduler=scheduler,
             num_samples=len(LOSSES),
             reuse_actors=True,
@@ -98,12 +105,11 @@ def test_the_trial_after_one_stopped_in_training_has_its_turn(tmp_path: Path, ra
     losses = [[5.0, 4.0, 3.0], [5.0, 9.0, 9.0], [5.0, 3.0, 2.0]]
     scheduler = make_scheduler("budget", RungProblem(3, 2.0))
     scheduler.slots.capacity = 1
+    configs = [{"losses": own, "recipe": "own", "kv_ratio": 0.5} for own in losses]
     found = tune.Tuner(
         tune.with_resources(make_busy(), {"CPU": 0.5}),
         tune_config=tune.TuneConfig(
-            search_alg=SlotSearcher(
-                Listed([{"losses": own, "recipe": "own", "kv_ratio": 0.5} for own in losses]), scheduler.slots
-            ),
+            search_alg=Unsaved(SlotSearcher(Listed(configs), scheduler.slots)),
             scheduler=scheduler,
             num_samples=len(losses),
             reuse_actors=not stops_in_training(load_config("configs/demo.yaml")),

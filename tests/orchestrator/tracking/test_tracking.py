@@ -239,7 +239,7 @@ def test_the_progress_line_tells_done_running_stopped_best_and_time_left(tmp_pat
     line = progress_line(list(log.records.values()), 4, 2, 2.0, 60.0)
     assert "2/4 trials" in line
     assert "1 done, 1 running, 1 stopped" in line
-    assert "best increase by share of the checkpoint's KV: 50% +0.100 (headfold)" in line
+    assert "smallest loss increase by share of the checkpoint's KV: 50% +0.100 (headfold)" in line
     assert "25% +1.000" in line
     assert "1:00 left" in line
 

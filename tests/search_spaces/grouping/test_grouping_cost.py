@@ -175,19 +175,16 @@ def test_swapping_methods_keep_sizes_and_report_their_cost(method) -> None:
 def test_default_annealing_is_the_papers_110_moves(monkeypatch) -> None:
     """T from 100 by 0.9 down to 0.001 (paper 000, Alg. 4)."""
     seen: list[list[float]] = []
-    import sys
+    from search_spaces.grouping import swaps
 
-    from search_spaces.grouping import anneal as _  # noqa: F401  (the package's function, not the module)
-
-    module = sys.modules["search_spaces.grouping.anneal"]
-    inner = module.swap_search
+    inner = swaps.swap_search
 
     def spy(cost, start, temperatures, generator):
         temperatures = list(temperatures)
         seen.append(temperatures)
         return inner(cost, start, temperatures, generator)
 
-    monkeypatch.setattr(module, "swap_search", spy)
+    monkeypatch.setattr(swaps, "swap_search", spy)
     anneal(np.ones((8, 8)), 8, 2, generator=np.random.default_rng(0))
     (temperatures,) = seen
     assert len(temperatures) == 110

@@ -110,7 +110,7 @@ def test_the_same_plan_in_any_process(tmp_path: Path) -> None:
         "model = LlamaForCausalLM(config).eval()\n"
         "from attention.calibration.calibration import calibrate\n"
         "from attention.conversion.conversion import lift\n"
-        "from attention.geometry import HeadGeometry\n"
+        "from attention.families import geometry_of\n"
         "from search_spaces.planning.planning import PlanningContext, make_plan\n"
         "from search_spaces.recipes.recipes import recipe\n"
         "from search_spaces.space.space import JointSpace\n"
