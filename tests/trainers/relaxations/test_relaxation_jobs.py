@@ -1,4 +1,4 @@
-"""A training job with a relaxation, by standing Ray Train workers: relax, collapse, recover; killed ones resume."""
+"""A training job with a relaxation, by Ray Train workers that stay: relax, collapse, recover; killed ones resume."""
 
 from __future__ import annotations
 

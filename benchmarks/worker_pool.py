@@ -1,8 +1,8 @@
-"""Seconds from the start of a trial to its first DeepSpeed step: standing groups against a Ray Train run a trial.
+"""Seconds from the start of a trial to its first DeepSpeed step: the worker pool against a Ray Train run for each trial.
 
-    python -m benchmarks warm [--quick]
+    python -m benchmarks worker-pool [--quick]
 
-Both inside Ray Tune, one trial at a time, in one Ray of this machine. The first trial on a standing group starts it and
+Both inside Ray Tune, one trial at a time, in one Ray of this machine. The first trial on a group of the pool starts it and
 does not count: it is told in a row of its own.
 """
 
@@ -118,9 +118,9 @@ def worker_process() -> int:
     return next(int(actor.pid) for actor in alive if "TrainWorker" in actor.class_name)
 
 
-@benchmark("warm", devices=("cpu",))
-def warm(scale: Scale) -> Iterator[Row]:
-    """Seconds to a trial's first training step on a standing group against workers of its own."""
+@benchmark("worker-pool", devices=("cpu",))
+def worker_pool(scale: Scale) -> Iterator[Row]:
+    """Seconds to a trial's first training step on workers of the pool against workers of its own."""
     from orchestrator.cluster.pool_client import pool_of_groups
 
     workers, plain_trials, warm_trials = scale.pick((1, 1, 3), (2, 4, 101))
@@ -135,7 +135,7 @@ def warm(scale: Scale) -> Iterator[Row]:
             counts = [min(SETTLED, warm_trials - 1), warm_trials - 1 - min(SETTLED, warm_trials - 1)]
             own: list[Times] = []
             for index, count in enumerate(c for c in counts if c):
-                own += trials(replace(context, folder=str(root / f"warm-{index}"), groups=pool), count)
+                own += trials(replace(context, folder=str(root / f"pool-{index}"), groups=pool), count)
                 held.append(memory(worker))
         alone = trials(replace(context, folder=str(root / "rung0"), rungs=(0,)), scale.pick(2, 8))[1:]
 
