@@ -1,9 +1,9 @@
-"""Seconds from the start of a trial to its first DeepSpeed step: the worker pool against a Ray Train run for each trial.
+"""Seconds from a trial's start to its first DeepSpeed step: the worker pool against a Ray Train run for each trial.
 
     python -m benchmarks worker-pool [--quick]
 
-Both inside Ray Tune, one trial at a time, in one Ray of this machine. The first trial on a group of the pool starts it and
-does not count: it is told in a row of its own.
+Both inside Ray Tune, one trial at a time, in one Ray of this machine. The first trial on a group of the pool starts it, and
+has a row of its own.
 """
 
 from __future__ import annotations
