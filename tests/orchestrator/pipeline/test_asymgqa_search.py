@@ -23,7 +23,7 @@ from orchestrator.storage.journal import load_trials
 from orchestrator.storage.records import DONE, KILLED, TrialRecord, read_json
 from orchestrator.tracking.runs import Tracker
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(1500)]
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SMALL = [

@@ -151,7 +151,7 @@ def test_milestones_end_with_the_last_step(like: Path, tmp_path: Path) -> None:
     assert check(like, tmp_path / "out", **ASKED).train_tokens == 12 * 8 * 32
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_killed_command_goes_on_to_the_same_numbers(whole: dict[str, Any], like: Path, tmp_path: Path) -> None:
     """The command with its Ray is killed after its first milestone, and called again."""
     options = ["--steps", "60", "--eval-every", "6", "--learning-rate", "3e-3", "--eval-tokens", "1024"]

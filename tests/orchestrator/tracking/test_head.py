@@ -91,7 +91,7 @@ def test_a_server_that_does_not_end_is_killed_with_its_workers(capfd: pytest.Cap
     server.end()  # nothing is left to end
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_killed_server_comes_back_and_a_new_head_knows_its_runs(tmp_path: Path, empty_store: Path) -> None:
     port, own, kept = free_port(), tmp_path / "own" / "mlflow.db", tmp_path / "shared" / "backup.db"
     kept.parent.mkdir()

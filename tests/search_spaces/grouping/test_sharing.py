@@ -197,6 +197,7 @@ def test_recipes_make_plans_that_keep_the_cache(name: str, demo_context) -> None
         check_budget(chosen, 0.5, demo_context.geometry)
 
 
+@pytest.mark.extended
 def test_the_same_plan_in_another_process() -> None:
     code = (
         "import torch; from attention.heads import LayerHeads; from search_spaces.sharing import match_heads\n"

@@ -97,6 +97,7 @@ def test_seeds_matter_and_repeat(make_context) -> None:
     assert plans[0] == plans[2] != plans[1]
 
 
+@pytest.mark.extended
 def test_the_same_plan_in_any_process(tmp_path: Path) -> None:
     """Two fresh interpreters with other hash seeds; a walk, annealing and exact grouping, and a sampled point."""
     script = tmp_path / "plan.py"
