@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from pyarrow import fs
 
 from orchestrator.config.schema import ConfigError
@@ -63,29 +64,43 @@ def test_an_empty_folder_is_filled_and_a_file_that_is_there_is_left_alone(
     assert not [p for p in other.local.rglob("*") if p.name.startswith(".")]
 
 
-def test_no_record_comes_before_the_files_that_it_names(
-    mirror: Mirror, work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A kill between any two writes leaves a copy in which each trial of the records has its weights."""
-    order: list[str] = []
-    send, put = Mirror._send, Mirror._write
-    monkeypatch.setattr(Mirror, "_send", lambda self, name, stamp: (order.append(name), send(self, name, stamp))[1])
-    monkeypatch.setattr(Mirror, "_write", lambda self, name, content: (order.append(name), put(self, name, content))[1])
-    mirror.push()
-    assert order.index("demo/trials/a/weights") < order.index("demo/trials_json")
+class Recording(LocalFileSystem):
+    """An fsspec file system that notes what is written, and may do something before a file is."""
 
-    def meanwhile(self: Mirror, name: str, stamp: tuple[int, int]) -> bool:
-        write(work, demo__trials__c__weights="cc", demo__trials_json="[a, b, c]")  # while b's weights are under way
-        return send(self, name, stamp)
+    cachable = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[str] = []
+        self.before: Callable[[str], None] = lambda path: None
+
+    def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        if "w" in mode:
+            self.before(path)
+            self.written.append(path)
+        return super().open(path, mode, **options)
+
+
+def test_no_record_comes_before_the_files_that_it_names(work: Path, tmp_path: Path) -> None:
+    """A kill between any two writes leaves a copy in which each trial of the records has its weights."""
+    address, bucket = Recording(), tmp_path / "bucket"
+    mirror = Mirror(fs.PyFileSystem(fs.FSSpecHandler(address)), str(bucket), work)
+    mirror.push()
+    assert address.written.index(f"{bucket}/demo/trials/a/weights") < address.written.index(
+        f"{bucket}/demo/trials_json"
+    )
+
+    def meanwhile(path: str) -> None:
+        if path.endswith("b/weights"):
+            write(work, demo__trials__c__weights="cc", demo__trials_json="[a, b, c]")
 
     write(work, demo__trials__b__weights="bb", demo__trials_json="[a, b]")
-    monkeypatch.setattr(Mirror, "_send", meanwhile)
+    address.before = meanwhile
     mirror.push()
-    assert Path(mirror.root, "demo", "trials_json").read_text() == "[a, b]"
-    monkeypatch.setattr(Mirror, "_send", send)
+    assert (bucket / "demo" / "trials_json").read_text() == "[a, b]"
     mirror.push()
-    assert Path(mirror.root, "demo", "trials_json").read_text() == "[a, b, c]"
-    assert Path(mirror.root, "demo", "trials", "c", "weights").read_text() == "cc"
+    assert (bucket / "demo" / "trials_json").read_text() == "[a, b, c]"
+    assert (bucket / "demo" / "trials" / "c" / "weights").read_text() == "cc"
 
 
 def test_a_database_in_use_is_sent_whole(mirror: Mirror, work: Path, tmp_path: Path) -> None:
@@ -130,19 +145,22 @@ def test_the_copy_is_kept_up_to_date_while_the_search_runs(work: Path, tmp_path:
 
 
 def test_an_address_that_goes_away_is_told_once_and_the_search_goes_on(
-    work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    work: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    storage = f"memory://headfold{work}-away"
+    storage, address = f"memory://headfold{work}-away", Recording()
 
-    def away(*args: Any) -> int:
+    def away(path: str) -> None:
         raise OSError("the bucket is away")
 
-    with mirrored(storage, work, seconds=0.02):
-        monkeypatch.setattr(Mirror, "push", away)
+    address.before = away
+    with mirrored(storage, work, seconds=0.02) as mirror:
+        assert mirror is not None
+        there, mirror.filesystem = mirror.filesystem, fs.PyFileSystem(fs.FSSpecHandler(address))
         caplog.clear()
+        write(work, demo__trials_json="[a, d]")
         time.sleep(0.3)
         assert caplog.text.count("the bucket is away") == 1
-        monkeypatch.undo()
+        mirror.filesystem = there
 
 
 def test_the_working_folder_is_the_same_for_the_same_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
