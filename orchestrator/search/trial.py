@@ -329,7 +329,7 @@ def relaxation_spec(recipe: Recipe, plan: str, steps: int, settings: TrainSettin
     """
     from attention.plan import AttentionPlan
     from search_spaces.planning.planning import relaxed_stages
-    from search_spaces.relaxation import OWN
+    from search_spaces.relaxation.stages import OWN
     from trainers.relaxations.stage import RelaxationSpec
 
     plans = relaxed_stages(recipe, AttentionPlan.from_json(plan))

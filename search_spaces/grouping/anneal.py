@@ -55,14 +55,15 @@ def anneal(
     "anneal",
     source="Chen 2024 (paper 000), App. B.3, Alg. 4",
     knobs=(
-        Knob("start_temperature", "log_float", 100.0, "temperature of the first move", low=1e-6, high=1e6),
-        Knob("end_temperature", "log_float", 0.001, "annealing ends below it", low=1e-9, high=1e6),
-        Knob("cooling", "float", 0.9, "factor from one temperature to the next", low=0.01, high=0.999),
-        Knob("moves", "int", 1, "swaps tried at each temperature", low=1, high=100_000),
-        Knob("restarts", "int", 1, "runs, of which the best counts", low=1, high=10_000),
+        Knob("start_temperature", "log_float", "temperature of the first move", low=1e-6, high=1e6),
+        Knob("end_temperature", "log_float", "annealing ends below it", low=1e-9, high=1e6),
+        Knob("cooling", "float", "factor from one temperature to the next", low=0.01, high=0.999),
+        Knob("moves", "int", "swaps tried at each temperature", low=1, high=100_000),
+        Knob("restarts", "int", "runs, of which the best counts", low=1, high=10_000),
         EQUAL_SIZES,
     ),
     needs=("objective", "group_cost"),
+    passes_to=anneal,
 )
 def anneal_part(
     problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool = True, **knobs: Any

@@ -37,11 +37,12 @@ def anneal_restarts(
     "anneal_restarts",
     source="Jin 2024 (paper 001), sec. 3.4, Alg. 2",
     knobs=(
-        Knob("moves", "int", 1000, "swaps tried in each run", low=0, high=1_000_000),
-        Knob("restarts", "int", 10, "runs, of which the best counts", low=1, high=10_000),
+        Knob("moves", "int", "swaps tried in each run", low=0, high=1_000_000),
+        Knob("restarts", "int", "runs, of which the best counts", low=1, high=10_000),
         EQUAL_SIZES,
     ),
     needs=("objective", "group_cost"),
+    passes_to=anneal_restarts,
 )
 def anneal_restarts_part(
     problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool = True, **knobs: Any

@@ -8,8 +8,8 @@ from search_spaces.costs import PairCost
 from search_spaces.site import Site
 
 KNOBS = (
-    Knob("steps", "int", 240, "training steps of the search phase", 1, 1_000_000),
-    Knob("rate", "log_float", 1e-2, "peak learning rate of the coefficients in it", 1e-5, 1.0),
+    Knob("steps", "int", "training steps of the search phase", 1, 1_000_000),
+    Knob("rate", "log_float", "peak learning rate of the coefficients in it", 1e-5, 1.0),
 )
 
 
@@ -19,7 +19,7 @@ KNOBS = (
     knobs=KNOBS,
     needs=("fusion_distances",),
 )
-def fusion_loss(site: Site, **knobs: object) -> PairCost:
+def fusion_loss(site: Site, *, steps: int = 240, rate: float = 1e-2) -> PairCost:
     """Additive: a group costs the sum of L_head over its pairs, so one group of all heads costs the layer's loss.
 
     The knobs say how the distances were measured, which is done before any plan is made.

@@ -12,8 +12,8 @@ from search_spaces.site import Site
     "layer",
     source="ours: stands in for the whole-model score of paper 003 (linearity of projections and RoPE)",
     knobs=(
-        Knob("tokens", "int", 2048, "calibration tokens that a partition is scored on", low=1),
-        Knob("length", "int", 512, "tokens of a sequence that are used, from its start", low=1),
+        Knob("tokens", "int", "calibration tokens that a partition is scored on", low=1),
+        Knob("length", "int", "tokens of a sequence that are used, from its start", low=1),
     ),
     needs=("statistics", "model", "whole_partition"),
 )

@@ -35,7 +35,7 @@ def _unit(x: Tensor) -> Tensor:
 @SIMILARITY.part(
     "activation",
     source="Chen 2024 (paper 003), sec. 2.2, Eq. 1",
-    knobs=(Knob("tokens", "int", 512, "tokens a head is compared on; cost grows with their square", low=1),),
+    knobs=(Knob("tokens", "int", "tokens a head is compared on; cost grows with their square", low=1),),
     needs=("statistics",),
 )
 def activation(

@@ -20,7 +20,6 @@ from search_spaces.similarity.projections import projection
         Knob(
             "criterion",
             "choice",
-            "dist",
             "dist: minus the distance of activations as they are; cos: mean cosine",
             choices=CRITERIA,
             searched=True,

@@ -98,7 +98,7 @@ def test_a_searched_knob_is_read_from_its_declaration(space) -> None:
 
 def test_a_new_part_on_an_axis_is_in_the_space_by_itself(geometry, monkeypatch) -> None:
     monkeypatch.setattr(GROUPING, "_parts", dict(GROUPING._parts))
-    knob = Knob("stride", "int", 2, "test", low=1, high=3, searched=True)
+    knob = Knob("stride", "int", "test", low=1, high=3, searched=True, default=2)
     GROUPING.part("striped", source="a test", knobs=(knob,), needs=("equal_groups",))(lambda problem, generator: None)
     space = JointSpace([0.5], geometry, choices={"grouping": ["striped", "neighbour"], "fusion": ["mean"]})
     assert any("striped" in domain.choices for domain in domains(space))

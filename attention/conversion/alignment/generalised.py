@@ -36,12 +36,11 @@ def unaligned(
         Knob(
             "criterion",
             "choice",
-            "dist",
             "dist: activations as they are; cos: unit length",
             choices=CRITERIA,
             searched=True,
         ),
-        Knob("iterations", "int", 100, "most rounds of generalised Procrustes", low=1, high=10_000),
+        Knob("iterations", "int", "most rounds of generalised Procrustes", low=1, high=10_000),
     ),
     needs=("statistics",),
 )

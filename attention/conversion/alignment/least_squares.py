@@ -21,7 +21,7 @@ from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
 from attention.plan import LayerPlan
 
-FLOOR = Knob("floor", "float", 0.1, "least stretch of a head over its greatest, so that maps can be undone", 1e-3, 1.0)
+FLOOR = Knob("floor", "float", "least stretch of a head over its greatest, so that maps can be undone", 1e-3, 1.0)
 
 
 @ALIGNMENT.part(

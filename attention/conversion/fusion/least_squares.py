@@ -23,9 +23,7 @@ from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.plan import LayerPlan
 
-SWEEPS = Knob(
-    "sweeps", "int", 2, "rounds that fit the shared value head to the members' own covariances", low=0, high=50
-)
+SWEEPS = Knob("sweeps", "int", "rounds that fit the shared value head to the members' own covariances", low=0, high=50)
 
 
 @FUSION.part(
