@@ -161,3 +161,8 @@ class Axis:
 
     def __iter__(self) -> Iterator[Part]:
         return (self.get(name) for name in self.names())
+
+
+ALIGNMENT = Axis("alignment", "attention.conversion.alignment")
+FUSION = Axis("fusion", "attention.conversion.fusion")
+REFINEMENT = Axis("refinement", "attention.conversion.refinement")

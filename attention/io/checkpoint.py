@@ -30,24 +30,6 @@ from attention.modeling import modeling
 from attention.modeling.modeling import PREFIX, plan_of
 from attention.plan import AttentionPlan
 
-__all__ = [
-    "DIGESTS",
-    "PLAN_FILE",
-    "carried",
-    "intact",
-    "load",
-    "note_of",
-    "original_heads",
-    "original_note",
-    "plan_of",
-    "recover",
-    "save",
-    "to_plain",
-    "weights_digest",
-    "write_atomically",
-    "write_digests",
-]
-
 PLAN_FILE = "headfold.json"
 ORIGINAL = "original"  # in that file: what the checkpoint was converted from
 

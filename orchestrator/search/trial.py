@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from attention.calibration.calibration import Calibration
+    from attention.calibration.moments import Calibration
     from attention.plan import AttentionPlan
     from orchestrator.conversion.dha_distances import SearchPhase
     from search_spaces.planning.context import PlanningContext

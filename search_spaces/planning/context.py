@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.calibration.calibration import Calibration
+from attention.calibration.moments import Calibration
 from attention.conversion.conversion import convert
-from attention.conversion.refinement import refine
 from attention.conversion.refinement.local import FIT_BATCH, FIT_RATE, FIT_TOKENS, LayerTask, fit_module
+from attention.conversion.refinement.refine import refine
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.modeling.losses import language_loss

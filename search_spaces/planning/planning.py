@@ -20,16 +20,18 @@ import numpy as np
 from attention.geometry import HeadGeometry
 from attention.plan import AttentionPlan, LayerPlan
 from attention.ratios import own_cache, own_heads
-from search_spaces.allocation import AllocationProblem, Counts
+from search_spaces.allocation.problem import AllocationProblem, Counts
 from search_spaces.costs import GroupCost, Objective
-from search_spaces.grouping import GroupingProblem, neighbour_partition
+from search_spaces.grouping.neighbour import neighbour_partition
+from search_spaces.grouping.problem import GroupingProblem
 from search_spaces.partitions import Partition
 from search_spaces.planning.context import PlanningContext
 from search_spaces.planning.curves import Curves, curve_name
 from search_spaces.planning.prices import prices_of_site
 from search_spaces.recipes.recipe import AXES, Recipe
 from search_spaces.recipes.rules import keeps_everything, nothing_to_fuse, sharing_saves_no_cache
-from search_spaces.sharing import SharingProblem, share_count
+from search_spaces.sharing.matching import share_count
+from search_spaces.sharing.problem import SharingProblem
 from search_spaces.site import SIDES, Site, plan_of_sites
 
 LOOKS_AT_WEIGHTS = frozenset({"measure", "group_cost", "model"})  # needs of an allocation

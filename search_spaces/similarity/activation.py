@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attention.axes import Knob
-from attention.calibration.calibration import LayerStatistics
+from attention.calibration.moments import LayerStatistics
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from search_spaces.axes import SIMILARITY

@@ -11,9 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attention.axes import Knob
+from attention.axes import ALIGNMENT, Knob
 from attention.calibration.moments import LayerStatistics
-from attention.conversion.alignment.axis import ALIGNMENT
 from attention.conversion.alignment.grams import CRITERIA, head_gram
 from attention.conversion.alignment.rotations import rotation_from_cross
 from attention.geometry import HeadGeometry, RotaryLayout

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention.axes import Knob
-from attention.conversion.refinement.axis import REFINEMENT, LayerFit, RefinementReport
 from attention.conversion.refinement.capture import Record, held_out, recorded
+from attention.conversion.refinement.refine import REFINEMENT, LayerFit, RefinementReport
 from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.modeling.modeling import plan_of

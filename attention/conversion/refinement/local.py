@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention.axes import Knob
-from attention.conversion.refinement.axis import REFINEMENT, LayerFit, RefinementReport
 from attention.conversion.refinement.capture import Record, held_out, recorded
 from attention.conversion.refinement.healing import HEAL_KNOBS, heal
 from attention.conversion.refinement.parallel import ONE_AT_A_TIME, each_layer
+from attention.conversion.refinement.refine import REFINEMENT, LayerFit, RefinementReport
 from attention.families import family_of
 from attention.modeling.modeling import plan_of
 from attention.modeling.running import entered_by, entering

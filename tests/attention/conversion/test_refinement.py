@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from attention.calibration.calibration import calibrate, silent
 from attention.conversion.conversion import convert
-from attention.conversion.refinement import REFINEMENT, refine
 from attention.conversion.refinement.capture import held_out, recorded
 from attention.conversion.refinement.healing import ridge_refit
 from attention.conversion.refinement.local import LayerTask, fit_module, layer_error
 from attention.conversion.refinement.parallel import SMALL, each_layer
+from attention.conversion.refinement.refine import REFINEMENT, refine
 from attention.families import family_of
 from attention.plan import AttentionPlan, LayerPlan
 
