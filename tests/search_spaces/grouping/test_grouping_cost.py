@@ -19,12 +19,11 @@ from attention.families import geometry_of
 from attention.heads import LayerHeads
 from search_spaces.costs import GroupCost, PairCost
 from search_spaces.grouping import subsets
-from search_spaces.grouping.anneal import anneal
+from search_spaces.grouping.anneal import anneal, anneal_restarts
 from search_spaces.grouping.exact import AFFORDABLE, exact
 from search_spaces.grouping.merge import merge_and_improve
 from search_spaces.grouping.merge_anneal import merge_and_anneal
 from search_spaces.grouping.problem import GroupingProblem
-from search_spaces.grouping.restarts import anneal_restarts
 from search_spaces.grouping.subsets import exact_partition
 from search_spaces.partitions import canonical, random_partition
 from search_spaces.planning.context import PlanningContext

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from search_spaces.allocation.dha import dha_greedy
 from search_spaces.costs import PairCost
-from search_spaces.grouping.anneal import anneal
-from search_spaces.grouping.swaps import swap_search
+from search_spaces.grouping.anneal import anneal, swap_search
 from search_spaces.similarity.activation import activation_similarity
 
 # Four heads on a line at 0, 1, 10 and 12; the cost of a pair is its distance.

@@ -1,10 +1,10 @@
-"""Error of one layer's attention output: the cheap score of a walk."""
+"""Objectives that score whole partitions: by the layer's output, or by the loss of the whole model."""
 
 from __future__ import annotations
 
 from attention.axes import Knob
 from search_spaces.axes import OBJECTIVE
-from search_spaces.scores import LayerOutputScore
+from search_spaces.scores import LayerOutputScore, ModelScore
 from search_spaces.site import Site
 
 
@@ -20,3 +20,11 @@ from search_spaces.site import Site
 def layer(site: Site, *, tokens: int = 2048, length: int = 512) -> LayerOutputScore:
     """Minus the relative squared error of the layer's attention output when the site's heads are mean-pooled."""
     return LayerOutputScore.from_site(site, tokens=tokens, length=length)
+
+
+@OBJECTIVE.part("model", source="Chen 2024 (paper 003), sec. 2.1", needs=("model", "measure", "whole_partition"))
+def model(site: Site) -> ModelScore:
+    """Minus the loss of the model converted with the partition here and what was found at the sites before."""
+    if site.plan_with is None or site.measure is None:
+        raise ValueError("objective=model needs a model and token sequences to measure the loss on")
+    return ModelScore(site.plan_with, site.measure)
