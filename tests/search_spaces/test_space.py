@@ -12,7 +12,8 @@ from attention.axes import Knob
 from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from search_spaces.axes import GROUPING
-from search_spaces.planning.planning import check_budget, make_plan
+from search_spaces.planning.budgets import check_budget
+from search_spaces.planning.planning import make_plan
 from search_spaces.recipes.recipes import AXES, Recipe, RecipeError, recipe
 from search_spaces.recipes.rules import broken_rules
 from search_spaces.space.domains import ORDER, Domain

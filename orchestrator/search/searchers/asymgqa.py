@@ -23,7 +23,7 @@ from orchestrator.search.candidates import Candidate
 from orchestrator.search.searchers.problem import SEARCHERS, ResumableSearcher, SearchProblem
 from search_spaces.allocation.uniform import uniform
 from search_spaces.grouping.chain import Chain, SiteKey, searched_sites
-from search_spaces.planning.planning import admissible_counts, check_budget
+from search_spaces.planning.budgets import admissible_counts, check_budget
 from search_spaces.recipes.recipes import Recipe, recipe
 
 SCORE = "calibration_loss"
