@@ -172,16 +172,16 @@ def test_swapping_methods_keep_sizes_and_report_their_cost(method) -> None:
 def test_default_annealing_is_the_papers_110_moves(monkeypatch) -> None:
     """T from 100 by 0.9 down to 0.001 (paper 000, Alg. 4)."""
     seen: list[list[float]] = []
-    from search_spaces.grouping import swaps
+    from search_spaces.grouping import anneal as annealing
 
-    inner = swaps.swap_search
+    inner = annealing.swap_search
 
     def spy(cost, start, temperatures, generator):
         temperatures = list(temperatures)
         seen.append(temperatures)
         return inner(cost, start, temperatures, generator)
 
-    monkeypatch.setattr(swaps, "swap_search", spy)
+    monkeypatch.setattr(annealing, "swap_search", spy)
     anneal(np.ones((8, 8)), 8, 2, generator=np.random.default_rng(0))
     (temperatures,) = seen
     assert len(temperatures) == 110
