@@ -1,7 +1,7 @@
 """Axes of the joint space, the parts on them, and the knobs of each part.
 
 An *axis* is one orthogonal choice (how heads are fused, how they are grouped, ...). A *part* is one option on an
-axis: a function with a citation. A *knob* is a setting of a part, declared once, beside the function that it turns;
+axis: a function with a citation. A *knob* is a parameter of a part, declared once, beside the function that it turns;
 the search space, the config check and the docs all derive from that declaration.
 
 A part lives in one file of the package of its axis and is collected by `Axis.discover`, so adding one is adding a file.
@@ -10,9 +10,10 @@ A part lives in one file of the package of its axis and is collected by `Axis.di
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from attention.messages import near, one_of
@@ -23,27 +24,40 @@ IN_WORDS = {"int": "a whole number", "float": "a number", "log_float": "a number
 
 @dataclass(frozen=True)
 class Knob:
-    """One setting of a part.
+    """One parameter of a part.
 
     `kind` is "int", "float", "log_float" (sampled on a logarithmic scale), "choice" or "bool". `low` and `high` are
-    inclusive. `searched` tells whether a search moves the knob by itself or leaves it at its default.
+    inclusive. `searched` tells whether a search moves the knob by itself or leaves it at its default. `default` is that
+    of the function's parameter (see `of`), and given here only for a knob that functions of several packages share.
     """
 
     name: str
     kind: str
-    default: Any
     doc: str
     low: float | None = None
     high: float | None = None
     choices: tuple[Any, ...] = ()
     searched: bool = False
+    default: Any = inspect.Parameter.empty
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"knob {self.name}: kind must be one of {KINDS}, got {self.kind!r}")
         if self.kind == "choice" and not self.choices:
             raise ValueError(f"knob {self.name}: a choice needs choices")
-        self.check(self.default)
+        if self.default is not inspect.Parameter.empty:
+            self.check(self.default)
+
+    def of(self, functions: Sequence[Callable[..., Any]]) -> Knob:
+        """This knob with the default of the parameter of the first of these functions that has it. Raises ValueError if
+        none has one, and where the knob says a default of its own beside it."""
+        empty = inspect.Parameter.empty
+        named = (inspect.signature(function).parameters.get(self.name) for function in functions)
+        declared = next((parameter.default for parameter in named if parameter is not None), empty)
+        if (declared is empty) == (self.default is empty):
+            names = [function.__name__ for function in functions]
+            raise ValueError(f"knob {self.name}: its default must stand once, in the signature of one of {names}")
+        return self if declared is empty else replace(self, default=declared)
 
     def check(self, value: Any) -> Any:
         """Return `value` if it is allowed; raise ValueError naming the knob, the value and what is allowed."""
@@ -103,17 +117,25 @@ class Axis:
     _discovered: bool = False
 
     def part(
-        self, name: str, *, source: str, knobs: tuple[Knob, ...] = (), needs: tuple[str, ...] = ()
+        self,
+        name: str,
+        *,
+        source: str,
+        knobs: tuple[Knob, ...] = (),
+        needs: tuple[str, ...] = (),
+        passes_to: Callable[..., Any] | None = None,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Decorator that puts a function on this axis. `source` cites paper, section, equation.
 
-        `needs` names what the function must be handed beyond the weights, e.g. "statistics" (a calibration).
+        `needs` names what the function must be handed beyond the weights, e.g. "statistics" (a calibration). The
+        defaults of the knobs are those of the function's signature, or of `passes_to`, which its `**knobs` go on to.
         """
 
         def add(function: Callable[..., Any]) -> Callable[..., Any]:
             if name in self._parts:
                 raise ValueError(f"axis {self.name} already has a part named {name!r}")
-            self._parts[name] = Part(self.name, name, function, source, knobs, frozenset(needs))
+            own = tuple(knob.of((function, *filter(None, (passes_to,)))) for knob in knobs)
+            self._parts[name] = Part(self.name, name, function, source, own, frozenset(needs))
             return function
 
         return add
@@ -139,3 +161,8 @@ class Axis:
 
     def __iter__(self) -> Iterator[Part]:
         return (self.get(name) for name in self.names())
+
+
+ALIGNMENT = Axis("alignment", "attention.conversion.alignment")
+FUSION = Axis("fusion", "attention.conversion.fusion")
+REFINEMENT = Axis("refinement", "attention.conversion.refinement")

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from attention.calibration.calibration import calibrate, silent
 from attention.conversion.conversion import convert
-from attention.conversion.refinement import refine
+from attention.conversion.refinement.refine import refine
 from benchmarks.models import DEMO, decoupled_plan, llama, random_model, tokens
 from benchmarks.report import Row, Scale, benchmark, medians
 

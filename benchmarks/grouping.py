@@ -8,13 +8,15 @@ import numpy as np
 
 from attention.calibration.calibration import calibrate, silent
 from attention.conversion.conversion import lift
-from attention.conversion.fusion import KeyCost, ValueCost
+from attention.conversion.fusion.costs import KeyCost, ValueCost
 from attention.families import geometry_of
 from benchmarks.models import llama, random_model, tokens
 from benchmarks.report import Row, Scale, benchmark, medians
 from search_spaces.costs import GroupCost, PairCost
-from search_spaces.grouping import GroupingProblem, exact_partition, merge_and_anneal
 from search_spaces.grouping.exact import exact
+from search_spaces.grouping.merge_anneal import merge_and_anneal
+from search_spaces.grouping.problem import GroupingProblem
+from search_spaces.grouping.subsets import exact_partition
 
 
 @benchmark("grouping", devices=("cpu",))

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from attention.calibration.calibration import LayerStatistics
+from attention.calibration.moments import LayerStatistics
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.plan import AttentionPlan, LayerPlan, groups_of

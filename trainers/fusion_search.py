@@ -18,8 +18,8 @@ from attention.plan import LayerPlan
 from trainers.engine import Engine
 from trainers.loop import train
 from trainers.losses import objective
+from trainers.relaxations.axis import RELAXATION
 from trainers.relaxations.base import lifted
-from trainers.relaxations.lagrangian import install
 from trainers.settings import TrainSettings
 from trainers.text.stream import BatchStream
 
@@ -55,7 +55,8 @@ def search_distances(
     plan = plan_of(model)
     single = LayerPlan((0,) * plan.num_heads, (0,) * plan.num_heads)
     goal = replace(plan.unshared, layers=(single,) * plan.num_layers)
-    relaxation = install(lifted(model), goal, steps=steps, rate=rate)
+    lagrangian = RELAXATION.get("lagrangian")
+    relaxation = lagrangian(lifted(model), goal, steps=steps, **{**lagrangian.settings(), "rate": rate})
     with closing(Engine(relaxation.model, settings, steps, relaxation.parameter_groups())) as engine:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         stream = BatchStream(sequences, settings.batch_size, rank=rank, world_size=world_size, seed=seed)

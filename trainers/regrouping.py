@@ -41,8 +41,8 @@ def next_stage(
     goal = AttentionPlan.from_json(spec.plans[-1])
     if not is_coarser(plan_of(model), goal):
         model = lifted(model)
-    steps, knobs = spec.regroup_steps, spec.knobs
-    relaxation = install(model, goal, steps=steps, rate=knobs["rate"], per_dimension=knobs["per_dimension"])
+    steps = spec.regroup_steps
+    relaxation = install(model, goal, steps=steps, **spec.knobs)  # of these, rate and per_dimension matter here
     with closing(Engine(relaxation.model, settings, steps, relaxation.parameter_groups())) as engine:
         train(engine, stream, steps=steps, loss_fn=objective())
         distances = {side: relaxation.distances(side) for side in ("k", "v")}

@@ -26,21 +26,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.calibration.collecting import collecting
-from attention.calibration.moments import Calibration, CalibrationError, LayerStatistics
+from attention.calibration.moments import Calibration, CalibrationError
 from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from attention.modeling.modeling import plan_of
 from attention.modeling.running import evaluating
-
-__all__ = [
-    "Calibration",
-    "CalibrationError",
-    "LayerStatistics",
-    "cached_calibration",
-    "calibrate",
-    "calibration_digest",
-    "silent",
-]
 
 SAMPLE_TOKENS = 16_384
 MIXED = ("head", "pooled")

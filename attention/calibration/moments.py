@@ -22,8 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from attention.heads import LayerHeads
-from attention.io.files import sha256
-from attention.io.permissions import honour_umask
+from attention.io.files import honour_umask, sha256
 
 TENSORS, META, FORMAT = "calibration.safetensors", "calibration.json", 1
 

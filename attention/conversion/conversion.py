@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from attention.calibration.calibration import Calibration
-from attention.conversion.alignment import ALIGNMENT
-from attention.conversion.fusion import FUSION
+from attention.axes import ALIGNMENT, FUSION
+from attention.calibration.moments import Calibration
 from attention.families import family_of, geometry_of
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads

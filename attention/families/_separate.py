@@ -19,18 +19,32 @@ from attention.plan import LayerPlan
 
 def geometry(config: Any, *, family: str, qkv_bias: bool, output_bias: bool, qk_norm: bool = False) -> HeadGeometry:
     """Geometry of a config with Llama's field names. Rotary covers `partial_rotary_factor` of the head dim."""
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {}
     rotary = int(head_dim * float(rope.get("partial_rotary_factor", 1.0)))
+    return geometry_with(
+        config, family, config.num_key_value_heads, RotaryLayout(head_dim, rotary), qkv_bias, output_bias, qk_norm
+    )
+
+
+def geometry_with(
+    config: Any,
+    family: str,
+    num_kv_heads: int,
+    rotary: RotaryLayout,
+    qkv_bias: bool,
+    output_bias: bool,
+    qk_norm: bool = False,
+) -> HeadGeometry:
+    """Geometry of a config whose other fields have the names that all families here use."""
     return HeadGeometry(
         family=family,
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
-        num_heads=heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim,
-        rotary=RotaryLayout(head_dim, rotary),
+        num_heads=config.num_attention_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=rotary.head_dim,
+        rotary=rotary,
         query_bias=qkv_bias,
         key_bias=qkv_bias,
         value_bias=qkv_bias,
@@ -127,9 +141,16 @@ def family(
     name: str,
     config_class: type[PretrainedConfig],
     model_class: type[PreTrainedModel],
-    geometry: Callable[[Any], HeadGeometry],
+    geometry_of: Callable[[Any], HeadGeometry] | None = None,
     **others: Any,
 ) -> Family:
-    """A family of this layout; `others`: the fields of `Family` in which it differs."""
+    """A family of this layout. `geometry_of`: by default one switch, `attention_bias`, for the biases of all four
+    projections. `others`: the fields of `Family` in which it differs."""
+
+    def plain(config: Any) -> HeadGeometry:
+        biases = bool(getattr(config, "attention_bias", False))
+        return geometry(config, family=name, qkv_bias=biases, output_bias=biases)
+
     layout: dict[str, Any] = {"attention_modules": attention_modules, "read": read, "reshape": reshape, "write": write}
-    return Family(name, config_class, model_class, geometry, **{**layout, "plain_config": plain_config, **others})
+    layout |= {"plain_config": plain_config, **others}
+    return Family(name, config_class, model_class, geometry_of or plain, **layout)

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from attention.families._separate import geometry_with
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.plan import LayerPlan
 
@@ -24,23 +25,8 @@ from attention.plan import LayerPlan
 def geometry(config: Any, family: str, rotary_dims: int, bias: bool) -> HeadGeometry:
     """Geometry of a multi-head checkpoint whose head dim is width over heads."""
     heads = config.num_attention_heads
-    head_dim = config.hidden_size // heads
-    return HeadGeometry(
-        family=family,
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=head_dim,
-        rotary=RotaryLayout(head_dim, rotary_dims, "half" if rotary_dims else "none"),
-        query_bias=bias,
-        key_bias=bias,
-        value_bias=bias,
-        output_bias=bias,
-        qk_norm=False,
-        max_positions=config.max_position_embeddings,
-        vocab_size=config.vocab_size,
-    )
+    layout = RotaryLayout(config.hidden_size // heads, rotary_dims, "half" if rotary_dims else "none")
+    return geometry_with(config, family, heads, layout, bias, bias)
 
 
 def separate(module: Any, fused: str, uneven: type[nn.Module], geometry: HeadGeometry, plan: LayerPlan) -> None:

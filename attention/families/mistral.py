@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from transformers import MistralConfig, MistralForCausalLM
 
 from attention.families import _separate
-from attention.geometry import HeadGeometry
 
-
-def geometry(config: Any) -> HeadGeometry:
-    return _separate.geometry(config, family="mistral", qkv_bias=False, output_bias=False, qk_norm=False)
-
-
-FAMILY = _separate.family("mistral", MistralConfig, MistralForCausalLM, geometry)
+FAMILY = _separate.family("mistral", MistralConfig, MistralForCausalLM)

@@ -11,7 +11,7 @@ from attention.geometry import HeadGeometry
 
 
 def geometry(config: Any) -> HeadGeometry:
-    return _separate.geometry(config, family="qwen2", qkv_bias=True, output_bias=False, qk_norm=False)
+    return _separate.geometry(config, family="qwen2", qkv_bias=True, output_bias=False)
 
 
 FAMILY = _separate.family("qwen2", Qwen2Config, Qwen2ForCausalLM, geometry)

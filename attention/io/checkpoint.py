@@ -20,8 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from attention.families import family_of, geometry_of
 from attention.io import weights
-from attention.io.files import sha256
-from attention.io.permissions import honour_umask
+from attention.io.files import honour_umask, sha256
 from attention.io.replacing import DIGESTS, parents_made, recover, resolved, swap, unused
 from attention.io.sources import CheckpointError, only_cached
 from attention.io.stock_files import put_tokenizer, write_both_forms
@@ -29,24 +28,6 @@ from attention.messages import reason
 from attention.modeling import modeling
 from attention.modeling.modeling import PREFIX, plan_of
 from attention.plan import AttentionPlan
-
-__all__ = [
-    "DIGESTS",
-    "PLAN_FILE",
-    "carried",
-    "intact",
-    "load",
-    "note_of",
-    "original_heads",
-    "original_note",
-    "plan_of",
-    "recover",
-    "save",
-    "to_plain",
-    "weights_digest",
-    "write_atomically",
-    "write_digests",
-]
 
 PLAN_FILE = "headfold.json"
 ORIGINAL = "original"  # in that file: what the checkpoint was converted from

@@ -1,4 +1,4 @@
-"""Files that are written in one step, and the SHA-256 of what is in them."""
+"""Files that are written in one step, the SHA-256 of what is in them, and their permissions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from attention.io.permissions import honour_umask
 
 
 @contextmanager
@@ -56,3 +54,22 @@ def sha256(path: str | Path) -> str:
     """Of a file's bytes, 64 hexadecimal digits."""
     with Path(path).open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def honour_umask(path: str | Path) -> None:
+    """Give a file, or a folder and all in it, the permissions that a plain `open` and `mkdir` would have given."""
+    path, mask = Path(path), _umask()
+    for one in (path, *(path.rglob("*") if path.is_dir() else ())):
+        if not one.is_symlink():
+            one.chmod((0o777 if one.is_dir() else 0o666) & ~mask)
+
+
+def _umask() -> int:
+    """Read and not set where the system tells it: a changed umask holds for all threads, if only for a moment."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1], 8) for line in lines if line.startswith("Umask:"))
+    except (OSError, StopIteration):
+        mask = os.umask(0o077)
+        os.umask(mask)
+        return mask

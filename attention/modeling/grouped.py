@@ -19,11 +19,9 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from attention.modeling.composed_cache import ComposedLayer
 from attention.modeling.composition import HeadComposition
-from attention.modeling.decoding import HeadMaps, Slots, decode, decode_mix, decode_scores
+from attention.modeling.decoding import HeadMaps, decode, decode_mix, decode_scores
 from attention.modeling.growing_cache import grow_cache
 from attention.plan import LayerPlan
-
-__all__ = ["NAME", "HeadMaps", "Slots", "attach", "cache_bytes", "decode", "expand", "grouped_attention", "make_uneven"]
 
 NAME = "headfold"
 

@@ -7,14 +7,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attention.axes import Knob
+from attention.axes import FUSION, Knob
 from attention.calibration.moments import LayerStatistics
-from attention.conversion.fusion.axis import FUSION
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.plan import LayerPlan
 
-ORDER = Knob("norm_order", "float", 2.0, "order of the norm", low=1.0, high=8.0, searched=True)
+ORDER = Knob("norm_order", "float", "order of the norm", low=1.0, high=8.0, searched=True)
 
 
 @FUSION.part("strongest", source="an example of CONTRIBUTING.md", knobs=(ORDER,))

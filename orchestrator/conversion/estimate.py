@@ -33,7 +33,7 @@ from orchestrator.conversion.limits import LOGIT_BYTES, batch_size, check_layerw
 from orchestrator.conversion.loading import device_of, kernel_field
 from orchestrator.conversion.request import Inputs
 from orchestrator.storage.records import percent, unmet
-from search_spaces.planning.planning import nearest_budget
+from search_spaces.planning.budgets import nearest_budget
 from search_spaces.recipes.recipe import Recipe
 
 FLOAT, DOUBLE = 4, 8

@@ -31,8 +31,9 @@ from orchestrator.conversion.request import Inputs
 from orchestrator.conversion.steps import convert_with, planning_context
 from orchestrator.storage.paths import check_writable
 from search_spaces.planning.agreement import agreement as measured_agreement
+from search_spaces.planning.budgets import nearest_budget
 from search_spaces.planning.context import PlanningContext
-from search_spaces.planning.planning import make_plan, nearest_budget
+from search_spaces.planning.planning import make_plan
 from search_spaces.recipes.recipes import RECIPES, Recipe
 from search_spaces.recipes.recipes import recipe as named_recipe
 from search_spaces.similarity.sharing import similarity_pairs
@@ -221,7 +222,7 @@ def _plans_and_curves(
 def _measured_counts(chosen: Recipe, geometry: HeadGeometry) -> int:
     from search_spaces.allocation.knapsack import considered
     from search_spaces.allocation.problem import AllocationProblem
-    from search_spaces.planning.planning import admissible_counts
+    from search_spaces.planning.budgets import admissible_counts
 
     counts = admissible_counts(chosen, geometry)
     stored = geometry.num_kv_heads

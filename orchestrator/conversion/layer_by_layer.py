@@ -44,7 +44,8 @@ from orchestrator.conversion.request import Inputs
 from orchestrator.conversion.steps import what_it_is
 from orchestrator.reporting.durations import clock
 from orchestrator.storage.outputs import Interrupted
-from search_spaces.planning.planning import counts_of, site_generators
+from search_spaces.planning.budgets import counts_of
+from search_spaces.planning.planning import site_generators
 from search_spaces.recipes.recipe import Recipe
 
 FORMAT = 2  # of what is kept on the way; 1: ratios of multi-head attention, shards in the dtype of the work

@@ -6,7 +6,7 @@ from transformers import PretrainedConfig
 
 from attention.io.layer_models import check_windows
 from orchestrator.config.schema import ConfigError
-from search_spaces.planning.planning import LOOKS_AT_WEIGHTS
+from search_spaces.planning.budgets import LOOKS_AT_WEIGHTS
 from search_spaces.recipes.recipe import Recipe
 
 LOGIT_BYTES = 32 * 2**20  # of the float32 logits of one batch

@@ -39,7 +39,7 @@ from orchestrator.conversion import loading
 from orchestrator.conversion.limits import LOGIT_BYTES
 from orchestrator.conversion.loading import Phases
 from orchestrator.conversion.steps import convert_with, refine_with
-from search_spaces.allocation import Counts
+from search_spaces.allocation.problem import Counts
 from search_spaces.planning.planning import PlanningContext, plan_layer
 from search_spaces.recipes.recipe import Recipe
 from trainers.losses import kl, language_modelling

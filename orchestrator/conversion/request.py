@@ -14,7 +14,7 @@ from attention.ratios import own_cache, ratio_of_kv_heads
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
 from orchestrator.conversion.loading import Phases
-from search_spaces.planning.planning import check_budget, nearest_budget
+from search_spaces.planning.budgets import check_budget, nearest_budget
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.recipes.recipes import recipe as named_recipe
 from search_spaces.recipes.rules import keeps_everything

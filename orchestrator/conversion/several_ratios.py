@@ -15,7 +15,7 @@ from orchestrator.config.schema import ConfigError
 from orchestrator.conversion.convert import convert_checkpoint
 from orchestrator.conversion.in_memory import Source
 from orchestrator.storage.outputs import Interrupted, check_file, read_result, write_result
-from search_spaces.planning.planning import nearest_budget
+from search_spaces.planning.budgets import nearest_budget
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.recipes.recipes import recipe as named_recipe
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from attention.calibration.calibration import Calibration
+from attention.calibration.moments import Calibration
 from attention.conversion import conversion
-from attention.conversion.refinement import RefinementReport, refine
+from attention.conversion.refinement.refine import RefinementReport, refine
 from attention.families import geometry_of
 from attention.io import checkpoint
 from attention.io.stock_form import format_of

@@ -14,7 +14,7 @@ from attention.messages import cut, near
 from attention.ratios import ratio_of_kv_heads
 from orchestrator.config.parsing import ConfigError
 from orchestrator.config.schema import ArmSection, SearchConfig, SearchSection
-from search_spaces.planning.planning import check_budget
+from search_spaces.planning.budgets import check_budget
 from search_spaces.recipes.recipes import AXES, RECIPES, Recipe
 from search_spaces.recipes.recipes import recipe as named_recipe
 from search_spaces.recipes.rules import keeps_everything

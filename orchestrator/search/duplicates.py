@@ -26,7 +26,7 @@ PLACES = ("model_dir", "out_dir", "storage_path", "run_name")
 def work_digest(job: TrainJob, folder: Path) -> str:
     """Equal for trainings that would end with the same weights: of the job but for its folders, and of the weights that
     lie in the trial's folder when it begins (`converted`; with a relaxation `start` too)."""
-    from attention.io.checkpoint import DIGESTS
+    from attention.io.replacing import DIGESTS
 
     record = {name: value for name, value in json.loads(job.to_json()).items() if name not in PLACES}
     for name in ("converted", "start"):

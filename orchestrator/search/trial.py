@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from attention.calibration.calibration import Calibration
+    from attention.calibration.moments import Calibration
     from attention.plan import AttentionPlan
     from orchestrator.conversion.dha_distances import SearchPhase
     from search_spaces.planning.context import PlanningContext
@@ -329,7 +329,7 @@ def relaxation_spec(recipe: Recipe, plan: str, steps: int, settings: TrainSettin
     """
     from attention.plan import AttentionPlan
     from search_spaces.planning.planning import relaxed_stages
-    from search_spaces.relaxation import OWN
+    from search_spaces.relaxation.stages import OWN
     from trainers.relaxations.stage import RelaxationSpec
 
     plans = relaxed_stages(recipe, AttentionPlan.from_json(plan))

@@ -4,20 +4,3 @@ A part is `f(problem: AllocationProblem, **knobs) -> tuple of (key heads, value 
 total exactly, or ValueError. `needs`: "apart" marks parts that give keys and values counts of their own, "any_count"
 those whose counts are no divisors of the heads.
 """
-
-from search_spaces.allocation.dha import dha_greedy
-from search_spaces.allocation.knapsack import knapsack, towards_even
-from search_spaces.allocation.problem import AllocationProblem, Counts
-from search_spaces.allocation.uniform import admissible_ratios, uniform
-from search_spaces.axes import ALLOCATION
-
-__all__ = [
-    "ALLOCATION",
-    "AllocationProblem",
-    "Counts",
-    "admissible_ratios",
-    "dha_greedy",
-    "knapsack",
-    "towards_even",
-    "uniform",
-]

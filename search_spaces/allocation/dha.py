@@ -64,10 +64,10 @@ def dha_greedy(
     "dha",
     source="Chen 2024 (paper 000), App. B.4, Alg. 5",
     knobs=(
-        Knob("small", "int", 0, "heads that every layer has, and the step; 0: an eighth of the heads", low=0),
-        Knob("large", "int", 0, "heads of the layers of greatest loss; 0: half of the heads", low=0),
-        Knob("first", "int", 1, "how many layers are raised to `large` at once", low=0),
-        Knob("key_share", "float", 0.5, "share of all heads that are keys, the rest are values", low=0.05, high=0.95),
+        Knob("small", "int", "heads that every layer has, and the step; 0: an eighth of the heads", low=0),
+        Knob("large", "int", "heads of the layers of greatest loss; 0: half of the heads", low=0),
+        Knob("first", "int", "how many layers are raised to `large` at once", low=0),
+        Knob("key_share", "float", "share of all heads that are keys, the rest are values", low=0.05, high=0.95),
     ),
     needs=("group_cost", "apart", "any_count"),
 )

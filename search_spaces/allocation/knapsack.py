@@ -6,7 +6,8 @@ Legend: sites (2 L: keys and values of each layer), e_s(G) error of site s with 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -72,41 +73,17 @@ def towards_even(curves: Sequence[Mapping[int, float]], budget: int, at_most: in
     return [found[index] for index in kept]
 
 
-def best_measured(
-    problem: AllocationProblem,
-    curves: Sequence[Mapping[int, float]],
-    budget: int,
-    finalists: int,
-    counts_of: Callable[[tuple[int, ...]], Counts],
-) -> Counts:
-    """The plan of least measured loss among `finalists` of `towards_even`; without a measure the first of them."""
-    plans = [counts_of(plan) for plan in towards_even(curves, budget, finalists)]
-    if len(plans) == 1 or problem.final is None:
-        return plans[0]
-    return min(plans, key=problem.final)
-
-
 KNOBS = (
     Knob(
         "counts",
         "choice",
-        "any",
         "head counts that are considered, among those that the grouping can make",
         choices=("any", "powers_of_two", "divisors"),
     ),
-    Knob("tokens", "int", 4096, "calibration tokens on which increases of the loss are measured", low=2),
-    Knob(
-        "fit_steps", "int", 20, "steps of local fit before an increase is measured, as refinement will make more", low=0
-    ),
-    Knob(
-        "finalists",
-        "int",
-        3,
-        "plans, from the least sum of increases to the most even, that are carried out, refined in short and measured",
-        low=1,
-        high=16,
-    ),
-    Knob("finalist_steps", "int", 120, "steps of local fit of a finalist, at most those of the refinement", low=1),
+    Knob("tokens", "int", "calibration tokens on which increases of the loss are measured", low=2),
+    Knob("fit_steps", "int", "steps of local fit before an increase is measured, as refinement makes more", low=0),
+    Knob("finalists", "int", "plans, from least sum to most even, that are refined in short and measured", 1, 16),
+    Knob("finalist_steps", "int", "steps of local fit of a finalist, at most those of the refinement", low=1),
 )
 
 
@@ -120,19 +97,61 @@ def considered(problem: AllocationProblem, counts: str) -> list[int]:
     return [g for g in problem.admissible if g == problem.stored or kinds[counts](g)]
 
 
+def best_measured(
+    problem: AllocationProblem,
+    sides: Sequence[str],
+    *,
+    counts: str = "any",
+    finalists: int = 3,
+    tokens: int = 4096,
+    fit_steps: int = 20,
+    finalist_steps: int = 120,
+) -> Counts:
+    """The plan of least measured loss among `finalists` of `towards_even`; without a measure the first of them.
+
+    `sides` of each layer have counts of their own: ("key", "value"), or ("both",). `tokens`, `fit_steps` and
+    `finalist_steps` are for whoever measures. Raises ValueError without error curves.
+    """
+    if problem.curve is None:
+        raise ValueError("this allocation needs measured error curves: a model and token sequences")
+    allowed = considered(problem, counts)
+    curves = [problem.curve(layer, side, allowed) for layer in range(problem.num_layers) for side in sides]
+    each = 2 // len(sides)  # heads that one of a site stands for
+    plans: list[Counts] = []
+    for plan in towards_even(curves, problem.total // each, finalists):
+        heads = [count for count in plan for _ in range(each)]
+        plans.append(tuple(zip(heads[::2], heads[1::2], strict=True)))
+    if len(plans) == 1 or problem.final is None:
+        return plans[0]
+    return min(plans, key=problem.final)
+
+
 @ALLOCATION.part(
     "knapsack",
     source="ours: multiple-choice knapsack over keys and values of all layers",
     knobs=KNOBS,
     needs=("model", "measure", "apart"),
+    passes_to=best_measured,
 )
-def knapsack_part(problem: AllocationProblem, *, counts: str = "any", finalists: int = 3, **measuring: int) -> Counts:
+def knapsack_part(problem: AllocationProblem, **knobs: Any) -> Counts:
     """Least measured loss among plans of little summed increase, over keys and values of all layers together."""
-    if problem.curve is None:
-        raise ValueError("allocation=knapsack needs measured error curves: a model and token sequences")
-    allowed = considered(problem, counts)
-    sites = [(layer, side) for layer in range(problem.num_layers) for side in ("key", "value")]
-    curves = [problem.curve(*site, allowed) for site in sites]
-    return best_measured(
-        problem, curves, problem.total, finalists, lambda plan: tuple(zip(plan[::2], plan[1::2], strict=True))
-    )
+    return best_measured(problem, ("key", "value"), **knobs)
+
+
+@ALLOCATION.part(
+    "layerwise",
+    source="ours: multiple-choice knapsack over layers, keys and values alike",
+    knobs=KNOBS,
+    needs=("model", "measure"),
+    passes_to=best_measured,
+)
+def layerwise(problem: AllocationProblem, **knobs: Any) -> Counts:
+    """The same with one count a layer for keys and values, where a runtime takes no other.
+
+    Raises ValueError for an odd number of heads.
+    """
+    if problem.total % 2:
+        raise ValueError(
+            f"no choice of head counts gives keys and values alike {problem.total} heads in all; choose an even number"
+        )
+    return best_measured(problem, ("both",), **knobs)

@@ -44,3 +44,9 @@ def uniform(
 def uniform_part(problem: AllocationProblem) -> Counts:
     """Every layer and side the same."""
     return uniform(problem.num_layers, problem.stored, problem.kv_ratio, admissible=problem.admissible)
+
+
+@ALLOCATION.part("single", source="Shazeer 2019, multi-query attention")
+def single(problem: AllocationProblem) -> Counts:
+    """One head a layer and side; any other budget is refused with the one that fits."""
+    return uniform(problem.num_layers, problem.stored, problem.kv_ratio, admissible=(1,))

@@ -1,9 +1,5 @@
-"""Ways to compose the scores of query heads: one file a part.
+"""Ways to compose the scores of query heads.
 
 A part is `f(plan: AttentionPlan, **knobs) -> AttentionPlan`, the plan with its composition. A converted model starts
 with the composition that changes nothing; training moves it from there.
 """
-
-from search_spaces.axes import COMPOSITION
-
-__all__ = ["COMPOSITION"]

@@ -1,17 +1,60 @@
-"""Simulated annealing over swaps, on an additive group cost."""
+"""Searching by exchanging two heads of different groups on an additive group cost; group sizes are kept.
+
+Two published schedules: simulated annealing, and swaps that only improve, from many random starts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from attention.axes import Knob
 from search_spaces.axes import GROUPING
-from search_spaces.costs import GroupCost, Members, as_cost
+from search_spaces.costs import GroupCost, Members, as_cost, exchanged
 from search_spaces.grouping.problem import EQUAL_SIZES, Grouping, GroupingProblem
-from search_spaces.grouping.swaps import best_of_runs
+from search_spaces.partitions import Partition, canonical, random_partition
+
+
+def swap_search(
+    cost: GroupCost, start: Partition, temperatures: Iterable[float], generator: np.random.Generator
+) -> tuple[Partition, float]:
+    """One exchange a temperature, kept if it lowers the cost or by chance exp(-rise / temperature).
+
+    At temperature 0 only improvements are kept. Returns the best partition visited and its total cost.
+    """
+    groups = list(start)
+    total = best_total = -cost.score(start)
+    best = start
+    for temperature in temperatures:
+        i, j = (int(g) for g in generator.integers(len(groups), size=2))
+        if i == j:  # as printed: a draw of twice the same group is a step without a move
+            continue
+        a = groups[i][int(generator.integers(len(groups[i])))]
+        b = groups[j][int(generator.integers(len(groups[j])))]
+        rise = cost.swap_change(groups[i], groups[j], a, b)
+        chance = math.exp(-rise / temperature) if temperature > 0 and rise > 0 else 0.0
+        if rise < 0 or chance > generator.random():
+            groups[i], groups[j] = exchanged(groups[i], a, b), exchanged(groups[j], b, a)
+            total += rise
+            if total < best_total:
+                best, best_total = canonical(groups), total
+    # Summed afresh: the running total carries the rounding of every step.
+    return best, -cost.score(best)
+
+
+def best_of_runs(
+    cost: GroupCost, num_heads: int, groups: int, schedules: Iterable[Iterable[float]], generator: np.random.Generator
+) -> Grouping:
+    """The best of one `swap_search` for each schedule of temperatures, each from a random partition."""
+    runs = []
+    for temperatures in schedules:
+        start = random_partition(num_heads, groups, generator)
+        runs.append(swap_search(cost, start, temperatures, generator))
+    best, total = min(runs, key=lambda run: run[1])
+    return Grouping(best, -total, tuple(-run[1] for run in runs))
 
 
 def _schedule(start: float, end: float, cooling: float, moves: int) -> Iterator[float]:
@@ -55,14 +98,15 @@ def anneal(
     "anneal",
     source="Chen 2024 (paper 000), App. B.3, Alg. 4",
     knobs=(
-        Knob("start_temperature", "log_float", 100.0, "temperature of the first move", low=1e-6, high=1e6),
-        Knob("end_temperature", "log_float", 0.001, "annealing ends below it", low=1e-9, high=1e6),
-        Knob("cooling", "float", 0.9, "factor from one temperature to the next", low=0.01, high=0.999),
-        Knob("moves", "int", 1, "swaps tried at each temperature", low=1, high=100_000),
-        Knob("restarts", "int", 1, "runs, of which the best counts", low=1, high=10_000),
+        Knob("start_temperature", "log_float", "temperature of the first move", low=1e-6, high=1e6),
+        Knob("end_temperature", "log_float", "annealing ends below it", low=1e-9, high=1e6),
+        Knob("cooling", "float", "factor from one temperature to the next", low=0.01, high=0.999),
+        Knob("moves", "int", "swaps tried at each temperature", low=1, high=100_000),
+        Knob("restarts", "int", "runs, of which the best counts", low=1, high=10_000),
         EQUAL_SIZES,
     ),
     needs=("objective", "group_cost"),
+    passes_to=anneal,
 )
 def anneal_part(
     problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool = True, **knobs: Any
@@ -71,3 +115,42 @@ def anneal_part(
     if equal_sizes:
         problem.check_equal()
     return anneal(problem.need_cost(), problem.num_heads, problem.groups, generator=generator, **knobs)
+
+
+def anneal_restarts(
+    cost: GroupCost | np.ndarray | Callable[[Members], float],
+    num_heads: int,
+    groups: int,
+    *,
+    generator: np.random.Generator,
+    moves: int = 1000,
+    restarts: int = 10,
+) -> Grouping:
+    """A partition of low total cost (paper 001, sec. 3.4, Alg. 2): the best of `restarts` runs of `moves` swaps.
+
+    `cost` as in `anneal`. A swap is kept only if it lowers the cost. Silent: the paper names neither number of moves
+    nor of runs. Raises ValueError for an impossible number of groups.
+    """
+    if moves < 0 or restarts < 1:
+        raise ValueError(f"moves must be at least 0 and restarts at least 1, got {moves} and {restarts}")
+    return best_of_runs(as_cost(cost), num_heads, groups, [[0.0] * moves] * restarts, generator)
+
+
+@GROUPING.part(
+    "anneal_restarts",
+    source="Jin 2024 (paper 001), sec. 3.4, Alg. 2",
+    knobs=(
+        Knob("moves", "int", "swaps tried in each run", low=0, high=1_000_000),
+        Knob("restarts", "int", "runs, of which the best counts", low=1, high=10_000),
+        EQUAL_SIZES,
+    ),
+    needs=("objective", "group_cost"),
+    passes_to=anneal_restarts,
+)
+def anneal_restarts_part(
+    problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool = True, **knobs: Any
+) -> Grouping:
+    """Improving swaps from random starts. Without `equal_sizes` sizes may differ by one."""
+    if equal_sizes:
+        problem.check_equal()
+    return anneal_restarts(problem.need_cost(), problem.num_heads, problem.groups, generator=generator, **knobs)

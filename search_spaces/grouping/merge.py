@@ -104,7 +104,7 @@ def _changes(cost: GroupCost, found: Groups, may_move: bool) -> Iterator[tuple[f
     source="ours: hierarchical merging and local search on an additive group cost",
     knobs=(
         replace(EQUAL_SIZES, searched=True),
-        Knob("max_passes", "int", 100, "improving moves at most", low=0, high=100_000),
+        Knob("max_passes", "int", "improving moves at most", low=0, high=100_000),
     ),
     needs=("objective", "group_cost"),
 )

@@ -19,7 +19,7 @@ from search_spaces.grouping.problem import EQUAL_SIZES, Grouping, GroupingProble
 from search_spaces.grouping.unions import regrouped
 from search_spaces.partitions import canonical, random_partition
 
-STEPS = Knob("steps", "int", 4000, "annealing steps after merging, over all rounds", low=0, high=10_000_000)
+STEPS = 4000  # of annealing
 ROUNDS, ROUND = 8, 500  # so many rounds, or more of so many steps each
 COLDEST = 0.02  # last temperature, relative to the first: below it hardly a step is accepted
 PRICES = 6000  # groups that are priced after merging, at most: where a cost is dear this is what takes the time
@@ -34,7 +34,7 @@ def merge_and_anneal(
     *,
     generator: np.random.Generator,
     equal_sizes: bool = False,
-    steps: int = STEPS.default,
+    steps: int = STEPS,
 ) -> Grouping:
     """`merge_and_improve`, then rounds of annealing, each ended by local search; the best partition counts.
 
@@ -108,11 +108,14 @@ def _step(
 @GROUPING.part(
     "merge_anneal",
     source="ours: hierarchical merging, then annealing on an additive group cost",
-    knobs=(replace(EQUAL_SIZES, searched=True), STEPS),
+    knobs=(
+        replace(EQUAL_SIZES, searched=True),
+        Knob("steps", "int", "annealing steps after merging, over all rounds", low=0, high=10_000_000),
+    ),
     needs=("objective", "group_cost"),
 )
 def merge_anneal(
-    problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool = True, steps: int = STEPS.default
+    problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool = True, steps: int = STEPS
 ) -> Grouping:
     """Merging and annealing."""
     cost = problem.need_cost()

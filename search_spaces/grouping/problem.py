@@ -11,7 +11,7 @@ from attention.axes import Knob
 from search_spaces.costs import GroupCost, Objective
 from search_spaces.partitions import Partition, check_groups
 
-EQUAL_SIZES = Knob("equal_sizes", "bool", True, "groups of one size only, so that the result is plain GQA")
+EQUAL_SIZES = Knob("equal_sizes", "bool", "groups of one size only, so that the result is plain GQA")
 
 
 class Grouping(NamedTuple):

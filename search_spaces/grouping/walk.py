@@ -53,14 +53,12 @@ def asym_walk(
 
 
 _KNOBS = (
-    Knob("iterations", "int", 10, "moves tried a layer and side", low=1, high=100_000),
-    Knob("accept", "float", 0.1, "probability of moving to what is not better", low=0.0, high=1.0),
-    Knob("reset", "float", 0.1, "probability of starting over before a move", low=0.0, high=1.0),
-    Knob("neighbours", "int", 3, "most similar heads that a move chooses from", low=1, high=1024),
+    Knob("iterations", "int", "moves tried a layer and side", low=1, high=100_000),
+    Knob("accept", "float", "probability of moving to what is not better", low=0.0, high=1.0),
+    Knob("reset", "float", "probability of starting over before a move", low=0.0, high=1.0),
+    Knob("neighbours", "int", "most similar heads that a move chooses from", low=1, high=1024),
 )
-_PRESERVE = Knob(
-    "preserve", "float", 0.2, "probability that a move keeps the group sizes", low=0.0, high=1.0, searched=True
-)
+_PRESERVE = Knob("preserve", "float", "probability that a move keeps the group sizes", low=0.0, high=1.0, searched=True)
 
 
 def _walk(problem: GroupingProblem, generator: np.random.Generator, symmetric: bool, knobs: dict[str, Any]) -> Grouping:
@@ -75,6 +73,7 @@ def _walk(problem: GroupingProblem, generator: np.random.Generator, symmetric: b
     source="Chen 2024 (paper 003), sec. 2.1, Alg. 1",
     knobs=(*_KNOBS, EQUAL_SIZES),
     needs=("similarity", "objective"),
+    passes_to=asym_walk,
 )
 def walk_symmetric(
     problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool = True, **knobs: Any
@@ -91,6 +90,7 @@ def walk_symmetric(
     source="Chen 2024 (paper 003), sec. 2.1, Alg. 2",
     knobs=(*_KNOBS, _PRESERVE),
     needs=("similarity", "objective"),
+    passes_to=asym_walk,
 )
 def walk_asymmetric(problem: GroupingProblem, generator: np.random.Generator, **knobs: Any) -> Grouping:
     """The walk with groups of any size."""

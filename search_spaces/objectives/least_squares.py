@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from attention.conversion.fusion import KeyCost, ValueCost
+from attention.conversion.fusion.costs import KeyCost, ValueCost
 from search_spaces.axes import OBJECTIVE
 from search_spaces.costs import GroupCost, Members
 from search_spaces.site import Site

@@ -13,7 +13,7 @@ import numpy as np
 from scipy.stats import spearmanr
 
 from search_spaces.costs import exchanged
-from search_spaces.grouping import neighbour_partition
+from search_spaces.grouping.neighbour import neighbour_partition
 from search_spaces.partitions import Partition, canonical
 from search_spaces.planning.context import PlanningContext
 from search_spaces.recipes.recipes import RECIPES

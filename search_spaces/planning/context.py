@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.calibration.calibration import Calibration
+from attention.calibration.moments import Calibration
 from attention.conversion.conversion import convert
-from attention.conversion.refinement import refine
 from attention.conversion.refinement.local import FIT_BATCH, FIT_RATE, FIT_TOKENS, LayerTask, fit_module
+from attention.conversion.refinement.refine import refine
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.modeling.losses import language_loss
@@ -125,15 +125,15 @@ class PlanningContext:
         if not fit_steps:
             return trials.increase(layer, heads.expand(layer_plan.key_map, layer_plan.value_map))
         module = trials.module(layer, heads, layer_plan)
-        fit_module(module, self._task(layer), fit_steps, FIT_RATE.default, torch.Generator().manual_seed(layer))
+        fit_module(module, self._task(layer), fit_steps, FIT_RATE, torch.Generator().manual_seed(layer))
         return trials.increase(layer, trials.heads_of(module, layer_plan))
 
     def _task(self, layer: int) -> LayerTask:
         """What a layer is fitted to; only the last one asked for is kept."""
         if layer not in self._tasks:
             self._tasks.clear()
-            used = self.measured_on(FIT_TOKENS.default)
-            self._tasks[layer] = LayerTask.of(self.model, layer, used, FIT_BATCH.default)  # type: ignore[arg-type]
+            used = self.measured_on(FIT_TOKENS)
+            self._tasks[layer] = LayerTask.of(self.model, layer, used, FIT_BATCH)  # type: ignore[arg-type]
         return self._tasks[layer]
 
     def fusion_distance(self, layer: int, sides: Sequence[str]) -> np.ndarray | None:

@@ -11,28 +11,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import cached_property, partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from attention.geometry import HeadGeometry
 from attention.plan import AttentionPlan, LayerPlan
-from attention.ratios import own_cache, own_heads
-from search_spaces.allocation import AllocationProblem, Counts
+from search_spaces.allocation.problem import Counts
 from search_spaces.costs import GroupCost, Objective
-from search_spaces.grouping import GroupingProblem, neighbour_partition
+from search_spaces.grouping.neighbour import neighbour_partition
+from search_spaces.grouping.problem import GroupingProblem
 from search_spaces.partitions import Partition
+from search_spaces.planning.budgets import check_budget, problem_of
 from search_spaces.planning.context import PlanningContext
 from search_spaces.planning.curves import Curves, curve_name
 from search_spaces.planning.prices import prices_of_site
 from search_spaces.recipes.recipe import AXES, Recipe
-from search_spaces.recipes.rules import keeps_everything, nothing_to_fuse, sharing_saves_no_cache
-from search_spaces.sharing import SharingProblem, share_count
+from search_spaces.sharing.problem import SharingProblem
 from search_spaces.site import SIDES, Site, plan_of_sites
-
-LOOKS_AT_WEIGHTS = frozenset({"measure", "group_cost", "model"})  # needs of an allocation
 
 
 def make_plan(
@@ -53,17 +49,6 @@ def site_generators(generator: np.random.Generator, layers: int) -> tuple[list[n
     Spawned first and in order: a site's draws do not depend on the other sites.
     """
     return generator.spawn(2 * layers), generator.spawn(2 * layers)
-
-
-def counts_of(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> Counts:
-    """(key heads, value heads) of each layer, for allocations that look at no weights. Raises ValueError for others."""
-    part = AXES["allocation"].get(recipe.allocation)
-    if part.needs & LOOKS_AT_WEIGHTS:
-        raise ValueError(f"allocation={recipe.allocation} looks at the weights of all layers")
-    check_budget(recipe, kv_ratio, geometry)
-    counts = admissible_counts(recipe, geometry)
-    problem = AllocationProblem(geometry.num_layers, geometry.num_heads, geometry.num_kv_heads, kv_ratio, counts)
-    return part(problem, **recipe.knobs("allocation"))
 
 
 def plan_layer(
@@ -97,109 +82,11 @@ def measure_curves(
         return dict.fromkeys(counts, 0.0)
 
     check_budget(recipe, kv_ratio, geometry)
-    heads = (geometry.num_layers, geometry.num_heads, geometry.num_kv_heads)
-    problem = AllocationProblem(*heads, kv_ratio, admissible_counts(recipe, geometry), lambda *_: 1.0, flat)
+    problem = problem_of(recipe, kv_ratio, geometry, loss=lambda *_: 1.0, curve=flat)
     AXES["allocation"].get(recipe.allocation)(problem, **recipe.knobs("allocation"))
     planner = _Planner(recipe, kv_ratio, context, *site_generators(generator, geometry.num_layers))
     mine = {site: counts for site, counts in asked.items() if site[0] in layers}
     return sum(len(planner._curve(*site, counts)) for site, counts in sorted(mine.items()))
-
-
-def admissible_counts(recipe: Recipe, geometry: HeadGeometry) -> tuple[int, ...]:
-    """Head counts that the recipe's grouping can make of one site, ascending."""
-    stored = geometry.num_kv_heads
-    return tuple(g for g in range(1, stored + 1) if not recipe.equal_groups or stored % g == 0)
-
-
-def check_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry, dtype: Any = None) -> None:
-    """Raise ValueError if the budget cannot be met, as far as can be told without weights, naming the nearest that can.
-
-    Cheap: for config checks. `dtype`: of the cache, where it is known, for the message.
-    """
-    try:
-        require_budget(recipe, kv_ratio, geometry)
-    except ValueError as error:
-        raise ValueError(f"{error}; {own_cache(geometry, dtype)}; {_nearest(recipe, kv_ratio, geometry)}") from None
-
-
-def _nearest(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> str:
-    """In words: the next budgets below and above that the recipe can meet and that change something."""
-    heads = own_heads(geometry)
-    most = heads - bool(keeps_everything(recipe.sharing, recipe.composition, 1))
-    whole = min(max(int(kv_ratio * heads), 0), most)
-    found = []
-    for totals in (range(whole, 0, -1), range(whole + 1, most + 1)):
-        found += islice((t for t in totals if _can_meet(recipe, Fraction(t, heads), geometry)), 1)
-    if not found:
-        return f"recipe {recipe.name} can meet no kv_ratio on this checkpoint"
-    return (
-        f"the nearest kv_ratio that recipe {recipe.name} can meet is {' or '.join(f'{t / heads:.8g}' for t in found)}"
-    )
-
-
-def _can_meet(recipe: Recipe, kv_ratio: Fraction, geometry: HeadGeometry) -> bool:
-    try:
-        require_budget(recipe, kv_ratio, geometry)
-    except ValueError:
-        return False
-    return True
-
-
-def require_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> None:
-    """`check_budget` without a search for budgets to name: for many calls, as of a space that is being laid out."""
-    for reason in (sharing_saves_no_cache(recipe.sharing, kv_ratio), nothing_to_fuse(recipe.relaxation, kv_ratio)):
-        if reason:
-            raise ValueError(reason)
-    if recipe.sharing != "none":
-        if geometry.num_kv_heads < geometry.num_heads:
-            raise ValueError(
-                f"sharing={recipe.sharing} gives a query head the weights of another with the key and value of its "
-                f"own, and this checkpoint has {geometry.num_kv_heads} KV heads for {geometry.num_heads} query heads; "
-                "it takes a multi-head checkpoint"
-            )
-        share_count(recipe.knobs("sharing")["alpha"], geometry.num_layers, geometry.num_heads)
-    part = AXES["allocation"].get(recipe.allocation)
-    if "any_count" in part.needs and recipe.equal_groups:
-        raise ValueError(
-            f"allocation={recipe.allocation} gives counts that do not divide the heads, and grouping={recipe.grouping} "
-            "makes groups of equal size only; set grouping.equal_sizes to false or use walk_asymmetric"
-        )
-    # Flat losses: the counts are not those of the plan, but whether there are any does not depend on the losses.
-    problem = AllocationProblem(
-        geometry.num_layers,
-        geometry.num_heads,
-        geometry.num_kv_heads,
-        kv_ratio,
-        admissible_counts(recipe, geometry),
-        loss=lambda layer, side: 1.0,
-        curve=lambda layer, side, counts: dict.fromkeys(counts, 0.0),
-    )
-    if problem.total < 2 * geometry.num_layers:
-        raise ValueError(
-            f"kv_ratio {float(kv_ratio):g} is {problem.total} heads, fewer than one key and one value head in each of "
-            f"{geometry.num_layers} layers; the least is {1 / geometry.num_kv_heads:g}"
-        )
-    part(problem, **recipe.knobs("allocation"))
-
-
-def nearest_budget(recipe: Recipe, kv_ratio: float, geometry: HeadGeometry) -> Fraction:
-    """The largest share of the checkpoint's KV heads, at most `kv_ratio`, that the recipe can keep.
-
-    Raises ValueError if there is none.
-    """
-    heads = own_heads(geometry)
-    reason = None
-    for total in range(int(kv_ratio * heads + 1e-6), 2 * geometry.num_layers - 1, -1):
-        try:
-            require_budget(recipe, Fraction(total, heads), geometry)
-            return Fraction(total, heads)
-        except ValueError as error:
-            reason = reason or str(error)
-    raise ValueError(
-        f"recipe {recipe.name} has no budget of at most {kv_ratio:g}: "
-        f"{reason or f'the least is one key and one value head a layer, {1 / geometry.num_kv_heads:g}'}; "
-        f"{own_cache(geometry)}"
-    )
 
 
 def relaxed_stages(recipe: Recipe, plan: AttentionPlan) -> tuple[AttentionPlan, ...]:
@@ -248,17 +135,8 @@ class _Planner:
 
     def counts(self) -> Counts:
         """(key heads, value heads) of each layer, from the allocation part, checked against the budget."""
-        geometry, recipe = self.context.geometry, self.recipe
-        problem = AllocationProblem(
-            geometry.num_layers,
-            geometry.num_heads,
-            geometry.num_kv_heads,
-            self.kv_ratio,
-            admissible_counts(recipe, geometry),
-            loss=self._loss_of_one_group,
-            curve=self._curve,
-            final=self._final,
-        )
+        recipe, measures = self.recipe, {"loss": self._loss_of_one_group, "curve": self._curve, "final": self._final}
+        problem = problem_of(recipe, self.kv_ratio, self.context.geometry, **measures)
         counts = AXES["allocation"].get(recipe.allocation)(problem, **recipe.knobs("allocation"))
         total = sum(keys + values for keys, values in counts)
         if total != problem.total:

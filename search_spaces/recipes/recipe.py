@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from attention.axes import Axis, Part
-from attention.conversion.alignment import ALIGNMENT
-from attention.conversion.fusion import FUSION
-from attention.conversion.refinement import REFINEMENT
+from attention.axes import ALIGNMENT, FUSION, Axis, Part
+from attention.conversion.refinement.refine import REFINEMENT
 from attention.messages import near, one_of
 from search_spaces.axes import (
     ALLOCATION,

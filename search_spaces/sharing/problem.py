@@ -1,4 +1,4 @@
-"""What is shared among layers: the question and its answer."""
+"""What is shared among layers: the question, its answer, and the parts that give it (paper 004)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from attention.axes import Knob
 from attention.heads import LayerHeads
 from attention.modeling.mlp import MlpWeights
 from attention.plan import AttentionPlan, HeadShare
+from search_spaces.axes import SHARING
 from search_spaces.sharing.matching import match_blocks, match_heads
 
 MATCHES = ("qk", "q", "k", "v", "qkv", "apart")
@@ -38,18 +39,27 @@ class Sharing:
         return replace(plan, **{f.name: getattr(self, f.name) for f in fields(self)})
 
 
-# At most half: more than a two-layer model can share, of which the first layer has no earlier one.
 KNOBS = (
-    Knob("alpha", "float", 0.3, "part of all heads that use the weights of another", low=0.05, high=0.5, searched=True),
-    Knob("mlp", "bool", False, "share the same part of the MLP, in as many blocks as there are heads"),
-    Knob(
-        "match", "choice", "qk", "weights by which heads are matched; apart: each projection by itself", choices=MATCHES
-    ),
-    Knob("output", "bool", False, "share the head's columns of the output projection too (the paper's 90.4 %)"),
+    # At most half: more than a two-layer model can share, of which the first layer has no earlier one.
+    Knob("alpha", "float", "part of all heads that use the weights of another", low=0.05, high=0.5, searched=True),
+    Knob("mlp", "bool", "share the same part of the MLP, in as many blocks as there are heads"),
+    Knob("match", "choice", "weights by which heads are matched; apart: each projection by itself", choices=MATCHES),
+    Knob("output", "bool", "share the head's columns of the output projection too (the paper's 90.4 %)"),
 )
 
 
-def match(problem: SharingProblem, *, alpha: float, mlp: bool, match: str, output: bool) -> Sharing:
+@SHARING.part("none", source="the checkpoint as it is")
+def none(problem: SharingProblem) -> Sharing:
+    """Every layer owns its weights."""
+    return Sharing()
+
+
+# The plan is the same. "post" trains the heads towards each other first: a penalty pulls each pair together.
+@SHARING.part("post", source="Cao 2024 (paper 004), PostShare: the matches of DirectShare", knobs=KNOBS)
+@SHARING.part("direct", source="Cao 2024 (paper 004), Eq. 3 and Alg. 1", knobs=KNOBS)
+def match(
+    problem: SharingProblem, *, alpha: float = 0.3, mlp: bool = False, match: str = "qk", output: bool = False
+) -> Sharing:
     """The best α·L·H matches of heads, and of MLP blocks if `mlp`.
 
     `match`: one of the six functions of the paper's ablation ("Head-wise Matching Functions"): W_q, W_k, W_v, each

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attention.axes import Knob
-from attention.calibration.calibration import LayerStatistics
+from attention.calibration.moments import LayerStatistics
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from search_spaces.axes import SIMILARITY
@@ -35,7 +35,7 @@ def _unit(x: Tensor) -> Tensor:
 @SIMILARITY.part(
     "activation",
     source="Chen 2024 (paper 003), sec. 2.2, Eq. 1",
-    knobs=(Knob("tokens", "int", 512, "tokens a head is compared on; cost grows with their square", low=1),),
+    knobs=(Knob("tokens", "int", "tokens a head is compared on; cost grows with their square", low=1),),
     needs=("statistics",),
 )
 def activation(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from attention.axes import Knob
-from attention.calibration.calibration import LayerStatistics
-from attention.conversion.alignment import CRITERIA, head_gram, pair_similarity
+from attention.calibration.moments import LayerStatistics
+from attention.conversion.alignment.grams import CRITERIA, head_gram, pair_similarity
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
 from search_spaces.axes import SIMILARITY
@@ -20,7 +20,6 @@ from search_spaces.similarity.projections import projection
         Knob(
             "criterion",
             "choice",
-            "dist",
             "dist: minus the distance of activations as they are; cos: mean cosine",
             choices=CRITERIA,
             searched=True,

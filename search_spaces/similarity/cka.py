@@ -1,4 +1,4 @@
-"""Linear CKA of the heads' weights, and the redundancy of a layer made from it.
+"""Similarity of the heads' weights: linear CKA, and their cosine; the redundancy of a layer.
 
 Legend: H heads, d head dim, D model dim.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
-from attention.calibration.calibration import LayerStatistics
+from attention.calibration.moments import LayerStatistics
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from search_spaces.axes import SIMILARITY
@@ -59,3 +60,13 @@ def redundancy(heads: LayerHeads | Tensor, side: str = "key") -> float:
         return 0.0
     pairs = _pairs(weight)
     return float((pairs.sum() - pairs.diagonal().sum()) / (count * (count - 1)))
+
+
+@SIMILARITY.part("weight", source="Chen 2024 (paper 003), sec. 2.2, option 1; the exact form is silent there")
+def weight(heads: LayerHeads, statistics: LayerStatistics | None, geometry: HeadGeometry, side: str) -> Tensor:
+    """Cosine of the flattened weights. `[H, H]` float64.
+
+    Silent: the paper only says "difference of the weights"; a cosine keeps the scale of a head out of it.
+    """
+    flat_HN = normalize(projection(heads, side)[0].flatten(1).double(), dim=1)
+    return flat_HN @ flat_HN.T

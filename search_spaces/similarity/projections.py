@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attention.calibration.calibration import LayerStatistics
+from attention.calibration.moments import LayerStatistics
 from attention.heads import LayerHeads
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.calibration.calibration import LayerStatistics
-from attention.conversion.alignment import head_gram, pair_similarity
+from attention.calibration.moments import LayerStatistics
+from attention.conversion.alignment.grams import head_gram, pair_similarity
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
 from attention.plan import AttentionPlan

@@ -18,7 +18,7 @@ import numpy as np
 from attention.axes import Knob
 from attention.geometry import HeadGeometry
 from attention.messages import near
-from search_spaces.planning.planning import require_budget
+from search_spaces.planning.budgets import require_budget
 from search_spaces.recipes.recipes import AXES, BY, RECIPES, Recipe, RecipeError
 from search_spaces.recipes.rules import broken_rules
 from search_spaces.space.domains import ORDER, Domain, Point, by_field

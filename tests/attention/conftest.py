@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from attention.calibration.calibration import Calibration, calibrate, silent
+from attention.calibration.calibration import calibrate, silent
+from attention.calibration.moments import Calibration
 from trainers.text.data import load_sequences
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from attention.calibration.calibration import Calibration, LayerStatistics
+from attention.calibration.moments import Calibration, LayerStatistics
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
 from attention.plan import AttentionPlan

@@ -12,7 +12,7 @@ import pytest
 from arms import Corpus
 from transformers import PreTrainedModel
 
-from attention.calibration.calibration import Calibration
+from attention.calibration.moments import Calibration
 from orchestrator.conversion.steps import convert_with, planning_context
 from search_spaces.planning.planning import make_plan
 from search_spaces.recipes.recipes import recipe

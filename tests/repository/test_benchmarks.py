@@ -13,7 +13,7 @@ import torch
 from benchmarks.__main__ import main
 from benchmarks.grouping import brute_force
 from benchmarks.report import NEWEST, Row, Scale, benchmarks, entry, keep, medians, table
-from search_spaces.grouping import exact_partition
+from search_spaces.grouping.subsets import exact_partition
 
 WANTED = {"walk", "grouping", "calibration", "conversion", "decode-layer", "decode-model", "relaxations", "composition"}
 

@@ -11,7 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search_spaces.allocation import ALLOCATION, AllocationProblem, Counts, dha_greedy, knapsack, towards_even, uniform
+from search_spaces.allocation.dha import dha_greedy
+from search_spaces.allocation.knapsack import knapsack, towards_even
+from search_spaces.allocation.problem import AllocationProblem, Counts
+from search_spaces.allocation.uniform import uniform
+from search_spaces.axes import ALLOCATION
 
 
 def test_uniform() -> None:

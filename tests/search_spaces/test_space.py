@@ -12,7 +12,8 @@ from attention.axes import Knob
 from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from search_spaces.axes import GROUPING
-from search_spaces.planning.planning import check_budget, make_plan
+from search_spaces.planning.budgets import check_budget
+from search_spaces.planning.planning import make_plan
 from search_spaces.recipes.recipes import AXES, Recipe, RecipeError, recipe
 from search_spaces.recipes.rules import broken_rules
 from search_spaces.space.domains import ORDER, Domain
@@ -98,7 +99,7 @@ def test_a_searched_knob_is_read_from_its_declaration(space) -> None:
 
 def test_a_new_part_on_an_axis_is_in_the_space_by_itself(geometry, monkeypatch) -> None:
     monkeypatch.setattr(GROUPING, "_parts", dict(GROUPING._parts))
-    knob = Knob("stride", "int", 2, "test", low=1, high=3, searched=True)
+    knob = Knob("stride", "int", "test", low=1, high=3, searched=True, default=2)
     GROUPING.part("striped", source="a test", knobs=(knob,), needs=("equal_groups",))(lambda problem, generator: None)
     space = JointSpace([0.5], geometry, choices={"grouping": ["striped", "neighbour"], "fusion": ["mean"]})
     assert any("striped" in domain.choices for domain in domains(space))

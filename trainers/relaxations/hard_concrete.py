@@ -204,10 +204,10 @@ def install(
     *,
     steps: int,
     generator: torch.Generator | None = None,
-    rate: float = 1e-2,
-    log_alpha_start: float = 4.0,
-    target_fraction: float = 0.3,
-    freeze_fraction: float = 0.8,
+    rate: float,
+    log_alpha_start: float,
+    target_fraction: float,
+    freeze_fraction: float,
 ) -> HardConcrete:
     """Relax a copy of `model`, which keeps one key and one value head a query head, towards `plan`.
 

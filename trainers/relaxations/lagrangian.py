@@ -236,12 +236,12 @@ def install(
     *,
     steps: int,
     generator: torch.Generator | None = None,
-    rate: float = 1e-2,
-    per_dimension: bool = True,
-    base: float = 0.999,
-    margin_fraction: float = 0.2,
-    multiplier_start: float = 10.0,
-    tolerance: float = 1e-3,
+    rate: float,
+    per_dimension: bool,
+    base: float,
+    margin_fraction: float,
+    multiplier_start: float,
+    tolerance: float,
 ) -> Lagrangian:
     """Relax a copy of `model` towards `plan` over `steps` steps; nothing is random, so `generator` is not used.
 

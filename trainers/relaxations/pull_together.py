@@ -175,8 +175,8 @@ def install(
     *,
     steps: int,
     generator: torch.Generator | None = None,
-    rate: float = 0.3,
-    tolerance: float = 1e-4,
+    rate: float,
+    tolerance: float,
 ) -> PullTogether:
     """Relax a copy of `model` towards the shares of `plan`; nothing is random, and no schedule depends on `steps`.
 

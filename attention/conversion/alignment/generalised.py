@@ -11,9 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attention.axes import Knob
+from attention.axes import ALIGNMENT, Knob
 from attention.calibration.moments import LayerStatistics
-from attention.conversion.alignment.axis import ALIGNMENT
 from attention.conversion.alignment.grams import CRITERIA, head_gram
 from attention.conversion.alignment.rotations import rotation_from_cross
 from attention.geometry import HeadGeometry, RotaryLayout
@@ -36,12 +35,11 @@ def unaligned(
         Knob(
             "criterion",
             "choice",
-            "dist",
             "dist: activations as they are; cos: unit length",
             choices=CRITERIA,
             searched=True,
         ),
-        Knob("iterations", "int", 100, "most rounds of generalised Procrustes", low=1, high=10_000),
+        Knob("iterations", "int", "most rounds of generalised Procrustes", low=1, high=10_000),
     ),
     needs=("statistics",),
 )

@@ -14,14 +14,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attention.axes import Knob
+from attention.axes import ALIGNMENT, Knob
 from attention.calibration.moments import LayerStatistics
-from attention.conversion.alignment.axis import ALIGNMENT
+from attention.conversion.fusion.costs import ValueCost
+from attention.conversion.fusion.least_squares import key_maps
+from attention.conversion.fusion.pooled import check_lifted
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
 from attention.plan import LayerPlan
 
-FLOOR = Knob("floor", "float", 0.1, "least stretch of a head over its greatest, so that maps can be undone", 1e-3, 1.0)
+FLOOR = Knob("floor", "float", "least stretch of a head over its greatest, so that maps can be undone", 1e-3, 1.0)
 
 
 @ALIGNMENT.part(
@@ -44,10 +46,6 @@ def fold(
     With a norm on queries and keys only values move. A group of one stays as it is. Raises ValueError without
     statistics or if the heads are not lifted.
     """
-    # Here, and not above: fusion is loaded after alignment everywhere else
-    from attention.conversion.fusion.costs import ValueCost
-    from attention.conversion.fusion.least_squares import key_maps
-    from attention.conversion.fusion.pooled import check_lifted
 
     if statistics is None:
         raise ValueError("alignment=least_squares needs a calibration; pass the layer's statistics")

@@ -4,17 +4,3 @@ A part is `f(heads, plan, statistics, geometry, **knobs) -> LayerHeads` on lifte
 G^V value heads in the plan's order, with queries and output columns adjusted to them. A group of one is copied bit by
 bit, so an identity plan changes nothing.
 """
-
-from attention.conversion.fusion.axis import FUSION
-from attention.conversion.fusion.costs import KeyCost, ValueCost
-from attention.conversion.fusion.least_squares import least_squares_fuse
-from attention.conversion.fusion.pooled import mean_fuse, norm_restored_fuse
-
-__all__ = [
-    "FUSION",
-    "KeyCost",
-    "ValueCost",
-    "least_squares_fuse",
-    "mean_fuse",
-    "norm_restored_fuse",
-]

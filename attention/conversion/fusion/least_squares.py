@@ -13,9 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attention.axes import Knob
+from attention.axes import FUSION, Knob
 from attention.calibration.moments import LayerStatistics
-from attention.conversion.fusion.axis import FUSION
 from attention.conversion.fusion.costs import ValueCost, free_parts
 from attention.conversion.fusion.pooled import Groups, check_lifted, mean_fuse
 from attention.conversion.fusion.rank import as_real, complex_gram, fit_complex, fit_real, pair_energy
@@ -23,9 +22,7 @@ from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.plan import LayerPlan
 
-SWEEPS = Knob(
-    "sweeps", "int", 2, "rounds that fit the shared value head to the members' own covariances", low=0, high=50
-)
+SWEEPS = Knob("sweeps", "int", "rounds that fit the shared value head to the members' own covariances", low=0, high=50)
 
 
 @FUSION.part(

@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attention.axes import FUSION
 from attention.calibration.moments import LayerStatistics
-from attention.conversion.fusion.axis import FUSION
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.plan import LayerPlan

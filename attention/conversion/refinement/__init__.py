@@ -4,7 +4,3 @@ A part is `f(original, converted, sequences, *, first, **knobs) -> RefinementRep
 `first` is the number of the models' first layer (see `refine`). Every layer keeps a change only if it lowers the error
 on calibration sequences that the fit has not seen.
 """
-
-from attention.conversion.refinement.axis import REFINEMENT, RefinementReport, refine
-
-__all__ = ["REFINEMENT", "RefinementReport", "refine"]

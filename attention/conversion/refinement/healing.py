@@ -7,23 +7,22 @@ Z `[N, F]` features of the converted model, Y `[N, D]` target, W `[F, D]` the ou
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention.axes import Knob
-from attention.conversion.refinement.axis import REFINEMENT, LayerFit, RefinementReport
 from attention.conversion.refinement.capture import Record, held_out, recorded
+from attention.conversion.refinement.refine import REFINEMENT, LayerFit, RefinementReport
 from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.modeling.modeling import plan_of
 
 HEAL_KNOBS = (
-    Knob("ridge", "log_float", 1e-3, "pull towards the present weights, relative to the features' power", 1e-8, 1.0),
-    Knob("carry", "float", 1.0, "share of the error of the layers below that the refit also tries to undo", 0.0, 1.0),
-    Knob("batch_size", "int", 8, "sequences run at once", 1, 1024),
+    Knob("ridge", "log_float", "pull towards the present weights, relative to the features' power", 1e-8, 1.0),
+    Knob("carry", "float", "share of the error of the layers below that the refit also tries to undo", 0.0, 1.0),
+    Knob("batch_size", "int", "sequences run at once", 1, 1024),
 )
 
 
@@ -78,35 +77,32 @@ def ridge_refit(weight: Tensor, zz: Tensor, zy: Tensor, ridge: float) -> Tensor:
 
 
 def heal_layer(
-    original: PreTrainedModel,
-    converted: PreTrainedModel,
+    models: tuple[PreTrainedModel, PreTrainedModel],
     sequences: Tensor,
     layer: int,
-    knobs: dict[str, Any],
-    first: int = 0,
+    number: int,
+    ridge: float,
+    carry: float,
+    batch_size: int,
 ) -> LayerFit:
-    """Refit the output projection of one layer of `converted` in place, if that helps on held-out sequences.
-
-    The layer is reported as number `first + layer`. Raises ValueError for a model whose layers share output
-    projections.
-    """
+    """Refit one layer's output projection in the second of `models` (original, converted) in place, if that helps on
+    held-out sequences. `number`: of the layer in its checkpoint. Raises ValueError for shared output projections."""
+    converted = models[1]
     if shares := plan_of(converted).output_shares:
         raise ValueError(
             f"a refit of one layer's output projection would change the {len(shares)} heads that share theirs in other "
             "layers; train the whole model, or leave sharing.output false"
         )
     family, geometry = family_of(converted.config), geometry_of(converted.config)
-    models = (original, converted)
     modules = tuple(family_of(m.config).attention_modules(m)[layer] for m in models)
     fit, check = held_out(sequences)
     heads = family.read(modules[1], geometry)
-    bias = heads.o_bias is not None
-    common = {"carry": knobs["carry"], "bias": bias, "batch_size": knobs["batch_size"]}
-    zz, zy, _ = _moments(models, modules, fit, **common)  # type: ignore[arg-type]
+    common = (carry, heads.o_bias is not None, batch_size)
+    zz, zy, _ = _moments(models, modules, fit, *common)  # type: ignore[arg-type]
     weight = _weight(heads)
-    fitted = ridge_refit(weight, zz, zy, knobs["ridge"])
-    checked = _moments(models, modules, check, **common)  # type: ignore[arg-type]
-    result = LayerFit("heal", first + layer, _error(weight, *checked), _error(fitted, *checked))
+    fitted = ridge_refit(weight, zz, zy, ridge)
+    checked = _moments(models, modules, check, *common)  # type: ignore[arg-type]
+    result = LayerFit("heal", number, _error(weight, *checked), _error(fitted, *checked))
     if result.kept:
         family.write(modules[1], _with_weight(heads, fitted))
     return result
@@ -119,8 +115,16 @@ def heal_layer(
     needs=("sequences",),
 )
 def heal(
-    original: PreTrainedModel, converted: PreTrainedModel, sequences: Tensor, *, first: int = 0, **knobs: Any
+    original: PreTrainedModel,
+    converted: PreTrainedModel,
+    sequences: Tensor,
+    *,
+    first: int = 0,
+    ridge: float = 1e-3,
+    carry: float = 1.0,
+    batch_size: int = 8,
 ) -> RefinementReport:
     """Refit every layer's output projection, from the first layer to the last."""
-    layers = geometry_of(converted.config).num_layers
-    return RefinementReport(tuple(heal_layer(original, converted, sequences, i, knobs, first) for i in range(layers)))
+    models, layers = (original, converted), range(geometry_of(converted.config).num_layers)
+    fits = (heal_layer(models, sequences, i, first + i, ridge, carry, batch_size) for i in layers)
+    return RefinementReport(tuple(fits))

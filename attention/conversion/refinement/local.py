@@ -20,19 +20,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention.axes import Knob
-from attention.conversion.refinement.axis import REFINEMENT, LayerFit, RefinementReport
 from attention.conversion.refinement.capture import Record, held_out, recorded
-from attention.conversion.refinement.healing import HEAL_KNOBS, heal_layer
+from attention.conversion.refinement.healing import HEAL_KNOBS, heal
 from attention.conversion.refinement.parallel import ONE_AT_A_TIME, each_layer
+from attention.conversion.refinement.refine import REFINEMENT, LayerFit, RefinementReport
 from attention.families import family_of
 from attention.modeling.modeling import plan_of
 from attention.modeling.running import entered_by, entering
 
-FIT_STEPS = Knob("fit_steps", "int", 480, "Adam steps a layer", 1, 100_000)
-FIT_RATE = Knob("fit_rate", "log_float", 0.5, "largest step, as the relative change of an output at most", 1e-4, 1e2)
-FIT_BATCH = Knob("fit_batch", "int", 2, "sequences a step", 1, 1024)
-FIT_TOKENS = Knob("fit_tokens", "int", 16_384, "calibration tokens that are held in memory and fitted on", 2)
-FIT_KNOBS = (FIT_STEPS, FIT_RATE, FIT_BATCH, FIT_TOKENS)
+FIT_RATE, FIT_BATCH, FIT_TOKENS = 0.5, 2, 16_384
+FIT_KNOBS = (
+    Knob("fit_steps", "int", "Adam steps a layer", 1, 100_000),
+    Knob("fit_rate", "log_float", "largest step, as the relative change of an output at most", 1e-4, 1e2),
+    Knob("fit_batch", "int", "sequences a step", 1, 1024),
+    Knob("fit_tokens", "int", "calibration tokens that are held in memory and fitted on", 2),
+)
 BETAS = (0.9, 0.95)
 WARMUP = 0.05
 RETRIES, SMALLER = 2, 0.25
@@ -126,11 +128,14 @@ def _batches(count: int, batch: int, steps: int, generator: torch.Generator) -> 
         order = order[batch:]
 
 
-def fit_module(module: nn.Module, task: LayerTask, steps: int, rate: float, generator: torch.Generator) -> LayerFit:
+def fit_module(
+    module: nn.Module, task: LayerTask, steps: int, rate: float, generator: torch.Generator
+) -> tuple[float, float]:
     """Train `module` (float32) in place; it ends in the best state met on the held-out records, the first included.
+    Returns the held-out error before and after.
 
     Adam with a short linear warm-up and a cosine to 0. Where that ends no better than it began, the steps were too
-    large for this layer: it is tried again with smaller ones, `RETRIES` times at most. The layer of the result is -1.
+    large for this layer: it is tried again with smaller ones, `RETRIES` times at most.
     """
     before = layer_error(module, task.check)
     start = copy.deepcopy(module.state_dict())
@@ -140,7 +145,7 @@ def fit_module(module: nn.Module, task: LayerTask, steps: int, rate: float, gene
         if best < before:
             break
         module.load_state_dict(start)
-    return LayerFit("fit", -1, before, best)
+    return before, best
 
 
 def _train(
@@ -176,35 +181,37 @@ def _train(
 
 
 def fit_layer(
-    original: PreTrainedModel,
-    converted: PreTrainedModel,
+    models: tuple[PreTrainedModel, PreTrainedModel],
     sequences: Tensor,
     layer: int,
-    knobs: dict[str, Any],
-    first: int = 0,
+    number: int,
+    steps: int,
+    rate: float,
+    batch: int,
 ) -> LayerFit:
-    """Train one attention layer of `converted` in place, if that helps on held-out sequences.
+    """Train one attention layer of the second of `models` (original, converted) in place, if that helps on held-out
+    sequences.
 
-    The layer is seeded and reported as number `first + layer`. Works on a float32 copy of the layer whatever the dtype
-    of the model. Raises ValueError for a model with shared heads, whose weights serve other layers as well.
+    `number`: of the layer in its checkpoint, by which it is seeded. Works on a float32 copy of the layer whatever the
+    dtype of the model. Raises ValueError for a model with shared heads, whose weights serve other layers as well.
     """
+    original, converted = models
     if shares := plan_of(converted).head_shares:
         raise ValueError(
             f"a local fit trains each layer alone, and {len(shares)} heads of this model are shared among layers; "
             "train the whole model, or use refinement=heal"
         )
     module = family_of(converted.config).attention_modules(converted)[layer]
-    used = sequences[: max(2, knobs["fit_tokens"] // sequences.shape[1])]
     with ONE_AT_A_TIME:
-        task = LayerTask.of(original, layer, used, knobs["fit_batch"])
+        task = LayerTask.of(original, layer, sequences, batch)
     copied = copy.deepcopy(module).float().eval()
-    generator = torch.Generator().manual_seed(first + layer)
-    result = fit_module(copied, task, knobs["fit_steps"], knobs["fit_rate"], generator)
+    before, after = fit_module(copied, task, steps, rate, torch.Generator().manual_seed(number))
+    result = LayerFit("fit", number, before, after)
     if result.kept:
         with torch.no_grad():
             for p, fitted in zip(module.parameters(), copied.parameters(), strict=True):
                 p.copy_(fitted)
-    return LayerFit("fit", first + layer, result.before, result.after)
+    return result
 
 
 @REFINEMENT.part(
@@ -212,13 +219,27 @@ def fit_layer(
     source="ours (docs/methods.md, section 6): local fit, then heal",
     knobs=FIT_KNOBS + HEAL_KNOBS,
     needs=("sequences",),
+    passes_to=heal,
 )
 def fit_heal(
-    original: PreTrainedModel, converted: PreTrainedModel, sequences: Tensor, *, first: int = 0, **knobs: Any
+    original: PreTrainedModel,
+    converted: PreTrainedModel,
+    sequences: Tensor,
+    *,
+    first: int = 0,
+    fit_steps: int = 480,
+    fit_rate: float = FIT_RATE,
+    fit_batch: int = FIT_BATCH,
+    fit_tokens: int = FIT_TOKENS,
+    **knobs: Any,
 ) -> RefinementReport:
     """Local fit of every layer, small ones side by side, then heal from the first layer to the last."""
+    models, used = (original, converted), sequences[: max(2, fit_tokens // sequences.shape[1])]
     modules = family_of(converted.config).attention_modules(converted)
     largest = max(sum(p.numel() for p in module.parameters()) for module in modules)
-    given = (original, converted, sequences)
-    fits = each_layer(len(modules), lambda i: fit_layer(*given, i, knobs, first), largest, converted.device)
-    return RefinementReport((*fits, *(heal_layer(*given, i, knobs, first) for i in range(len(modules)))))
+
+    def fit(layer: int) -> LayerFit:
+        return fit_layer(models, used, layer, first + layer, fit_steps, fit_rate, fit_batch)
+
+    fits = each_layer(len(modules), fit, largest, converted.device)
+    return RefinementReport((*fits, *heal(original, converted, sequences, first=first, **knobs).fits))

@@ -116,8 +116,8 @@ class FrontHalving(RungScheduler):
     "front",
     source="Schmucker 2021, Algorithm 1 (MO-ASHA); Li 2020, Algorithm 2; Deb 2002 (ranks, crowding)",
     knobs=(
-        Knob("ties", "choice", "epsilon_net", "whom to take of a rank that does not fit in whole", choices=pareto.TIES),
-        Knob("synchronous", "bool", False, "promote only when a rung is complete: decisions without regard to order"),
+        Knob("ties", "choice", "whom to take of a rank that does not fit in whole", choices=pareto.TIES),
+        Knob("synchronous", "bool", "promote only when a rung is complete: decisions without regard to order"),
     ),
 )
 def front(problem: RungProblem, *, ties: str = "epsilon_net", synchronous: bool = False) -> RungScheduler:

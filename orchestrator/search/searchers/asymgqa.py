@@ -23,7 +23,7 @@ from orchestrator.search.candidates import Candidate
 from orchestrator.search.searchers.problem import SEARCHERS, ResumableSearcher, SearchProblem
 from search_spaces.allocation.uniform import uniform
 from search_spaces.grouping.chain import Chain, SiteKey, searched_sites
-from search_spaces.planning.planning import admissible_counts, check_budget
+from search_spaces.planning.budgets import admissible_counts, check_budget
 from search_spaces.recipes.recipes import Recipe, recipe
 
 SCORE = "calibration_loss"
@@ -222,7 +222,7 @@ def spread(
 @SEARCHERS.part(
     "asymgqa",
     source="Chen 2024 (paper 003), sec. 2.1, Alg. 1 and 2, as parallel chains",
-    knobs=(Knob("chains", "int", 2, "walks at a time for each budget", low=1, high=1024),),
+    knobs=(Knob("chains", "int", "walks at a time for each budget", low=1, high=1024),),
 )
 def asymgqa(problem: SearchProblem, *, chains: int = 2) -> ResumableSearcher:
     """Raises ConfigError for choices, budgets or samples that the walk cannot use."""

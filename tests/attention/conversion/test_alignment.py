@@ -13,18 +13,12 @@ from head_references import activations, as_mha, lifted, logits, watch, with_hea
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.axes import Part
-from attention.calibration.calibration import Calibration, LayerStatistics, calibrate, silent
-from attention.conversion.alignment import (
-    ALIGNMENT,
-    align_group,
-    head_gram,
-    pair_similarity,
-    procrustes,
-    rotary_procrustes,
-    rotate_keys,
-    rotate_values,
-)
+from attention.axes import ALIGNMENT, Part
+from attention.calibration.calibration import calibrate, silent
+from attention.calibration.moments import Calibration, LayerStatistics
+from attention.conversion.alignment.generalised import align_group, rotate_keys, rotate_values
+from attention.conversion.alignment.grams import head_gram, pair_similarity
+from attention.conversion.alignment.rotations import procrustes, rotary_procrustes
 from attention.conversion.conversion import convert
 from attention.families import families, geometry_of
 from attention.geometry import RotaryLayout

@@ -16,15 +16,8 @@ from transformers import PreTrainedModel
 
 from attention.calibration import calibration as calibration_module
 from attention.calibration import moments
-from attention.calibration.calibration import (
-    Calibration,
-    CalibrationError,
-    LayerStatistics,
-    cached_calibration,
-    calibrate,
-    calibration_digest,
-    silent,
-)
+from attention.calibration.calibration import cached_calibration, calibrate, calibration_digest, silent
+from attention.calibration.moments import Calibration, CalibrationError, LayerStatistics
 from attention.conversion.conversion import convert
 from attention.families import family_of, geometry_of
 from attention.plan import AttentionPlan, LayerPlan

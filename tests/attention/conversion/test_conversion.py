@@ -105,17 +105,32 @@ def test_unknown_parts_and_settings_are_refused(tiny_model) -> None:
 
 
 def test_knobs_check_their_values() -> None:
-    knob = Knob("steps", "int", 10, "how many", low=1, high=20)
+    knob = Knob("steps", "int", "how many", low=1, high=20)
     assert knob.check(20) == 20
     for bad in (0, 21, 1.5, True, "3"):
         with pytest.raises(ValueError, match="steps must"):
             knob.check(bad)
     with pytest.raises(ValueError, match=r"must lie in \[1, 20\], got 0"):
-        Knob("steps", "int", 0, "a default out of range", low=1, high=20)
+        Knob("steps", "int", "a default out of range", low=1, high=20, default=0)
     with pytest.raises(ValueError, match="a choice needs choices"):
-        Knob("kind", "choice", "a", "none")
+        Knob("kind", "choice", "none")
     with pytest.raises(ValueError, match="kind must be one of"):
-        Knob("kind", "colour", "a", "none")
+        Knob("kind", "colour", "none")
+
+
+def test_the_default_of_a_knob_is_that_of_the_parameter() -> None:
+    axis = Axis("flavour", "attention.io.lowerings")
+
+    def deeper(*, depth: int = 2, **others: int) -> None: ...
+
+    knobs = (Knob("depth", "int", "how deep"), Knob("sides", "int", "how many"))
+    axis.part("cut", source="here", knobs=knobs, passes_to=deeper)(lambda *, sides=3, **others: None)
+    assert {knob.name: knob.default for knob in axis._parts["cut"].knobs} == {"depth": 2, "sides": 3}
+    for wrong in (Knob("heigth", "int", "of no parameter"), Knob("depth", "int", "declared twice", default=2)):
+        with pytest.raises(ValueError, match=f"knob {wrong.name}: its default must stand once, in the signature of"):
+            axis.part("wrong", source="here", knobs=(wrong,))(deeper)
+    with pytest.raises(ValueError, match=r"depth must lie in \[5, 9\], got 2"):
+        axis.part("wrong", source="here", knobs=(Knob("depth", "int", "a default out of range", 5, 9),))(deeper)
 
 
 def test_an_axis_refuses_two_parts_of_one_name() -> None:

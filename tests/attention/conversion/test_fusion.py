@@ -12,17 +12,13 @@ from head_references import Seen, activations, as_mha, lifted, logits, watch, wi
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.calibration.calibration import Calibration, LayerStatistics, calibrate, silent
-from attention.conversion.alignment import ALIGNMENT
+from attention.axes import ALIGNMENT, FUSION
+from attention.calibration.calibration import calibrate, silent
+from attention.calibration.moments import Calibration, LayerStatistics
 from attention.conversion.conversion import convert
-from attention.conversion.fusion import (
-    FUSION,
-    KeyCost,
-    ValueCost,
-    least_squares_fuse,
-    mean_fuse,
-    norm_restored_fuse,
-)
+from attention.conversion.fusion.costs import KeyCost, ValueCost
+from attention.conversion.fusion.least_squares import least_squares_fuse
+from attention.conversion.fusion.pooled import mean_fuse, norm_restored_fuse
 from attention.families import geometry_of
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads

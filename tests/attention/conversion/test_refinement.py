@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from attention.calibration.calibration import calibrate, silent
 from attention.conversion.conversion import convert
-from attention.conversion.refinement import REFINEMENT, refine
 from attention.conversion.refinement.capture import held_out, recorded
 from attention.conversion.refinement.healing import ridge_refit
 from attention.conversion.refinement.local import LayerTask, fit_module, layer_error
 from attention.conversion.refinement.parallel import SMALL, each_layer
+from attention.conversion.refinement.refine import REFINEMENT, refine
 from attention.families import family_of
 from attention.plan import AttentionPlan, LayerPlan
 
@@ -87,9 +87,9 @@ def test_a_fit_falls_back_to_the_best_state_it_met(tiny_model: Tiny, tokens: Ten
     original, converted = pair(tiny_model, tokens, "llama")
     module = family_of(converted.config).attention_modules(converted)[0]
     task = LayerTask.of(original, 0, tokens, 2)
-    result = fit_module(module, task, 12, 100.0, torch.Generator().manual_seed(0))
-    assert layer_error(module, task.check) == pytest.approx(result.after)
-    assert result.after <= result.before
+    before, after = fit_module(module, task, 12, 100.0, torch.Generator().manual_seed(0))
+    assert layer_error(module, task.check) == pytest.approx(after)
+    assert after <= before
 
 
 def test_steps_that_are_too_large_are_made_smaller(tiny_model: Tiny, tokens: Tensor) -> None:

@@ -8,9 +8,10 @@ import math
 import pytest
 import torch
 
-from attention.calibration.calibration import LayerStatistics
-from attention.conversion.alignment import procrustes, rotary_procrustes
-from attention.conversion.fusion import ValueCost, least_squares_fuse
+from attention.calibration.moments import LayerStatistics
+from attention.conversion.alignment.rotations import procrustes, rotary_procrustes
+from attention.conversion.fusion.costs import ValueCost
+from attention.conversion.fusion.least_squares import least_squares_fuse
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
 from attention.plan import LayerPlan

@@ -17,7 +17,7 @@ from attention.conversion.conversion import convert, lift
 from attention.families import family_of, geometry_of
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, HeadShare
-from search_spaces.sharing import match_heads
+from search_spaces.sharing.matching import match_heads
 
 HEAD = 3 * 32 * 256  # q, k and v rows of one head of the demo checkpoint
 TOKENS = torch.randint(1, 2048, (6, 32), generator=torch.Generator().manual_seed(0))

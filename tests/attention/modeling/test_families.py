@@ -21,9 +21,9 @@ from transformers import (
     PreTrainedModel,
 )
 
+from attention.axes import FUSION
 from attention.calibration.calibration import calibrate, silent
 from attention.conversion.conversion import convert, lift, read_layers
-from attention.conversion.fusion import FUSION
 from attention.families import families, family_of, geometry_of
 from attention.io import checkpoint, export
 from attention.modeling.modeling import plan_of

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from attention.conversion.conversion import assemble, lift
 from attention.families import families
 from attention.heads import LayerHeads
-from attention.modeling.grouped import HeadMaps, Slots, cache_bytes, decode
+from attention.modeling.decoding import HeadMaps, Slots, decode
+from attention.modeling.grouped import cache_bytes
 from attention.plan import AttentionPlan, LayerPlan, dense
 
 PLANS = {

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from attention.conversion.conversion import assemble, convert, read_layers, unshare
-from attention.conversion.refinement import refine
+from attention.conversion.refinement.refine import refine
 from attention.families import families, family_of, geometry_of
 from attention.io import checkpoint, export
 from attention.modeling import mlp

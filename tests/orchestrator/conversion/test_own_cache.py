@@ -33,7 +33,7 @@ from orchestrator.conversion.several_ratios import convert_curve
 from orchestrator.search.candidates import named_candidates, ratios_of
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import write_json
-from search_spaces.allocation import uniform
+from search_spaces.allocation.uniform import uniform
 from trainers.evaluation import measure_cache
 
 SMALL: dict[str, Any] = {"calibration_tokens": 384, "eval_tokens": 192, "sequence_length": 48, "device": "cpu"}

@@ -12,7 +12,8 @@ from orchestrator.conversion import loading
 from orchestrator.search.candidates import Candidate, candidate_space, named_candidates
 from orchestrator.search.searchers import SEARCHERS, SearchProblem
 from orchestrator.search.trial import relaxation_spec
-from search_spaces.planning.planning import PlanningContext, admissible_counts, check_budget, make_plan
+from search_spaces.planning.budgets import admissible_counts, check_budget
+from search_spaces.planning.planning import PlanningContext, make_plan
 from search_spaces.recipes.recipes import AXES
 from search_spaces.recipes.rules import broken_rules
 from trainers.settings import TrainSettings

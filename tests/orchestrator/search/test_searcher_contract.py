@@ -22,7 +22,7 @@ from attention.plan import AttentionPlan
 from orchestrator.config.schema import ConfigError, parse_config
 from orchestrator.search.candidates import Candidate, candidate_space, named_candidates
 from orchestrator.search.searchers import SEARCHERS, SearchProblem, trials_of
-from search_spaces.planning.planning import check_budget
+from search_spaces.planning.budgets import check_budget
 from search_spaces.recipes.recipes import RECIPES, Recipe
 from search_spaces.site import SIDES
 from tests.conftest import REPOSITORY

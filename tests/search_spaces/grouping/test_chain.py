@@ -16,8 +16,9 @@ from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.plan import AttentionPlan
-from search_spaces.grouping import Walk, asym_walk
 from search_spaces.grouping.chain import Chain, searched_sites
+from search_spaces.grouping.steps import Walk
+from search_spaces.grouping.walk import asym_walk
 from search_spaces.partitions import Partition
 from search_spaces.planning.planning import PlanningContext, make_plan
 from search_spaces.recipes.recipes import recipe

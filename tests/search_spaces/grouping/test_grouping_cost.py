@@ -14,20 +14,17 @@ from hypothesis import strategies as st
 
 from attention.calibration.calibration import calibrate
 from attention.conversion.conversion import lift
-from attention.conversion.fusion import KeyCost, ValueCost
+from attention.conversion.fusion.costs import KeyCost, ValueCost
 from attention.families import geometry_of
 from attention.heads import LayerHeads
 from search_spaces.costs import GroupCost, PairCost
-from search_spaces.grouping import (
-    GroupingProblem,
-    anneal,
-    anneal_restarts,
-    exact_partition,
-    merge_and_anneal,
-    merge_and_improve,
-    subsets,
-)
+from search_spaces.grouping import subsets
+from search_spaces.grouping.anneal import anneal, anneal_restarts
 from search_spaces.grouping.exact import AFFORDABLE, exact
+from search_spaces.grouping.merge import merge_and_improve
+from search_spaces.grouping.merge_anneal import merge_and_anneal
+from search_spaces.grouping.problem import GroupingProblem
+from search_spaces.grouping.subsets import exact_partition
 from search_spaces.partitions import canonical, random_partition
 from search_spaces.planning.context import PlanningContext
 
@@ -175,16 +172,16 @@ def test_swapping_methods_keep_sizes_and_report_their_cost(method) -> None:
 def test_default_annealing_is_the_papers_110_moves(monkeypatch) -> None:
     """T from 100 by 0.9 down to 0.001 (paper 000, Alg. 4)."""
     seen: list[list[float]] = []
-    from search_spaces.grouping import swaps
+    from search_spaces.grouping import anneal as annealing
 
-    inner = swaps.swap_search
+    inner = annealing.swap_search
 
     def spy(cost, start, temperatures, generator):
         temperatures = list(temperatures)
         seen.append(temperatures)
         return inner(cost, start, temperatures, generator)
 
-    monkeypatch.setattr(swaps, "swap_search", spy)
+    monkeypatch.setattr(annealing, "swap_search", spy)
     anneal(np.ones((8, 8)), 8, 2, generator=np.random.default_rng(0))
     (temperatures,) = seen
     assert len(temperatures) == 110

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search_spaces.grouping import asym_walk, propose
+from search_spaces.grouping.steps import propose
+from search_spaces.grouping.walk import asym_walk
 from search_spaces.partitions import full_sizes, random_partition
 
 

@@ -18,7 +18,7 @@ from attention.geometry import RotaryLayout
 from attention.modeling.losses import language_loss
 from attention.modeling.rotary import apply_rotary, rotary_tables
 from attention.plan import AttentionPlan, LayerPlan
-from search_spaces.grouping import asym_walk
+from search_spaces.grouping.walk import asym_walk
 from search_spaces.partitions import Partition, random_partition
 from search_spaces.planning.planning import PlanningContext
 from search_spaces.recipes.recipes import AXES

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from attention.geometry import RotaryLayout
-from search_spaces.similarity import SIMILARITY, activation_similarity, cka, redundancy
+from search_spaces.axes import SIMILARITY
+from search_spaces.similarity.activation import activation_similarity
+from search_spaces.similarity.cka import cka, redundancy
 from search_spaces.similarity.projections import activations
 
 

@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_contexts import random_context
 
-from search_spaces.grouping import Walk, neighbour_partition
+from search_spaces.grouping.neighbour import neighbour_partition
+from search_spaces.grouping.steps import Walk
 from search_spaces.partitions import full_sizes, group_sizes
-from search_spaces.planning.planning import check_budget, make_plan
+from search_spaces.planning.budgets import check_budget
+from search_spaces.planning.planning import make_plan
 from search_spaces.recipes.recipes import recipe
 
 UNEVEN = {"grouping.equal_sizes": False}

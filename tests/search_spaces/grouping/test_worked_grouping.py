@@ -10,11 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search_spaces.allocation import dha_greedy
+from search_spaces.allocation.dha import dha_greedy
 from search_spaces.costs import PairCost
-from search_spaces.grouping import anneal
-from search_spaces.grouping.swaps import swap_search
-from search_spaces.similarity import activation_similarity
+from search_spaces.grouping.anneal import anneal, swap_search
+from search_spaces.similarity.activation import activation_similarity
 
 # Four heads on a line at 0, 1, 10 and 12; the cost of a pair is its distance.
 PLACES = np.array([0.0, 1.0, 10.0, 12.0])

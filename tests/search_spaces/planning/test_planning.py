@@ -17,7 +17,7 @@ from attention.conversion.conversion import lift
 from attention.families import geometry_of
 from attention.plan import AttentionPlan
 from search_spaces.axes import GROUPING, OBJECTIVE
-from search_spaces.grouping import GroupingProblem
+from search_spaces.grouping.problem import GroupingProblem
 from search_spaces.partitions import random_partition
 from search_spaces.planning.planning import PlanningContext, make_plan
 from search_spaces.recipes.recipes import RECIPES, Recipe, recipe

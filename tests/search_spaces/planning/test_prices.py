@@ -13,7 +13,7 @@ import pytest
 
 from attention.conversion.fusion import costs as fusion_costs
 from search_spaces.costs import GroupCost
-from search_spaces.grouping import exact_partition
+from search_spaces.grouping.subsets import exact_partition
 from search_spaces.planning.planning import PlanningContext, make_plan
 from search_spaces.planning.prices import KeptPrices, prices_of_site
 from search_spaces.recipes.recipes import recipe

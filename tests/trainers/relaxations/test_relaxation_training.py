@@ -60,7 +60,7 @@ def make(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         dtype = torch.bfloat16 if settings.get("dtype") == "bfloat16" else torch.float32
         plan = SHARED if "shares" in part.needs else GROUPED
         model = tiny_model("llama", attention_bias=True).to(dtype)
-        relaxation = part(model, plan, steps=STEPS, **KNOBS.get(name, {}))
+        relaxation = part(model, plan, steps=STEPS, **part.settings(KNOBS.get(name, {})))
         chosen = TrainSettings(learning_rate=3e-3, micro_batch_size=4, **settings)
         engines.append(Engine(relaxation.model, chosen, STEPS, relaxation.parameter_groups()))
         return relaxation, engines[-1]
@@ -113,14 +113,14 @@ def test_every_zero_stage_trains_as_plain_torch(
 ) -> None:
     relaxation, engine = make(name, zero_stage=stage, dtype=dtype)
     part = RELAXATION.get(name)
-    reference = part(tiny_model("llama", attention_bias=True), relaxation.plan, steps=STEPS, **KNOBS.get(name, {}))
+    knobs = part.settings(KNOBS.get(name, {}))
+    reference = part(tiny_model("llama", attention_bias=True), relaxation.plan, steps=STEPS, **knobs)
     expected = plain_torch(reference, ids, engine.settings)
     losses = run(relaxation, engine, BatchStream(ids, 8))
     assert losses == pytest.approx(expected, abs=2e-3 if dtype == "float32" else 0.1)
     weights = engine.weights()
-    whole = part(
-        tiny_model("llama", attention_bias=True).to(weights["lm_head.weight"].dtype), relaxation.plan, steps=STEPS
-    )
+    wide = tiny_model("llama", attention_bias=True).to(weights["lm_head.weight"].dtype)
+    whole = part(wide, relaxation.plan, steps=STEPS, **part.settings())
     whole.model.load_state_dict(weights)
     for mine, theirs in zip(whole.collapse(), reference.collapse(), strict=True):
         atol = 2e-3 if dtype == "float32" else 0.15

@@ -366,7 +366,7 @@ def test_noise_is_a_function_of_generator_and_step(tiny_model: Any, ids: Tensor)
     part, model = RELAXATION.get("hard_concrete"), tiny_model("llama")
 
     def sample(seed: int, step: int) -> Tensor:
-        relaxation = part(model, GROUPED, steps=STEPS, generator=torch.Generator().manual_seed(seed))
+        relaxation = part(model, GROUPED, steps=STEPS, generator=torch.Generator().manual_seed(seed), **part.settings())
         relaxation.model.train()
         torch.rand(seed + 1)  # the global generator has no say
         relaxation.begin(step)

@@ -1,4 +1,4 @@
-"""The axis itself, and what a refinement reports."""
+"""Running a refinement, what it reports, and the part that changes nothing."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.axes import Axis
-
-REFINEMENT = Axis("refinement", "attention.conversion.refinement")
+from attention.axes import REFINEMENT
 
 
 @dataclass(frozen=True)
@@ -57,3 +55,11 @@ def refine(
         given = "none" if sequences is None else len(sequences)
         raise ValueError(f"refinement={name} needs at least two calibration sequences, got {given}")
     return part(original, converted, sequences, first=first, **knobs)
+
+
+@REFINEMENT.part("none", source="-")
+def keep(
+    original: PreTrainedModel, converted: PreTrainedModel, sequences: Tensor | None, *, first: int = 0
+) -> RefinementReport:
+    """The closed-form conversion as it is."""
+    return RefinementReport()
