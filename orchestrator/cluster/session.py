@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,7 @@ from pathlib import Path
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.storage.paths import in_ray_job
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 LOOK_SECONDS = 5.0
 DASHBOARD = "RAY_API_SERVER_ADDRESS"  # where Ray's own parts look for the dashboard
 
@@ -105,6 +106,14 @@ def _sum(demand: Demand, kind: str) -> str:
     return f"{demand.workers} x {of_worker:g} and {of_driver:g} for the trial itself"
 
 
+def last_error(text: str) -> str:
+    """The last line of a traceback that names an exception and says something; Ray's own wrappers come last."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"([\w.]+\.)?\w*(Error|Exception|Diverged|Interrupt)\b.*: .", line)]
+    own = [line for line in named if not line.startswith("ray.exceptions.")]
+    return (own or named or lines or ["unknown error"])[-1][:1000]
+
+
 def ray_train_intervals(look_seconds: float) -> None:
     """For trainings that this process starts: how often Ray Train looks after workers, how long it waits for them."""
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", str(look_seconds))
@@ -186,8 +195,8 @@ def _environment_of_job() -> dict[str, str]:
 def capacity() -> dict[str, float]:
     """CPU and GPU of the cluster, of an autoscaling one at its full size."""
     import ray
-    import ray._private.state as cluster_state
 
-    have = ray.cluster_resources()
-    most = cluster_state.state.get_max_resources_from_cluster_config() or {}
+    from orchestrator.cluster.ray_private import largest_cluster
+
+    have, most = ray.cluster_resources(), largest_cluster()
     return {kind: max(float(have.get(kind, 0)), float(most.get(kind, 0))) for kind in ("CPU", "GPU")}

@@ -1,5 +1,4 @@
-"""The pool of standing groups: the actor that keeps them and gives them their jobs
-(`orchestrator.cluster.pool_client`)."""
+"""The worker pool: the actor that keeps groups of workers and gives them jobs (`orchestrator.cluster.pool_client`)."""
 
 from __future__ import annotations
 
@@ -15,15 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private.state import available_resources_per_node
 
-from orchestrator.cluster.session import ray_train_intervals
+from orchestrator.cluster.ray_private import free_on_nodes
+from orchestrator.cluster.session import last_error, ray_train_intervals
 from trainers.jobs.worker import TrainJob, stand
 from trainers.settings import TrainSettings
 
-IDLE_SECONDS = 300.0
-LOST_SECONDS = 60.0  # without a heartbeat, after which a lease's holder counts as dead
-STUCK_SECONDS = 60.0  # without a worker anywhere, after which one may start on less CPU than it should have
 LEAST_SHARE = 0.5
 LOOK_SECONDS = 1.0
 START_FAILURES = 2  # in a row, after which waiting jobs are told that no group starts
@@ -35,7 +31,7 @@ Shape = tuple[int, float, float]
 
 @dataclass(eq=False)
 class Group:
-    """A standing group as the pool sees it. `given`: the job under way, with its number."""
+    """A group of workers as the pool sees it. `given`: the job under way, with its number."""
 
     name: str
     shape: Shape
@@ -74,15 +70,20 @@ class Lease:
 
 
 class Pool:
-    """The actor. All methods run in one event loop; only `stand` blocks, in a thread a group."""
+    """The actor. All methods run in one event loop; only `stand` blocks, in a thread a group.
+
+    A group ends after `idle_seconds` without a job; a lease's holder counts as dead after `lost_seconds` without a
+    heartbeat; after `stuck_seconds` without a worker anywhere one may start on less CPU than it should have.
+    """
 
     def __init__(
         self,
         name: str,
         storage_path: str,
-        idle_seconds: float = IDLE_SECONDS,
-        lost_seconds: float = LOST_SECONDS,
-        stuck_seconds: float = STUCK_SECONDS,
+        *,
+        idle_seconds: float = 300.0,
+        lost_seconds: float = 60.0,
+        stuck_seconds: float = 60.0,
     ) -> None:
         # Looked at ten times a second a group that lasts would cost a few per cent of a core for nothing
         ray_train_intervals(look_seconds=0.5)
@@ -237,8 +238,8 @@ class Pool:
             return
         group = Group(f"{self.name}-{next(self._starts)}", shape, time.monotonic(), squeezed=cpus is not None)
         self.groups[group.name] = group
-        workers, gpus = shape[0], shape[2]
-        cpus = shape[1] if cpus is None else cpus
+        workers, of_shape, gpus = shape
+        cpus = of_shape if cpus is None else cpus
         settings = TrainSettings(
             num_workers=workers, batch_size=workers, cpus_per_worker=cpus, gpus_per_worker=gpus, zero_stage=1
         )
@@ -278,12 +279,15 @@ class Pool:
                 self._start_failures = 0
                 for waiting in [w for w in self.waiting if w.shape == group.shape]:
                     self.waiting.remove(waiting)
-                    waiting.events.put_nowait({"failed": f"no standing group could start: {_reason(error)}"})
+                    waiting.events.put_nowait(
+                        {"failed": f"no group of workers could start: {last_error(_told(error))}"}
+                    )
         if lease is not None and not lease.released:
             lease.group, lease.answer = None, None
-            lease.failures += "MicroBatchLoweredError" not in _told(error)  # which has put right what was wrong
+            told = _told(error)
+            lease.failures += "MicroBatchLoweredError" not in told  # which has put right what was wrong
             if lease.failures > lease.job.max_failures:
-                lease.events.put_nowait({"failed": _reason(error)})
+                lease.events.put_nowait({"failed": last_error(told)})
             else:
                 self.waiting.insert(0, lease)
         self._match()
@@ -318,7 +322,7 @@ class Pool:
         all would wait for each other for ever. CPUs are counted by Ray, not enforced: the group is slower, no more.
         """
         workers, cpus, gpus = shape
-        nodes = available_resources_per_node().values()
+        nodes = free_on_nodes()
 
         def fit(each: float) -> bool:
             room = (min(n.get("CPU", 0.0) // each, n.get("GPU", 0.0) // gpus if gpus else math.inf) for n in nodes)
@@ -328,13 +332,6 @@ class Pool:
             shares = (1 - step / 20 for step in range(1, 1 + round(20 * (1 - LEAST_SHARE))))
             if (less := next((cpus * share for share in shares if fit(cpus * share)), None)) is not None:
                 self._start(shape, less)
-
-
-def _reason(error: BaseException | None) -> str:
-    """What the workers died of, in one line: the last exception that says something."""
-    from orchestrator.cluster.errors import last_error
-
-    return last_error(_told(error))
 
 
 def _told(error: BaseException | None) -> str:

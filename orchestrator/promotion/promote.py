@@ -10,17 +10,19 @@ import contextlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from attention.messages import near
-from orchestrator.cluster.pool_client import standing_groups
+from orchestrator.cluster.pool_client import pool_of_search
 from orchestrator.cluster.session import Demand, concurrency, connected
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.promotion.state import BASELINE, PROMOTED, Entry, PromoteOutcome, PromotionState
 from orchestrator.promotion.steps import PromotionSteps
 from orchestrator.reporting import console
-from orchestrator.search.trial import TrialContext
+from orchestrator.search.prepare import SearchSession, trial_context
+from orchestrator.search.validation import validate_search
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.lock import SearchLock
 from orchestrator.storage.mirror import is_remote, mirrored
@@ -43,9 +45,6 @@ def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int |
 
     Raises ConfigError if the folder is none, a trial id is unknown or of a baseline, or the cluster is too small.
     """
-    from orchestrator.search.prepare import trial_context
-    from orchestrator.search.validation import validate_search
-
     folder = SearchFolder.existing(search)
     warn_of_pickles(folder)
     config = _stored_config(folder)
@@ -59,14 +58,13 @@ def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int |
         connected() as resources,
     ):
         parallel = concurrency(resources, Demand.of(config), config.resources.max_concurrent)
-        own = config.tracking
-        base = read_json(folder.base)
-        context = trial_context(config, prepared, folder, base)
-        parent = replace(parent_run(folder.root), status=None, run_id=read_json(folder.state).get("parent_run"))
-        mlflow = MlflowSync(lambda: Tracker.open(own.uri, own.experiment, folder.storage), parent)
-        with standing_groups(config, folder) as groups:
-            context = replace(context, groups=groups)
-            promotion = promote(config, context, folder, mlflow, parallel, chosen)
+        context = trial_context(config, prepared, folder, read_json(folder.base))
+        parent = parent_run(folder.root, status=None, run_id=read_json(folder.state).get("parent_run"))
+        connect = partial(Tracker.open, config.tracking.uri, config.tracking.experiment, folder.storage)
+        mlflow = MlflowSync(connect, parent)
+        with pool_of_search(config, folder) as pool:
+            session = SearchSession(config, folder, replace(context, pool=pool), mlflow, parallel)
+            promotion = promote(session, chosen)
         mlflow.flush()
     console.print_promotion(promotion)
     return PromoteOutcome(folder.root, promotion, tuple(trial.trial_id for trial in chosen))
@@ -130,27 +128,21 @@ def _chosen(records: Sequence[TrialRecord], ids: list[str], top: int | None, con
     return select(records, "best_per_budget" if top else section.select, top or section.top)
 
 
-def promote(
-    config: SearchConfig,
-    context: TrialContext,
-    folder: SearchFolder,
-    mlflow: MlflowSync,
-    parallel: int,
-    chosen: Sequence[TrialRecord] | None = None,
-) -> dict[str, Any]:
+def promote(session: SearchSession, chosen: Sequence[TrialRecord] | None = None) -> dict[str, Any]:
     """Train, check and register; returns the content of `promotion.json`. Nothing finished is done again."""
+    config, folder = session.config, session.folder
     trials = load_trials(folder.root)
     if chosen is None:
         chosen = select(trials, config.promotion.select, config.promotion.top)
     state = PromotionState.load(folder.promotion)
-    step = PromotionSteps(config, context, folder, mlflow, state, {t.trial_id: t for t in trials})
-    total = context.rungs[-1] + config.promotion.steps
+    step = PromotionSteps(session, state, {t.trial_id: t for t in trials})
+    total = session.context.rungs[-1] + config.promotion.steps
     for trial in chosen:
         state.add(state.candidates, trial.trial_id, Entry(trial.trial_id, trial.recipe, trial.kv_ratio, total))
     _add_baselines(state, trials, config, total)
     step.save()
     step.catch_up()
-    step.train(parallel)
+    step.train()
     for entry in state.candidates.values():
         step.check(entry)
     step.register()

@@ -99,16 +99,11 @@ class PromotionState:
 
     def add(self, entries: dict[str, Entry], key: str, fresh: Entry) -> None:
         """Take an entry up, unless it is known and on its way; one with other steps, or failed, is kept as earlier."""
-        known = entries.get(key)
-        if known is not None and known.status != FAILED and (known.trial_id, known.steps) == _goal(fresh):
-            return
-        if known is not None:
+        if (known := entries.get(key)) is not None:
+            if known.status != FAILED and (known.trial_id, known.steps) == (fresh.trial_id, fresh.steps):
+                return
             self.earlier.append(known)
         entries[key] = fresh
-
-
-def _goal(entry: Entry) -> tuple[str, int]:
-    return entry.trial_id, entry.steps
 
 
 @dataclass(frozen=True)

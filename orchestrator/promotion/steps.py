@@ -11,11 +11,8 @@ from typing import Any
 import yaml
 
 from attention.io import checkpoint
-from orchestrator.config.schema import SearchConfig
 from orchestrator.promotion.gate import check_candidate
-from orchestrator.promotion.lineage import FILE as LINEAGE
-from orchestrator.promotion.lineage import lineage_of, lineage_tags
-from orchestrator.promotion.registry import gate_tags, register, settle_aliases
+from orchestrator.promotion.registry import LINEAGE, gate_tags, lineage_of, lineage_tags, register, settle_aliases
 from orchestrator.promotion.shipping import Measured, best_model
 from orchestrator.promotion.state import (
     BASELINE,
@@ -30,38 +27,31 @@ from orchestrator.promotion.state import (
     PromotionState,
 )
 from orchestrator.promotion.training import Training, run_all
-from orchestrator.search.trial import TrialContext
+from orchestrator.search.prepare import SearchSession
 from orchestrator.storage import records
-from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import TrialRecord, write_json
 from orchestrator.tracking.runs import TrackingError
-from orchestrator.tracking.sync import MlflowSync, Run
+from orchestrator.tracking.sync import Run
 
 
 @dataclass(frozen=True)
 class PromotionSteps:
     """The steps of a promotion, each written down when it is done."""
 
-    config: SearchConfig
-    context: TrialContext
-    folder: SearchFolder
-    mlflow: MlflowSync
+    session: SearchSession
     state: PromotionState
     trials: dict[str, TrialRecord]
 
     def save(self) -> None:
-        self.state.save(self.folder.promotion)
+        self.state.save(self.session.folder.promotion)
 
-    def train(self, parallel: int) -> None:
+    def train(self) -> None:
         """Bring every pending entry to its full number of steps; a trial that is candidate and baseline once."""
         entries: dict[str, list[Entry]] = {}
         for entry in (*self.state.baselines.values(), *self.state.candidates.values()):
             if entry.status == PENDING:
                 entries.setdefault(entry.trial_id, []).append(entry)
-        trainings = [
-            Training.of(self.trials[i], mine[0].steps, self.config, self.context, self.folder)
-            for i, mine in entries.items()
-        ]
+        trainings = [Training.of(self.trials[i], mine[0].steps, self.session) for i, mine in entries.items()]
         if trainings:
             print(f"\npromotion: {len(trainings)} training(s) to {trainings[0].total} steps", flush=True)
 
@@ -70,15 +60,15 @@ class PromotionSteps:
                 self._trained(entry, training, metrics, error)
             self.save()
 
-        run_all(trainings, parallel, self.config, done, self.context.groups)
+        run_all(trainings, self.session, done)
 
     def _trained(self, entry: Entry, training: Training, metrics: dict[str, Any] | None, error: str | None) -> None:
         """Take over what a training gave."""
         entry.trained_at = time.time()
-        trial = self.trials[entry.trial_id]
         best = None
         if metrics is not None:
-            best = best_model(trial, self.folder.trial(entry.trial_id), training.reports())
+            folder = self.session.folder.trial(entry.trial_id)
+            best = best_model(self.trials[entry.trial_id], folder, training.reports())
         if metrics is None or best is None:
             entry.status, entry.reasons = FAILED, [error or "no weights are left of any step that was measured"]
         else:
@@ -91,7 +81,7 @@ class PromotionSteps:
         entry.status, entry.folder, entry.best_step, entry.shipped = TRAINED, str(best.folder), best.step, best.what
         entry.loss, entry.kl, entry.data_position, entry.last_loss = best.loss, best.kl, best.position, last_loss
         entry.untrained_loss = (self.trials[entry.trial_id].untrained or {}).get("loss")
-        entry.original_loss = self.context.original_loss
+        entry.original_loss = self.session.context.original_loss
         if best.step == 0:
             label = f"{entry.recipe} {entry.kv_ratio:.0%}"
             print(f"promotion: {label}: no training made it better; what counts is the {best.what}", flush=True)
@@ -103,22 +93,19 @@ class PromotionSteps:
                 self._tell(entry)
 
     def _tell(self, entry: Entry) -> None:
-        entry.run_id = self.mlflow.put(self.run_of(entry)) or entry.run_id
+        entry.run_id = self.session.mlflow.put(self.run_of(entry)) or entry.run_id
 
     def run_of(self, entry: Entry) -> Run:
         """What MLflow is to hold of an entry."""
-        tags = {
-            "headfold.kind": f"promotion {entry.role}",
-            "trial_id": entry.trial_id,
-            "promotion_steps": entry.steps,
-        }
-        goal = (entry.trial_id, entry.role, entry.steps)
+        trial_id, steps = entry.trial_id, entry.steps
+        tags = {"headfold.kind": f"promotion {entry.role}", "trial_id": trial_id, "promotion_steps": steps}
+        goal = (trial_id, entry.role, steps)
         if again := sum((e.trial_id, e.role, e.steps) == goal for e in self.state.before(entry)):
             tags["promotion_attempt"] = again + 1
         at, texts = {"time": entry.trained_at}, {}
-        training = Training.of(self.trials[entry.trial_id], entry.steps, self.config, self.context, self.folder)
+        training = Training.of(self.trials[trial_id], steps, self.session)
         points = [{k: v for k, v in r.items() if not k.startswith("best_")} | at for r in training.reports()]
-        points.append(losses_of(entry) | {"loss": entry.last_loss, "step": entry.steps} | at)
+        points.append(losses_of(entry) | {"loss": entry.last_loss, "step": steps} | at)
         if entry.shipped is not None:
             tags["shipped"] = entry.shipped
         if entry.status == FAILED:
@@ -142,13 +129,8 @@ class PromotionSteps:
         baseline = self.state.baselines.get(f"{entry.kv_ratio:g}")
         if baseline is not None and baseline.folder is not None:
             entry.baseline_loss, entry.baseline_step = baseline.loss, baseline.best_step
-        checks = check_candidate(entry, self.config, self.context, self.folder)
-        entry.gate, entry.checks, entry.reasons = checks.outcomes, checks.record, list(checks.reasons)
-        entry.model, entry.plain, entry.kv_bytes_per_token = checks.model, checks.plain, checks.kv_bytes_per_token
-        entry.exported = entry.model if entry.plain else None
-        trial = self.trials[entry.trial_id]
-        given = (self.config, self.context, self.folder, self.mlflow.parent_id)
-        entry.lineage = lineage_of(entry, trial, checks.digests, *given)
+        digests = check_candidate(entry, self.session)
+        entry.lineage = lineage_of(entry, self.trials[entry.trial_id], digests, self.session)
         if entry.model is not None:
             write_json(Path(entry.model) / LINEAGE, entry.lineage)
             checkpoint.write_digests(entry.model)
@@ -162,17 +144,17 @@ class PromotionSteps:
         if not any(entry.status in (PASSED, REGISTERED) for entry in entries):
             return
         try:
-            registry = self.mlflow.registry()
+            registry = self.session.mlflow.registry()
             for entry in entries:
                 if entry.status == PASSED:
-                    entry.run_id = self.mlflow.id_of(self.run_of(entry))
-                    register(entry, self.config, self.folder, registry)
+                    entry.run_id = self.session.mlflow.id_of(self.run_of(entry))
+                    register(entry, self.session, registry)
                     self.save()
-            settle_aliases(self.state, self.config, registry)
+            settle_aliases(self.state, self.session.config, registry)
         except TrackingError as error:
             for entry in entries:
                 entry.reasons = [str(error)] if entry.status in (PASSED, REGISTERED) else entry.reasons
-            print(f"promotion: {error}; run `headfold promote {self.folder.root}` to finish it", flush=True)
+            print(f"promotion: {error}; run `headfold promote {self.session.folder.root}` to finish it", flush=True)
             self.save()
             return
         for entry in entries:

@@ -8,19 +8,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from orchestrator.cluster.errors import last_error
-from orchestrator.config.schema import SearchConfig
+import ray
+from ray.train import UserCallback
+
+from orchestrator.cluster.pool_client import PoolGone, train_on_pool
+from orchestrator.cluster.session import last_error
 from orchestrator.search.candidates import Candidate
+from orchestrator.search.prepare import SearchSession
 from orchestrator.search.resume import LOSSES, lost
-from orchestrator.search.trial import TrialContext, prepare_process, relaxation_spec
-from orchestrator.storage.paths import SearchFolder
+from orchestrator.search.trial import prepare_process
 from orchestrator.storage.records import TrialRecord, read_json
 from trainers.jobs.worker import TrainJob, run_training
-
-if TYPE_CHECKING:
-    from trainers.relaxations.stage import RelaxationSpec
 
 POLL_SECONDS = 10.0
 Done = Callable[["Training", "dict[str, Any] | None", "str | None"], None]
@@ -39,11 +39,9 @@ class Training:
     job: TrainJob | None
 
     @classmethod
-    def of(
-        cls, trial: TrialRecord, total: int, config: SearchConfig, context: TrialContext, folder: SearchFolder
-    ) -> Training:
+    def of(cls, trial: TrialRecord, total: int, session: SearchSession) -> Training:
         """Continue from the trial's last training checkpoint; from its converted weights if it has none."""
-        own = folder.trial(trial.trial_id)
+        context, folder, own = session.context, session.folder, session.folder.trial(trial.trial_id)
         label = f"{trial.recipe} {trial.kv_ratio:.0%}"
         kl = trial.last.get("kl")
         if trial.step == total:
@@ -53,7 +51,7 @@ class Training:
         target = folder.promoted / f"{trial.trial_id}-{total}"
         candidate = Candidate.from_config(read_json(own / "recipe.json"))
         # The steps of a relaxation count, but lie before the run that goes on
-        spec = _relaxation(context, candidate, own) if start else None
+        spec = context.relaxation(candidate.recipe, own) if start else None
         before = spec.total_steps if spec else 0
         model = Path(str(trial.last["relaxed_dir"])) if before else own / "converted"
         job = TrainJob(
@@ -64,7 +62,7 @@ class Training:
             out_dir=str(target / "trained"),
             storage_path=str(folder.train),
             run_name=f"promote-{trial.trial_id}-{total}",
-            milestones=tuple(m - before for m in milestones(start, total, config.promotion.evaluations)),
+            milestones=tuple(m - before for m in milestones(start, total, session.config.promotion.evaluations)),
             settings=context.settings(candidate.recipe, trial.learning_rate),
             keep_best=True,
             start_step=start - before,
@@ -90,18 +88,11 @@ class Training:
 
 
 def read_milestones(log: Path) -> list[dict[str, Any]]:
-    """The reports in a file of `milestone_log`, each step once."""
+    """The reports in a file of `MilestoneLog`, each step once."""
     if not log.exists():
         return []
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
     return list({line["step"]: line for line in lines}.values())
-
-
-def _relaxation(context: TrialContext, candidate: Candidate, folder: Path) -> RelaxationSpec | None:
-    steps = context.relaxation_steps(candidate.recipe)
-    if not steps:
-        return None
-    return relaxation_spec(candidate.recipe, (folder / "plan.json").read_text(encoding="utf-8"), steps)
 
 
 def milestones(start: int, total: int, evaluations: int) -> tuple[int, ...]:
@@ -110,66 +101,51 @@ def milestones(start: int, total: int, evaluations: int) -> tuple[int, ...]:
     return tuple(sorted({start + round(span * (i + 1) / evaluations) for i in range(evaluations)} - {start}))
 
 
-def run_all(
-    trainings: Sequence[Training], parallel: int, config: SearchConfig, done: Done, groups: str | None = None
-) -> None:
-    """Run the trainings, at most `parallel` at a time; `done(training, metrics or None, error)` after each.
+def run_all(trainings: Sequence[Training], session: SearchSession, done: Done) -> None:
+    """Run the trainings, as many at a time as the session has room for; `done(training, metrics or None, error)` after
+    each. `metrics` has loss and kl after the last step.
 
-    On standing groups of the pool `groups`; None: each on workers of its own. `metrics` has loss and kl after the last
-    step. One that fails does not end the others; one that loses its machines goes on from its last
-    checkpoint.
+    One that fails does not end the others; one that loses its machines goes on from its last checkpoint.
     """
-    import ray
-
     for training in (t for t in trainings if t.job is None):
         done(training, {"loss": training.loss, "kl": training.kl}, None)
     waiting = [t for t in trainings if t.job is not None]
-    own = config.resources
-    task: Any = ray.remote(num_cpus=own.trial_cpus, max_retries=0)(_train)
+    task: Any = ray.remote(num_cpus=session.config.resources.trial_cpus, max_retries=0)(_train)
     running: dict[Any, Training] = {}
     losses: Counter[str] = Counter()
     while waiting or running:
-        while waiting and len(running) < parallel:
+        while waiting and len(running) < session.parallel:
             training = waiting.pop(0)
-            assert training.job is not None
             training.log.parent.mkdir(parents=True, exist_ok=True)
-            running[task.remote(training.job.to_json(), str(training.log), groups)] = training
+            running[task.remote(training.job, str(training.log), session.context.pool)] = training
             print(f"promotion: {training.label} goes on from step {training.start} to {training.total}", flush=True)
         finished, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)
         for reference in finished:
             training = running.pop(reference)
+            label = training.label
             try:
                 metrics, error = ray.get(reference), None
-                print(
-                    f"promotion: {training.label}: loss {metrics['loss']:.3f} after {training.total} steps", flush=True
-                )
+                print(f"promotion: {label}: loss {metrics['loss']:.3f} after {training.total} steps", flush=True)
             except Exception as failure:
-                metrics, error = None, _reason(failure)
+                metrics, error = None, last_error(f"{type(failure).__name__}: {failure}")  # the cause that Ray wraps
                 losses[training.trial_id] += 1
                 if lost(failure) and losses[training.trial_id] <= LOSSES:
-                    print(f"promotion: {training.label} has lost its machines and starts again: {error}", flush=True)
+                    print(f"promotion: {label} has lost its machines and starts again: {error}", flush=True)
                     waiting.append(training)
                     continue
-                print(f"promotion: {training.label} failed: {error}", flush=True)
+                print(f"promotion: {label} failed: {error}", flush=True)
             done(training, metrics, error)
 
 
-def _reason(failure: Exception) -> str:
-    """The cause that Ray has wrapped, in one line."""
-    return last_error(f"{type(failure).__name__}: {failure}")
-
-
-def _train(job: str, log: str, groups: str | None = None) -> dict[str, Any]:
+def _train(job: TrainJob, log: str, pool: str | None) -> dict[str, Any]:
     """A Ray task: carry out a job, writing its milestones to `log`."""
-    from orchestrator.cluster.pool_client import PoolGone, train_in_group
-
     prepare_process()
-    parsed, outcome = TrainJob.from_json(job), None
-    if groups is not None:
+    outcome = None
+    if pool is not None:
         with contextlib.suppress(PoolGone):
-            outcome = train_in_group(groups, parsed, lambda report: append_milestone(log, report))
+            outcome = train_on_pool(pool, job, lambda report: append_milestone(log, report))
     if outcome is None:
-        outcome = run_training(parsed, callbacks=[milestone_log(log)])
+        outcome = run_training(job, callbacks=[MilestoneLog(log)])
     return {key: outcome.metrics.get(key) for key in ("loss", "kl", "data_position")}
 
 
@@ -178,12 +154,11 @@ def append_milestone(path: str, report: dict[str, Any]) -> None:
         stream.write(json.dumps(report) + "\n")
 
 
-def milestone_log(path: str) -> Any:
-    """A callback of Ray Train's that appends each report to a file, one JSON object a line."""
-    from ray.train import UserCallback
+class MilestoneLog(UserCallback):
+    """Appends each report of Ray Train to a file, one JSON object a line."""
 
-    class MilestoneLog(UserCallback):
-        def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
-            append_milestone(path, metrics[0])
+    def __init__(self, path: str) -> None:
+        self._path = path
 
-    return MilestoneLog()
+    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+        append_milestone(self._path, metrics[0])

@@ -9,7 +9,6 @@ from typing import Any
 
 from ray.tune import Callback
 
-from orchestrator.cluster.errors import last_error
 from orchestrator.reporting.durations import clock
 from orchestrator.reporting.status import tokens_per_second
 from orchestrator.storage import records as results
@@ -120,13 +119,6 @@ def run_of(record: TrialRecord, folder: Path) -> Run:
     params = {"recipe": record.recipe, "kv_ratio": record.kv_ratio, "learning_rate": record.learning_rate}
     name = f"{record.recipe} {record.kv_ratio:g}"
     return Run(name, tags, record.status, params | {"choices": record.choices}, points, {}, files)
-
-
-def error_of(trial: Any) -> str:
-    """What went wrong in a trial, in one line: the last exception of its log, else the last line."""
-    if not trial.error_file or not Path(trial.error_file).exists():
-        return "unknown error"
-    return last_error(Path(trial.error_file).read_text(encoding="utf-8", errors="replace"))
 
 
 def progress_line(records: list[TrialRecord], expected: int, rungs: int, original_loss: float, elapsed: float) -> str:

@@ -7,38 +7,37 @@ that trials read (`search_spaces.planning.curves`); what is there already is not
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+import ray
+from ray.exceptions import RayError
 
 from orchestrator.search.candidates import Candidate
-from orchestrator.search.trial import TrialContext
+from orchestrator.search.trial import TrialContext, shared_parts
 from search_spaces.planning.curves import DECIDES
 from search_spaces.recipes.recipes import AXES
 
-SEVERAL = 4  # workers from which on their start is worth it
+SEVERAL = 4
+"""Workers from which on their start is worth it."""
 
 
-@dataclass(frozen=True)
-class CurveTask:
-    """The increases of one layer that a candidate's plan rests on."""
-
-    candidate: Candidate
-    layer: int
+CurveTask = tuple[Candidate, int]
+"""A candidate, and the layer of which the loss increases are measured that its plan rests on."""
 
 
 def curve_tasks(candidates: Iterable[Candidate], layers: int) -> list[CurveTask]:
     """A task a layer for each set of curves that the candidates need, candidates that share one taken once.
 
-    Curves do not depend on the budget, but on the seed and on how heads are grouped and fused.
+    Curves do not depend on the KV ratio, but on the seed and on how heads are grouped and fused.
     """
-    found: dict[object, Candidate] = {}
+    first: dict[object, Candidate] = {}
     for candidate in candidates:
         recipe = candidate.recipe
         if candidate.plan is not None or "measure" not in AXES["allocation"].get(recipe.allocation).needs:
             continue
         axes = (*DECIDES, "allocation", "refinement")  # what no refinement fits is measured without a fit
         choices = tuple((axis, getattr(recipe, axis), tuple(recipe.knobs(axis).items())) for axis in axes)
-        found.setdefault((choices, recipe.together, recipe.by, candidate.seed), candidate)
-    return [CurveTask(candidate, layer) for candidate in found.values() for layer in range(layers)]
+        first.setdefault((choices, recipe.together, recipe.by, candidate.seed), candidate)
+    return [(candidate, layer) for candidate in first.values() for layer in range(layers)]
 
 
 def measure_layer(task: CurveTask, context: TrialContext) -> int:
@@ -46,14 +45,12 @@ def measure_layer(task: CurveTask, context: TrialContext) -> int:
     import numpy as np
 
     from orchestrator.conversion.steps import planning_context
-    from orchestrator.search.trial import shared_parts
     from search_spaces.planning.planning import measure_curves
 
-    base, calibration, tokens, *_ = shared_parts(*context.shared)
-    planning = planning_context(base, calibration, tokens, context.calibration_cache)
-    candidate = task.candidate
+    (candidate, layer), (model, calibration, tokens, *_) = task, shared_parts(*context.shared)
+    planning = planning_context(model, calibration, tokens, context.calibration_cache)
     generator = np.random.default_rng(candidate.seed)
-    return measure_curves(candidate.recipe, candidate.kv_ratio, planning, generator, [task.layer])
+    return measure_curves(candidate.recipe, candidate.kv_ratio, planning, generator, [layer])
 
 
 def measure_on_workers(tasks: Sequence[CurveTask], context: TrialContext, cpus: float, gpus: float) -> None:
@@ -61,9 +58,6 @@ def measure_on_workers(tasks: Sequence[CurveTask], context: TrialContext, cpus: 
 
     A layer that cannot be measured is left to the trials, which say why.
     """
-    import ray
-    from ray.exceptions import RayError
-
     if not tasks:
         return
     print(f"increases of the loss: {len(tasks)} layers to measure", flush=True)

@@ -1,11 +1,12 @@
-"""The original model of a search: where it lies, what it scores, and the statistics that all trials share."""
+"""What a search does before its trials: the original model is found, scored and calibrated, once."""
 
 from __future__ import annotations
 
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attention.calibration.calibration import cached_calibration
 from attention.io import checkpoint
@@ -13,11 +14,30 @@ from attention.io.precision import cast_weights
 from attention.ratios import own_heads
 from orchestrator.config.schema import SearchConfig
 from orchestrator.conversion import loading
+from orchestrator.conversion.steps import planning_context
 from orchestrator.search.trial import TrialContext
 from orchestrator.search.validation import Prepared
 from orchestrator.storage.paths import SearchFolder, in_ray_job
 from orchestrator.storage.records import read_json, write_json
+from orchestrator.tracking.sync import MlflowSync
+from search_spaces.site import SIDES
 from trainers.text.data import read_sequences
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from search_spaces.recipes.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class SearchSession:
+    """What the steps of a search, or of a promotion from it, have in common. `parallel`: trials at a time."""
+
+    config: SearchConfig
+    folder: SearchFolder
+    context: TrialContext
+    mlflow: MlflowSync
+    parallel: int
 
 
 def prepare_base(config: SearchConfig, prepared: Prepared, folder: SearchFolder) -> dict[str, Any]:
@@ -87,9 +107,21 @@ def trial_context(config: SearchConfig, prepared: Prepared, folder: SearchFolder
         calibration_file=str(prepared.calibration_file),
         calibration_cache=str(prepared.cache / "calibration"),
         rungs=tuple(config.rungs.steps),
-        reduction_factor=config.rungs.reduction_factor,
         train=config.train.model_dump(mode="json"),
         original_loss=base["loss"],
         device="cuda" if config.resources.trial_gpus else "cpu",
         teacher=config.model.teacher and locate_model(config.model.teacher, folder, "teacher"),
     )
+
+
+def head_similarities(context: TrialContext, recipe: Recipe) -> dict[tuple[int, str], np.ndarray]:
+    """The recipe's similarity of the stored KV heads, `[U, U]`, by (layer, side): for a searcher that proposes plans.
+
+    Loads the model and its statistics (cached before the first trial); only plain arrays stay.
+    """
+    model = loading.load_working(context.model, context.dtype, context.device)
+    tokens = read_sequences(context.calibration_file)
+    calibration = cached_calibration(model, tokens, context.calibration_cache)
+    planning = planning_context(model, calibration, tokens, None)
+    layers = range(planning.geometry.num_layers)
+    return {(layer, side): planning.similarity(recipe, layer, side) for layer in layers for side in SIDES}

@@ -18,7 +18,6 @@ from ray.tune.integration.ray_train import TuneReportCallback
 from orchestrator.cluster.session import ray_train_intervals
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.duplicates import work_digest
-from orchestrator.search.schedulers.halving import rung_resource
 from orchestrator.storage.records import read_json, write_json
 from trainers.settings import TrainSettings
 
@@ -60,12 +59,11 @@ class TrialContext:
     calibration_file: str
     calibration_cache: str
     rungs: tuple[int, ...]
-    reduction_factor: float
     train: dict[str, Any]
     original_loss: float
     device: str = "cpu"
     teacher: str | None = None
-    groups: str | None = None  # the pool of standing groups; None: every training starts workers of its own
+    pool: str | None = None  # name of the worker pool; None: every training starts workers of its own
 
     def search_phase(self, candidate: Candidate) -> SearchPhase | None:
         """DHA's search phase that a candidate's plan rests on; None if it needs none."""
@@ -98,30 +96,32 @@ class TrialContext:
         fraction = knobs["fraction"]
         return total if fraction == 1 else min(total - 1, max(1, round(fraction * total)))
 
-    def at_rung(self, step: int) -> dict[str, Any]:
-        """What ASHA needs to know of a report at `step`."""
-        rung = self.rungs.index(step)
-        return {"rung": rung, "resource": rung_resource(rung, self.reduction_factor)}
+    def relaxation(self, recipe: Recipe, folder: Path, settings: TrainSettings | None = None) -> RelaxationSpec | None:
+        """The relaxation of the trial in `folder`; None if its recipe has none."""
+        steps = self.relaxation_steps(recipe)
+        return relaxation_spec(recipe, (folder / "plan.json").read_text("utf-8"), steps, settings) if steps else None
 
 
 class ReportRungs:
-    """Turns a milestone's report into what Tune is told: the trial's own facts (budget, bytes, rung) are added.
+    """Turns a milestone's report into what Tune is told: the trial's own facts (KV ratio, bytes, rung) are added.
 
     Searcher and scheduler look at single reports, so each must be complete, and each rung is told once. `before`: steps
     of the relaxation, which the run does not count and a trial does.
     """
 
-    def __init__(self, context: TrialContext, facts: dict[str, Any], before: int = 0) -> None:
+    def __init__(self, context: TrialContext, facts: dict[str, Any], before: int) -> None:
         self._context, self._facts, self._before, self._told = context, facts, before, set[int]()
 
     def complete(self, metrics: dict[str, Any]) -> dict[str, Any] | None:
         """The report for Tune; None if it has been told."""
-        first = metrics | {key: metrics[key] + self._before for key in ("step", "best_step") if key in metrics}
-        if first["step"] in self._told:
+        report = self._facts | metrics
+        report |= {key: metrics[key] + self._before for key in ("step", "best_step") if key in metrics}
+        step = report["step"]
+        if step in self._told:
             return None
-        self._told.add(first["step"])
-        added = self._context.at_rung(first["step"]) | {"loss_increase": first["loss"] - self._context.original_loss}
-        return {**self._facts, **first, **added}
+        self._told.add(step)
+        increase = report["loss"] - self._context.original_loss
+        return report | {"rung": self._context.rungs.index(step), "loss_increase": increase}
 
     def tell(self, metrics: dict[str, Any]) -> None:
         """From the trial's own process. Ends it, by SystemExit, if Tune stops the trial here."""
@@ -144,43 +144,45 @@ class ForwardRungs(TuneReportCallback):
 def run_trial(config: dict[str, Any], context: TrialContext) -> None:
     """Tune's function. `config` is that of a `Candidate`."""
     prepare_process()
-    trial_id = tune.get_context().get_trial_id()
-    folder = Path(context.folder) / "trials" / str(trial_id)
-    facts = known_facts(config, folder)
+    candidate = Candidate.from_config(config)
+    trial_id = str(tune.get_context().get_trial_id())
+    folder = Path(context.folder) / "trials" / trial_id
+    trains = len(context.rungs) > 1 and not candidate.probe
+    facts = known_facts(candidate, folder)
     if facts is None:
-        facts = _untrained(config, context, folder)
-        if len(context.rungs) > 1 and not config.get("probe"):
-            facts["work_digest"] = work_digest(training_job(context, folder, config, ""), folder)
+        facts = _untrained(candidate, context, folder)
+        if trains:
+            facts["work_digest"] = work_digest(training_job(context, folder, candidate, ""), folder)
         if math.isfinite(facts["loss"]):
             write_json(folder / "facts.json", facts)
-    tune.report(facts | context.at_rung(0))
-    if len(context.rungs) > 1 and not config.get("probe"):
-        job = training_job(context, folder, config, str(trial_id))
+    tune.report(facts | {"rung": 0})
+    if trains:
+        job = training_job(context, folder, candidate, trial_id)
         before = job.relaxation.total_steps if job.relaxation else 0
-        told = {k: v for k, v in facts.items() if k not in OF_RUNG_0}
-        run_job(job, ReportRungs(context, told, before), context.groups)
+        kept = {k: v for k, v in facts.items() if k not in OF_RUNG_0}
+        run_job(job, ReportRungs(context, kept, before), context.pool)
 
 
-def known_facts(config: dict[str, Any], folder: Path) -> dict[str, Any] | None:
+def known_facts(candidate: Candidate, folder: Path) -> dict[str, Any] | None:
     """What rung 0 of this very trial came to, if it was here before: one that was paused, or whose process had died."""
     from attention.io import checkpoint
 
     file, recipe = folder / "facts.json", folder / "recipe.json"
-    if not file.is_file() or read_json(recipe) != Candidate.from_config(config).config():
+    if not file.is_file() or read_json(recipe) != candidate.config():
         return None
-    if not config.get("probe") and not checkpoint.intact(folder / "converted"):
+    if not candidate.probe and not checkpoint.intact(folder / "converted"):
         return None  # damaged since: it is made anew
     return read_json(file)
 
 
-def run_job(job: TrainJob, rungs: ReportRungs, groups: str | None) -> None:
-    """On a standing group; on workers of its own if there are none, or no longer."""
-    from orchestrator.cluster.pool_client import PoolGone, train_in_group
+def run_job(job: TrainJob, rungs: ReportRungs, pool: str | None) -> None:
+    """On workers of the pool; on workers of its own if there is none, or no longer."""
+    from orchestrator.cluster.pool_client import PoolGone, train_on_pool
     from trainers.jobs.worker import run_training
 
-    if groups is not None:
+    if pool is not None:
         try:
-            train_in_group(groups, job, rungs.tell)
+            train_on_pool(pool, job, rungs.tell)
             return
         except PoolGone as error:
             logger.warning("%s; the trial goes on with workers of its own", error)
@@ -195,7 +197,7 @@ def prepare_process() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def _untrained(config: dict[str, Any], context: TrialContext, folder: Path) -> dict[str, Any]:
+def _untrained(candidate: Candidate, context: TrialContext, folder: Path) -> dict[str, Any]:
     """Plan, convert, save and measure; the report of rung 0."""
     from attention.io import checkpoint
     from attention.io.precision import cast_weights, round_weights
@@ -206,17 +208,15 @@ def _untrained(config: dict[str, Any], context: TrialContext, folder: Path) -> d
     from orchestrator.conversion.steps import planning_context, relaxation_start
 
     phases = loading.Phases()
-    candidate = Candidate.from_config(config)
-    recipe, kv_ratio = candidate.recipe, candidate.kv_ratio
+    recipe = candidate.recipe
     with phases("load"):
-        shared = shared_parts(*context.shared)
-    base, calibration, calibration_tokens, held_out, teacher = shared
+        base, calibration, calibration_tokens, held_out, teacher = shared_parts(*context.shared)
     phase = context.search_phase(candidate)
-    found = dha_distances.read(phase.file(context.calibration_cache)) if phase else None
-    planning = planning_context(base, calibration, calibration_tokens, context.calibration_cache, found)
+    distances = dha_distances.read(phase.file(context.calibration_cache)) if phase else None
+    planning = planning_context(base, calibration, calibration_tokens, context.calibration_cache, distances)
     own_cache = own_heads(planning.geometry)
     given = None if candidate.plan is None else AttentionPlan.from_json(candidate.plan)
-    converted, plan = plan_and_convert(recipe, kv_ratio, planning, candidate.seed, phases, given)
+    converted, plan = plan_and_convert(recipe, candidate.kv_ratio, planning, candidate.seed, phases, given)
     write_json(folder / "recipe.json", candidate.config())
     (folder / "plan.json").write_text(plan.to_json() + "\n", encoding="utf-8")
     written = loading.dtype_of(context.dtype)
@@ -291,7 +291,7 @@ def shared_parts(
     return base, calibration, tokens, read_sequences(eval_file), CachedTeacher(base)
 
 
-def training_job(context: TrialContext, folder: Path, config: dict[str, Any], trial_id: str) -> TrainJob:
+def training_job(context: TrialContext, folder: Path, candidate: Candidate, trial_id: str) -> TrainJob:
     """The brief fine-tuning of a trial: from its converted checkpoint through the rungs above 0.
 
     With a relaxation it starts from the unfused heads, and the rungs that lie within the relaxation are left out: until
@@ -299,12 +299,8 @@ def training_job(context: TrialContext, folder: Path, config: dict[str, Any], tr
     """
     from trainers.jobs.worker import TrainJob
 
-    candidate = Candidate.from_config(config)
-    recipe, steps = candidate.recipe, context.relaxation_steps(candidate.recipe)
-    settings = context.settings(recipe, candidate.learning_rate)
-    spec = (
-        relaxation_spec(recipe, (folder / "plan.json").read_text(encoding="utf-8"), steps, settings) if steps else None
-    )
+    settings = context.settings(candidate.recipe, candidate.learning_rate)
+    spec = context.relaxation(candidate.recipe, folder, settings)
     before = spec.total_steps if spec else 0
     return TrainJob(
         model_dir=str(folder / ("start" if spec else "converted")),
@@ -333,8 +329,8 @@ def relaxation_spec(recipe: Recipe, plan: str, steps: int, settings: TrainSettin
     from trainers.relaxations.stage import RelaxationSpec
 
     plans = relaxed_stages(recipe, AttentionPlan.from_json(plan))
-    chosen = recipe.knobs("relaxation")
-    changed = {name: chosen[name] for name in ("batch_size", "learning_rate") if chosen.get(name)}
+    knobs = recipe.knobs("relaxation")
+    changed = {name: knobs[name] for name in ("batch_size", "learning_rate") if knobs.get(name)}
     own = None
     if settings is not None and changed:
         own = TrainSettings.model_validate(settings.model_dump() | changed | {"tuning": "full"})
@@ -342,8 +338,8 @@ def relaxation_spec(recipe: Recipe, plan: str, steps: int, settings: TrainSettin
         recipe.relaxation,
         tuple(p.to_json() for p in plans),
         max(1, steps // len(plans)),
-        {name: value for name, value in chosen.items() if name not in OWN},
+        {name: value for name, value in knobs.items() if name not in OWN},
         own,
-        own_schedule=chosen.get("own_schedule", False),
-        regroup_steps=chosen.get("regroup_steps", 0),
+        own_schedule=knobs.get("own_schedule", False),
+        regroup_steps=knobs.get("regroup_steps", 0),
     )

@@ -1,8 +1,8 @@
 """MLflow, and the only file that knows of it. The driver is the single writer.
 
-One parent run a search, one child a trial (by the tag `mlflow.parentRunId`), one level. `orchestrator.tracking.sync`
-says when what is told. Metrics are series over
-training steps; plans, pictures and reports are artifacts; checkpoints are recorded by place and SHA-256.
+One parent run a search, one child a trial (by the tag `mlflow.parentRunId`), one level; `orchestrator.tracking.sync`
+keeps them up to date. Metrics are series over training steps; plans, pictures and reports are artifacts; checkpoints
+are recorded by place and SHA-256.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class Tracker:
     store for good.
     """
 
-    def __init__(self, uri: str, experiment_id: str) -> None:
+    def __init__(self, uri: str, experiment_id: str, client: Any = None) -> None:
         self.uri, self.experiment_id = uri, experiment_id
-        self._opened: Any = None
+        self.client: Any = client or open_client(uri)
 
     @classmethod
     def open(cls, uri: str | None, experiment: str, storage: str | Path) -> Tracker:
@@ -95,18 +95,10 @@ class Tracker:
                 identity = found.experiment_id
         except Exception as error:
             raise TrackingError(
-                f"tracking.uri: cannot use the MLflow store at {redact(address)}: "
-                f"{reason(error, redact)}; leave it out for a "
-                "sqlite store in the storage folder"
+                f"tracking.uri: cannot use the MLflow store at {redact(address)}: {reason(error, redact)}; leave it "
+                "out for a sqlite store in the storage folder"
             ) from None
-        return cls(address, identity)
-
-    @property
-    def client(self) -> Any:
-        """MLflow's client."""
-        if self._opened is None:
-            self._opened = open_client(self.uri)
-        return self._opened
+        return cls(address, identity, client)
 
     @property
     def address(self) -> str:

@@ -40,7 +40,6 @@ def context(tmp_path: Path, demo_dir: Path) -> TrialContext:
         calibration_file="/text/calibration.safetensors",
         calibration_cache=str(tmp_path / "cache"),
         rungs=(0, 10, 50, 100),
-        reduction_factor=2.0,
         train=TrainSettings(batch_size=4).model_dump(mode="json"),
         original_loss=2.0,
     )

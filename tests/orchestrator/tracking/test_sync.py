@@ -52,8 +52,7 @@ class Line(Tracker):
     """A tracker whose client is such a store."""
 
     def __init__(self, plain: Tracker, store: Store) -> None:
-        super().__init__(plain.uri, plain.experiment_id)
-        self._opened = store
+        super().__init__(plain.uri, plain.experiment_id, store)
 
 
 @pytest.fixture
