@@ -277,11 +277,10 @@ class Pool:
             self._start_failures += 1
             if self._start_failures >= START_FAILURES:
                 self._start_failures = 0
+                failed = {"failed": f"no group of workers could start: {last_error(_told(error))}"}
                 for waiting in [w for w in self.waiting if w.shape == group.shape]:
                     self.waiting.remove(waiting)
-                    waiting.events.put_nowait(
-                        {"failed": f"no group of workers could start: {last_error(_told(error))}"}
-                    )
+                    waiting.events.put_nowait(failed)
         if lease is not None and not lease.released:
             lease.group, lease.answer = None, None
             told = _told(error)

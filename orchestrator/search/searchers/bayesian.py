@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 import optuna
-from ray.tune.search import Searcher
 
 from orchestrator.search.candidates import Candidate, CandidateSpace, Point
-from orchestrator.search.searchers.problem import OBJECTIVES, SEARCHERS, TRIES, ResumableSearcher, SearchProblem
+from orchestrator.search.searchers.listed import ListedSearcher
+from orchestrator.search.searchers.problem import OBJECTIVES, SEARCHERS, ResumableSearcher, SearchProblem
 from search_spaces import pareto
 from search_spaces.space.space import Domain
 
@@ -56,7 +56,7 @@ class Observation:
         return self._finished
 
 
-class FrontSearch(ResumableSearcher):
+class FrontSearch(ListedSearcher):
     """The configured candidates, then what Optuna proposes.
 
     Configured candidates that lie in the space are told too, so that the estimator learns from them; those outside of
@@ -64,30 +64,17 @@ class FrontSearch(ResumableSearcher):
     """
 
     def __init__(self, problem: SearchProblem) -> None:
-        super().__init__(metric=OBJECTIVES[0], mode="min")
-        self._problem, self._made = problem, 0
+        super().__init__(problem)
         self._points: dict[str, Point] = {}
-        self._tried: set[Any] = set()
         self._seen: dict[str, Observation] = {}  # by trial
         self._dropped: set[str] = set()
 
-    # ---- Tune's hooks -----------------------------------------------------------------------------------------
-
-    def suggest(self, trial_id: str) -> Any:
-        number, named = self._made, self._problem.named
-        if number >= self._problem.total:
-            return Searcher.FINISHED
-        candidate = named[number] if number < len(named) else self._propose(number)
-        config = candidate.config()
-        self.add_trial(trial_id, config)
-        return config
-
     def add_trial(self, trial_id: str, config: dict[str, Any]) -> None:
-        self._made += 1
-        candidate = Candidate.from_config(config)
-        if (point := self._problem.space.locate(candidate)) is not None:
+        super().add_trial(trial_id, config)
+        if (point := self._problem.space.locate(Candidate.from_config(config))) is not None:
             self._points[trial_id] = point
-        self._tried.add(candidate.key)
+
+    # ---- results ----------------------------------------------------------------------------------------------
 
     def on_trial_result(self, trial_id: str, result: dict) -> None:
         self._tell(trial_id, result)
@@ -101,8 +88,6 @@ class FrontSearch(ResumableSearcher):
             self._seen.pop(trial_id, None)
             self._dropped.add(trial_id)
         self._points.pop(trial_id, None)
-
-    # ---- results ----------------------------------------------------------------------------------------------
 
     def _tell(self, trial_id: str, result: Mapping[str, Any]) -> None:
         values = tuple(float(result.get(name, math.nan)) for name in OBJECTIVES)
@@ -127,17 +112,7 @@ class FrontSearch(ResumableSearcher):
 
     # ---- proposals --------------------------------------------------------------------------------------------
 
-    def _propose(self, number: int) -> Candidate:
-        """A candidate that was not tried before, if one can be found."""
-        proposals = map(self._problem.space.candidate, self._proposals(number))
-        candidate = next(proposals)
-        for _ in range(TRIES):
-            if candidate.key not in self._tried:
-                break
-            candidate = next(proposals)
-        return candidate
-
-    def _proposals(self, number: int) -> Iterator[Point]:
+    def draws(self, number: int) -> Iterator[Candidate]:
         """The estimator's, and, where that was tried, what lies beside it: one decision drawn anew, later more.
 
         The estimator takes the likeliest of its draws. Among decisions that are mostly choices that is what was best so
@@ -150,10 +125,10 @@ class FrontSearch(ResumableSearcher):
         startup = max(4, len(self._problem.named))
         study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=startup)
         point = define(space, study.ask())
-        yield point
+        yield space.candidate(point)
         generator = np.random.default_rng([self._problem.seed, number])
         for attempt in itertools.count():
-            yield space.vary(point, 1 + attempt // NEAR, generator)
+            yield space.candidate(space.vary(point, 1 + attempt // NEAR, generator))
 
 
 # ---- Optuna's side ---------------------------------------------------------------------------------------------------
