@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,8 @@ def run_of(record: TrialRecord, folder: Path) -> Run:
     """What MLflow is to hold of a trial of the search in `folder`."""
     tags: dict[str, Any] = {"trial_id": record.trial_id, "headfold.kind": "trial"}
     if record.status not in (results.RUNNING, results.WAITING):
-        told = {"headfold.status": record.status, "error": record.error, "copy_of": record.copy_of}
-        tags |= {name: value for name, value in told.items() if value is not None}
+        ended = {"headfold.status": record.status, "error": record.error, "copy_of": record.copy_of}
+        tags |= {name: value for name, value in ended.items() if value is not None}
     points, files = [], []
     for place, rung in enumerate(record.rungs):
         at = {"step": rung["step"], "time": rung["timestamp"]}
@@ -123,27 +124,19 @@ def run_of(record: TrialRecord, folder: Path) -> Run:
 
 def progress_line(records: list[TrialRecord], expected: int, rungs: int, original_loss: float, elapsed: float) -> str:
     """Trials done, running, stopped, failed; the best so far; the time left, from the share of rungs behind us."""
-    count = {s: sum(r.status == s for r in records) for s in (*results.ENDED, results.RUNNING, results.WAITING)}
-    ended = sum(count[s] for s in results.ENDED)
-    parts = [
-        f"{ended}/{expected} trials",
-        f"{count[results.DONE]} done, {count[results.RUNNING]} running, {count[results.STOPPED]} stopped",
-    ]
-    if count[results.WAITING]:
-        parts[-1] += f", {count[results.WAITING]} waiting"
-    if count[results.COPY]:
-        parts[-1] += f", {count[results.COPY]} the same as another"
-    if count[results.FAILED]:
-        parts[-1] += f", {count[results.FAILED]} failed"
-    scored = [r for r in records if r.rungs and r.status != results.FAILED and not r.probe]
-    if scored:
-        best = {
-            b: min((r for r in scored if r.kv_ratio == b), key=lambda r: r.loss) for b in {r.kv_ratio for r in scored}
-        }
-        told = ", ".join(
-            f"{percent(b)} {r.loss - original_loss:+.3f} ({r.recipe})" for b, r in sorted(best.items(), reverse=True)
-        )
-        parts.append(f"smallest loss increase by share of the checkpoint's KV: {told}")
+    count = Counter(record.status for record in records)
+    ended = sum(count[status] for status in results.ENDED)
+    states = [f"{count[results.DONE]} done, {count[results.RUNNING]} running, {count[results.STOPPED]} stopped"]
+    rare = {results.WAITING: "waiting", results.COPY: "the same as another", results.FAILED: "failed"}
+    states += [f"{count[status]} {words}" for status, words in rare.items() if count[status]]
+    parts = [f"{ended}/{expected} trials", ", ".join(states)]
+    best: dict[float, TrialRecord] = {}
+    for record in records:
+        if record.rungs and record.status != results.FAILED and not record.probe:
+            best[record.kv_ratio] = min(best.get(record.kv_ratio, record), record, key=lambda r: r.loss)
+    if best:
+        increases = (f"{percent(k)} {r.loss - original_loss:+.3f} ({r.recipe})" for k, r in sorted(best.items())[::-1])
+        parts.append(f"smallest loss increase by share of the checkpoint's KV: {', '.join(increases)}")
     if rate := tokens_per_second(records):
         parts.append(f"{compact(rate)} tokens/s")
     behind = sum(1.0 if r.status in results.ENDED else len(r.rungs) / rungs for r in records)
