@@ -18,16 +18,21 @@ from typing import Any
 import yaml
 
 from attention.io.files import write_whole
+from orchestrator.cluster.pool_client import pool_of_search
 from orchestrator.cluster.session import Demand, capacity, concurrency, connected
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.conversion.dha_distances import prepare
+from orchestrator.promotion.promote import promote
 from orchestrator.reporting import console
 from orchestrator.reporting.comparison import compare
+from orchestrator.reporting.report_page import write_report
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.estimate import announce
+from orchestrator.search.loss_curves import SEVERAL, curve_tasks, measure_on_workers
 from orchestrator.search.outcome import SearchOutcome, print_outcome
 from orchestrator.search.prepare import SearchSession, prepare_base, trial_context
 from orchestrator.search.trial import TrialContext
+from orchestrator.search.tune_run import run_trials
 from orchestrator.search.validation import Prepared, validate_search
 from orchestrator.storage import records
 from orchestrator.storage.journal import Journal, check_format, load_trials
@@ -245,10 +250,6 @@ def _run(
     _search_phases(config, prepared, context)
     _measure_increases(config, prepared, context)
     outcome = SearchOutcome(folder.root, read_json(folder.state)["tracking"], base, [], config.search.baseline)
-    from orchestrator.cluster.pool_client import pool_of_search
-    from orchestrator.reporting.report_page import write_report
-    from orchestrator.search.tune_run import run_trials
-
     with pool_of_search(config, folder) as pool:
         session = SearchSession(config, folder, replace(context, pool=pool), mlflow, parallel)
         run_trials(session, prepared)
@@ -259,8 +260,6 @@ def _run(
         console.print_trials(outcome.trials, base)
         console.print_comparison(compare(outcome.trials, base))
         if not outcome.interrupted and outcome.front and config.promotion.enabled:
-            from orchestrator.promotion.promote import promote
-
             outcome.promotion = promote(session)
     outcome.report = write_report(folder.root)["report"]
     return outcome
@@ -281,8 +280,6 @@ def _measure_increases(config: SearchConfig, prepared: Prepared, context: TrialC
 
     With fewer, the first trial that needs them measures them no later than the tasks would have started.
     """
-    from orchestrator.search.loss_curves import SEVERAL, curve_tasks, measure_on_workers
-
     cpus, gpus = config.train.cpus_per_worker, config.resources.trial_gpus
     have = capacity()
     slots = min(have["CPU"] // cpus, have["GPU"] // gpus if gpus else math.inf)

@@ -54,22 +54,10 @@ class Training:
         spec = context.relaxation(candidate.recipe, own) if start else None
         before = spec.total_steps if spec else 0
         model = Path(str(trial.last["relaxed_dir"])) if before else own / "converted"
-        job = TrainJob(
-            model_dir=str(model),
-            teacher_dir=context.teacher or context.model,
-            train_file=context.train_file,
-            eval_file=context.eval_file,
-            out_dir=str(target / "trained"),
-            storage_path=str(folder.train),
-            run_name=f"promote-{trial.trial_id}-{total}",
-            milestones=tuple(m - before for m in milestones(start, total, session.config.promotion.evaluations)),
-            settings=context.settings(candidate.recipe, trial.learning_rate),
-            keep_best=True,
-            start_step=start - before,
-            schedule_offset=spec.scheduled_steps if spec else 0,
-            resume_from=saved if start else None,
-            seed=candidate.seed,
-        )
+        steps = [step - before for step in milestones(start, total, session.config.promotion.evaluations)]
+        offset = spec.scheduled_steps if spec else 0
+        going_on = {"start_step": start - before, "schedule_offset": offset, "resume_from": saved if start else None}
+        job = context.job(f"promote-{target.name}", model, target / "trained", candidate, steps, **going_on)
         return cls(trial.trial_id, label, total, start, trial.loss, kl, job)
 
     @property

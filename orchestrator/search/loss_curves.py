@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import ray
+import torch
 from ray.exceptions import RayError
 
+from orchestrator.conversion.steps import planning_context
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.trial import TrialContext, shared_parts
 from search_spaces.planning.curves import DECIDES
+from search_spaces.planning.planning import measure_curves
 from search_spaces.recipes.recipes import AXES
 
 SEVERAL = 4
@@ -42,11 +46,6 @@ def curve_tasks(candidates: Iterable[Candidate], layers: int) -> list[CurveTask]
 
 def measure_layer(task: CurveTask, context: TrialContext) -> int:
     """Measure in this process; returns the number of points of the layer."""
-    import numpy as np
-
-    from orchestrator.conversion.steps import planning_context
-    from search_spaces.planning.planning import measure_curves
-
     (candidate, layer), (model, calibration, tokens, *_) = task, shared_parts(*context.shared)
     planning = planning_context(model, calibration, tokens, context.calibration_cache)
     generator = np.random.default_rng(candidate.seed)
@@ -73,7 +72,5 @@ def measure_on_workers(tasks: Sequence[CurveTask], context: TrialContext, cpus: 
 
 
 def _measured(task: CurveTask, context: TrialContext, threads: int) -> int:
-    import torch
-
     torch.set_num_threads(threads)
     return measure_layer(task, context)

@@ -6,7 +6,9 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from attention.calibration.calibration import cached_calibration
 from attention.io import checkpoint
@@ -20,13 +22,9 @@ from orchestrator.search.validation import Prepared
 from orchestrator.storage.paths import SearchFolder, in_ray_job
 from orchestrator.storage.records import read_json, write_json
 from orchestrator.tracking.sync import MlflowSync
+from search_spaces.recipes.recipe import Recipe
 from search_spaces.site import SIDES
 from trainers.text.data import read_sequences
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from search_spaces.recipes.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -68,11 +66,8 @@ def prepare_base(config: SearchConfig, prepared: Prepared, folder: SearchFolder)
         "seconds": time.perf_counter() - started,
     }
     write_json(folder.base, record)
-    print(
-        f"original model: held-out loss {scored.loss:.3f} nats a token, "
-        f"{record['kv_bytes_per_token']} KV bytes a token",
-        flush=True,
-    )
+    size = f"{record['kv_bytes_per_token']} KV bytes a token"
+    print(f"original model: held-out loss {scored.loss:.3f} nats a token, {size}", flush=True)
     return record
 
 

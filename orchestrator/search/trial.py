@@ -7,32 +7,41 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray import tune
 from ray.tune.integration.ray_train import TuneReportCallback
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
+from attention.calibration.calibration import Calibration, cached_calibration
+from attention.io import checkpoint
+from attention.io.precision import cast_weights, round_weights
+from attention.plan import AttentionPlan
+from attention.ratios import own_heads
+from orchestrator.cluster.pool_client import PoolGone, train_on_pool
 from orchestrator.cluster.session import ray_train_intervals
+from orchestrator.conversion import dha_distances, loading
+from orchestrator.conversion.in_memory import plan_and_convert
+from orchestrator.conversion.steps import planning_context, relaxation_start
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.duplicates import work_digest
 from orchestrator.storage.records import read_json, write_json
+from search_spaces.planning.context import PlanningContext
+from search_spaces.planning.planning import relaxed_stages
+from search_spaces.recipes.recipe import Recipe
+from search_spaces.relaxation import OWN
+from search_spaces.similarity.sharing import sharing_similarity, similarity_pairs
+from trainers.evaluation import CachedTeacher
+from trainers.jobs.worker import TrainJob, run_training
+from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
-    from attention.calibration.calibration import Calibration
-    from attention.plan import AttentionPlan
-    from orchestrator.conversion.dha_distances import SearchPhase
-    from search_spaces.planning.context import PlanningContext
-    from search_spaces.recipes.recipe import Recipe
-    from trainers.evaluation import CachedTeacher
-    from trainers.jobs.job import TrainJob
-    from trainers.relaxations.stage import RelaxationSpec
+from trainers.text.data import read_sequences
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +74,10 @@ class TrialContext:
     teacher: str | None = None
     pool: str | None = None  # name of the worker pool; None: every training starts workers of its own
 
-    def search_phase(self, candidate: Candidate) -> SearchPhase | None:
+    def search_phase(self, candidate: Candidate) -> dha_distances.SearchPhase | None:
         """DHA's search phase that a candidate's plan rests on; None if it needs none."""
-        from orchestrator.conversion.dha_distances import SearchPhase
-
         settings = TrainSettings.model_validate(self.train)
-        return SearchPhase.of(candidate.recipe, self.model, self.train_file, settings, candidate.seed)
+        return dha_distances.SearchPhase.of(candidate.recipe, self.model, self.train_file, settings, candidate.seed)
 
     @property
     def shared(self) -> tuple[str, str, str, str, str, str]:
@@ -95,6 +102,25 @@ class TrialContext:
             return steps
         fraction = knobs["fraction"]
         return total if fraction == 1 else min(total - 1, max(1, round(fraction * total)))
+
+    def job(
+        self, name: str, model_dir: Path, out_dir: Path, candidate: Candidate, milestones: Sequence[int], **more: Any
+    ) -> TrainJob:
+        """The training of a candidate's weights up to some steps; `more` fields of the job."""
+        return TrainJob(
+            model_dir=str(model_dir),
+            teacher_dir=self.teacher or self.model,
+            train_file=self.train_file,
+            eval_file=self.eval_file,
+            out_dir=str(out_dir),
+            storage_path=str(Path(self.folder) / "train"),
+            run_name=name,
+            milestones=tuple(milestones),
+            settings=self.settings(candidate.recipe, candidate.learning_rate),
+            seed=candidate.seed,
+            keep_best=True,
+            **more,
+        )
 
     def relaxation(self, recipe: Recipe, folder: Path, settings: TrainSettings | None = None) -> RelaxationSpec | None:
         """The relaxation of the trial in `folder`; None if its recipe has none."""
@@ -165,8 +191,6 @@ def run_trial(config: dict[str, Any], context: TrialContext) -> None:
 
 def known_facts(candidate: Candidate, folder: Path) -> dict[str, Any] | None:
     """What rung 0 of this very trial came to, if it was here before: one that was paused, or whose process had died."""
-    from attention.io import checkpoint
-
     file, recipe = folder / "facts.json", folder / "recipe.json"
     if not file.is_file() or read_json(recipe) != candidate.config():
         return None
@@ -177,9 +201,6 @@ def known_facts(candidate: Candidate, folder: Path) -> dict[str, Any] | None:
 
 def run_job(job: TrainJob, rungs: ReportRungs, pool: str | None) -> None:
     """On workers of the pool; on workers of its own if there is none, or no longer."""
-    from orchestrator.cluster.pool_client import PoolGone, train_on_pool
-    from trainers.jobs.worker import run_training
-
     if pool is not None:
         try:
             train_on_pool(pool, job, rungs.tell)
@@ -190,8 +211,6 @@ def run_job(job: TrainJob, rungs: ReportRungs, pool: str | None) -> None:
 
 
 def prepare_process() -> None:
-    from transformers.utils import logging as transformers_logging
-
     ray_train_intervals(look_seconds=0.1)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -199,14 +218,6 @@ def prepare_process() -> None:
 
 def _untrained(candidate: Candidate, context: TrialContext, folder: Path) -> dict[str, Any]:
     """Plan, convert, save and measure; the report of rung 0."""
-    from attention.io import checkpoint
-    from attention.io.precision import cast_weights, round_weights
-    from attention.plan import AttentionPlan
-    from attention.ratios import own_heads
-    from orchestrator.conversion import dha_distances, loading
-    from orchestrator.conversion.in_memory import plan_and_convert
-    from orchestrator.conversion.steps import planning_context, relaxation_start
-
     phases = loading.Phases()
     recipe = candidate.recipe
     with phases("load"):
@@ -259,8 +270,6 @@ def _untrained(candidate: Candidate, context: TrialContext, folder: Path) -> dic
 
 def _similarity(context: TrialContext, planning: PlanningContext, plan: AttentionPlan) -> dict[str, Any] | None:
     """How alike the heads are that the plan lets share. The pairs of the original model are kept for later trials."""
-    from search_spaces.similarity.sharing import sharing_similarity, similarity_pairs
-
     calibration = planning.calibration
     if calibration is None or not all(layer.inputs.numel() for layer in calibration.layers):
         return None
@@ -280,11 +289,6 @@ def shared_parts(
 ) -> tuple[PreTrainedModel, Calibration, Tensor, Tensor, CachedTeacher]:
     """Original model, its statistics, calibration tokens, held-out tokens, and the model as a teacher that knows what
     it said of them: read once a process, trials reuse it."""
-    from attention.calibration.calibration import cached_calibration
-    from orchestrator.conversion import loading
-    from trainers.evaluation import CachedTeacher
-    from trainers.text.data import read_sequences
-
     base = loading.load_working(model, dtype, device)
     tokens = read_sequences(calibration_file)
     calibration = cached_calibration(base, tokens, calibration_cache)
@@ -297,25 +301,12 @@ def training_job(context: TrialContext, folder: Path, candidate: Candidate, tria
     With a relaxation it starts from the unfused heads, and the rungs that lie within the relaxation are left out: until
     it has collapsed there is no model to measure. One that takes all steps is measured collapsed, at the last rung.
     """
-    from trainers.jobs.worker import TrainJob
-
     settings = context.settings(candidate.recipe, candidate.learning_rate)
     spec = context.relaxation(candidate.recipe, folder, settings)
     before = spec.total_steps if spec else 0
-    return TrainJob(
-        model_dir=str(folder / ("start" if spec else "converted")),
-        teacher_dir=context.teacher or context.model,
-        train_file=context.train_file,
-        eval_file=context.eval_file,
-        out_dir=str(folder / "trained"),
-        storage_path=str(Path(context.folder) / "train"),
-        run_name=trial_id,
-        milestones=tuple(rung - before for rung in context.rungs[1:] if rung > before) or (0,),
-        settings=settings,
-        seed=candidate.seed,
-        keep_best=True,
-        relaxation=spec,
-    )
+    milestones = [rung - before for rung in context.rungs[1:] if rung > before] or [0]
+    model = folder / ("start" if spec else "converted")
+    return context.job(trial_id, model, folder / "trained", candidate, milestones, relaxation=spec)
 
 
 def relaxation_spec(recipe: Recipe, plan: str, steps: int, settings: TrainSettings | None = None) -> RelaxationSpec:
@@ -323,11 +314,6 @@ def relaxation_spec(recipe: Recipe, plan: str, steps: int, settings: TrainSettin
 
     `settings`: of the trial's training, of which the recipe may change batch and rate for the relaxation.
     """
-    from attention.plan import AttentionPlan
-    from search_spaces.planning.planning import relaxed_stages
-    from search_spaces.relaxation import OWN
-    from trainers.relaxations.stage import RelaxationSpec
-
     plans = relaxed_stages(recipe, AttentionPlan.from_json(plan))
     knobs = recipe.knobs("relaxation")
     changed = {name: knobs[name] for name in ("batch_size", "learning_rate") if knobs.get(name)}
