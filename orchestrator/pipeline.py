@@ -23,7 +23,7 @@ from orchestrator.cluster.session import Demand, capacity, concurrency, connecte
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.conversion.dha_distances import prepare
 from orchestrator.promotion.promote import promote
-from orchestrator.reporting import console
+from orchestrator.reporting import console, figures
 from orchestrator.reporting.comparison import compare
 from orchestrator.reporting.report_page import write_report
 from orchestrator.search.candidates import Candidate
@@ -289,8 +289,6 @@ def _measure_increases(config: SearchConfig, prepared: Prepared, context: TrialC
 
 def _draw_front(outcome: SearchOutcome) -> None:
     """The pictures of the front and of the rungs."""
-    from orchestrator.reporting import figures
-
     if outcome.front:
         figures.save_png(figures.front_figure(outcome.trials, outcome.base), outcome.folder / "front.png")
         figures.save_png(figures.rungs_figure(outcome.trials, outcome.base), outcome.folder / "rungs.png")

@@ -57,9 +57,9 @@ def validate_search(config: SearchConfig) -> Prepared:
 
 def search_problem(config: SearchConfig, geometry: HeadGeometry) -> SearchProblem:
     """What the searcher of a configuration is handed. Raises ConfigError for a candidate that cannot be."""
-    section = config.search
-    given = (candidate_space(config, geometry), named_candidates(config, geometry), section.num_samples, section.seed)
-    return SearchProblem(*given, searcher_settings(config), tuple(config.seeds))
+    section, named = config.search, named_candidates(config, geometry)
+    space, params = candidate_space(config, geometry), searcher_settings(config)
+    return SearchProblem(space, named, section.num_samples, section.seed, params, tuple(config.seeds))
 
 
 def check_scheduler(config: SearchConfig) -> None:
