@@ -69,6 +69,7 @@ class Lease:
     released: bool = False
 
 
+@dataclass(eq=False)
 class Pool:
     """The actor. All methods run in one event loop; only `stand` blocks, in a thread a group.
 
@@ -76,19 +77,15 @@ class Pool:
     heartbeat; after `stuck_seconds` without a worker anywhere one may start on less CPU than it should have.
     """
 
-    def __init__(
-        self,
-        name: str,
-        storage_path: str,
-        *,
-        idle_seconds: float = 300.0,
-        lost_seconds: float = 60.0,
-        stuck_seconds: float = 60.0,
-    ) -> None:
+    name: str
+    storage_path: str
+    idle_seconds: float = 300.0
+    lost_seconds: float = 60.0
+    stuck_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
         # Looked at ten times a second a group that lasts would cost a few per cent of a core for nothing
         ray_train_intervals(look_seconds=0.5)
-        self.name, self.storage_path, self.idle_seconds = name, storage_path, idle_seconds
-        self.lost_seconds, self.stuck_seconds = lost_seconds, stuck_seconds
         self.groups: dict[str, Group] = {}
         self.leases: dict[int, Lease] = {}
         self.waiting: list[Lease] = []
@@ -120,10 +117,8 @@ class Pool:
 
     async def wait(self, number: int, seconds: float) -> dict[str, Any] | None:
         """The next event of a lease: {"report"}, {"ended"} or {"failed"}; None if there is none for `seconds`."""
-        try:
+        with contextlib.suppress(TimeoutError):
             return await asyncio.wait_for(self.leases[number].events.get(), seconds)
-        except TimeoutError:
-            return None
 
     async def alive(self, number: int) -> None:
         if number in self.leases:

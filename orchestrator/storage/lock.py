@@ -102,10 +102,8 @@ class SearchLock:
 
     def _write(self, beat: int) -> None:
         record = {"host": self._host, "pid": os.getpid(), "since": self._since, "token": self._token, "beat": beat}
-        text = (
-            json.dumps(record).ljust(256).encode()
-        )  # of one length, so that a reader never sees the end of an old one
-        os.pwrite(self._descriptor, text, 0)
+        # Of one length, so that a reader never sees the end of an old one
+        os.pwrite(self._descriptor, json.dumps(record).ljust(256).encode(), 0)
 
     def _read(self) -> dict[str, Any]:
         """Who holds it, as the file says; empty if nobody does."""

@@ -29,7 +29,6 @@ from orchestrator.search.candidates import Candidate, CandidateSpace, Point
 from orchestrator.search.searchers.listed import ListedSearcher
 from orchestrator.search.searchers.problem import OBJECTIVES, SEARCHERS, ResumableSearcher, SearchProblem
 from search_spaces import pareto
-from search_spaces.space.space import Domain
 
 NEAR = 10
 """Variations of a proposal in one decision that may repeat an earlier candidate too, before two are changed."""
@@ -51,8 +50,11 @@ class Observation:
     def finished(self, space: CandidateSpace) -> optuna.trial.FrozenTrial:
         """As a trial of Optuna's, made once: it is told with every proposal as long as it is in the window."""
         if self._finished is None:
-            spread = distributions(space, self.point)
-            self._finished = optuna.trial.create_trial(params=self.point, distributions=spread, values=self.values)
+            asked = optuna.trial.FixedTrial(self.point)
+            define(space, asked)
+            self._finished = optuna.trial.create_trial(
+                params=self.point, distributions=asked.distributions, values=self.values
+            )
         return self._finished
 
 
@@ -129,29 +131,6 @@ class FrontSearch(ListedSearcher):
         generator = np.random.default_rng([self._problem.seed, number])
         for attempt in itertools.count():
             yield space.candidate(space.vary(point, 1 + attempt // NEAR, generator))
-
-
-# ---- Optuna's side ---------------------------------------------------------------------------------------------------
-
-
-def distributions(space: CandidateSpace, point: Point) -> dict[str, Any]:
-    """Optuna's distribution of every decision of a point."""
-    found: dict[str, Any] = {}
-    decided: Point = {}
-    while (domain := space.next(decided)) is not None:
-        found[domain.name] = distribution(domain)
-        decided[domain.name] = point[domain.name]
-    return found
-
-
-def distribution(domain: Domain) -> Any:
-    if domain.kind in ("choice", "bool"):
-        return optuna.distributions.CategoricalDistribution(domain.choices or (False, True))
-    if domain.kind == "int":
-        return optuna.distributions.IntDistribution(int(domain.low or 0), int(domain.high or 0))
-    return optuna.distributions.FloatDistribution(
-        float(domain.low or 0), float(domain.high or 0), log=domain.kind == "log_float"
-    )
 
 
 def define(space: CandidateSpace, trial: Any) -> Point:
