@@ -37,14 +37,6 @@ class Demand:
         train, own = config.train, config.resources
         return cls(own.trial_cpus, own.trial_gpus, train.num_workers, train.cpus_per_worker, train.gpus_per_worker)
 
-    @property
-    def cpus(self) -> float:
-        return self.trial_cpus + self.workers * self.cpus_per_worker
-
-    @property
-    def gpus(self) -> float:
-        return self.trial_gpus + self.workers * self.gpus_per_worker
-
 
 def concurrency(resources: Mapping[str, float], demand: Demand, limit: int | str = "auto") -> int:
     """How many trials fit a cluster with `resources` (keys CPU and GPU) at a time, at most `limit`.
@@ -52,17 +44,19 @@ def concurrency(resources: Mapping[str, float], demand: Demand, limit: int | str
     Without this cap drivers take every CPU and wait for workers that can never start. Raises ConfigError if not even
     one trial fits.
     """
-    have = {"CPU": float(resources.get("CPU", 0)), "GPU": float(resources.get("GPU", 0))}
-    need = {"CPU": demand.cpus, "GPU": demand.gpus}
+    fit = math.inf
     for kind in ("GPU", "CPU"):
-        if need[kind] > have[kind] + 1e-6:
+        name, have = f"{kind.lower()}s", float(resources.get(kind, 0))
+        of_worker, of_trial = getattr(demand, f"{name}_per_worker"), getattr(demand, f"trial_{name}")
+        need = of_trial + demand.workers * of_worker
+        if need > have + 1e-6:
             raise ConfigError(
-                f"train.num_workers: {demand.workers} worker(s) need {need[kind]:g} {kind} "
-                f"({_sum(demand, kind)}), but the cluster has {have[kind]:g}; lower train.num_workers, "
-                f"train.{kind.lower()}s_per_worker or resources.trial_{kind.lower()}s, or add nodes"
+                f"train.num_workers: {demand.workers} worker(s) need {need:g} {kind} "
+                f"({demand.workers} x {of_worker:g} and {of_trial:g} for the trial itself), but the cluster has "
+                f"{have:g}; lower train.num_workers, train.{name}_per_worker or resources.trial_{name}, or add nodes"
             )
-    fit = min(int((have[kind] + 1e-6) // need[kind]) for kind in have if need[kind] > 0)
-    return fit if limit == "auto" else min(fit, int(limit))
+        fit = min(fit, (have + 1e-6) // need if need else fit)
+    return int(fit if limit == "auto" else min(fit, int(limit)))
 
 
 class Room:
@@ -80,30 +74,21 @@ class Room:
         ask: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
         self._demand, self._limit, self._seconds, self._ask = demand, limit, seconds, ask or capacity
-        self._looked, self._trials = -math.inf, 1
-        self._told: int | None = None
+        self._looked = -math.inf
+        self._fitting: int | None = None
 
     def trials(self) -> int:
         """Says so when it has changed since it was last asked."""
         now = time.monotonic()
         if now - self._looked >= self._seconds:
             self._looked = now
-            try:
-                fitting = concurrency(self._ask(), self._demand, self._limit)
-            except ConfigError:
-                fitting = 0
-            if self._told is not None and fitting != self._told:
-                waits = "" if fitting else "; the search waits for nodes"
-                print(f"cluster  has changed: room for {fitting} trial(s) at a time{waits}", flush=True)
-            self._told, self._trials = fitting, max(1, fitting)
-        return self._trials
-
-
-def _sum(demand: Demand, kind: str) -> str:
-    of_worker, of_driver = (
-        (demand.gpus_per_worker, demand.trial_gpus) if kind == "GPU" else (demand.cpus_per_worker, demand.trial_cpus)
-    )
-    return f"{demand.workers} x {of_worker:g} and {of_driver:g} for the trial itself"
+            before, self._fitting = self._fitting, 0
+            with contextlib.suppress(ConfigError):
+                self._fitting = concurrency(self._ask(), self._demand, self._limit)
+            if before is not None and self._fitting != before:
+                waits = "" if self._fitting else "; the search waits for nodes"
+                print(f"cluster  has changed: room for {self._fitting} trial(s) at a time{waits}", flush=True)
+        return max(1, self._fitting or 0)
 
 
 def last_error(text: str) -> str:
@@ -188,8 +173,8 @@ def start() -> None:
 
 def _environment_of_job() -> dict[str, str]:
     """The variables that `ray job submit --runtime-env-json` has set; Ray refuses to have them set again."""
-    record = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
-    return record.get("runtime_env", {}).get("env_vars", {})
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
+    return job.get("runtime_env", {}).get("env_vars", {})
 
 
 def capacity() -> dict[str, float]:

@@ -39,9 +39,9 @@ RENAMED = {
     "micro_batch": "micro_batch_size",
     "gradient_clipping": "max_grad_norm",
     "final_lr_fraction": "min_lr_ratio",
-    "budget": "asha",
 }
-"""Keys, and names of schedulers, of earlier versions, and what they are called now."""
+"""Keys of earlier versions, and what they are called now."""
+RENAMED_SCHEDULERS = {"budget": "asha"}
 
 
 class ConfigError(ValueError):

@@ -44,16 +44,13 @@ class SearchLog(Callback):
     # ---- Tune's hooks: each comes after the journal has the event --------------------------------------------------
 
     def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        self._changed(trial)
+        self._track(self.records[trial.trial_id])
+        self._show()
+
+    on_trial_complete = on_trial_error = on_trial_start
 
     def on_trial_result(self, iteration: int, trials: list, trial: Any, result: dict, **info: Any) -> None:
-        self._changed(trial)
-
-    def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        self._changed(trial)
-
-    def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        self._changed(trial)
+        self.on_trial_start(iteration, trials, trial)
 
     def on_experiment_end(self, trials: list, **info: Any) -> None:
         """Trials that had not ended (Ctrl-C) are marked; a resumed search takes them up again."""
@@ -67,10 +64,6 @@ class SearchLog(Callback):
             self._track(record)
         if self.records:
             self._show(last=True)
-
-    def _changed(self, trial: Any) -> None:
-        self._track(self.records[trial.trial_id])
-        self._show()
 
     def _track(self, record: TrialRecord) -> None:
         if self.mlflow is None:

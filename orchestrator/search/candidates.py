@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -58,14 +58,8 @@ class Candidate:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Candidate:
-        return cls(
-            Recipe.from_dict(config["choices"]),
-            float(config["kv_ratio"]),
-            float(config["learning_rate"]),
-            int(config["seed"]),
-            config.get("plan"),
-            bool(config.get("probe", False)),
-        )
+        recipe, plan, probe = Recipe.from_dict(config["choices"]), config.get("plan"), bool(config.get("probe", False))
+        return cls(recipe, config["kv_ratio"], config["learning_rate"], config["seed"], plan, probe)
 
 
 @dataclass
@@ -84,21 +78,26 @@ class CandidateSpace:
             return Domain("learning_rate", "learning_rate", "choice", choices=tuple(self.learning_rates))
         return None
 
-    def sample(self, generator: np.random.Generator) -> Point:
-        """A random valid point."""
+    def decide(self, choose: Callable[[Domain], Any]) -> Point:
+        """A complete point: one decision after the other, as `choose` takes it."""
         point: Point = {}
         while (domain := self.next(point)) is not None:
-            point[domain.name] = domain.sample(generator)
+            point[domain.name] = choose(domain)
         return point
+
+    def sample(self, generator: np.random.Generator) -> Point:
+        """A random valid point."""
+        return self.decide(lambda domain: domain.sample(generator))
 
     def vary(self, point: Mapping[str, Any], changes: int, generator: np.random.Generator) -> Point:
         """A valid point beside another: `changes` of its decisions are drawn anew, and what no longer fits them."""
         redrawn = set(generator.permutation(sorted(point))[:changes].tolist())
-        varied: Point = {}
-        while (domain := self.next(varied)) is not None:
+
+        def choose(domain: Domain) -> Any:
             kept = domain.name in point and domain.name not in redrawn and _allows(domain, point[domain.name])
-            varied[domain.name] = point[domain.name] if kept else domain.sample(generator)
-        return varied
+            return point[domain.name] if kept else domain.sample(generator)
+
+        return self.decide(choose)
 
     def candidate(self, point: Mapping[str, Any]) -> Candidate:
         """The candidate of a complete point. A recipe without a name is called by its digest."""

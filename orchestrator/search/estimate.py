@@ -160,9 +160,9 @@ def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, a
         )
     if free and disk > SPARE * free:
         warnings.append(f"disk: about {_giga(disk)} will be written to {storage}, and {_giga(free)} are free there")
+    counts = (work.trials, work.probes, work.trainings, work.tokens, work.tokens_most, work.tokens_measured)
     times = (rate, source, cpu, gpu, hours, price)
-    sizes = (worker, driver, memory, disk, free)
-    return SearchEstimate(*vars(work).values(), *times, parallel, *sizes, tuple(warnings))
+    return SearchEstimate(*counts, *times, parallel, worker, driver, memory, disk, free, tuple(warnings))
 
 
 def local_parallel(config: SearchConfig) -> int:

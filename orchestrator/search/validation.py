@@ -10,7 +10,7 @@ from typing import Any, Literal
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from orchestrator.cluster.session import Demand, concurrency
-from orchestrator.config.parsing import RENAMED
+from orchestrator.config.parsing import RENAMED_SCHEDULERS
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.conversion import loading
 from orchestrator.search.candidates import candidate_space, named_candidates, searcher_settings
@@ -65,7 +65,7 @@ def search_problem(config: SearchConfig, geometry: HeadGeometry) -> SearchProble
 def check_scheduler(config: SearchConfig) -> None:
     """Raises ConfigError for a scheduler that does not exist, and for parameters that it does not have."""
     name = config.rungs.scheduler
-    if (new := RENAMED.get(name)) in SCHEDULERS.names():
+    if new := RENAMED_SCHEDULERS.get(name):
         raise ConfigError(f"rungs.scheduler: {name} is called {new} now; write rungs.scheduler: {new}")
     try:
         SCHEDULERS.get(name).settings(config.rungs.params)

@@ -69,15 +69,8 @@ class TrialRecord:
     @classmethod
     def of(cls, trial_id: str, config: Mapping[str, Any]) -> TrialRecord:
         """A fresh record of a trial, from what the searcher has suggested."""
-        return cls(
-            trial_id=trial_id,
-            recipe=config["recipe"],
-            kv_ratio=config["kv_ratio"],
-            learning_rate=config["learning_rate"],
-            choices=config["choices"],
-            probe=bool(config.get("probe", False)),
-            seed=config.get("seed"),
-        )
+        given = {name: config[name] for name in ("recipe", "kv_ratio", "learning_rate", "choices")}
+        return cls(trial_id, **given, probe=bool(config.get("probe", False)), seed=config.get("seed"))
 
     @property
     def last(self) -> dict[str, Any]:

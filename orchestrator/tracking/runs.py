@@ -21,15 +21,8 @@ from orchestrator.storage.records import COPY, DONE, FAILED, KILLED, RUNNING, ST
 
 ERROR_LENGTH = 4000
 PARAM_LENGTH = 500
-STATUS = {
-    DONE: "FINISHED",
-    STOPPED: "FINISHED",
-    COPY: "FINISHED",
-    FAILED: "FAILED",
-    KILLED: "KILLED",
-    RUNNING: "RUNNING",
-    WAITING: "RUNNING",
-}
+STATUS = {DONE: "FINISHED", STOPPED: "FINISHED", COPY: "FINISHED", FAILED: "FAILED", KILLED: "KILLED"}
+STATUS |= {RUNNING: "RUNNING", WAITING: "RUNNING"}
 REFUSED = (
     "INVALID_PARAMETER_VALUE",
     "RESOURCE_DOES_NOT_EXIST",
@@ -85,14 +78,14 @@ class Tracker:
         address = uri or default_uri(storage)
         try:
             client = open_client(address)
-            found = client.get_experiment_by_name(experiment)
-            if found is not None and found.lifecycle_stage == "deleted":
-                client.restore_experiment(found.experiment_id)
-            if found is None:
+            known = client.get_experiment_by_name(experiment)
+            if known is None:
                 location = None if uri else (Path(storage).absolute() / "mlartifacts").as_uri()
                 identity = client.create_experiment(experiment, artifact_location=location)
             else:
-                identity = found.experiment_id
+                identity = known.experiment_id
+                if known.lifecycle_stage == "deleted":
+                    client.restore_experiment(identity)
         except Exception as error:
             raise TrackingError(
                 f"tracking.uri: cannot use the MLflow store at {redact(address)}: {reason(error, redact)}; leave it "
@@ -231,11 +224,8 @@ def is_away(error: Exception) -> bool:
 
     if isinstance(error, MlflowException):
         return error.error_code not in REFUSED
-    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in (
-        "requests",
-        "urllib3",
-        "sqlalchemy",
-    )
+    of = type(error).__module__.partition(".")[0]
+    return isinstance(error, OSError) or of in ("requests", "urllib3", "sqlalchemy")
 
 
 def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

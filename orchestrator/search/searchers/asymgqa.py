@@ -8,9 +8,11 @@ plan of each budget is trained through the rungs, once with every learning rate 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -46,13 +48,7 @@ class ChainSearch(ResumableSearcher):
         self._chains = make_chains(problem, self._recipe, chains)
         self._scores: dict[str, float | None] = {}
         self._running: dict[str, str] = {}
-        self._finals: list[tuple[float, float, int]] = [
-            (budget, rate, seed)
-            for budget in self._chains
-            for rate in problem.space.learning_rates
-            for seed in problem.seeds
-        ]
-        self._similarities: Mapping[SiteKey, np.ndarray] | None = None
+        self._finals = list(itertools.product(self._chains, problem.space.learning_rates, problem.seeds))
         self.total = problem.total + len(self._finals)
 
     @property
@@ -113,7 +109,7 @@ class ChainSearch(ResumableSearcher):
 
     def _wanted(self, chain: Chain) -> str | None:
         """The plan that the chain waits for, after every move whose score is known; None when it is done."""
-        while (plan := chain.propose_next(self._similar)) is not None:
+        while (plan := chain.propose_next(self._similarities)) is not None:
             text = plan.to_json()
             if text not in self._scores:
                 return text
@@ -130,13 +126,11 @@ class ChainSearch(ResumableSearcher):
                 return Candidate(self._recipe, budget, rate, seed, best.plan.to_json())
         return None
 
-    @property
-    def _similar(self) -> Mapping[SiteKey, np.ndarray]:
-        if self._similarities is None:
-            if self._problem.similarities is None:
-                raise ValueError("the asymgqa searcher proposes by similarity; the problem brings none")
-            self._similarities = self._problem.similarities(self._recipe)
-        return self._similarities
+    @cached_property
+    def _similarities(self) -> Mapping[SiteKey, np.ndarray]:
+        if self._problem.similarities is None:
+            raise ValueError("the asymgqa searcher proposes by similarity; the problem brings none")
+        return self._problem.similarities(self._recipe)
 
 
 def walk_recipe(problem: SearchProblem) -> Recipe:

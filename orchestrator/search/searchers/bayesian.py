@@ -20,6 +20,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from orchestrator.search.candidates import Candidate, CandidateSpace, Point
 from orchestrator.search.searchers.listed import ListedSearcher
 from orchestrator.search.searchers.problem import OBJECTIVES, SEARCHERS, ResumableSearcher, SearchProblem
 from search_spaces import pareto
+from search_spaces.space.space import Domain
 
 NEAR = 10
 """Variations of a proposal in one decision that may repeat an earlier candidate too, before two are changed."""
@@ -51,7 +53,7 @@ class Observation:
         """As a trial of Optuna's, made once: it is told with every proposal as long as it is in the window."""
         if self._finished is None:
             asked = optuna.trial.FixedTrial(self.point)
-            define(space, asked)
+            space.decide(partial(ask, asked))
             self._finished = optuna.trial.create_trial(
                 params=self.point, distributions=asked.distributions, values=self.values
             )
@@ -126,25 +128,20 @@ class FrontSearch(ListedSearcher):
         seed = int(np.random.SeedSequence([self._problem.seed, number, 0]).generate_state(1)[0])
         startup = max(4, len(self._problem.named))
         study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=startup)
-        point = define(space, study.ask())
+        point = space.decide(partial(ask, study.ask()))
         yield space.candidate(point)
         generator = np.random.default_rng([self._problem.seed, number])
         for attempt in itertools.count():
             yield space.candidate(space.vary(point, 1 + attempt // NEAR, generator))
 
 
-def define(space: CandidateSpace, trial: Any) -> Point:
-    """Ask Optuna for one decision after another until the point is complete."""
-    point: Point = {}
-    while (domain := space.next(point)) is not None:
-        if domain.kind in ("choice", "bool"):
-            value = trial.suggest_categorical(domain.name, list(domain.choices or (False, True)))
-        elif domain.kind == "int":
-            value = trial.suggest_int(domain.name, domain.low, domain.high)
-        else:
-            value = trial.suggest_float(domain.name, domain.low, domain.high, log=domain.kind == "log_float")
-        point[domain.name] = value
-    return point
+def ask(trial: Any, domain: Domain) -> Any:
+    """Have a trial of Optuna's take one decision."""
+    if domain.kind in ("choice", "bool"):
+        return trial.suggest_categorical(domain.name, list(domain.choices or (False, True)))
+    if domain.kind == "int":
+        return trial.suggest_int(domain.name, domain.low, domain.high)
+    return trial.suggest_float(domain.name, domain.low, domain.high, log=domain.kind == "log_float")
 
 
 @SEARCHERS.part("optuna", source="Bergstra 2011; Ozaki 2022 (several objectives)")
