@@ -28,9 +28,15 @@ from orchestrator.reporting.comparison import compare
 from orchestrator.reporting.report_page import write_report
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.estimate import announce
-from orchestrator.search.loss_curves import SEVERAL, curve_tasks, measure_on_workers
 from orchestrator.search.outcome import SearchOutcome, print_outcome
-from orchestrator.search.prepare import SearchSession, prepare_base, trial_context
+from orchestrator.search.prepare import (
+    SEVERAL,
+    SearchSession,
+    curve_tasks,
+    measure_on_workers,
+    prepare_base,
+    trial_context,
+)
 from orchestrator.search.trial import TrialContext
 from orchestrator.search.tune_run import run_trials
 from orchestrator.search.validation import Prepared, validate_search

@@ -104,24 +104,21 @@ def _check_ended(folder: SearchFolder, records: Sequence[TrialRecord]) -> None:
 
 
 def _chosen(records: Sequence[TrialRecord], ids: list[str], top: int | None, config: SearchConfig) -> list[TrialRecord]:
-    usable = {t.trial_id: t for t in records if t.usable}
+    usable, baseline = {t.trial_id: t for t in records if t.usable}, config.search.baseline
     copies = {t.trial_id: t.copy_of for t in records if t.copy_of is not None}
-    if known := [trial_id for trial_id in ids if trial_id in copies]:
-        first = copies[known[0]]
-        raise ConfigError(f"--trial: {known[0]!r} led to the same model as {first}; promote that one: --trial {first}")
-    unknown = [trial_id for trial_id in ids if trial_id not in usable]
-    if unknown:
-        raise ConfigError(
-            f"--trial: {unknown[0]!r} is no finished trial of this search{near(unknown[0], usable)}; there are "
-            f"{sorted(usable) or 'none'}"
-        )
-    baselines = [trial_id for trial_id in ids if usable[trial_id].recipe == config.search.baseline]
-    if baselines:
-        others = sorted(i for i, t in usable.items() if t.recipe != config.search.baseline)
-        raise ConfigError(
-            f"--trial: {baselines[0]!r} is a trial of the baseline {config.search.baseline}, which others must beat "
-            f"and which is never promoted itself; choose among {', '.join(others) or 'none: there is no other'}"
-        )
+    for name in ids:
+        if name in copies:
+            first = copies[name]
+            raise ConfigError(f"--trial: {name!r} led to the same model as {first}; promote that one: --trial {first}")
+        if name not in usable:
+            wrong = f"{name!r} is no finished trial of this search{near(name, usable)}"
+            raise ConfigError(f"--trial: {wrong}; there are {sorted(usable) or 'none'}")
+        if usable[name].recipe == baseline:
+            others = ", ".join(sorted(i for i, t in usable.items() if t.recipe != baseline))
+            raise ConfigError(
+                f"--trial: {name!r} is a trial of the baseline {baseline}, which others must beat and which is never "
+                f"promoted itself; choose among {others or 'none: there is no other'}"
+            )
     if ids:
         return [usable[trial_id] for trial_id in ids]
     section = config.promotion

@@ -6,14 +6,12 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from attention.io import checkpoint
 from orchestrator.promotion.gate import check_candidate
 from orchestrator.promotion.registry import LINEAGE, gate_tags, lineage_of, lineage_tags, register, settle_aliases
-from orchestrator.promotion.shipping import Measured, best_model
 from orchestrator.promotion.state import (
     BASELINE,
     FAILED,
@@ -26,7 +24,7 @@ from orchestrator.promotion.state import (
     Entry,
     PromotionState,
 )
-from orchestrator.promotion.training import Training, run_all
+from orchestrator.promotion.training import Training, best_model, run_all
 from orchestrator.search.prepare import SearchSession
 from orchestrator.storage import records
 from orchestrator.storage.records import TrialRecord, write_json
@@ -55,36 +53,32 @@ class PromotionSteps:
         if trainings:
             print(f"\npromotion: {len(trainings)} training(s) to {trainings[0].total} steps", flush=True)
 
-        def done(training: Training, metrics: dict[str, Any] | None, error: str | None) -> None:
-            for entry in entries[training.trial_id]:
-                self._trained(entry, training, metrics, error)
+        def done(training: Training, loss: float | None, error: str | None) -> None:
+            for entry in entries[training.trial.trial_id]:
+                self._trained(entry, training, loss, error)
             self.save()
 
         run_all(trainings, self.session, done)
 
-    def _trained(self, entry: Entry, training: Training, metrics: dict[str, Any] | None, error: str | None) -> None:
-        """Take over what a training gave."""
-        entry.trained_at = time.time()
+    def _trained(self, entry: Entry, training: Training, last_loss: float | None, error: str | None) -> None:
+        """Take over what a training gave. The best of all that was measured on a trial's way is what is shipped, and
+        what a baseline counts with."""
+        trial, entry.trained_at = training.trial, time.time()
         best = None
-        if metrics is not None:
-            folder = self.session.folder.trial(entry.trial_id)
-            best = best_model(self.trials[entry.trial_id], folder, training.reports())
-        if metrics is None or best is None:
+        if last_loss is not None:
+            best = best_model(trial, self.session.folder.trial(trial.trial_id), training.reports())
+        if best is None:
             entry.status, entry.reasons = FAILED, [error or "no weights are left of any step that was measured"]
         else:
-            self._take_best(entry, best, metrics["loss"])
+            entry.status, entry.folder, entry.best_step, entry.shipped = TRAINED, str(best.folder), best.step, best.what
+            entry.loss, entry.kl, entry.data_position, entry.last_loss = best.loss, best.kl, best.position, last_loss
+            entry.untrained_loss = (trial.untrained or {}).get("loss")
+            entry.original_loss = self.session.context.original_loss
+            if best.step == 0:
+                words = f"no training made it better; what counts is the {best.what}"
+                print(f"promotion: {training.label}: {words}", flush=True)
         self.save()
         self._tell(entry)
-
-    def _take_best(self, entry: Entry, best: Measured, last_loss: float) -> None:
-        """The best of all that was measured on a trial's way is what is shipped, and what a baseline counts with."""
-        entry.status, entry.folder, entry.best_step, entry.shipped = TRAINED, str(best.folder), best.step, best.what
-        entry.loss, entry.kl, entry.data_position, entry.last_loss = best.loss, best.kl, best.position, last_loss
-        entry.untrained_loss = (self.trials[entry.trial_id].untrained or {}).get("loss")
-        entry.original_loss = self.session.context.original_loss
-        if best.step == 0:
-            label = f"{entry.recipe} {entry.kv_ratio:.0%}"
-            print(f"promotion: {label}: no training made it better; what counts is the {best.what}", flush=True)
 
     def catch_up(self) -> None:
         """Bring MLflow to where the promotion is: a driver may have been killed, or the store away."""

@@ -1,11 +1,12 @@
-"""The full trainings of a promotion: each a Ray task that runs Ray Train workers, several at a time."""
+"""The full trainings of a promotion, several at a time, and which of the models on a trial's way is shipped."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,29 +24,28 @@ from orchestrator.storage.records import TrialRecord, read_json
 from trainers.jobs.worker import TrainJob, run_training
 
 POLL_SECONDS = 10.0
-Done = Callable[["Training", "dict[str, Any] | None", "str | None"], None]
+Done = Callable[["Training", "float | None", "str | None"], None]
 
 
 @dataclass(frozen=True)
 class Training:
     """One trial's way to `total` steps. `job` None: the trial has got there already."""
 
-    trial_id: str
-    label: str
+    trial: TrialRecord
     total: int
     start: int
-    loss: float
-    kl: float | None
     job: TrainJob | None
+
+    @property
+    def label(self) -> str:
+        return f"{self.trial.recipe} {self.trial.kv_ratio:.0%}"
 
     @classmethod
     def of(cls, trial: TrialRecord, total: int, session: SearchSession) -> Training:
         """Continue from the trial's last training checkpoint; from its converted weights if it has none."""
         context, folder, own = session.context, session.folder, session.folder.trial(trial.trial_id)
-        label = f"{trial.recipe} {trial.kv_ratio:.0%}"
-        kl = trial.last.get("kl")
         if trial.step == total:
-            return cls(trial.trial_id, label, total, total, trial.loss, kl, None)
+            return cls(trial, total, total, None)
         saved = trial.last.get("checkpoint_path")
         start = trial.step if saved and Path(saved).is_dir() else 0
         target = folder.promoted / f"{trial.trial_id}-{total}"
@@ -58,7 +58,7 @@ class Training:
         offset = spec.scheduled_steps if spec else 0
         going_on = {"start_step": start - before, "schedule_offset": offset, "resume_from": saved if start else None}
         job = context.job(f"promote-{target.name}", model, target / "trained", candidate, steps, **going_on)
-        return cls(trial.trial_id, label, total, start, trial.loss, kl, job)
+        return cls(trial, total, start, job)
 
     @property
     def log(self) -> Path:
@@ -90,13 +90,13 @@ def milestones(start: int, total: int, evaluations: int) -> tuple[int, ...]:
 
 
 def run_all(trainings: Sequence[Training], session: SearchSession, done: Done) -> None:
-    """Run the trainings, as many at a time as the session has room for; `done(training, metrics or None, error)` after
-    each. `metrics` has loss and kl after the last step.
+    """Run the trainings, each a Ray task that has Ray Train workers train, as many at a time as the session has room
+    for; `done(training, loss after the last step or None, error)` after each.
 
     One that fails does not end the others; one that loses its machines goes on from its last checkpoint.
     """
     for training in (t for t in trainings if t.job is None):
-        done(training, {"loss": training.loss, "kl": training.kl}, None)
+        done(training, training.trial.loss, None)
     waiting = [t for t in trainings if t.job is not None]
     task: Any = ray.remote(num_cpus=session.config.resources.trial_cpus, max_retries=0)(_train)
     running: dict[Any, Training] = {}
@@ -112,21 +112,21 @@ def run_all(trainings: Sequence[Training], session: SearchSession, done: Done) -
             training = running.pop(reference)
             label = training.label
             try:
-                metrics, error = ray.get(reference), None
-                print(f"promotion: {label}: loss {metrics['loss']:.3f} after {training.total} steps", flush=True)
+                loss, error = ray.get(reference), None
+                print(f"promotion: {label}: loss {loss:.3f} after {training.total} steps", flush=True)
             except Exception as failure:
-                metrics, error = None, last_error(f"{type(failure).__name__}: {failure}")  # the cause that Ray wraps
-                losses[training.trial_id] += 1
-                if lost(failure) and losses[training.trial_id] <= LOSSES:
+                loss, error = None, last_error(f"{type(failure).__name__}: {failure}")  # the cause that Ray wraps
+                losses[training.trial.trial_id] += 1
+                if lost(failure) and losses[training.trial.trial_id] <= LOSSES:
                     print(f"promotion: {label} has lost its machines and starts again: {error}", flush=True)
                     waiting.append(training)
                     continue
                 print(f"promotion: {label} failed: {error}", flush=True)
-            done(training, metrics, error)
+            done(training, loss, error)
 
 
-def _train(job: TrainJob, log: str, pool: str | None) -> dict[str, Any]:
-    """A Ray task: carry out a job, writing its milestones to `log`."""
+def _train(job: TrainJob, log: str, pool: str | None) -> float:
+    """A Ray task: carry out a job, writing its milestones to `log`. Returns the loss after the last step."""
     prepare_process()
     outcome = None
     if pool is not None:
@@ -134,7 +134,7 @@ def _train(job: TrainJob, log: str, pool: str | None) -> dict[str, Any]:
             outcome = train_on_pool(pool, job, lambda report: append_milestone(log, report))
     if outcome is None:
         outcome = run_training(job, callbacks=[MilestoneLog(log)])
-    return {key: outcome.metrics.get(key) for key in ("loss", "kl", "data_position")}
+    return outcome.metrics["loss"]
 
 
 def append_milestone(path: str, report: dict[str, Any]) -> None:
@@ -150,3 +150,58 @@ class MilestoneLog(UserCallback):
 
     def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
         append_milestone(self._path, metrics[0])
+
+
+# ---- what is shipped -------------------------------------------------------------------------------------------------
+
+UNTRAINED = "untrained conversion"
+POOLED = "pooled conversion, untrained: not what its relaxation trains from"
+RELAXED = "relaxed model before any recovery"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A model that was measured, and its weights. `step`: training steps behind it; `loss`, `kl`: held out, nats a
+    token; `position`: sequences of the training data behind it, where that is known."""
+
+    step: int
+    loss: float
+    kl: float | None
+    folder: Path
+    what: str
+    position: int | None = None
+
+
+def best_model(trial: TrialRecord, folder: Path, reports: Sequence[Mapping[str, Any]] = ()) -> Measured | None:
+    """What is shipped: the measured model of lowest held-out loss (of equal ones the least trained) whose weights are
+    there, whatever came later; None if there is none. `folder`: the trial's; `reports`: those of its promotion.
+
+    A trial is measured as it is converted (step 0), where a relaxation has ended, and at its rungs; its promotion
+    measures it further. Converted and relaxed weights are there anyway, the best of each training is kept
+    (`trainers.jobs.best_step`).
+    """
+    found = [model for model in _models(trial, folder, reports) if math.isfinite(model.loss) and model.folder.is_dir()]
+    return min(found, key=lambda model: (model.loss, model.step), default=None)
+
+
+def _models(trial: TrialRecord, folder: Path, reports: Sequence[Mapping[str, Any]]) -> Iterator[Measured]:
+    positions = {int(r["step"]): r.get("data_position") for r in (*trial.rungs, *reports)}
+
+    def trained(step: int, loss: float | None, kl: float | None, place: str | Path) -> Measured:
+        return Measured(step, _number(loss), kl, Path(place), f"step {step}", positions.get(step))
+
+    if (first := trial.untrained) is not None:
+        what = POOLED if trial.relaxes else UNTRAINED
+        yield Measured(0, _number(first["loss"]), first.get("kl"), folder / "converted", what, 0)
+    last = trial.last
+    if last.get("relaxed_dir"):
+        steps, loss = int(last.get("relaxation_steps", 0)), _number(last.get("collapsed_loss"))
+        yield Measured(steps, loss, None, Path(last["relaxed_dir"]), RELAXED)
+    if trial.step and "best_dir" not in last:
+        yield trained(trial.step, last.get("loss"), last.get("kl"), folder / "trained")
+    for report in (report for report in (last, *reports[-1:]) if "best_dir" in report):
+        yield trained(report["best_step"], report["best_loss"], report["best_kl"], report["best_dir"])
+
+
+def _number(loss: float | None) -> float:
+    return math.nan if loss is None else float(loss)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from orchestrator.conversion.steps import planning_context, relaxation_start
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.duplicates import work_digest
 from orchestrator.storage.records import read_json, write_json
-from search_spaces.planning.context import PlanningContext
 from search_spaces.planning.planning import relaxed_stages
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.relaxation import OWN
@@ -68,7 +67,7 @@ class TrialContext:
     calibration_file: str
     calibration_cache: str
     rungs: tuple[int, ...]
-    train: dict[str, Any]
+    train: dict[str, Any] = field(hash=False)
     original_loss: float
     device: str = "cpu"
     teacher: str | None = None
@@ -78,11 +77,6 @@ class TrialContext:
         """DHA's search phase that a candidate's plan rests on; None if it needs none."""
         settings = TrainSettings.model_validate(self.train)
         return dha_distances.SearchPhase.of(candidate.recipe, self.model, self.train_file, settings, candidate.seed)
-
-    @property
-    def shared(self) -> tuple[str, str, str, str, str, str]:
-        """What trials in one process have in common, see `shared_parts`."""
-        return (self.model, self.dtype, self.device, self.calibration_file, self.calibration_cache, self.eval_file)
 
     def settings(self, recipe: Recipe, learning_rate: float) -> TrainSettings:
         """How a recipe is trained: the search's settings with what the recipe's recovery changes."""
@@ -221,7 +215,7 @@ def _untrained(candidate: Candidate, context: TrialContext, folder: Path) -> dic
     phases = loading.Phases()
     recipe = candidate.recipe
     with phases("load"):
-        base, calibration, calibration_tokens, held_out, teacher = shared_parts(*context.shared)
+        base, calibration, calibration_tokens, held_out, teacher = shared_parts(context)
     phase = context.search_phase(candidate)
     distances = dha_distances.read(phase.file(context.calibration_cache)) if phase else None
     planning = planning_context(base, calibration, calibration_tokens, context.calibration_cache, distances)
@@ -246,7 +240,8 @@ def _untrained(candidate: Candidate, context: TrialContext, folder: Path) -> dic
                 start = relaxation_start(recipe, base, plan, calibration)
                 checkpoint.save(start, folder / "start", context.model, record=original)
     with phases("similarity"):
-        similarity = _similarity(context, planning, plan)
+        sampled = all(layer.inputs.numel() for layer in calibration.layers)
+        similarity = sharing_similarity(shared_pairs(context), plan, planning.geometry.kv_map) if sampled else None
     measured = loading.cache_facts(converted, own_cache)
     if loading.parameters(base) > KEEP_BELOW:
         shared_parts.cache_clear()
@@ -268,31 +263,22 @@ def _untrained(candidate: Candidate, context: TrialContext, folder: Path) -> dic
     }
 
 
-def _similarity(context: TrialContext, planning: PlanningContext, plan: AttentionPlan) -> dict[str, Any] | None:
-    """How alike the heads are that the plan lets share. The pairs of the original model are kept for later trials."""
-    calibration = planning.calibration
-    if calibration is None or not all(layer.inputs.numel() for layer in calibration.layers):
-        return None
-    if context.shared not in _PAIRS:
-        _PAIRS.clear()
-        _PAIRS[context.shared] = similarity_pairs(planning.heads, calibration.layers, planning.geometry)
-    return sharing_similarity(_PAIRS[context.shared], plan, planning.geometry.kv_map)
-
-
-_PAIRS: dict[tuple[str, ...], Any] = {}
-"""Pair similarities of the original model that this process's trials start from, by `TrialContext.shared`."""
+@lru_cache(maxsize=1)
+def shared_parts(context: TrialContext) -> tuple[PreTrainedModel, Calibration, Tensor, Tensor, CachedTeacher]:
+    """Original model, its statistics, calibration tokens, held-out tokens, and the model as a teacher that knows what
+    it said of them: read once a process, trials reuse it."""
+    base = loading.load_working(context.model, context.dtype, context.device)
+    tokens = read_sequences(context.calibration_file)
+    calibration = cached_calibration(base, tokens, context.calibration_cache)
+    return base, calibration, tokens, read_sequences(context.eval_file), CachedTeacher(base)
 
 
 @lru_cache(maxsize=1)
-def shared_parts(
-    model: str, dtype: str, device: str, calibration_file: str, calibration_cache: str, eval_file: str
-) -> tuple[PreTrainedModel, Calibration, Tensor, Tensor, CachedTeacher]:
-    """Original model, its statistics, calibration tokens, held-out tokens, and the model as a teacher that knows what
-    it said of them: read once a process, trials reuse it."""
-    base = loading.load_working(model, dtype, device)
-    tokens = read_sequences(calibration_file)
-    calibration = cached_calibration(base, tokens, calibration_cache)
-    return base, calibration, tokens, read_sequences(eval_file), CachedTeacher(base)
+def shared_pairs(context: TrialContext) -> Any:
+    """How alike each pair of heads of the original model is; kept also where the model itself is too large for it."""
+    base, calibration, *_ = shared_parts(context)
+    planning = planning_context(base, calibration, None, None)
+    return similarity_pairs(planning.heads, calibration.layers, planning.geometry)
 
 
 def training_job(context: TrialContext, folder: Path, candidate: Candidate, trial_id: str) -> TrainJob:

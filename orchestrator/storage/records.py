@@ -214,7 +214,7 @@ def front(trials: Sequence[TrialRecord]) -> list[TrialRecord]:
     """The trials that no other one beats in both held-out loss and KV bytes a token, by rising bytes.
 
     Trials are compared at their last rung; a promotion ships the best step of a trial
-    (`orchestrator.promotion.shipping`).
+    (`orchestrator.promotion.training`).
     """
     scored = [t for t in trials if t.usable and t.kv_bytes_per_token is not None]
     best: list[TrialRecord] = []

@@ -22,7 +22,6 @@ from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.conversion import loading
 from orchestrator.promotion import gate, promote, steps
 from orchestrator.promotion.gate import check_candidate
-from orchestrator.promotion.shipping import best_model
 from orchestrator.promotion.state import (
     CANDIDATE,
     PASSED,
@@ -35,7 +34,7 @@ from orchestrator.promotion.state import (
     PromotionState,
 )
 from orchestrator.promotion.steps import PromotionSteps
-from orchestrator.promotion.training import milestones
+from orchestrator.promotion.training import best_model, milestones
 from orchestrator.reporting import console
 from orchestrator.search.prepare import SearchSession
 from orchestrator.search.trial import TrialContext

@@ -12,7 +12,7 @@ import torch
 
 from orchestrator.conversion import loading
 from orchestrator.search.candidates import Candidate
-from orchestrator.search.loss_curves import curve_tasks, measure_layer, measure_on_workers
+from orchestrator.search.prepare import curve_tasks, measure_layer, measure_on_workers
 from orchestrator.search.trial import TrialContext
 from search_spaces.planning.curves import Curves, Point
 from search_spaces.recipes.recipes import recipe
