@@ -41,14 +41,11 @@ class PoolGone(RuntimeError):
 # ---- the driver's side -----------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def pool_of_search(config: SearchConfig, folder: SearchFolder) -> Iterator[str | None]:
+def pool_of_search(config: SearchConfig, folder: SearchFolder) -> contextlib.AbstractContextManager[str | None]:
     """The pool of a search, as it is configured, by name; None where every training starts workers of its own."""
-    if not config.resources.reuse_workers:
-        yield None
-        return
-    with open_pool(str(folder.train), idle_seconds=config.resources.idle_seconds) as name:
-        yield name
+    own = config.resources
+    pool = open_pool(str(folder.train), idle_seconds=own.idle_seconds)
+    return pool if own.reuse_workers else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

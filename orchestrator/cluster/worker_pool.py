@@ -40,7 +40,7 @@ class Group:
     given: tuple[int, str] | None = None
     lease: Lease | None = None
     jobs: int = 0
-    ended: list[Any] = field(default_factory=list)
+    ended: dict[int, Any] = field(default_factory=dict)
     ready: bool = False
     ending: bool = False
     squeezed: bool = False
@@ -193,11 +193,11 @@ class Pool:
 
     async def finished(self, name: str, rank: int, ended: dict[str, Any]) -> None:
         group = self.groups[name]
-        group.ended.append((rank, ended))
+        group.ended[rank] = ended
         if len(group.ended) < group.shape[0]:
             return
-        lease, outcome = group.lease, min(group.ended, key=lambda pair: pair[0])[1]
-        group.lease, group.given, group.ended, group.idle_since = None, None, [], time.monotonic()
+        lease, outcome = group.lease, group.ended[0]
+        group.lease, group.given, group.ended, group.idle_since = None, None, {}, time.monotonic()
         group.jobs += 1
         if lease is not None:
             lease.group = None

@@ -28,8 +28,7 @@ DIGITS = 16
 
 def file_digest(path: str | Path) -> str | None:
     """The first digits of a file's SHA-256; None if it is not there."""
-    file = Path(path)
-    return sha256(file)[:DIGITS] if file.is_file() else None
+    return sha256(path)[:DIGITS] if Path(path).is_file() else None
 
 
 def lineage_of(entry: Entry, trial: TrialRecord, digests: dict[str, str], session: SearchSession) -> dict[str, Any]:
@@ -108,17 +107,13 @@ def gate_tags(entry: Entry) -> dict[str, str]:
     return {"gate": OK if passed else REFUSED} | {f"gate.{name}": outcome for name, outcome in entry.gate.items()}
 
 
-def format_of(entry: Entry) -> str:
-    """What loads the model that was written."""
-    return "stock transformers" if entry.plain else "Headfold's own format, not stock transformers"
-
-
 def register(entry: Entry, session: SearchSession, tracker: Tracker) -> None:
     """Make the version, with lineage and gate as its tags. Raises TrackingError if the registry refuses."""
     assert entry.model is not None and entry.run_id is not None
     losses = ("loss", "untrained_loss", "last_loss", "baseline_loss")
     tags = {name: getattr(entry, name) for name in ("recipe", "kv_ratio", "kv_bytes_per_token", *losses, "shipped")}
-    tags |= {"format": format_of(entry), **gate_tags(entry), **lineage_tags(entry.lineage)}
+    loads_in = "stock transformers" if entry.plain else "Headfold's own format, not stock transformers"
+    tags |= {"format": loads_in, **gate_tags(entry), **lineage_tags(entry.lineage)}
     share = f"{percent(entry.kv_ratio)} of the original's KV cache"
     description = f"{entry.recipe} at {share}, from search {session.folder.root.name}"
     name = model_name(session.config)

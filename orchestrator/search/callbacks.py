@@ -82,11 +82,7 @@ class SearchLog(Callback):
         self._shown = now
         rungs = self.journal.history.rungs
         line = progress_line(list(self.records.values()), self.expected, rungs, self.original_loss, now - self.started)
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[2K{line}")
-        else:
-            sys.stderr.write(line + "\n")
-        sys.stderr.flush()
+        print(f"\r\x1b[2K{line}" if sys.stderr.isatty() else f"{line}\n", end="", file=sys.stderr, flush=True)
 
 
 def run_of(record: TrialRecord, folder: Path) -> Run:

@@ -79,18 +79,14 @@ class Work:
             left = never + (trials - probes - never) * config.rungs.reduction_factor**-rung
             tokens += left * (after - before) * a_step
             measured += left * config.data.eval.tokens
-        trainings, promoted = _trainings(config), config.promotion.steps * a_step
-        measured += trainings * config.promotion.evaluations * config.data.eval.tokens
+        promotion, ratios = config.promotion, len(config.search.kv_ratios or config.search.kv_heads)
+        # Candidates, and the baseline at each KV ratio
+        trainings = ratios * (2 if promotion.select == "front" else promotion.top + 1)
+        trainings *= promotion.enabled and promotion.steps > 0
+        promoted = promotion.steps * a_step
+        measured += trainings * promotion.evaluations * config.data.eval.tokens
         most = (trials - probes) * steps[-1] * a_step + trainings * promoted
         return cls(trials, probes, trainings, round(tokens) + trainings * promoted, most, round(measured))
-
-
-def _trainings(config: SearchConfig) -> int:
-    """Full trainings of the promotion: candidates, and the baseline at each KV ratio."""
-    ratios, own = len(config.search.kv_ratios or config.search.kv_heads), config.promotion
-    if not own.enabled or not own.steps:
-        return 0
-    return ratios * (2 if own.select == "front" else own.top + 1)
 
 
 @dataclass(frozen=True)

@@ -201,9 +201,6 @@ class JournaledSearch(SearchGenerator):
     def save_to_dir(self, dirpath: str, session_str: str = "") -> None:
         """Nothing: the journal is the state."""
 
-    def has_checkpoint(self, dirpath: str) -> bool:
-        return False
-
 
 def replay(history: History, searcher: ResumableSearcher, scheduler: RungScheduler) -> None:
     """Tell a fresh searcher and a fresh scheduler what the journal holds, in the order in which it happened.

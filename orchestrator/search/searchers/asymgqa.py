@@ -35,7 +35,7 @@ CHOSEN = ("grouping", "similarity", "alignment", "fusion", "refinement", "recove
 
 
 class ChainSearch(ResumableSearcher):
-    """The configured candidates, then the chains' probes, then the best plan of every budget as a full trial.
+    """The configured candidates, then the chains' probes, then the best plan of every KV ratio as a full trial.
 
     A plan that was measured before is not measured again: its score is known, and the move is made at once. So there
     are `total` trials at most; `skipped` says in the end how many were not needed.
@@ -70,15 +70,12 @@ class ChainSearch(ResumableSearcher):
         return candidate.config()
 
     def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
-        """Take a probe's score. A probe that failed, or diverged, counts as rejected."""
+        """Take a probe's score: it reports once. A probe that failed, or diverged, counts as rejected."""
         plan = self._running.pop(trial_id, None)
         if plan is None:
             return
         loss = None if error or result is None else result.get(SCORE)
         self._scores[plan] = None if loss is None or not math.isfinite(loss) else -float(loss)
-
-    def on_trial_result(self, trial_id: str, result: dict) -> None:
-        """Probes report once, so that everything is told at their end."""
 
     def add_trial(self, trial_id: str, config: dict[str, Any]) -> None:
         candidate = Candidate.from_config(config)

@@ -19,14 +19,13 @@ import itertools
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import optuna
 
-from orchestrator.search.candidates import Candidate, CandidateSpace, Point
+from orchestrator.search.candidates import Candidate, Point
 from orchestrator.search.searchers.listed import ListedSearcher
 from orchestrator.search.searchers.problem import OBJECTIVES, SEARCHERS, ResumableSearcher, SearchProblem
 from search_spaces import pareto
@@ -40,26 +39,6 @@ TPE would be slower each time, and it weighs old results down anyway."""
 DIRECTIONS = [optuna.study.StudyDirection.MINIMIZE] * len(OBJECTIVES)
 
 
-@dataclass
-class Observation:
-    """A trial's scores at the highest rung that it has told of."""
-
-    point: Point
-    values: tuple[float, ...]
-    rung: int
-    _finished = None
-
-    def finished(self, space: CandidateSpace) -> optuna.trial.FrozenTrial:
-        """As a trial of Optuna's, made once: it is told with every proposal as long as it is in the window."""
-        if self._finished is None:
-            asked = optuna.trial.FixedTrial(self.point)
-            space.decide(partial(ask, asked))
-            self._finished = optuna.trial.create_trial(
-                params=self.point, distributions=asked.distributions, values=self.values
-            )
-        return self._finished
-
-
 class FrontSearch(ListedSearcher):
     """The configured candidates, then what Optuna proposes.
 
@@ -70,7 +49,7 @@ class FrontSearch(ListedSearcher):
     def __init__(self, problem: SearchProblem) -> None:
         super().__init__(problem)
         self._points: dict[str, Point] = {}
-        self._seen: dict[str, Observation] = {}  # by trial
+        self._seen: dict[str, Any] = {}  # Optuna's trials, with the scores at the highest rung told of, by trial
         self._dropped: set[str] = set()
 
     def add_trial(self, trial_id: str, config: dict[str, Any]) -> None:
@@ -100,18 +79,21 @@ class FrontSearch(ListedSearcher):
             return
         if not all(map(math.isfinite, values)):
             return
-        known = self._seen.get(trial_id)
-        if known is not None and known.rung >= rung:
+        if trial_id in self._seen and self._seen[trial_id].user_attrs["rung"] >= rung:
             return
-        self._seen[trial_id] = Observation(point, values, rung)
+        asked = optuna.trial.FixedTrial(point)
+        self._problem.space.decide(partial(ask, asked))
+        self._seen[trial_id] = optuna.trial.create_trial(
+            params=point, distributions=asked.distributions, values=values, user_attrs={"rung": rung}
+        )
 
-    def _window(self) -> list[Observation]:
+    def _window(self) -> list[Any]:
         """What a proposal rests on, at most RECENT + BEST results, by trial number: a function of what is known."""
         seen = [self._seen[trial] for trial in sorted(self._seen, key=lambda trial: (len(trial), trial))]
         if len(seen) <= RECENT + BEST:
             return seen
         older = seen[:-RECENT]
-        kept = sorted(pareto.select([observation.values for observation in older], BEST))
+        kept = sorted(pareto.select([trial.values for trial in older], BEST))
         return [*(older[place] for place in kept), *seen[-RECENT:]]
 
     # ---- proposals --------------------------------------------------------------------------------------------
@@ -124,7 +106,7 @@ class FrontSearch(ListedSearcher):
         """
         space = self._problem.space
         study = optuna.create_study(directions=DIRECTIONS)
-        study.add_trials([observation.finished(space) for observation in self._window()])
+        study.add_trials(self._window())
         seed = int(np.random.SeedSequence([self._problem.seed, number, 0]).generate_state(1)[0])
         startup = max(4, len(self._problem.named))
         study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=startup)
