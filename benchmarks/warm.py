@@ -1,8 +1,8 @@
-"""Seconds from the start of a trial to its first DeepSpeed step: standing groups against a Ray Train run a trial.
+"""Seconds from the start of a trial to its first DeepSpeed step: the worker pool against a Ray Train run a trial.
 
     python -m benchmarks warm [--quick]
 
-Both inside Ray Tune, one trial at a time, in one Ray of this machine. The first trial on a standing group starts it and
+Both inside Ray Tune, one trial at a time, in one Ray of this machine. The first trial on a group of the pool starts it and
 does not count: it is told in a row of its own.
 """
 
@@ -119,7 +119,7 @@ def worker_process() -> int:
 
 @benchmark("warm", devices=("cpu",))
 def warm(scale: Scale) -> Iterator[Row]:
-    """Seconds to a trial's first training step on a standing group against workers of its own."""
+    """Seconds to a trial's first training step on a group of the pool against workers of its own."""
     from orchestrator.cluster.pool_client import open_pool
 
     workers, plain_trials, warm_trials = scale.pick((1, 1, 3), (2, 4, 101))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -59,25 +59,20 @@ class FrontSearch(ListedSearcher):
 
     # ---- results ----------------------------------------------------------------------------------------------
 
-    def on_trial_result(self, trial_id: str, result: dict) -> None:
-        self._tell(trial_id, result)
-
     def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
         """A paused trial that is stopped for good comes without a result: what it told before counts."""
         if result is not None and not error:
-            self._tell(trial_id, result)
+            self.on_trial_result(trial_id, result)
         diverged = result is not None and not math.isfinite(result.get(OBJECTIVES[0], 0.0))
         if (error or diverged) and trial_id in self._points:
             self._seen.pop(trial_id, None)
             self._dropped.add(trial_id)
         self._points.pop(trial_id, None)
 
-    def _tell(self, trial_id: str, result: Mapping[str, Any]) -> None:
+    def on_trial_result(self, trial_id: str, result: dict) -> None:
         values = tuple(float(result.get(name, math.nan)) for name in OBJECTIVES)
         point, rung = self._points.get(trial_id), int(result.get("rung", 0))
-        if point is None or trial_id in self._dropped or result.get("pooled"):
-            return
-        if not all(map(math.isfinite, values)):
+        if point is None or trial_id in self._dropped or result.get("pooled") or not all(map(math.isfinite, values)):
             return
         if trial_id in self._seen and self._seen[trial_id].user_attrs["rung"] >= rung:
             return

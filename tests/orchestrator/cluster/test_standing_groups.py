@@ -1,4 +1,4 @@
-"""Standing groups of real Ray Train workers: one job after another, and what happens when somebody dies."""
+"""The worker pool, of real Ray Train workers: one job after another, and what happens when somebody dies."""
 
 from __future__ import annotations
 
