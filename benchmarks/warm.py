@@ -2,8 +2,8 @@
 
     python -m benchmarks warm [--quick]
 
-Both inside Ray Tune, one trial at a time, in one Ray of this machine. The first trial on a group of the pool starts it and
-does not count: it is told in a row of its own.
+Both inside Ray Tune, one trial at a time, in one Ray of this machine. The first trial on a group of the pool starts
+it and does not count: it is told in a row of its own.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class Pool:
         if lease in self.waiting:
             self.waiting.remove(lease)
         if lease.group is not None and not self._answer(lease, False) and lease.reported < lease.job.milestones[-1]:
-            self._kill(lease.group)
+            self._end(lease.group, kill=True)
 
     async def state(self) -> dict[str, Any]:
         """For tests and for people."""
@@ -152,12 +152,12 @@ class Pool:
         """End all groups in order, as far as they let themselves be."""
         self._closing = True
         for group in list(self.groups.values()):
-            (self._end if group.lease is None else self._kill)(group)  # nobody waits for what is under way
+            self._end(group, kill=group.lease is not None)  # nobody waits for what is under way
         deadline = time.monotonic() + CLOSE_SECONDS
         while self.groups and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         for group in list(self.groups.values()):
-            self._kill(group)
+            self._end(group, kill=True)
         if self._watch is not None:
             self._watch.cancel()
 
@@ -251,14 +251,10 @@ class Pool:
 
         threading.Thread(target=keep, name=group.name, daemon=True).start()
 
-    def _end(self, group: Group) -> None:
-        """Ask a group to end once its job is done; at once if it is idle. One that is still starting ends then."""
+    def _end(self, group: Group, kill: bool = False) -> None:
+        """End a group once its job is done, or kill it; one that is idle ends at once, one that is starting then."""
         group.ending = True
-        group.tell()
-
-    def _kill(self, group: Group) -> None:
-        group.ending = True
-        for worker in group.workers.values():
+        for worker in group.workers.values() if kill else ():
             ray.kill(worker)
         group.tell()
 

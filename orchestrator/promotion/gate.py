@@ -67,8 +67,7 @@ def _check_loss(entry: Entry, config: SearchConfig) -> None:
     """Better than the baseline at the same KV ratio, each at its best measured step of equally many, and no worse than
     its own untrained conversion. How far the original model is away is recorded."""
     margin, baseline = config.promotion.margin, config.search.baseline
-    names = ("loss", "last_loss", "untrained_loss", "baseline_loss", "original_loss", "best_step", "baseline_step")
-    entry.checks |= {name: getattr(entry, name) for name in (*names, "shipped")} | {"margin": margin}
+    entry.checks |= entry.compared | {"loss": entry.loss, "shipped": entry.shipped, "margin": margin}
     if entry.recipe == baseline:
         entry.reasons.append(f"it is the baseline {entry.recipe} itself; nothing was better at this budget")
     elif entry.baseline_loss is None:

@@ -59,6 +59,12 @@ class Entry:
     trained_at: float | None = None
 
     @property
+    def compared(self) -> dict[str, float | int | None]:
+        """What a promotion compares, beside the `loss` that is shipped."""
+        losses = ("untrained_loss", "last_loss", "baseline_loss", "original_loss")
+        return {name: getattr(self, name) for name in (*losses, "best_step", "baseline_step")}
+
+    @property
     def unfinished(self) -> bool:
         """Whether a step has failed that running the promotion again may carry out."""
         return self.status in (FAILED, PASSED, REGISTERED)

@@ -99,7 +99,7 @@ class PromotionSteps:
         at, texts = {"time": entry.trained_at}, {}
         training = Training.of(self.trials[trial_id], steps, self.session)
         points = [{k: v for k, v in r.items() if not k.startswith("best_")} | at for r in training.reports()]
-        points.append(losses_of(entry) | {"loss": entry.last_loss, "step": steps} | at)
+        points.append(entry.compared | {"best_loss": entry.loss, "loss": entry.last_loss, "step": steps} | at)
         if entry.shipped is not None:
             tags["shipped"] = entry.shipped
         if entry.status == FAILED:
@@ -141,7 +141,7 @@ class PromotionSteps:
             registry = self.session.mlflow.registry()
             for entry in entries:
                 if entry.status == PASSED:
-                    entry.run_id = self.session.mlflow.id_of(self.run_of(entry))
+                    self._tell(entry)  # its version needs the id of its run
                     register(entry, self.session, registry)
                     self.save()
             settle_aliases(self.state, self.session.config, registry)
@@ -155,16 +155,3 @@ class PromotionSteps:
             if entry.status == PROMOTED:
                 entry.reasons = []
                 self._tell(entry)
-
-
-def losses_of(entry: Entry) -> dict[str, float | int | None]:
-    """What a promotion compares, by the names of its metrics in MLflow."""
-    return {
-        "untrained_loss": entry.untrained_loss,
-        "best_loss": entry.loss,
-        "best_step": entry.best_step,
-        "last_loss": entry.last_loss,
-        "baseline_loss": entry.baseline_loss,
-        "baseline_step": entry.baseline_step,
-        "original_loss": entry.original_loss,
-    }

@@ -41,8 +41,6 @@ class SearchLog(Callback):
     def records(self) -> dict[str, TrialRecord]:
         return self.journal.history.records
 
-    # ---- Tune's hooks: each comes after the journal has the event --------------------------------------------------
-
     def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
         self._track(self.records[trial.trial_id])
         self._show()
@@ -71,8 +69,6 @@ class SearchLog(Callback):
         run_id = self.mlflow.put(run_of(record, self.journal.path.parent))
         if run_id is not None and run_id != record.run_id and self.journal.failed is None:
             self.journal.append(RUN, trial=record.trial_id, run_id=run_id)
-
-    # ---- progress ---------------------------------------------------------------------------------------------
 
     def _show(self, last: bool = False) -> None:
         """The progress, once a second at most; `last`: now, whenever it was shown before."""

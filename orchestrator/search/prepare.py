@@ -59,9 +59,9 @@ def prepare_base(config: SearchConfig, prepared: Prepared, folder: SearchFolder)
     device = "cuda" if config.resources.trial_gpus else "cpu"
     dtype = loading.written_dtype(path, config.model.dtype)
     model = loading.load_working(path, dtype, device)
-    held_out = read_sequences(prepared.eval_file)
+    held_out = read_sequences(prepared.files["eval"])
     scored = loading.score(model, held_out)
-    tokens = read_sequences(prepared.calibration_file)
+    tokens = read_sequences(prepared.files["calibration"])
     calibration = cached_calibration(model, tokens, prepared.cache / "calibration")
     cast_weights(model, loading.dtype_of(dtype))  # bytes are those of what is written
     record = {
@@ -106,9 +106,7 @@ def trial_context(config: SearchConfig, prepared: Prepared, folder: SearchFolder
         folder=str(folder.root),
         model=base["model"],
         dtype=loading.written_dtype(base["model"], config.model.dtype),
-        train_file=str(prepared.train_file),
-        eval_file=str(prepared.eval_file),
-        calibration_file=str(prepared.calibration_file),
+        **{f"{split}_file": str(file) for split, file in prepared.files.items()},
         calibration_cache=str(prepared.cache / "calibration"),
         rungs=tuple(config.rungs.steps),
         train=config.train.model_dump(mode="json"),
@@ -159,8 +157,10 @@ def curve_tasks(candidates: Iterable[Candidate], layers: int) -> list[CurveTask]
     return [(candidate, layer) for candidate in first.values() for layer in range(layers)]
 
 
-def measure_layer(task: CurveTask, context: TrialContext) -> int:
-    """Measure in this process; returns the number of points of the layer."""
+def measure_layer(task: CurveTask, context: TrialContext, threads: int | None = None) -> int:
+    """Measure in this process, with as many threads if given; returns the number of points of the layer."""
+    if threads is not None:
+        torch.set_num_threads(threads)
     (candidate, layer), (model, calibration, tokens, *_) = task, shared_parts(context)
     planning = planning_context(model, calibration, tokens, context.calibration_cache)
     generator = np.random.default_rng(candidate.seed)
@@ -175,7 +175,7 @@ def measure_on_workers(tasks: Sequence[CurveTask], context: TrialContext, cpus: 
     if not tasks:
         return
     print(f"increases of the loss: {len(tasks)} layers to measure", flush=True)
-    remote = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=1)(_measured)
+    remote = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=1)(measure_layer)
     waiting = [remote.remote(task, context, max(1, int(cpus))) for task in tasks]
     while waiting:
         done, waiting = ray.wait(waiting, num_returns=1)
@@ -184,8 +184,3 @@ def measure_on_workers(tasks: Sequence[CurveTask], context: TrialContext, cpus: 
         except RayError as error:
             print(f"increases of the loss: {str(error).strip().splitlines()[-1]}", flush=True)
         print(f"increases of the loss: {len(tasks) - len(waiting)} of {len(tasks)} layers done", flush=True)
-
-
-def _measured(task: CurveTask, context: TrialContext, threads: int) -> int:
-    torch.set_num_threads(threads)
-    return measure_layer(task, context)

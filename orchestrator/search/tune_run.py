@@ -17,7 +17,7 @@ from orchestrator.search.callbacks import SearchLog
 from orchestrator.search.duplicates import CopyingSearcher
 from orchestrator.search.prepare import SearchSession, head_similarities
 from orchestrator.search.resume import JournaledScheduler, JournaledSearch, disk_failed, replay, settle
-from orchestrator.search.schedulers import RungProblem, RungScheduler, make_scheduler
+from orchestrator.search.schedulers import RungProblem, make_scheduler
 from orchestrator.search.searchers import make_searcher, trials_of
 from orchestrator.search.trial import run_trial
 from orchestrator.search.validation import Prepared
@@ -39,7 +39,9 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
     searcher = make_searcher(config.search.searcher, problem)
     expected = trials_of(searcher, problem)
     log = SearchLog(journal, session.mlflow, expected, session.context.original_loss)
-    scheduler = scheduler_of(config, expected)
+    rungs = config.rungs
+    given = RungProblem(len(rungs.steps), rungs.reduction_factor, (config.search.baseline,), trials=expected)
+    scheduler = make_scheduler(rungs.scheduler if rungs.stop else "none", given, rungs.params if rungs.stop else None)
     copying = CopyingSearcher(searcher, scheduler.copies)
     scheduler.slots.capacity = Room(Demand.of(config), config.resources.max_concurrent).trials
     settle(journal)
@@ -88,13 +90,6 @@ def stops_in_training(config: SearchConfig) -> bool:
     trial without a word to searcher, scheduler or log [ray 2.60]. Such a process must go with its trial.
     """
     return config.rungs.stop and len(config.rungs.steps) > 2
-
-
-def scheduler_of(config: SearchConfig, expected: int) -> RungScheduler:
-    """What decides at the rungs. Raises ValueError for a name or parameters that there are not."""
-    rungs = config.rungs
-    problem = RungProblem(len(rungs.steps), rungs.reduction_factor, (config.search.baseline,), trials=expected)
-    return make_scheduler(rungs.scheduler if rungs.stop else "none", problem, rungs.params if rungs.stop else None)
 
 
 def _name(trial: Any) -> str:

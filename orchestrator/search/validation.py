@@ -22,13 +22,11 @@ from trainers.text.data import DataError, sequence_file
 
 @dataclass(frozen=True)
 class Prepared:
-    """What validation found and made: geometry, candidates, token files (kept in the storage and reused)."""
+    """What validation found and made: geometry, candidates, token files by split (kept in the storage and reused)."""
 
     geometry: HeadGeometry
     problem: SearchProblem
-    train_file: Path
-    eval_file: Path
-    calibration_file: Path
+    files: dict[str, Path]
     cache: Path
 
 
@@ -51,8 +49,7 @@ def validate_search(config: SearchConfig) -> Prepared:
     check_machine(Demand.of(config), config.resources.max_concurrent)
     storage = storage_path(config.storage)
     check_writable(storage)
-    files = token_files(config, storage / "cache")
-    return Prepared(geometry, problem, files["train"], files["eval"], files["calibration"], storage / "cache")
+    return Prepared(geometry, problem, token_files(config, storage / "cache"), storage / "cache")
 
 
 def search_problem(config: SearchConfig, geometry: HeadGeometry) -> SearchProblem:

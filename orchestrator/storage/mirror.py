@@ -137,8 +137,6 @@ class Mirror:
         found = [i.path for i in self.filesystem.get_file_info(selector) if i.type == fs.FileType.File]
         return sorted(str(PurePosixPath(path).relative_to(self.root)) for path in found)
 
-    # ---- from the address -------------------------------------------------------------------------------------
-
     def pull(self) -> int:
         """Fetch what the working folder does not have. Returns how many files came."""
         came = 0
@@ -151,8 +149,6 @@ class Mirror:
                 shutil.copyfileobj(source, out, 1 << 22)
             came += 1
         return came
-
-    # ---- to the address ---------------------------------------------------------------------------------------
 
     def push(self) -> int:
         """Send what has changed, files before the records that name them, then drop what is gone. Files sent.

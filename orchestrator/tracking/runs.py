@@ -93,10 +93,6 @@ class Tracker:
             ) from None
         return cls(address, identity, client)
 
-    @property
-    def address(self) -> str:
-        return redact(self.uri)
-
     # ---- runs -------------------------------------------------------------------------------------------------
 
     def start(self, name: str, *, parent: str | None = None, tags: Mapping[str, Any] | None = None) -> str:
@@ -135,8 +131,8 @@ class Tracker:
     def text(self, run_id: str, text: str, file: str) -> None:
         self.client.log_text(run_id, redact(text), file)
 
-    def file(self, run_id: str, path: str | Path, folder: str | None = None) -> None:
-        self.client.log_artifact(run_id, str(path), folder)
+    def file(self, run_id: str, path: str | Path) -> None:
+        self.client.log_artifact(run_id, str(path))
 
     def end(self, run_id: str, status: str) -> None:
         """End a run with one of the states of `orchestrator.storage.records`."""
@@ -183,7 +179,17 @@ class Tracker:
         with self._registry(name):
             if not self.client.search_registered_models(f"name = '{name}'"):
                 self.client.create_registered_model(name)
-            return self._version(name, str(folder), run_id, tags, description)
+            place = str(folder)
+            for known in self.client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'"):
+                if known.tags.get("folder") == place:
+                    return str(known.version)
+            labels = {key: str(value) for key, value in tags.items()} | {"folder": place}
+            source = place
+            if self.uri.startswith(("http://", "https://")):
+                self.client.log_artifacts(run_id, place, "model")
+                source = f"{self.client.get_run(run_id).info.artifact_uri}/model"
+            made = self.client.create_model_version(name, source, run_id=run_id, tags=labels, description=description)
+            return str(made.version)
 
     def holder(self, name: str, alias: str) -> str | None:
         """The version that an alias points to; None if it points nowhere. Raises TrackingError."""
@@ -203,19 +209,7 @@ class Tracker:
         try:
             yield
         except MlflowException as error:
-            raise TrackingError(f"the registry at {self.address} refused {name}: {reason(error, redact)}") from None
-
-    def _version(self, name: str, folder: str, run_id: str, tags: Mapping[str, Any], description: str) -> str:
-        for known in self.client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'"):
-            if known.tags.get("folder") == folder:
-                return str(known.version)
-        labels = {key: str(value) for key, value in tags.items()} | {"folder": folder}
-        source = folder
-        if self.uri.startswith(("http://", "https://")):
-            self.client.log_artifacts(run_id, folder, "model")
-            source = f"{self.client.get_run(run_id).info.artifact_uri}/model"
-        made = self.client.create_model_version(name, source, run_id=run_id, tags=labels, description=description)
-        return str(made.version)
+            raise TrackingError(f"the registry at {redact(self.uri)} refused {name}: {reason(error, redact)}") from None
 
 
 def is_away(error: Exception) -> bool:

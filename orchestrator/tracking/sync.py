@@ -99,10 +99,6 @@ class MlflowSync:
         """The store's id of the parent; None as long as it was never reached."""
         return self._runs[self._parent].run_id
 
-    def id_of(self, run: Run) -> str | None:
-        known = self._runs.get(run.key)
-        return None if known is None else known.run_id
-
     @property
     def waiting(self) -> int:
         """How many runs the store may not have as they should be."""

@@ -56,8 +56,6 @@ class ChainSearch(ResumableSearcher):
         """Moves whose plan was measured already, once all chains have ended."""
         return sum(chain.moves for chains in self._chains.values() for chain in chains) - len(self._scores)
 
-    # ---- Tune's hooks -----------------------------------------------------------------------------------------
-
     def suggest(self, trial_id: str) -> Any:
         """A trial; None while every chain waits for a result; FINISHED when all has been suggested."""
         if self._made < len(self._problem.named):
@@ -86,8 +84,6 @@ class ChainSearch(ResumableSearcher):
         elif candidate.plan is not None:
             self._finals.remove((candidate.kv_ratio, candidate.learning_rate, candidate.seed))
         self._made += 1
-
-    # ---- chains -----------------------------------------------------------------------------------------------
 
     def _probe(self, trial_id: str) -> Candidate | None:
         """A plan that some chain wants measured and no trial measures yet."""

@@ -57,8 +57,6 @@ class FrontSearch(ListedSearcher):
         if (point := self._problem.space.locate(Candidate.from_config(config))) is not None:
             self._points[trial_id] = point
 
-    # ---- results ----------------------------------------------------------------------------------------------
-
     def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
         """A paused trial that is stopped for good comes without a result: what it told before counts."""
         if result is not None and not error:
@@ -90,8 +88,6 @@ class FrontSearch(ListedSearcher):
         older = seen[:-RECENT]
         kept = sorted(pareto.select([trial.values for trial in older], BEST))
         return [*(older[place] for place in kept), *seen[-RECENT:]]
-
-    # ---- proposals --------------------------------------------------------------------------------------------
 
     def draws(self, number: int) -> Iterator[Candidate]:
         """The estimator's, and, where that was tried, what lies beside it: one decision drawn anew, later more.
