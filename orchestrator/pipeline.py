@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import shlex
 import sys
@@ -19,25 +18,15 @@ import yaml
 
 from attention.io.files import write_whole
 from orchestrator.cluster.pool_client import pool_of_search
-from orchestrator.cluster.session import Demand, capacity, concurrency, connected
+from orchestrator.cluster.session import Demand, concurrency, connected
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
-from orchestrator.conversion.dha_distances import prepare
 from orchestrator.promotion.promote import promote
 from orchestrator.reporting import console, figures
 from orchestrator.reporting.comparison import compare
 from orchestrator.reporting.report_page import write_report
-from orchestrator.search.candidates import Candidate
 from orchestrator.search.estimate import announce
 from orchestrator.search.outcome import SearchOutcome, print_outcome
-from orchestrator.search.prepare import (
-    SEVERAL,
-    SearchSession,
-    curve_tasks,
-    measure_on_workers,
-    prepare_base,
-    trial_context,
-)
-from orchestrator.search.trial import TrialContext
+from orchestrator.search.prepare import SearchSession, measure_increases, prepare_base, run_search_phases, trial_context
 from orchestrator.search.tune_run import run_trials
 from orchestrator.search.validation import Prepared, validate_search
 from orchestrator.storage import records
@@ -49,7 +38,6 @@ from orchestrator.storage.records import best_per_budget, read_json, write_json
 from orchestrator.storage.trust import warn_of_pickles
 from orchestrator.tracking.runs import Tracker, default_uri, redact
 from orchestrator.tracking.sync import MlflowSync, Run, parent_run
-from search_spaces.recipes.recipes import recipe as named_recipe
 
 PACKAGES = ("torch", "transformers", "ray", "deepspeed", "optuna", "mlflow", "datasets", "numpy", "headfold")
 SECTIONS_OF_TRIALS = ("name", "model", "data", "search", "rungs", "train")
@@ -62,9 +50,10 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
     DataError or TrackingError. A trial that fails does not end the search. Interrupted by Ctrl-C, it keeps its state:
     run it again with `resume`, which goes on with the newest search of the name, or with the one whose folder it names.
     """
-    if in_ray_job():
-        config = _at_home(config)
     storage = storage_path(config.storage)
+    if in_ray_job() and not is_remote(config.storage) and str(storage) != config.storage:
+        print(f"storage {config.storage!r} is relative and this is a Ray job: results go to {storage}", flush=True)
+        config = config.model_copy(update={"storage": str(storage)})
     with mirrored(config.storage, storage):
         folder = _earlier(config, storage, resume)
         prepared = validate_search(config)
@@ -83,16 +72,6 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
                 outcome = _run_to_end(config, prepared, folder, mlflow, parallel)
     print_outcome(outcome)
     return outcome
-
-
-def _at_home(config: SearchConfig) -> SearchConfig:
-    """In a Ray job the working folder is Ray's and vanishes: relative storage goes to the home folder."""
-    if is_remote(config.storage):
-        return config
-    path = storage_path(config.storage)
-    if str(path) != config.storage:
-        print(f"storage {config.storage!r} is relative and this is a Ray job: results go to {path}", flush=True)
-    return config.model_copy(update={"storage": str(path)})
 
 
 # ---- which search ----------------------------------------------------------------------------------------------------
@@ -253,8 +232,8 @@ def _run(
 ) -> SearchOutcome:
     base = prepare_base(config, prepared, folder)
     context = trial_context(config, prepared, folder, base)
-    _search_phases(config, prepared, context)
-    _measure_increases(config, prepared, context)
+    run_search_phases(config, prepared, context)
+    measure_increases(config, prepared, context)
     outcome = SearchOutcome(folder.root, read_json(folder.state)["tracking"], base, [], config.search.baseline)
     with pool_of_search(config, folder) as pool:
         session = SearchSession(config, folder, replace(context, pool=pool), mlflow, parallel)
@@ -269,28 +248,6 @@ def _run(
             outcome.promotion = promote(session)
     outcome.report = write_report(folder.root)["report"]
     return outcome
-
-
-def _search_phases(config: SearchConfig, prepared: Prepared, context: TrialContext) -> None:
-    """DHA's search phase, for every seed of every candidate whose plan rests on one."""
-    candidates = list(prepared.problem.named)
-    if "fusion_loss" in config.search.search_space.get("objective", ()):
-        fixed = {k: v for k, v in config.search.params.items() if k in ("objective.steps", "objective.rate")}
-        candidates.append(Candidate(named_recipe("dha", settings=fixed), 0.5, 1.0, config.seeds[0]))
-    phases = [phase for phase in map(context.search_phase, candidates) if phase]
-    prepare(phases, context.calibration_cache, config.train.cpus_per_worker, config.train.gpus_per_worker)
-
-
-def _measure_increases(config: SearchConfig, prepared: Prepared, context: TrialContext) -> None:
-    """The loss increases that plans of named candidates rest on, where several workers can share the measuring.
-
-    With fewer, the first trial that needs them measures them no later than the tasks would have started.
-    """
-    cpus, gpus = config.train.cpus_per_worker, config.resources.trial_gpus
-    have = capacity()
-    slots = min(have["CPU"] // cpus, have["GPU"] // gpus if gpus else math.inf)
-    if slots >= SEVERAL:
-        measure_on_workers(curve_tasks(prepared.problem.named, prepared.geometry.num_layers), context, cpus, gpus)
 
 
 def _draw_front(outcome: SearchOutcome) -> None:

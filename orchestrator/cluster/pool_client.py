@@ -38,9 +38,6 @@ class PoolGone(RuntimeError):
     """The worker pool has died, and with it its groups."""
 
 
-# ---- the driver's side -----------------------------------------------------------------------------------------------
-
-
 def pool_of_search(config: SearchConfig, folder: SearchFolder) -> contextlib.AbstractContextManager[str | None]:
     """The pool of a search, as it is configured, by name; None where every training starts workers of its own."""
     own = config.resources
@@ -76,21 +73,16 @@ def _clear(storage_path: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# ---- the trial's side ------------------------------------------------------------------------------------------------
-
-
-def train_on_pool(
-    pool: str, job: TrainJob, on_report: Callable[[dict[str, Any]], None], *, reported: int = -1
-) -> TrainOutcome:
+def train_on_pool(pool: str, job: TrainJob, on_report: Callable[[dict[str, Any]], None]) -> TrainOutcome:
     """`run_training` on workers of the pool: the same job, reports and errors.
 
-    `on_report` is called in this thread with each milestone's report after step `reported`; the workers wait until it
+    `on_report` is called in this thread with each milestone's report; the workers wait until it
     returns, and if it raises they end the job there. Raises GroupError where `run_training` raises Ray's
     TrainingFailedError, and PoolGone if there is no pool, or no longer.
     """
     try:
         handle = ray.get_actor(pool)
-        number, beat = cast(tuple[int, float], ray.get(handle.lease.remote(job.to_json(), reported)))
+        number, beat = cast(tuple[int, float], ray.get(handle.lease.remote(job.to_json())))
         with _leased(handle, number, beat):
             while True:
                 event: Any = ray.get(handle.wait.remote(number, WAIT_SECONDS))

@@ -1,7 +1,5 @@
 """`headfold estimate CONFIG`: what a search will take, from its configuration and the checkpoint's config.json.
 
-Legend: P parameters, N workers of a trial, b bytes of a weight, T tokens a sequence, R sequences that a worker holds.
-
 Trials and tokens are counted, memory and disk are sums of what is known to be held or written; time is tokens over a
 rate that is either configured or measured here on random weights. The starts of processes and the search phases of DHA
 are left out; what a plan takes beyond its operations is not known beforehand.
@@ -9,6 +7,7 @@ are left out; what a plan takes beyond its operations is not known beforehand.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -163,10 +162,9 @@ def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, a
 
 def local_parallel(config: SearchConfig) -> int:
     """Trials at a time on this machine; 1 where not even one fits, since a larger cluster will run it."""
-    try:
+    with contextlib.suppress(ConfigError):
         return concurrency(local_resources(), Demand.of(config), config.resources.max_concurrent)
-    except ConfigError:
-        return 1
+    return 1
 
 
 def announce(config: SearchConfig, folder: SearchFolder, parallel: int) -> None:

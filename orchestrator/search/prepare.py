@@ -3,6 +3,7 @@ the loss are measured that plans rest on."""
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Iterable, Sequence
@@ -19,8 +20,9 @@ from attention.calibration.calibration import cached_calibration
 from attention.io import checkpoint
 from attention.io.precision import cast_weights
 from attention.ratios import own_heads
+from orchestrator.cluster.session import capacity
 from orchestrator.config.schema import SearchConfig
-from orchestrator.conversion import loading
+from orchestrator.conversion import dha_distances, loading
 from orchestrator.conversion.steps import planning_context
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.trial import TrialContext, shared_parts
@@ -32,6 +34,7 @@ from search_spaces.planning.curves import DECIDES
 from search_spaces.planning.planning import measure_curves
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.recipes.recipes import AXES
+from search_spaces.recipes.recipes import recipe as named_recipe
 from search_spaces.site import SIDES
 from trainers.text.data import read_sequences
 
@@ -129,6 +132,16 @@ def head_similarities(context: TrialContext, recipe: Recipe) -> dict[tuple[int, 
     return {(layer, side): planning.similarity(recipe, layer, side) for layer in layers for side in SIDES}
 
 
+def run_search_phases(config: SearchConfig, prepared: Prepared, context: TrialContext) -> None:
+    """DHA's search phase, for every seed of every candidate whose plan rests on one."""
+    candidates = list(prepared.problem.named)
+    if "fusion_loss" in config.search.search_space.get("objective", ()):
+        fixed = {k: v for k, v in config.search.params.items() if k in ("objective.steps", "objective.rate")}
+        candidates.append(Candidate(named_recipe("dha", settings=fixed), 0.5, 1.0, config.seeds[0]))
+    phases = [phase for phase in map(context.search_phase, candidates) if phase]
+    dha_distances.prepare(phases, context.calibration_cache, config.train.cpus_per_worker, config.train.gpus_per_worker)
+
+
 # ---- increases of the loss, on the workers of a cluster --------------------------------------------------------------
 # A layer's points need nothing of another layer, so there are as many Ray tasks as layers. Each writes its points into
 # the file that trials read (`search_spaces.planning.curves`); what is there already is not measured again.
@@ -139,6 +152,18 @@ SEVERAL = 4
 
 CurveTask = tuple[Candidate, int]
 """A candidate, and the layer of which the loss increases are measured that its plan rests on."""
+
+
+def measure_increases(config: SearchConfig, prepared: Prepared, context: TrialContext) -> None:
+    """The loss increases that plans of named candidates rest on, where several workers can share the measuring.
+
+    With fewer, the first trial that needs them measures them no later than the tasks would have started.
+    """
+    cpus, gpus = config.train.cpus_per_worker, config.resources.trial_gpus
+    have = capacity()
+    slots = min(have["CPU"] // cpus, have["GPU"] // gpus if gpus else math.inf)
+    if slots >= SEVERAL:
+        measure_on_workers(curve_tasks(prepared.problem.named, prepared.geometry.num_layers), context, cpus, gpus)
 
 
 def curve_tasks(candidates: Iterable[Candidate], layers: int) -> list[CurveTask]:
@@ -175,7 +200,7 @@ def measure_on_workers(tasks: Sequence[CurveTask], context: TrialContext, cpus: 
     if not tasks:
         return
     print(f"increases of the loss: {len(tasks)} layers to measure", flush=True)
-    remote = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=1)(measure_layer)
+    remote: Any = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=1)(measure_layer)
     waiting = [remote.remote(task, context, max(1, int(cpus))) for task in tasks]
     while waiting:
         done, waiting = ray.wait(waiting, num_returns=1)

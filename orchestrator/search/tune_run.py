@@ -23,8 +23,6 @@ from orchestrator.search.trial import run_trial
 from orchestrator.search.validation import Prepared
 from orchestrator.storage.journal import Journal, JournalError, unwritable
 
-NAME = "search"
-
 
 def run_trials(session: SearchSession, prepared: Prepared) -> None:
     """Run the trials, or go on with those of an interrupted search. The results lie in the folder's journal.
@@ -78,7 +76,7 @@ def _tuner(session: SearchSession, search: JournaledSearch, scheduler: Journaled
             trial_name_creator=_name,
             trial_dirname_creator=_name,
         ),
-        run_config=tune.RunConfig(name=NAME, storage_path=str(session.folder.tune), callbacks=[log], verbose=0),
+        run_config=tune.RunConfig(name="search", storage_path=str(session.folder.tune), callbacks=[log], verbose=0),
     )
 
 

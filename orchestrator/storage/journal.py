@@ -49,6 +49,7 @@ OF_TUNE = {
     "pid", "should_checkpoint", "time_since_restore", "time_this_iter_s", "time_total_s", "timestamp", "trial_id",
 }  # fmt: skip
 """Metadata that Tune adds to a result; no decision rests on it."""
+_REMEDY = "restore the file from a copy, or start a new search"
 
 
 class JournalError(ConfigError):
@@ -87,9 +88,6 @@ def read_history(path: str | Path) -> History:
             told = f"{type(error).__name__}: {error}"
             raise JournalError(f"{path}: line {number} is no event of a search ({told}); {_REMEDY}") from None
     return history
-
-
-_REMEDY = "restore the file from a copy, or start a new search"
 
 
 def check_format(path: Path) -> None:

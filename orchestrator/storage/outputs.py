@@ -14,14 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from attention.io.files import write_whole
-from attention.io.replacing import (
-    cannot_write,
-    check_folder,
-    checkpoint_around,
-    parents_made,
-    resolved,
-    unused,
-)
+from attention.io.replacing import cannot_write, check_folder, checkpoint_around, parents_made, resolved, unused
 from orchestrator.config.schema import ConfigError
 from orchestrator.storage.records import write_json
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from attention.messages import reason
-from orchestrator.storage.records import COPY, DONE, FAILED, KILLED, RUNNING, STOPPED, WAITING
+from orchestrator.storage.records import COPY, DONE, ENDED, FAILED, KILLED, RUNNING, STOPPED, WAITING
 
 ERROR_LENGTH = 4000
 PARAM_LENGTH = 500
@@ -93,8 +93,6 @@ class Tracker:
             ) from None
         return cls(address, identity, client)
 
-    # ---- runs -------------------------------------------------------------------------------------------------
-
     def start(self, name: str, *, parent: str | None = None, tags: Mapping[str, Any] | None = None) -> str:
         """Start a run and return its id. `parent` makes it a child of that run."""
         labels = {key: str(value) for key, value in (tags or {}).items()}
@@ -134,12 +132,10 @@ class Tracker:
     def file(self, run_id: str, path: str | Path) -> None:
         self.client.log_artifact(run_id, str(path))
 
-    def end(self, run_id: str, status: str) -> None:
-        """End a run with one of the states of `orchestrator.storage.records`."""
-        self.client.set_terminated(run_id, STATUS[status])
-
-    def resume(self, run_id: str) -> None:
-        self.client.update_run(run_id, status="RUNNING")
+    def set_status(self, run_id: str, status: str) -> None:
+        """Of a run, by one of the states of `orchestrator.storage.records`; one that goes on is no longer ended."""
+        change = self.client.set_terminated if status in ENDED else self.client.update_run
+        change(run_id, STATUS[status])
 
     def children(self, run_id: str) -> list[Any]:
         """The child runs of a run."""
@@ -167,8 +163,6 @@ class Tracker:
             token = page.token
             if not token:
                 return found
-
-    # ---- registry ---------------------------------------------------------------------------------------------
 
     def register(self, name: str, folder: str | Path, run_id: str, *, tags: Mapping[str, Any], description: str) -> str:
         """Register a checkpoint folder as a version of the model `name`, with its tags. Returns the version.

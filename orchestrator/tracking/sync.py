@@ -124,8 +124,6 @@ class MlflowSync:
             raise TrackingError("the MLflow store is away; go on with --resume when it is back")
         return self._tracker
 
-    # ---- sending -----------------------------------------------------------------------------------------------
-
     def _send_all(self) -> None:
         try:
             for key, known in list(self._waiting.items()):
@@ -168,7 +166,7 @@ class MlflowSync:
         for what, send in sends.items():
             self._tell(known, what, send)
         if run.status is not None and known.status != STATUS[run.status]:
-            tracker.end(own, run.status) if run.status in ENDED else tracker.resume(own)
+            tracker.set_status(own, run.status)
             known.status = STATUS[run.status]
         known.digest = digest
         if run.status in ENDED:

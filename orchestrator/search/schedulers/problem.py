@@ -128,8 +128,6 @@ class RungScheduler(FIFOScheduler):
         """Tune starts what is pending by itself; to look through all trials for it would take ever longer."""
         return None
 
-    # ---- judging ----------------------------------------------------------------------------------------------
-
     def _judge(self, trial: Any, result: dict) -> str:
         quality, rung = result.get(self.problem.objectives[0]), result.get("rung")
         if self._is_copy(trial, result.get("work_digest")):

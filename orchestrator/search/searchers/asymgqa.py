@@ -38,7 +38,7 @@ class ChainSearch(ResumableSearcher):
     """The configured candidates, then the chains' probes, then the best plan of every KV ratio as a full trial.
 
     A plan that was measured before is not measured again: its score is known, and the move is made at once. So there
-    are `total` trials at most; `skipped` says in the end how many were not needed.
+    are `total` trials at most.
     """
 
     def __init__(self, problem: SearchProblem, chains: int) -> None:
@@ -50,11 +50,6 @@ class ChainSearch(ResumableSearcher):
         self._running: dict[str, str] = {}
         self._finals = list(itertools.product(self._chains, problem.space.learning_rates, problem.seeds))
         self.total = problem.total + len(self._finals)
-
-    @property
-    def skipped(self) -> int:
-        """Moves whose plan was measured already, once all chains have ended."""
-        return sum(chain.moves for chains in self._chains.values() for chain in chains) - len(self._scores)
 
     def suggest(self, trial_id: str) -> Any:
         """A trial; None while every chain waits for a result; FINISHED when all has been suggested."""
