@@ -226,7 +226,7 @@ def test_a_pooled_model_teaches_the_estimator_nothing(demo_dir: Path) -> None:
     searcher.on_trial_result("relaxing", {"loss": 9.0, "kv_bytes_per_token": 1, "rung": 0, "pooled": True})
     assert len(searcher._window()) == known
     searcher.on_trial_result("relaxing", {"loss": 2.0, "kv_bytes_per_token": 1, "rung": 1})
-    assert searcher._window()[-1].values == (2.0, 1.0)
+    assert searcher._window()[-1].values == [2.0, 1.0]
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, 1.0])
