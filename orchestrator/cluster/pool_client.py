@@ -73,16 +73,18 @@ def _clear(storage_path: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def train_on_pool(pool: str, job: TrainJob, on_report: Callable[[dict[str, Any]], None]) -> TrainOutcome:
+def train_on_pool(
+    pool: str, job: TrainJob, on_report: Callable[[dict[str, Any]], None], *, reported: int = -1
+) -> TrainOutcome:
     """`run_training` on workers of the pool: the same job, reports and errors.
 
-    `on_report` is called in this thread with each milestone's report; the workers wait until it
+    `on_report` is called in this thread with each milestone's report after step `reported`; the workers wait until it
     returns, and if it raises they end the job there. Raises GroupError where `run_training` raises Ray's
     TrainingFailedError, and PoolGone if there is no pool, or no longer.
     """
     try:
         handle = ray.get_actor(pool)
-        number, beat = cast(tuple[int, float], ray.get(handle.lease.remote(job.to_json())))
+        number, beat = cast(tuple[int, float], ray.get(handle.lease.remote(job.to_json(), reported)))
         with _leased(handle, number, beat):
             while True:
                 event: Any = ray.get(handle.wait.remote(number, WAIT_SECONDS))

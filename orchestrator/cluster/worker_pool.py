@@ -61,7 +61,7 @@ class Lease:
     job: TrainJob
     shape: Shape
     seen: float
-    reported: int = -1  # step 0 is a milestone where a relaxation took all steps
+    reported: int
     failures: int = 0
     group: Group | None = None
     events: asyncio.Queue = field(default_factory=asyncio.Queue)
@@ -101,12 +101,15 @@ class Pool:
 
     # ---- for the holders of leases ----------------------------------------------------------------------------
 
-    async def lease(self, job: str) -> tuple[int, float]:
-        """Have a job done by a group; its number, and how often its holder must say that it is alive, in seconds."""
+    async def lease(self, job: str, reported: int = -1) -> tuple[int, float]:
+        """Have a job done by a group; its number, and how often its holder must say that it is alive, in seconds.
+
+        Milestones up to step `reported` are not told again; step 0 is one where a relaxation took all steps.
+        """
         parsed, now = TrainJob.from_json(job), time.monotonic()
         settings = parsed.settings
         shape = (settings.num_workers, settings.cpus_per_worker, settings.gpus_per_worker)
-        lease = Lease(next(self._numbers), parsed, shape, now)
+        lease = Lease(next(self._numbers), parsed, shape, now, reported)
         self.leases[lease.number] = lease
         self.waiting.append(lease)
         self._match()

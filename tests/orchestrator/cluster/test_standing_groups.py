@@ -125,7 +125,7 @@ def test_a_job_ends_where_its_holder_leaves_it_and_goes_on_later(
         train_on_pool(pool, mine, leave)
     assert not Path(mine.out_dir).exists()
     steps: list[int] = []
-    outcome = train_on_pool(pool, mine, lambda report: steps.append(report["step"]))
+    outcome = train_on_pool(pool, mine, lambda report: steps.append(report["step"]), reported=2)
     assert steps == [4, 6]  # 4 was not seen to the end
     assert {key: outcome.metrics[key] for key in SAME} == {key: whole[key] for key in SAME}
     assert actors("RayTrainWorker")["RayTrainWorker"] == [worker], "the same processes went on"
