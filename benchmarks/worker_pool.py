@@ -61,7 +61,6 @@ def demo_context(folder: Path, workers: int, rungs: tuple[int, ...]) -> TrialCon
         calibration_file=str(files["calibration"]),
         calibration_cache=str(folder / "calibration"),
         rungs=rungs,
-        reduction_factor=2.0,
         train=settings.model_dump(mode="json"),
         original_loss=2.0,
     )
@@ -121,7 +120,7 @@ def worker_process() -> int:
 @benchmark("worker-pool", devices=("cpu",))
 def worker_pool(scale: Scale) -> Iterator[Row]:
     """Seconds to a trial's first training step on workers of the pool against workers of its own."""
-    from orchestrator.cluster.pool_client import pool_of_groups
+    from orchestrator.cluster.pool_client import open_pool
 
     workers, plain_trials, warm_trials = scale.pick((1, 1, 3), (2, 4, 101))
     with connected(), tempfile.TemporaryDirectory() as folder:
@@ -129,13 +128,13 @@ def worker_pool(scale: Scale) -> Iterator[Row]:
         context = demo_context(root / "plain", workers, (0, 1, 2))
         plain = trials(context, plain_trials)[-max(1, plain_trials - 1) :]
         held: list[float] = []
-        with pool_of_groups(str(root / "groups")) as pool:
-            first = trials(replace(context, folder=str(root / "start"), groups=pool), 1)
+        with open_pool(str(root / "groups")) as pool:
+            first = trials(replace(context, folder=str(root / "start"), pool=pool), 1)
             worker = worker_process()
             counts = [min(SETTLED, warm_trials - 1), warm_trials - 1 - min(SETTLED, warm_trials - 1)]
             own: list[Times] = []
             for index, count in enumerate(c for c in counts if c):
-                own += trials(replace(context, folder=str(root / f"pool-{index}"), groups=pool), count)
+                own += trials(replace(context, folder=str(root / f"pool-{index}"), pool=pool), count)
                 held.append(memory(worker))
         alone = trials(replace(context, folder=str(root / "rung0"), rungs=(0,)), scale.pick(2, 8))[1:]
 

@@ -3,46 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from orchestrator.cluster.session import Demand, capacity, concurrency, connected
+from attention.io.files import write_whole
+from orchestrator.cluster.pool_client import pool_of_search
+from orchestrator.cluster.session import Demand, concurrency, connected
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
-from orchestrator.conversion.dha_distances import prepare
-from orchestrator.reporting import console
+from orchestrator.promotion.promote import promote
+from orchestrator.reporting import console, figures
 from orchestrator.reporting.comparison import compare
-from orchestrator.search.candidates import Candidate
+from orchestrator.reporting.report_page import write_report
 from orchestrator.search.estimate import announce
 from orchestrator.search.outcome import SearchOutcome, print_outcome
-from orchestrator.search.prepare import prepare_base, trial_context
-from orchestrator.search.trial import TrialContext
+from orchestrator.search.prepare import SearchSession, measure_increases, prepare_base, run_search_phases, trial_context
+from orchestrator.search.tune_run import run_trials
 from orchestrator.search.validation import Prepared, validate_search
 from orchestrator.storage import records
-from orchestrator.storage.journal import Journal, load_trials
+from orchestrator.storage.journal import Journal, check_format, load_trials
 from orchestrator.storage.lock import SearchLock
 from orchestrator.storage.mirror import is_remote, mirrored
 from orchestrator.storage.paths import SearchFolder, in_ray_job, storage_path
-from orchestrator.storage.records import (
-    best_per_budget,
-    read_json,
-    write_json,
-    write_text,
-)
+from orchestrator.storage.records import best_per_budget, read_json, write_json
 from orchestrator.storage.trust import warn_of_pickles
 from orchestrator.tracking.runs import Tracker, default_uri, redact
 from orchestrator.tracking.sync import MlflowSync, Run, parent_run
-from search_spaces.recipes.recipes import recipe as named_recipe
 
 PACKAGES = ("torch", "transformers", "ray", "deepspeed", "optuna", "mlflow", "datasets", "numpy", "headfold")
 SECTIONS_OF_TRIALS = ("name", "model", "data", "search", "rungs", "train")
@@ -55,45 +50,31 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
     DataError or TrackingError. A trial that fails does not end the search. Interrupted by Ctrl-C, it keeps its state:
     run it again with `resume`, which goes on with the newest search of the name, or with the one whose folder it names.
     """
-    if in_ray_job():
-        config = _at_home(config)
-    with mirrored(config.storage, storage_path(config.storage)):
-        return _search(config, resume)
-
-
-def _search(config: SearchConfig, resume: bool | str) -> SearchOutcome:
-    """As `search`, in the folder of the storage."""
     storage = storage_path(config.storage)
-    folder = _earlier(config, storage, resume)
-    prepared = validate_search(config)
-    uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
-    opened = Tracker.open(uri, config.tracking.experiment, storage) if folder is None else None
-    with connected() as resources:
-        parallel = concurrency(resources, Demand.of(config), config.resources.max_concurrent)
-        if folder is None:
-            folder = _fresh(config, storage)
-        with SearchLock(folder.lock).acquire(f"search {folder.root.name!r}"):
-            folder.sweep()
-            _start(config, folder, uri, resources, parallel)
-            place = config.tracking.experiment, storage
-            mlflow = MlflowSync(lambda: Tracker.open(uri, *place), _run_of(config, folder, records.RUNNING), opened)
-            _keep_id(folder, mlflow)
-            announce(config, folder, parallel)
-            with _closing_run(config, mlflow, folder) as outcome_status:
-                outcome = _run(config, prepared, folder, mlflow, parallel)
-                outcome_status.append(outcome.status)
+    if in_ray_job() and not is_remote(config.storage) and str(storage) != config.storage:
+        print(f"storage {config.storage!r} is relative and this is a Ray job: results go to {storage}", flush=True)
+        config = config.model_copy(update={"storage": str(storage)})
+    with mirrored(config.storage, storage):
+        folder = _earlier(config, storage, resume)
+        prepared = validate_search(config)
+        uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
+        opened = Tracker.open(uri, config.tracking.experiment, storage) if folder is None else None
+        with connected() as resources:
+            parallel = concurrency(resources, Demand.of(config), config.resources.max_concurrent)
+            folder = folder or _fresh(config, storage)
+            with SearchLock(folder.lock).acquire(f"search {folder.root.name!r}"):
+                folder.sweep()
+                _start(config, folder, uri, resources, parallel)
+                connect = partial(Tracker.open, uri, config.tracking.experiment, storage)
+                mlflow = MlflowSync(connect, _run_of(config, folder, records.RUNNING), opened)
+                _keep_id(folder, mlflow)
+                announce(config, folder, parallel)
+                outcome = _run_to_end(config, prepared, folder, mlflow, parallel)
     print_outcome(outcome)
     return outcome
 
 
-def _at_home(config: SearchConfig) -> SearchConfig:
-    """In a Ray job the working folder is Ray's and vanishes: relative storage goes to the home folder."""
-    if is_remote(config.storage):
-        return config
-    path = storage_path(config.storage)
-    if str(path) != config.storage:
-        print(f"storage {config.storage!r} is relative and this is a Ray job: results go to {path}", flush=True)
-    return config.model_copy(update={"storage": str(path)})
+# ---- which search ----------------------------------------------------------------------------------------------------
 
 
 def _earlier(config: SearchConfig, storage: Path, resume: bool | str) -> SearchFolder | None:
@@ -107,12 +88,12 @@ def _earlier(config: SearchConfig, storage: Path, resume: bool | str) -> SearchF
         return _begun(config, storage)
     named = isinstance(resume, str)
     folder = SearchFolder.named(storage, resume) if named else SearchFolder.newest(storage, config.name)
-    folder.check_format()
+    check_format(folder.journal)
     if others := [f.root.name for f in SearchFolder.unended(storage, config.name) if f != folder]:
-        told = f"not ended either: {', '.join(others)} (--resume NAME)"
-        print(f"note: goes on with {folder.root.name}; {told}", flush=True)
-    changed = _changed(folder, config)
-    if changed:
+        print(
+            f"note: goes on with {folder.root.name}; not ended either: {', '.join(others)} (--resume NAME)", flush=True
+        )
+    if changed := _changed(folder, config):
         raise ConfigError(
             f"--resume: section {changed[0]!r} differs from the search in {folder.root}; resume with the same "
             "settings, or start a new search without --resume"
@@ -132,10 +113,8 @@ def _begun(config: SearchConfig, storage: Path) -> SearchFolder | None:
             warn_of_pickles(newest)
             return newest
     for folder in unended:
-        print(
-            f"note: {folder.root} has not ended; the same command with --resume {folder.root.name} goes on with it",
-            flush=True,
-        )
+        how = f"the same command with --resume {folder.root.name} goes on with it"
+        print(f"note: {folder.root} has not ended; {how}", flush=True)
     return None
 
 
@@ -143,7 +122,7 @@ def _fresh(config: SearchConfig, storage: Path) -> SearchFolder:
     folder = SearchFolder.fresh(storage, config.name)
     Journal(folder.journal).begin(len(config.rungs.steps))  # first: a search.yaml without it is of a former version
     write_json(folder.versions, {name: _version(name) for name in PACKAGES})
-    write_text(folder.snapshot, yaml.safe_dump(_record(config), sort_keys=False))
+    write_whole(folder.snapshot, yaml.safe_dump(_record(config), sort_keys=False))
     return folder
 
 
@@ -163,10 +142,12 @@ def _changed(folder: SearchFolder, config: SearchConfig) -> list[str]:
 
 
 def _version(package: str) -> str | None:
-    try:
+    with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return None
+
+
+# ---- its run in MLflow, and its state --------------------------------------------------------------------------------
 
 
 def _start(
@@ -189,25 +170,20 @@ def _start(
 
 def _run_of(config: SearchConfig, folder: SearchFolder, status: str) -> Run:
     """What MLflow is to hold of the search itself, as far as it has come."""
-    state = read_json(folder.state)
-    trials, points = load_trials(folder.root), []
+    state, points = read_json(folder.state), []
     if folder.base.exists():
         base, began = read_json(folder.base), datetime.fromisoformat(state["started"]).timestamp()
         measured = {"original_loss": base["loss"], "kv_bytes_per_token_original": base["kv_bytes_per_token"]}
         points.append(measured | {"step": 0, "time": began})
-        for budget, trial in best_per_budget(trials).items():
-            best = {
-                f"best_loss_kv{budget:.3g}": trial.loss,
-                f"best_loss_increase_kv{budget:.3g}": trial.loss - base["loss"],
-            }
+        for ratio, trial in best_per_budget(load_trials(folder.root)).items():
+            increase = trial.loss - base["loss"]
+            best = {f"best_loss_kv{ratio:.3g}": trial.loss, f"best_loss_increase_kv{ratio:.3g}": increase}
             points.append(best | {"step": 0, "time": trial.last["timestamp"]})
     files = [folder.snapshot, folder.root / "front.png", folder.root / "rungs.png", folder.report]
     if status != records.RUNNING:
         files.append(folder.journal)
-    params = config.model_dump(mode="json")
-    return parent_run(
-        folder.root, status=status, params=params, points=points, files=files, run_id=state.get("parent_run")
-    )
+    told = {"params": config.model_dump(mode="json"), "points": points, "files": files}
+    return parent_run(folder.root, status=status, run_id=state.get("parent_run"), **told)
 
 
 def _keep_id(folder: SearchFolder, mlflow: MlflowSync) -> None:
@@ -216,28 +192,27 @@ def _keep_id(folder: SearchFolder, mlflow: MlflowSync) -> None:
         write_json(folder.state, read_json(folder.state) | {"parent_run": mlflow.parent_id})
 
 
-@contextlib.contextmanager
-def _closing_run(config: SearchConfig, mlflow: MlflowSync, folder: SearchFolder) -> Iterator[list[str]]:
-    """End the run of the search whatever happens; also on SIGTERM, which Ray turns into SystemExit."""
-    status: list[str] = []
-    started, ended = time.time(), {}
+def _run_to_end(
+    config: SearchConfig, prepared: Prepared, folder: SearchFolder, mlflow: MlflowSync, parallel: int
+) -> SearchOutcome:
+    """Run, and write down the end whatever happens; also on SIGTERM, which Ray turns into SystemExit."""
+    started, status, ended = time.time(), records.FAILED, {}
     try:
-        yield status
-        ended = {"ended": status[-1]} if status[-1] != records.KILLED else {}
+        outcome = _run(config, prepared, folder, mlflow, parallel)
+        status = outcome.status
+        ended = {"ended": status} if status != records.KILLED else {}
+        return outcome
     except (KeyboardInterrupt, SystemExit):
-        status[:] = [records.KILLED]
+        status = records.KILLED
         how = f"continue with the same command and --resume {folder.root.name}"
         print(f"\ninterrupted; {how} (state is in {folder.root})", file=sys.stderr)
-        raise
-    except BaseException:
-        status[:] = [records.FAILED]
         raise
     finally:
         try:
             state = read_json(folder.state)
             state |= {"seconds": state.get("seconds", 0.0) + time.time() - started, **ended}
             write_json(folder.state, state)
-            mlflow.put(_run_of(config, folder, status[-1] if status else records.FAILED))
+            mlflow.put(_run_of(config, folder, status))
             if not mlflow.flush():
                 print(
                     f"MLflow at {state['tracking']} is away: {mlflow.waiting} runs are not up to date there; the same "
@@ -249,64 +224,34 @@ def _closing_run(config: SearchConfig, mlflow: MlflowSync, folder: SearchFolder)
             print(f"the end of the search could not be written down: {error}", file=sys.stderr)
 
 
+# ---- its steps -------------------------------------------------------------------------------------------------------
+
+
 def _run(
     config: SearchConfig, prepared: Prepared, folder: SearchFolder, mlflow: MlflowSync, parallel: int
 ) -> SearchOutcome:
     base = prepare_base(config, prepared, folder)
     context = trial_context(config, prepared, folder, base)
-    _search_phases(config, prepared, context)
-    _measured_rises(config, prepared, context)
+    run_search_phases(config, prepared, context)
+    measure_increases(config, prepared, context)
     outcome = SearchOutcome(folder.root, read_json(folder.state)["tracking"], base, [], config.search.baseline)
-    from orchestrator.cluster.pool_client import standing_groups
-    from orchestrator.reporting.report_page import write_report
-    from orchestrator.search.tune_run import run_trials
-
-    with standing_groups(config, folder) as groups:
-        context = replace(context, groups=groups)
-        run_trials(config, prepared, context, folder, mlflow, parallel)
+    with pool_of_search(config, folder) as pool:
+        session = SearchSession(config, folder, replace(context, pool=pool), mlflow, parallel)
+        run_trials(session, prepared)
         outcome.trials = load_trials(folder.root)
         outcome.interrupted = any(t.status == records.KILLED for t in outcome.trials) or not outcome.trials
-        _draw_front(outcome, folder)
+        _draw_front(outcome)
         mlflow.put(_run_of(config, folder, records.RUNNING))
         console.print_trials(outcome.trials, base)
         console.print_comparison(compare(outcome.trials, base))
         if not outcome.interrupted and outcome.front and config.promotion.enabled:
-            from orchestrator.promotion.promote import promote
-
-            outcome.promotion = promote(config, context, folder, mlflow, parallel)
+            outcome.promotion = promote(session)
     outcome.report = write_report(folder.root)["report"]
     return outcome
 
 
-def _search_phases(config: SearchConfig, prepared: Prepared, context: TrialContext) -> None:
-    """DHA's search phase, for every seed of every candidate whose plan rests on one."""
-    candidates = list(prepared.problem.named)
-    if "fusion_loss" in config.search.search_space.get("objective", ()):
-        fixed = {k: v for k, v in config.search.params.items() if k in ("objective.steps", "objective.rate")}
-        candidates.append(Candidate(named_recipe("dha", settings=fixed), 0.5, 1.0, config.seeds[0]))
-    phases = [phase for phase in map(context.search_phase, candidates) if phase]
-    own = config.train
-    prepare(phases, context.calibration_cache, own.cpus_per_worker, own.gpus_per_worker)
-
-
-def _measured_rises(config: SearchConfig, prepared: Prepared, context: TrialContext) -> None:
-    """The increases of the loss that plans of named candidates rest on, where several workers can share the measuring.
-
-    With fewer, the first trial that needs them measures them no later than the tasks would have started.
-    """
-    from orchestrator.search.loss_curves import SEVERAL, curve_tasks, measure_on_workers
-
-    cpus, gpus = config.train.cpus_per_worker, config.resources.trial_gpus
-    have = capacity()
-    slots = min(have["CPU"] // cpus, have["GPU"] // gpus if gpus else math.inf)
-    if slots >= SEVERAL:
-        measure_on_workers(curve_tasks(prepared.problem.named, prepared.geometry.num_layers), context, cpus, gpus)
-
-
-def _draw_front(outcome: SearchOutcome, folder: SearchFolder) -> None:
+def _draw_front(outcome: SearchOutcome) -> None:
     """The pictures of the front and of the rungs."""
-    from orchestrator.reporting import figures
-
     if outcome.front:
-        figures.save_png(figures.front_figure(outcome.trials, outcome.base), folder.root / "front.png")
-        figures.save_png(figures.rungs_figure(outcome.trials, outcome.base), folder.root / "rungs.png")
+        figures.save_png(figures.front_figure(outcome.trials, outcome.base), outcome.folder / "front.png")
+        figures.save_png(figures.rungs_figure(outcome.trials, outcome.base), outcome.folder / "rungs.png")

@@ -27,7 +27,7 @@ from attention.plan import AttentionPlan, Composition
 from orchestrator.cluster.session import Demand, concurrency, connected
 from orchestrator.config.schema import ConfigError, Section, apply_override, parse_section
 from orchestrator.conversion import loading
-from orchestrator.promotion.training import milestone_log, read_milestones
+from orchestrator.promotion.training import MilestoneLog, read_milestones
 from orchestrator.reporting.durations import clock
 from orchestrator.search.trial import prepare_process
 from orchestrator.search.validation import check_machine
@@ -206,7 +206,7 @@ def train_from_scratch(
             concurrency(resources, demand)
             job = _prepare(plan)
             with _told(log, plan.steps, progress):
-                metrics = run_training(job, callbacks=[milestone_log(str(log))]).metrics
+                metrics = run_training(job, callbacks=[MilestoneLog(str(log))]).metrics
     known = read_json(mark) | {"finished": True}
     write_json(mark, known)
     return {

@@ -245,7 +245,7 @@ def ray_cluster() -> Iterator[None]:
 def on_group(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Any], Any]]:
     """`on_group(job)`: `run_training(job)` by Ray Train workers that stay, so that only the first of many jobs waits
     for processes. Jobs of 0.4 CPUs a worker leave room for groups of one and of two, and for a run of its own."""
-    from orchestrator.cluster.pool_client import pool_of_groups, train_in_group
+    from orchestrator.cluster.pool_client import open_pool, train_on_pool
 
-    with pool_of_groups(str(tmp_path_factory.mktemp("groups")), idle_seconds=40) as pool:
-        yield lambda job: train_in_group(pool, job, lambda report: None)
+    with open_pool(str(tmp_path_factory.mktemp("groups")), idle_seconds=40) as pool:
+        yield lambda job: train_on_pool(pool, job, lambda report: None)

@@ -51,7 +51,7 @@ def scheduler(rule: str, rungs: int) -> RungScheduler:
     if rule.startswith("front"):
         return make_scheduler("front", RungProblem(rungs, FACTOR), {"ties": rule.split(", ")[1].replace("-", "_")})
     if rule == "budget brackets":
-        return make_scheduler("budget", RungProblem(rungs, FACTOR))
+        return make_scheduler("asha", RungProblem(rungs, FACTOR))
     if rule == "to the end":
         return make_scheduler("none", RungProblem(rungs, FACTOR))
     return make_scheduler("front", RungProblem(rungs, FACTOR, objectives=("weighted",)))  # one objective: ASHA

@@ -1,6 +1,6 @@
 """A search of thousands of trials on simulated workers: what the driver does is real, what the trials do is recorded.
 
-Real: Ray Tune's controller, the searcher, the scheduler with its pauses and promotions, journal, records, and MLflow
+Real: Ray Tune's controller, the searcher, the scheduler with its pauses and advances, journal, records, and MLflow
 in sqlite.
 Simulated: actors, whose tasks take recorded seconds of a virtual clock. The driver's own CPU time goes by on that clock
 too, during which no worker is given anything to do. Losses follow learning curves of the candidate's budget, and do
@@ -113,7 +113,7 @@ def _simulated(
 
     from orchestrator.search.callbacks import SearchLog
     from orchestrator.search.resume import JournaledScheduler, JournaledSearch
-    from orchestrator.search.schedulers import RungProblem, SlotSearcher, make_scheduler
+    from orchestrator.search.schedulers import RungProblem, make_scheduler
     from orchestrator.search.searchers import SearchProblem, make_searcher
     from orchestrator.storage.journal import Journal
     from orchestrator.tracking.runs import Tracker
@@ -135,7 +135,7 @@ def _simulated(
     journal.begin(rungs)
     log = SearchLog(journal, sync, trials, 2.346)
     decided = JournaledScheduler(own, journal)
-    search = JournaledSearch(SlotSearcher(make_searcher("optuna", problem), own.slots), decided, journal)
+    search = JournaledSearch(make_searcher("optuna", problem), decided, journal)
     experiment = Experiment(
         "simulation", _nothing, num_samples=trials, storage_path=str(folder / "tune"), resources_per_trial={"cpu": 1},
         trial_name_creator=_name, trial_dirname_creator=_name,

@@ -1,4 +1,4 @@
-"""Drives a scheduler as Tune does, in virtual time: workers, trials with known losses, pauses and promotions."""
+"""Drives a scheduler as Tune does, in virtual time: workers, trials with known losses, pauses and advances."""
 
 from __future__ import annotations
 
@@ -93,12 +93,12 @@ class VirtualTune:
         return self
 
     def _start(self) -> bool:
-        """Whether anything changed: a trial was promoted, begun or stopped."""
+        """Whether anything changed: a trial advanced, was begun or stopped."""
         before = (len(self.running), len(self.jobs), sum(t.status == Trial.TERMINATED for t in self.trials))
-        while (promoted := self.scheduler.choose_trial_to_run(self)) is not None:
-            assert promoted.status == Trial.PAUSED
-            self.events.append(("promote", promoted))
-            self._begin(promoted)
+        while (advanced := self.scheduler.choose_trial_to_run(self)) is not None:
+            assert advanced.status == Trial.PAUSED
+            self.events.append(("advance", advanced))
+            self._begin(advanced)
         slots = self.scheduler.slots
         while self.waiting and not slots.full and not slots.promised:
             fresh = self.waiting.pop(0)
@@ -146,8 +146,8 @@ def told_again(tune: VirtualTune, scheduler: RungScheduler) -> VirtualTune:
             scheduler.on_trial_add(None, seen)
         elif kind == "report":
             assert scheduler.on_trial_result(None, seen, rest[0]) == rest[1]
-        elif kind == "promote":
-            scheduler.on_trial_promoted(own.trial_id)
+        elif kind == "advance":
+            scheduler.advance(own.trial_id)
         else:
             scheduler.on_trial_complete(None, seen, {})
     for own in tune.trials:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ray.tune.schedulers import TrialScheduler
 
-from orchestrator.search.schedulers.problem import BUDGET, SCHEDULERS, RungProblem, RungScheduler
+from orchestrator.search.schedulers.problem import SCHEDULERS, RungProblem, RungScheduler
 
 
 class MedianRule(RungScheduler):
@@ -18,7 +18,7 @@ class MedianRule(RungScheduler):
         self._losses: dict[tuple[float, int], list[float]] = {}
 
     def _decide(self, trial: Any, rung: int, values: tuple[float, ...]) -> str:
-        losses = self._losses.setdefault((float(trial.config[BUDGET]), rung), [])
+        losses = self._losses.setdefault((trial.config["kv_ratio"], rung), [])
         losses.append(values[0])
         return TrialScheduler.STOP if values[0] > median(losses) else TrialScheduler.CONTINUE
 

@@ -1,4 +1,4 @@
-"""Standing groups: Ray Train workers that carry out one training job after another.
+"""The worker pool of a search: groups of Ray Train workers that carry out one training job after another.
 
 One actor, the pool (`orchestrator.cluster.worker_pool`), keeps the groups; each group is a Ray Train run of its own
 whose workers ask the pool for jobs (`trainers.jobs.worker.stand`). A trial leases a group for its job and is told of
@@ -21,7 +21,7 @@ import ray
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.cluster.worker_pool import CLOSE_SECONDS, IDLE_SECONDS, LOST_SECONDS, STUCK_SECONDS, Pool
+from orchestrator.cluster.worker_pool import CLOSE_SECONDS, Pool
 from orchestrator.config.schema import SearchConfig
 from orchestrator.storage.paths import SearchFolder
 from trainers.jobs.worker import TrainJob, TrainOutcome, outcome_of
@@ -31,44 +31,31 @@ WAIT_SECONDS = 10.0
 
 
 class GroupError(RuntimeError):
-    """A standing group, or several in a row, failed at a job."""
+    """A group of workers, or several in a row, failed at a job."""
 
 
 class PoolGone(RuntimeError):
-    """The pool of standing groups has died, and with it its groups."""
+    """The worker pool has died, and with it its groups."""
 
 
-# ---- the driver's side -----------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def standing_groups(config: SearchConfig, folder: SearchFolder) -> Iterator[str | None]:
-    """The pool of a search, as it is configured; None where every training starts workers of its own."""
-    if not config.resources.reuse_workers:
-        yield None
-        return
-    with pool_of_groups(str(folder.train), config.resources.idle_seconds) as name:
-        yield name
+def pool_of_search(config: SearchConfig, folder: SearchFolder) -> contextlib.AbstractContextManager[str | None]:
+    """The pool of a search, as it is configured, by name; None where every training starts workers of its own."""
+    own = config.resources
+    pool = open_pool(str(folder.train), idle_seconds=own.idle_seconds)
+    return pool if own.reuse_workers else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def pool_of_groups(
-    storage_path: str,
-    idle_seconds: float = IDLE_SECONDS,
-    lost_seconds: float = LOST_SECONDS,
-    stuck_seconds: float = STUCK_SECONDS,
-) -> Iterator[str]:
+def open_pool(storage_path: str, **seconds: float) -> Iterator[str]:
     """A pool for as long as the body runs; yields its name, by which every process of the Ray job finds it.
 
-    `storage_path` is the pool's alone as far as folders that begin with its prefix go.
+    `storage_path` is the pool's alone as far as folders that begin with its prefix go; `seconds`: see `Pool`.
     """
     name = f"{PREFIX}-{uuid.uuid4().hex[:12]}"
     _clear(storage_path)  # of a driver that was killed
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options: dict[str, Any] = {"name": name, "num_cpus": 0, "max_concurrency": 10_000, "scheduling_strategy": here}
-    pool: Any = (
-        ray.remote(Pool).options(**options).remote(name, storage_path, idle_seconds, lost_seconds, stuck_seconds)
-    )
+    pool: Any = ray.remote(Pool).options(**options).remote(name, storage_path, **seconds)
     ray.get(pool.open.remote())
     try:
         yield name
@@ -86,13 +73,10 @@ def _clear(storage_path: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# ---- the trial's side ------------------------------------------------------------------------------------------------
-
-
-def train_in_group(
+def train_on_pool(
     pool: str, job: TrainJob, on_report: Callable[[dict[str, Any]], None], *, reported: int = -1
 ) -> TrainOutcome:
-    """`run_training` on a standing group: the same job, reports and errors.
+    """`run_training` on workers of the pool: the same job, reports and errors.
 
     `on_report` is called in this thread with each milestone's report after step `reported`; the workers wait until it
     returns, and if it raises they end the job there. Raises GroupError where `run_training` raises Ray's
@@ -116,7 +100,7 @@ def train_in_group(
     except (RayActorError, ValueError) as error:
         if isinstance(error, ValueError) and "Failed to look up actor" not in str(error):
             raise
-        raise PoolGone(f"the pool of standing groups {pool} is gone: {error}") from None
+        raise PoolGone(f"the worker pool {pool} is gone: {error}") from None
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,7 @@ from pathlib import Path
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.storage.paths import in_ray_job
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 LOOK_SECONDS = 5.0
 DASHBOARD = "RAY_API_SERVER_ADDRESS"  # where Ray's own parts look for the dashboard
 
@@ -36,14 +37,6 @@ class Demand:
         train, own = config.train, config.resources
         return cls(own.trial_cpus, own.trial_gpus, train.num_workers, train.cpus_per_worker, train.gpus_per_worker)
 
-    @property
-    def cpus(self) -> float:
-        return self.trial_cpus + self.workers * self.cpus_per_worker
-
-    @property
-    def gpus(self) -> float:
-        return self.trial_gpus + self.workers * self.gpus_per_worker
-
 
 def concurrency(resources: Mapping[str, float], demand: Demand, limit: int | str = "auto") -> int:
     """How many trials fit a cluster with `resources` (keys CPU and GPU) at a time, at most `limit`.
@@ -51,17 +44,19 @@ def concurrency(resources: Mapping[str, float], demand: Demand, limit: int | str
     Without this cap drivers take every CPU and wait for workers that can never start. Raises ConfigError if not even
     one trial fits.
     """
-    have = {"CPU": float(resources.get("CPU", 0)), "GPU": float(resources.get("GPU", 0))}
-    need = {"CPU": demand.cpus, "GPU": demand.gpus}
+    fit = math.inf
     for kind in ("GPU", "CPU"):
-        if need[kind] > have[kind] + 1e-6:
+        name, have = f"{kind.lower()}s", float(resources.get(kind, 0))
+        of_worker, of_trial = getattr(demand, f"{name}_per_worker"), getattr(demand, f"trial_{name}")
+        need = of_trial + demand.workers * of_worker
+        if need > have + 1e-6:
             raise ConfigError(
-                f"train.num_workers: {demand.workers} worker(s) need {need[kind]:g} {kind} "
-                f"({_sum(demand, kind)}), but the cluster has {have[kind]:g}; lower train.num_workers, "
-                f"train.{kind.lower()}s_per_worker or resources.trial_{kind.lower()}s, or add nodes"
+                f"train.num_workers: {demand.workers} worker(s) need {need:g} {kind} "
+                f"({demand.workers} x {of_worker:g} and {of_trial:g} for the trial itself), but the cluster has "
+                f"{have:g}; lower train.num_workers, train.{name}_per_worker or resources.trial_{name}, or add nodes"
             )
-    fit = min(int((have[kind] + 1e-6) // need[kind]) for kind in have if need[kind] > 0)
-    return fit if limit == "auto" else min(fit, int(limit))
+        fit = min(fit, (have + 1e-6) // need if need else fit)
+    return int(fit if limit == "auto" else min(fit, int(limit)))
 
 
 class Room:
@@ -79,30 +74,29 @@ class Room:
         ask: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
         self._demand, self._limit, self._seconds, self._ask = demand, limit, seconds, ask or capacity
-        self._looked, self._trials = -math.inf, 1
-        self._told: int | None = None
+        self._looked = -math.inf
+        self._fitting: int | None = None
 
     def trials(self) -> int:
         """Says so when it has changed since it was last asked."""
         now = time.monotonic()
         if now - self._looked >= self._seconds:
             self._looked = now
-            try:
-                fitting = concurrency(self._ask(), self._demand, self._limit)
-            except ConfigError:
-                fitting = 0
-            if self._told is not None and fitting != self._told:
-                waits = "" if fitting else "; the search waits for nodes"
-                print(f"cluster  has changed: room for {fitting} trial(s) at a time{waits}", flush=True)
-            self._told, self._trials = fitting, max(1, fitting)
-        return self._trials
+            before, self._fitting = self._fitting, 0
+            with contextlib.suppress(ConfigError):
+                self._fitting = concurrency(self._ask(), self._demand, self._limit)
+            if before is not None and self._fitting != before:
+                waits = "" if self._fitting else "; the search waits for nodes"
+                print(f"cluster  has changed: room for {self._fitting} trial(s) at a time{waits}", flush=True)
+        return max(1, self._fitting or 0)
 
 
-def _sum(demand: Demand, kind: str) -> str:
-    of_worker, of_driver = (
-        (demand.gpus_per_worker, demand.trial_gpus) if kind == "GPU" else (demand.cpus_per_worker, demand.trial_cpus)
-    )
-    return f"{demand.workers} x {of_worker:g} and {of_driver:g} for the trial itself"
+def last_error(text: str) -> str:
+    """The last line of a traceback that names an exception and says something; Ray's own wrappers come last."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"([\w.]+\.)?\w*(Error|Exception|Diverged|Interrupt)\b.*: .", line)]
+    own = [line for line in named if not line.startswith("ray.exceptions.")]
+    return (own or named or lines or ["unknown error"])[-1][:1000]
 
 
 def ray_train_intervals(look_seconds: float) -> None:
@@ -179,15 +173,15 @@ def start() -> None:
 
 def _environment_of_job() -> dict[str, str]:
     """The variables that `ray job submit --runtime-env-json` has set; Ray refuses to have them set again."""
-    record = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
-    return record.get("runtime_env", {}).get("env_vars", {})
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
+    return job.get("runtime_env", {}).get("env_vars", {})
 
 
 def capacity() -> dict[str, float]:
     """CPU and GPU of the cluster, of an autoscaling one at its full size."""
     import ray
-    import ray._private.state as cluster_state
 
-    have = ray.cluster_resources()
-    most = cluster_state.state.get_max_resources_from_cluster_config() or {}
+    from orchestrator.cluster.ray_private import largest_cluster
+
+    have, most = ray.cluster_resources(), largest_cluster()
     return {kind: max(float(have.get(kind, 0)), float(most.get(kind, 0))) for kind in ("CPU", "GPU")}

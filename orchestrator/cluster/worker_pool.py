@@ -1,5 +1,4 @@
-"""The pool of standing groups: the actor that keeps them and gives them their jobs
-(`orchestrator.cluster.pool_client`)."""
+"""The worker pool: the actor that keeps groups of workers and gives them jobs (`orchestrator.cluster.pool_client`)."""
 
 from __future__ import annotations
 
@@ -15,15 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private.state import available_resources_per_node
 
-from orchestrator.cluster.session import ray_train_intervals
+from orchestrator.cluster.ray_private import free_on_nodes
+from orchestrator.cluster.session import last_error, ray_train_intervals
 from trainers.jobs.worker import TrainJob, stand
 from trainers.settings import TrainSettings
 
-IDLE_SECONDS = 300.0
-LOST_SECONDS = 60.0  # without a heartbeat, after which a lease's holder counts as dead
-STUCK_SECONDS = 60.0  # without a worker anywhere, after which one may start on less CPU than it should have
 LEAST_SHARE = 0.5
 LOOK_SECONDS = 1.0
 START_FAILURES = 2  # in a row, after which waiting jobs are told that no group starts
@@ -35,7 +31,7 @@ Shape = tuple[int, float, float]
 
 @dataclass(eq=False)
 class Group:
-    """A standing group as the pool sees it. `given`: the job under way, with its number."""
+    """A group of workers as the pool sees it. `given`: the job under way, with its number."""
 
     name: str
     shape: Shape
@@ -44,7 +40,7 @@ class Group:
     given: tuple[int, str] | None = None
     lease: Lease | None = None
     jobs: int = 0
-    ended: list[Any] = field(default_factory=list)
+    ended: dict[int, Any] = field(default_factory=dict)
     ready: bool = False
     ending: bool = False
     squeezed: bool = False
@@ -73,21 +69,23 @@ class Lease:
     released: bool = False
 
 
+@dataclass(eq=False)
 class Pool:
-    """The actor. All methods run in one event loop; only `stand` blocks, in a thread a group."""
+    """The actor. All methods run in one event loop; only `stand` blocks, in a thread a group.
 
-    def __init__(
-        self,
-        name: str,
-        storage_path: str,
-        idle_seconds: float = IDLE_SECONDS,
-        lost_seconds: float = LOST_SECONDS,
-        stuck_seconds: float = STUCK_SECONDS,
-    ) -> None:
+    A group ends after `idle_seconds` without a job; a lease's holder counts as dead after `lost_seconds` without a
+    heartbeat; after `stuck_seconds` without a worker anywhere one may start on less CPU than it should have.
+    """
+
+    name: str
+    storage_path: str
+    idle_seconds: float = 300.0
+    lost_seconds: float = 60.0
+    stuck_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
         # Looked at ten times a second a group that lasts would cost a few per cent of a core for nothing
         ray_train_intervals(look_seconds=0.5)
-        self.name, self.storage_path, self.idle_seconds = name, storage_path, idle_seconds
-        self.lost_seconds, self.stuck_seconds = lost_seconds, stuck_seconds
         self.groups: dict[str, Group] = {}
         self.leases: dict[int, Lease] = {}
         self.waiting: list[Lease] = []
@@ -119,10 +117,8 @@ class Pool:
 
     async def wait(self, number: int, seconds: float) -> dict[str, Any] | None:
         """The next event of a lease: {"report"}, {"ended"} or {"failed"}; None if there is none for `seconds`."""
-        try:
+        with contextlib.suppress(TimeoutError):
             return await asyncio.wait_for(self.leases[number].events.get(), seconds)
-        except TimeoutError:
-            return None
 
     async def alive(self, number: int) -> None:
         if number in self.leases:
@@ -142,7 +138,7 @@ class Pool:
         if lease in self.waiting:
             self.waiting.remove(lease)
         if lease.group is not None and not self._answer(lease, False) and lease.reported < lease.job.milestones[-1]:
-            self._kill(lease.group)
+            self._end(lease.group, kill=True)
 
     async def state(self) -> dict[str, Any]:
         """For tests and for people."""
@@ -156,12 +152,12 @@ class Pool:
         """End all groups in order, as far as they let themselves be."""
         self._closing = True
         for group in list(self.groups.values()):
-            (self._end if group.lease is None else self._kill)(group)  # nobody waits for what is under way
+            self._end(group, kill=group.lease is not None)  # nobody waits for what is under way
         deadline = time.monotonic() + CLOSE_SECONDS
         while self.groups and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         for group in list(self.groups.values()):
-            self._kill(group)
+            self._end(group, kill=True)
         if self._watch is not None:
             self._watch.cancel()
 
@@ -197,11 +193,11 @@ class Pool:
 
     async def finished(self, name: str, rank: int, ended: dict[str, Any]) -> None:
         group = self.groups[name]
-        group.ended.append((rank, ended))
+        group.ended[rank] = ended
         if len(group.ended) < group.shape[0]:
             return
-        lease, outcome = group.lease, min(group.ended, key=lambda pair: pair[0])[1]
-        group.lease, group.given, group.ended, group.idle_since = None, None, [], time.monotonic()
+        lease, outcome = group.lease, group.ended[0]
+        group.lease, group.given, group.ended, group.idle_since = None, None, {}, time.monotonic()
         group.jobs += 1
         if lease is not None:
             lease.group = None
@@ -237,8 +233,8 @@ class Pool:
             return
         group = Group(f"{self.name}-{next(self._starts)}", shape, time.monotonic(), squeezed=cpus is not None)
         self.groups[group.name] = group
-        workers, gpus = shape[0], shape[2]
-        cpus = shape[1] if cpus is None else cpus
+        workers, of_shape, gpus = shape
+        cpus = of_shape if cpus is None else cpus
         settings = TrainSettings(
             num_workers=workers, batch_size=workers, cpus_per_worker=cpus, gpus_per_worker=gpus, zero_stage=1
         )
@@ -255,14 +251,10 @@ class Pool:
 
         threading.Thread(target=keep, name=group.name, daemon=True).start()
 
-    def _end(self, group: Group) -> None:
-        """Ask a group to end once its job is done; at once if it is idle. One that is still starting ends then."""
+    def _end(self, group: Group, kill: bool = False) -> None:
+        """End a group once its job is done, or kill it; one that is idle ends at once, one that is starting then."""
         group.ending = True
-        group.tell()
-
-    def _kill(self, group: Group) -> None:
-        group.ending = True
-        for worker in group.workers.values():
+        for worker in group.workers.values() if kill else ():
             ray.kill(worker)
         group.tell()
 
@@ -276,14 +268,16 @@ class Pool:
             self._start_failures += 1
             if self._start_failures >= START_FAILURES:
                 self._start_failures = 0
+                failed = {"failed": f"no group of workers could start: {last_error(_told(error))}"}
                 for waiting in [w for w in self.waiting if w.shape == group.shape]:
                     self.waiting.remove(waiting)
-                    waiting.events.put_nowait({"failed": f"no standing group could start: {_reason(error)}"})
+                    waiting.events.put_nowait(failed)
         if lease is not None and not lease.released:
             lease.group, lease.answer = None, None
-            lease.failures += "MicroBatchLoweredError" not in _told(error)  # which has put right what was wrong
+            told = _told(error)
+            lease.failures += "MicroBatchLoweredError" not in told  # which has put right what was wrong
             if lease.failures > lease.job.max_failures:
-                lease.events.put_nowait({"failed": _reason(error)})
+                lease.events.put_nowait({"failed": last_error(told)})
             else:
                 self.waiting.insert(0, lease)
         self._match()
@@ -318,7 +312,7 @@ class Pool:
         all would wait for each other for ever. CPUs are counted by Ray, not enforced: the group is slower, no more.
         """
         workers, cpus, gpus = shape
-        nodes = available_resources_per_node().values()
+        nodes = free_on_nodes()
 
         def fit(each: float) -> bool:
             room = (min(n.get("CPU", 0.0) // each, n.get("GPU", 0.0) // gpus if gpus else math.inf) for n in nodes)
@@ -328,13 +322,6 @@ class Pool:
             shares = (1 - step / 20 for step in range(1, 1 + round(20 * (1 - LEAST_SHARE))))
             if (less := next((cpus * share for share in shares if fit(cpus * share)), None)) is not None:
                 self._start(shape, less)
-
-
-def _reason(error: BaseException | None) -> str:
-    """What the workers died of, in one line: the last exception that says something."""
-    from orchestrator.cluster.errors import last_error
-
-    return last_error(_told(error))
 
 
 def _told(error: BaseException | None) -> str:

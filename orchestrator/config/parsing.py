@@ -41,6 +41,7 @@ RENAMED = {
     "final_lr_fraction": "min_lr_ratio",
 }
 """Keys of earlier versions, and what they are called now."""
+RENAMED_SCHEDULERS = {"budget": "asha"}
 
 
 class ConfigError(ValueError):

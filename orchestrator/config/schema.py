@@ -187,7 +187,7 @@ class SearchSection(Section):
 class RungsSection(Section):
     """Cumulative training steps at which trials are measured and the weaker ones stopped.
 
-    At each rung about 1 / `reduction_factor` of the trials goes on: `scheduler` says which (`budget`: the best of each
+    At each rung about 1 / `reduction_factor` of the trials goes on: `scheduler` says which (`asha`: the best of each
     KV ratio so far, the others are stopped for good), `params` are its own. With `stop` false every trial goes on to
     the end, as a comparison of recipes wants it.
     """
@@ -195,7 +195,7 @@ class RungsSection(Section):
     steps: Annotated[list[int], AfterValidator(_milestones)] = Field(default=[0, 50, 200], min_length=1)
     reduction_factor: float = Field(default=2.0, gt=1)
     stop: bool = True
-    scheduler: str = "budget"
+    scheduler: str = "asha"
     params: dict[str, Any] = {}
 
 

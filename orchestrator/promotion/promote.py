@@ -10,17 +10,19 @@ import contextlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from attention.messages import near
-from orchestrator.cluster.pool_client import standing_groups
+from orchestrator.cluster.pool_client import pool_of_search
 from orchestrator.cluster.session import Demand, concurrency, connected
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.promotion.state import BASELINE, PROMOTED, Entry, PromoteOutcome, PromotionState
 from orchestrator.promotion.steps import PromotionSteps
 from orchestrator.reporting import console
-from orchestrator.search.trial import TrialContext
+from orchestrator.search.prepare import SearchSession, trial_context
+from orchestrator.search.validation import validate_search
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.lock import SearchLock
 from orchestrator.storage.mirror import is_remote, mirrored
@@ -43,9 +45,6 @@ def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int |
 
     Raises ConfigError if the folder is none, a trial id is unknown or of a baseline, or the cluster is too small.
     """
-    from orchestrator.search.prepare import trial_context
-    from orchestrator.search.validation import validate_search
-
     folder = SearchFolder.existing(search)
     warn_of_pickles(folder)
     config = _stored_config(folder)
@@ -59,14 +58,13 @@ def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int |
         connected() as resources,
     ):
         parallel = concurrency(resources, Demand.of(config), config.resources.max_concurrent)
-        own = config.tracking
-        base = read_json(folder.base)
-        context = trial_context(config, prepared, folder, base)
-        parent = replace(parent_run(folder.root), status=None, run_id=read_json(folder.state).get("parent_run"))
-        mlflow = MlflowSync(lambda: Tracker.open(own.uri, own.experiment, folder.storage), parent)
-        with standing_groups(config, folder) as groups:
-            context = replace(context, groups=groups)
-            promotion = promote(config, context, folder, mlflow, parallel, chosen)
+        context = trial_context(config, prepared, folder, read_json(folder.base))
+        parent = parent_run(folder.root, status=None, run_id=read_json(folder.state).get("parent_run"))
+        connect = partial(Tracker.open, config.tracking.uri, config.tracking.experiment, folder.storage)
+        mlflow = MlflowSync(connect, parent)
+        with pool_of_search(config, folder) as pool:
+            session = SearchSession(config, folder, replace(context, pool=pool), mlflow, parallel)
+            promotion = promote(session, chosen)
         mlflow.flush()
     console.print_promotion(promotion)
     return PromoteOutcome(folder.root, promotion, tuple(trial.trial_id for trial in chosen))
@@ -106,51 +104,42 @@ def _check_ended(folder: SearchFolder, records: Sequence[TrialRecord]) -> None:
 
 
 def _chosen(records: Sequence[TrialRecord], ids: list[str], top: int | None, config: SearchConfig) -> list[TrialRecord]:
-    usable = {t.trial_id: t for t in records if t.usable}
+    usable, baseline = {t.trial_id: t for t in records if t.usable}, config.search.baseline
     copies = {t.trial_id: t.copy_of for t in records if t.copy_of is not None}
-    if known := [trial_id for trial_id in ids if trial_id in copies]:
-        first = copies[known[0]]
-        raise ConfigError(f"--trial: {known[0]!r} led to the same model as {first}; promote that one: --trial {first}")
-    unknown = [trial_id for trial_id in ids if trial_id not in usable]
-    if unknown:
-        raise ConfigError(
-            f"--trial: {unknown[0]!r} is no finished trial of this search{near(unknown[0], usable)}; there are "
-            f"{sorted(usable) or 'none'}"
-        )
-    baselines = [trial_id for trial_id in ids if usable[trial_id].recipe == config.search.baseline]
-    if baselines:
-        others = sorted(i for i, t in usable.items() if t.recipe != config.search.baseline)
-        raise ConfigError(
-            f"--trial: {baselines[0]!r} is a trial of the baseline {config.search.baseline}, which others must beat "
-            f"and which is never promoted itself; choose among {', '.join(others) or 'none: there is no other'}"
-        )
+    for name in ids:
+        if name in copies:
+            first = copies[name]
+            raise ConfigError(f"--trial: {name!r} led to the same model as {first}; promote that one: --trial {first}")
+        if name not in usable:
+            wrong = f"{name!r} is no finished trial of this search{near(name, usable)}"
+            raise ConfigError(f"--trial: {wrong}; there are {sorted(usable) or 'none'}")
+        if usable[name].recipe == baseline:
+            others = ", ".join(sorted(i for i, t in usable.items() if t.recipe != baseline))
+            raise ConfigError(
+                f"--trial: {name!r} is a trial of the baseline {baseline}, which others must beat and which is never "
+                f"promoted itself; choose among {others or 'none: there is no other'}"
+            )
     if ids:
         return [usable[trial_id] for trial_id in ids]
     section = config.promotion
     return select(records, "best_per_budget" if top else section.select, top or section.top)
 
 
-def promote(
-    config: SearchConfig,
-    context: TrialContext,
-    folder: SearchFolder,
-    mlflow: MlflowSync,
-    parallel: int,
-    chosen: Sequence[TrialRecord] | None = None,
-) -> dict[str, Any]:
+def promote(session: SearchSession, chosen: Sequence[TrialRecord] | None = None) -> dict[str, Any]:
     """Train, check and register; returns the content of `promotion.json`. Nothing finished is done again."""
+    config, folder = session.config, session.folder
     trials = load_trials(folder.root)
     if chosen is None:
         chosen = select(trials, config.promotion.select, config.promotion.top)
     state = PromotionState.load(folder.promotion)
-    step = PromotionSteps(config, context, folder, mlflow, state, {t.trial_id: t for t in trials})
-    total = context.rungs[-1] + config.promotion.steps
+    step = PromotionSteps(session, state, {t.trial_id: t for t in trials})
+    total = session.context.rungs[-1] + config.promotion.steps
     for trial in chosen:
         state.add(state.candidates, trial.trial_id, Entry(trial.trial_id, trial.recipe, trial.kv_ratio, total))
     _add_baselines(state, trials, config, total)
     step.save()
     step.catch_up()
-    step.train(parallel)
+    step.train()
     for entry in state.candidates.values():
         step.check(entry)
     step.register()

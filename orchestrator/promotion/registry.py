@@ -2,17 +2,99 @@
 
 Two steps, each of which the next run of a promotion finishes if it was cut off: the version, complete with its tags,
 then the alias. Until the alias is set, in one call, it points to what it pointed to before.
+
+Lineage: where a promoted checkpoint comes from, i.e. model, search, trial, plan, data and weights, each by name and
+digest. The record lies beside the exported weights as `lineage.json`, is an artifact of the promotion's run, and is
+flattened into the tags of the registered version.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+from attention.io.files import sha256
 from orchestrator.config.schema import SearchConfig
 from orchestrator.promotion.gate import OK
-from orchestrator.promotion.lineage import lineage_tags
 from orchestrator.promotion.state import PROMOTED, REFUSED, REGISTERED, Entry, PromotionState
-from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import percent
+from orchestrator.search.prepare import SearchSession
+from orchestrator.storage.records import TrialRecord, percent, read_json
 from orchestrator.tracking.runs import Tracker
+
+LINEAGE = "lineage.json"
+DIGITS = 16
+"""Hexadecimal digits of a SHA-256, as in the digests of plans and weights."""
+
+
+def file_digest(path: str | Path) -> str | None:
+    """The first digits of a file's SHA-256; None if it is not there."""
+    return sha256(path)[:DIGITS] if Path(path).is_file() else None
+
+
+def lineage_of(entry: Entry, trial: TrialRecord, digests: dict[str, str], session: SearchSession) -> dict[str, Any]:
+    """The record of a candidate that the gate has seen. `digests`: those of plan, trained and exported weights.
+
+    `data.steps` and `data.position` are of the weights that are shipped, which may not be the last ones.
+    """
+    config, folder = session.config, session.folder
+    base = read_json(folder.base)
+    return {
+        "model": {
+            "path": base["model"],
+            "weights_digest": base.get("digests", {}).get("weights"),
+            "calibration_digest": base.get("digests", {}).get("calibration"),
+            "loss": base["loss"],
+        },
+        "search": {
+            "name": folder.root.name,
+            "folder": str(folder.root),
+            "run": session.mlflow.parent_id,
+            "config_digest": file_digest(folder.snapshot),
+            "versions_digest": file_digest(folder.versions),
+        },
+        "trial": {
+            "id": trial.trial_id,
+            "run": trial.run_id,
+            "recipe": trial.recipe,
+            "recipe_digest": file_digest(folder.trial(trial.trial_id) / "recipe.json"),
+            "learning_rate": trial.learning_rate,
+            "seed": trial.seed,
+        },
+        "plan": {"digest": digests.get("plan_digest"), "kv_ratio": entry.kv_ratio},
+        "data": {
+            "source": config.data.section("train")[0],
+            "digest": file_digest(session.context.train_file),
+            "sequence_length": config.data.sequence_length,
+            "steps": entry.best_step,
+            "position": entry.data_position,
+        },
+        "checkpoint": {"trained": digests.get("trained_digest"), "exported": digests.get("weights_digest")},
+        "promotion": {"run": entry.run_id},
+    }
+
+
+def lineage_tags(record: dict[str, Any]) -> dict[str, Any]:
+    """The record as tags of a run or a version; what is not known is left out."""
+    model, search, trial, data = (record[name] for name in ("model", "search", "trial", "data"))
+    tags = {
+        "base_model": model["path"],
+        "base_digest": model["weights_digest"],
+        "original_loss": model["loss"],
+        "search": search["name"],
+        "search_run": search["run"],
+        "search_digest": search["config_digest"],
+        "trial_id": trial["id"],
+        "trial_run": trial["run"],
+        "recipe_digest": trial["recipe_digest"],
+        "seed": trial["seed"],
+        "plan_digest": record["plan"]["digest"],
+        "data_digest": data["digest"],
+        "data_position": data["position"],
+        "steps": data["steps"],
+        "trained_digest": record["checkpoint"]["trained"],
+        "weights_digest": record["checkpoint"]["exported"],
+    }
+    return {key: value for key, value in tags.items() if value is not None}
 
 
 def model_name(config: SearchConfig) -> str:
@@ -25,30 +107,17 @@ def gate_tags(entry: Entry) -> dict[str, str]:
     return {"gate": OK if passed else REFUSED} | {f"gate.{name}": outcome for name, outcome in entry.gate.items()}
 
 
-def format_of(entry: Entry) -> str:
-    """What loads the model that was written."""
-    return "stock transformers" if entry.plain else "Headfold's own format, not stock transformers"
-
-
-def register(entry: Entry, config: SearchConfig, folder: SearchFolder, tracker: Tracker) -> None:
+def register(entry: Entry, session: SearchSession, tracker: Tracker) -> None:
     """Make the version, with lineage and gate as its tags. Raises TrackingError if the registry refuses."""
     assert entry.model is not None and entry.run_id is not None
-    tags = {
-        "recipe": entry.recipe,
-        "kv_ratio": entry.kv_ratio,
-        "kv_bytes_per_token": entry.kv_bytes_per_token,
-        "loss": entry.loss,
-        "untrained_loss": entry.untrained_loss,
-        "last_loss": entry.last_loss,
-        "baseline_loss": entry.baseline_loss,
-        "shipped": entry.shipped,
-        "format": format_of(entry),
-        **gate_tags(entry),
-        **lineage_tags(entry.lineage),
-    }
+    losses = ("loss", "untrained_loss", "last_loss", "baseline_loss")
+    tags = {name: getattr(entry, name) for name in ("recipe", "kv_ratio", "kv_bytes_per_token", *losses, "shipped")}
+    loads_in = "stock transformers" if entry.plain else "Headfold's own format, not stock transformers"
+    tags |= {"format": loads_in, **gate_tags(entry), **lineage_tags(entry.lineage)}
     share = f"{percent(entry.kv_ratio)} of the original's KV cache"
-    description = f"{entry.recipe} at {share}, from search {folder.root.name}"
-    entry.version = tracker.register(model_name(config), entry.model, entry.run_id, tags=tags, description=description)
+    description = f"{entry.recipe} at {share}, from search {session.folder.root.name}"
+    name = model_name(session.config)
+    entry.version = tracker.register(name, entry.model, entry.run_id, tags=tags, description=description)
     entry.status = REGISTERED
 
 

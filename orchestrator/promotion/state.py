@@ -59,6 +59,12 @@ class Entry:
     trained_at: float | None = None
 
     @property
+    def compared(self) -> dict[str, float | int | None]:
+        """What a promotion compares, beside the `loss` that is shipped."""
+        losses = ("untrained_loss", "last_loss", "baseline_loss", "original_loss")
+        return {name: getattr(self, name) for name in (*losses, "best_step", "baseline_step")}
+
+    @property
     def unfinished(self) -> bool:
         """Whether a step has failed that running the promotion again may carry out."""
         return self.status in (FAILED, PASSED, REGISTERED)
@@ -99,16 +105,11 @@ class PromotionState:
 
     def add(self, entries: dict[str, Entry], key: str, fresh: Entry) -> None:
         """Take an entry up, unless it is known and on its way; one with other steps, or failed, is kept as earlier."""
-        known = entries.get(key)
-        if known is not None and known.status != FAILED and (known.trial_id, known.steps) == _goal(fresh):
-            return
-        if known is not None:
+        if (known := entries.get(key)) is not None:
+            if known.status != FAILED and (known.trial_id, known.steps) == (fresh.trial_id, fresh.steps):
+                return
             self.earlier.append(known)
         entries[key] = fresh
-
-
-def _goal(entry: Entry) -> tuple[str, int]:
-    return entry.trial_id, entry.steps
 
 
 @dataclass(frozen=True)

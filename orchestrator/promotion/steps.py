@@ -6,17 +6,12 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from attention.io import checkpoint
-from orchestrator.config.schema import SearchConfig
 from orchestrator.promotion.gate import check_candidate
-from orchestrator.promotion.lineage import FILE as LINEAGE
-from orchestrator.promotion.lineage import lineage_of, lineage_tags
-from orchestrator.promotion.registry import gate_tags, register, settle_aliases
-from orchestrator.promotion.shipping import Measured, best_model
+from orchestrator.promotion.registry import LINEAGE, gate_tags, lineage_of, lineage_tags, register, settle_aliases
 from orchestrator.promotion.state import (
     BASELINE,
     FAILED,
@@ -29,72 +24,61 @@ from orchestrator.promotion.state import (
     Entry,
     PromotionState,
 )
-from orchestrator.promotion.training import Training, run_all
-from orchestrator.search.trial import TrialContext
+from orchestrator.promotion.training import Training, best_model, run_all
+from orchestrator.search.prepare import SearchSession
 from orchestrator.storage import records
-from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import TrialRecord, write_json
 from orchestrator.tracking.runs import TrackingError
-from orchestrator.tracking.sync import MlflowSync, Run
+from orchestrator.tracking.sync import Run
 
 
 @dataclass(frozen=True)
 class PromotionSteps:
     """The steps of a promotion, each written down when it is done."""
 
-    config: SearchConfig
-    context: TrialContext
-    folder: SearchFolder
-    mlflow: MlflowSync
+    session: SearchSession
     state: PromotionState
     trials: dict[str, TrialRecord]
 
     def save(self) -> None:
-        self.state.save(self.folder.promotion)
+        self.state.save(self.session.folder.promotion)
 
-    def train(self, parallel: int) -> None:
+    def train(self) -> None:
         """Bring every pending entry to its full number of steps; a trial that is candidate and baseline once."""
         entries: dict[str, list[Entry]] = {}
         for entry in (*self.state.baselines.values(), *self.state.candidates.values()):
             if entry.status == PENDING:
                 entries.setdefault(entry.trial_id, []).append(entry)
-        trainings = [
-            Training.of(self.trials[i], mine[0].steps, self.config, self.context, self.folder)
-            for i, mine in entries.items()
-        ]
+        trainings = [Training.of(self.trials[i], mine[0].steps, self.session) for i, mine in entries.items()]
         if trainings:
             print(f"\npromotion: {len(trainings)} training(s) to {trainings[0].total} steps", flush=True)
 
-        def done(training: Training, metrics: dict[str, Any] | None, error: str | None) -> None:
-            for entry in entries[training.trial_id]:
-                self._trained(entry, training, metrics, error)
+        def done(training: Training, loss: float | None, error: str | None) -> None:
+            for entry in entries[training.trial.trial_id]:
+                self._trained(entry, training, loss, error)
             self.save()
 
-        run_all(trainings, parallel, self.config, done, self.context.groups)
+        run_all(trainings, self.session, done)
 
-    def _trained(self, entry: Entry, training: Training, metrics: dict[str, Any] | None, error: str | None) -> None:
-        """Take over what a training gave."""
-        entry.trained_at = time.time()
-        trial = self.trials[entry.trial_id]
+    def _trained(self, entry: Entry, training: Training, last_loss: float | None, error: str | None) -> None:
+        """Take over what a training gave. The best of all that was measured on a trial's way is what is shipped, and
+        what a baseline counts with."""
+        trial, entry.trained_at = training.trial, time.time()
         best = None
-        if metrics is not None:
-            best = best_model(trial, self.folder.trial(entry.trial_id), training.reports())
-        if metrics is None or best is None:
+        if last_loss is not None:
+            best = best_model(trial, self.session.folder.trial(trial.trial_id), training.reports())
+        if best is None:
             entry.status, entry.reasons = FAILED, [error or "no weights are left of any step that was measured"]
         else:
-            self._take_best(entry, best, metrics["loss"])
+            entry.status, entry.folder, entry.best_step, entry.shipped = TRAINED, str(best.folder), best.step, best.what
+            entry.loss, entry.kl, entry.data_position, entry.last_loss = best.loss, best.kl, best.position, last_loss
+            entry.untrained_loss = (trial.untrained or {}).get("loss")
+            entry.original_loss = self.session.context.original_loss
+            if best.step == 0:
+                words = f"no training made it better; what counts is the {best.what}"
+                print(f"promotion: {training.label}: {words}", flush=True)
         self.save()
         self._tell(entry)
-
-    def _take_best(self, entry: Entry, best: Measured, last_loss: float) -> None:
-        """The best of all that was measured on a trial's way is what is shipped, and what a baseline counts with."""
-        entry.status, entry.folder, entry.best_step, entry.shipped = TRAINED, str(best.folder), best.step, best.what
-        entry.loss, entry.kl, entry.data_position, entry.last_loss = best.loss, best.kl, best.position, last_loss
-        entry.untrained_loss = (self.trials[entry.trial_id].untrained or {}).get("loss")
-        entry.original_loss = self.context.original_loss
-        if best.step == 0:
-            label = f"{entry.recipe} {entry.kv_ratio:.0%}"
-            print(f"promotion: {label}: no training made it better; what counts is the {best.what}", flush=True)
 
     def catch_up(self) -> None:
         """Bring MLflow to where the promotion is: a driver may have been killed, or the store away."""
@@ -103,22 +87,19 @@ class PromotionSteps:
                 self._tell(entry)
 
     def _tell(self, entry: Entry) -> None:
-        entry.run_id = self.mlflow.put(self.run_of(entry)) or entry.run_id
+        entry.run_id = self.session.mlflow.put(self.run_of(entry)) or entry.run_id
 
     def run_of(self, entry: Entry) -> Run:
         """What MLflow is to hold of an entry."""
-        tags = {
-            "headfold.kind": f"promotion {entry.role}",
-            "trial_id": entry.trial_id,
-            "promotion_steps": entry.steps,
-        }
-        goal = (entry.trial_id, entry.role, entry.steps)
+        trial_id, steps = entry.trial_id, entry.steps
+        tags = {"headfold.kind": f"promotion {entry.role}", "trial_id": trial_id, "promotion_steps": steps}
+        goal = (trial_id, entry.role, steps)
         if again := sum((e.trial_id, e.role, e.steps) == goal for e in self.state.before(entry)):
             tags["promotion_attempt"] = again + 1
         at, texts = {"time": entry.trained_at}, {}
-        training = Training.of(self.trials[entry.trial_id], entry.steps, self.config, self.context, self.folder)
+        training = Training.of(self.trials[trial_id], steps, self.session)
         points = [{k: v for k, v in r.items() if not k.startswith("best_")} | at for r in training.reports()]
-        points.append(losses_of(entry) | {"loss": entry.last_loss, "step": entry.steps} | at)
+        points.append(entry.compared | {"best_loss": entry.loss, "loss": entry.last_loss, "step": steps} | at)
         if entry.shipped is not None:
             tags["shipped"] = entry.shipped
         if entry.status == FAILED:
@@ -142,13 +123,8 @@ class PromotionSteps:
         baseline = self.state.baselines.get(f"{entry.kv_ratio:g}")
         if baseline is not None and baseline.folder is not None:
             entry.baseline_loss, entry.baseline_step = baseline.loss, baseline.best_step
-        checks = check_candidate(entry, self.config, self.context, self.folder)
-        entry.gate, entry.checks, entry.reasons = checks.outcomes, checks.record, list(checks.reasons)
-        entry.model, entry.plain, entry.kv_bytes_per_token = checks.model, checks.plain, checks.kv_bytes_per_token
-        entry.exported = entry.model if entry.plain else None
-        trial = self.trials[entry.trial_id]
-        given = (self.config, self.context, self.folder, self.mlflow.parent_id)
-        entry.lineage = lineage_of(entry, trial, checks.digests, *given)
+        digests = check_candidate(entry, self.session)
+        entry.lineage = lineage_of(entry, self.trials[entry.trial_id], digests, self.session)
         if entry.model is not None:
             write_json(Path(entry.model) / LINEAGE, entry.lineage)
             checkpoint.write_digests(entry.model)
@@ -162,33 +138,20 @@ class PromotionSteps:
         if not any(entry.status in (PASSED, REGISTERED) for entry in entries):
             return
         try:
-            registry = self.mlflow.registry()
+            registry = self.session.mlflow.registry()
             for entry in entries:
                 if entry.status == PASSED:
-                    entry.run_id = self.mlflow.id_of(self.run_of(entry))
-                    register(entry, self.config, self.folder, registry)
+                    self._tell(entry)  # its version needs the id of its run
+                    register(entry, self.session, registry)
                     self.save()
-            settle_aliases(self.state, self.config, registry)
+            settle_aliases(self.state, self.session.config, registry)
         except TrackingError as error:
             for entry in entries:
                 entry.reasons = [str(error)] if entry.status in (PASSED, REGISTERED) else entry.reasons
-            print(f"promotion: {error}; run `headfold promote {self.folder.root}` to finish it", flush=True)
+            print(f"promotion: {error}; run `headfold promote {self.session.folder.root}` to finish it", flush=True)
             self.save()
             return
         for entry in entries:
             if entry.status == PROMOTED:
                 entry.reasons = []
                 self._tell(entry)
-
-
-def losses_of(entry: Entry) -> dict[str, float | int | None]:
-    """What a promotion compares, by the names of its metrics in MLflow."""
-    return {
-        "untrained_loss": entry.untrained_loss,
-        "best_loss": entry.loss,
-        "best_step": entry.best_step,
-        "last_loss": entry.last_loss,
-        "baseline_loss": entry.baseline_loss,
-        "baseline_step": entry.baseline_step,
-        "original_loss": entry.original_loss,
-    }

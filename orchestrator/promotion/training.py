@@ -1,78 +1,64 @@
-"""The full trainings of a promotion: each a Ray task that runs Ray Train workers, several at a time."""
+"""The full trainings of a promotion, several at a time, and which of the models on a trial's way is shipped."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from orchestrator.cluster.errors import last_error
-from orchestrator.config.schema import SearchConfig
+import ray
+from ray.train import UserCallback
+
+from orchestrator.cluster.pool_client import PoolGone, train_on_pool
+from orchestrator.cluster.session import last_error
 from orchestrator.search.candidates import Candidate
+from orchestrator.search.prepare import SearchSession
 from orchestrator.search.resume import LOSSES, lost
-from orchestrator.search.trial import TrialContext, prepare_process, relaxation_spec
-from orchestrator.storage.paths import SearchFolder
+from orchestrator.search.trial import prepare_process
 from orchestrator.storage.records import TrialRecord, read_json
 from trainers.jobs.worker import TrainJob, run_training
 
-if TYPE_CHECKING:
-    from trainers.relaxations.stage import RelaxationSpec
-
 POLL_SECONDS = 10.0
-Done = Callable[["Training", "dict[str, Any] | None", "str | None"], None]
+Done = Callable[["Training", "float | None", "str | None"], None]
 
 
 @dataclass(frozen=True)
 class Training:
     """One trial's way to `total` steps. `job` None: the trial has got there already."""
 
-    trial_id: str
-    label: str
+    trial: TrialRecord
     total: int
     start: int
-    loss: float
-    kl: float | None
     job: TrainJob | None
 
+    @property
+    def label(self) -> str:
+        return f"{self.trial.recipe} {self.trial.kv_ratio:.0%}"
+
     @classmethod
-    def of(
-        cls, trial: TrialRecord, total: int, config: SearchConfig, context: TrialContext, folder: SearchFolder
-    ) -> Training:
+    def of(cls, trial: TrialRecord, total: int, session: SearchSession) -> Training:
         """Continue from the trial's last training checkpoint; from its converted weights if it has none."""
-        own = folder.trial(trial.trial_id)
-        label = f"{trial.recipe} {trial.kv_ratio:.0%}"
-        kl = trial.last.get("kl")
+        context, folder, own = session.context, session.folder, session.folder.trial(trial.trial_id)
         if trial.step == total:
-            return cls(trial.trial_id, label, total, total, trial.loss, kl, None)
+            return cls(trial, total, total, None)
         saved = trial.last.get("checkpoint_path")
         start = trial.step if saved and Path(saved).is_dir() else 0
         target = folder.promoted / f"{trial.trial_id}-{total}"
         candidate = Candidate.from_config(read_json(own / "recipe.json"))
         # The steps of a relaxation count, but lie before the run that goes on
-        spec = _relaxation(context, candidate, own) if start else None
+        spec = context.relaxation(candidate.recipe, own) if start else None
         before = spec.total_steps if spec else 0
         model = Path(str(trial.last["relaxed_dir"])) if before else own / "converted"
-        job = TrainJob(
-            model_dir=str(model),
-            teacher_dir=context.teacher or context.model,
-            train_file=context.train_file,
-            eval_file=context.eval_file,
-            out_dir=str(target / "trained"),
-            storage_path=str(folder.train),
-            run_name=f"promote-{trial.trial_id}-{total}",
-            milestones=tuple(m - before for m in milestones(start, total, config.promotion.evaluations)),
-            settings=context.settings(candidate.recipe, trial.learning_rate),
-            keep_best=True,
-            start_step=start - before,
-            schedule_offset=spec.scheduled_steps if spec else 0,
-            resume_from=saved if start else None,
-            seed=candidate.seed,
-        )
-        return cls(trial.trial_id, label, total, start, trial.loss, kl, job)
+        steps = [step - before for step in milestones(start, total, session.config.promotion.evaluations)]
+        offset = spec.scheduled_steps if spec else 0
+        going_on = {"start_step": start - before, "schedule_offset": offset, "resume_from": saved if start else None}
+        job = context.job(f"promote-{target.name}", model, target / "trained", candidate, steps, **going_on)
+        return cls(trial, total, start, job)
 
     @property
     def log(self) -> Path:
@@ -90,18 +76,11 @@ class Training:
 
 
 def read_milestones(log: Path) -> list[dict[str, Any]]:
-    """The reports in a file of `milestone_log`, each step once."""
+    """The reports in a file of `MilestoneLog`, each step once."""
     if not log.exists():
         return []
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
     return list({line["step"]: line for line in lines}.values())
-
-
-def _relaxation(context: TrialContext, candidate: Candidate, folder: Path) -> RelaxationSpec | None:
-    steps = context.relaxation_steps(candidate.recipe)
-    if not steps:
-        return None
-    return relaxation_spec(candidate.recipe, (folder / "plan.json").read_text(encoding="utf-8"), steps)
 
 
 def milestones(start: int, total: int, evaluations: int) -> tuple[int, ...]:
@@ -110,67 +89,52 @@ def milestones(start: int, total: int, evaluations: int) -> tuple[int, ...]:
     return tuple(sorted({start + round(span * (i + 1) / evaluations) for i in range(evaluations)} - {start}))
 
 
-def run_all(
-    trainings: Sequence[Training], parallel: int, config: SearchConfig, done: Done, groups: str | None = None
-) -> None:
-    """Run the trainings, at most `parallel` at a time; `done(training, metrics or None, error)` after each.
+def run_all(trainings: Sequence[Training], session: SearchSession, done: Done) -> None:
+    """Run the trainings, each a Ray task that has Ray Train workers train, as many at a time as the session has room
+    for; `done(training, loss after the last step or None, error)` after each.
 
-    On standing groups of the pool `groups`; None: each on workers of its own. `metrics` has loss and kl after the last
-    step. One that fails does not end the others; one that loses its machines goes on from its last
-    checkpoint.
+    One that fails does not end the others; one that loses its machines goes on from its last checkpoint.
     """
-    import ray
-
     for training in (t for t in trainings if t.job is None):
-        done(training, {"loss": training.loss, "kl": training.kl}, None)
+        done(training, training.trial.loss, None)
     waiting = [t for t in trainings if t.job is not None]
-    own = config.resources
-    task: Any = ray.remote(num_cpus=own.trial_cpus, max_retries=0)(_train)
+    task: Any = ray.remote(num_cpus=session.config.resources.trial_cpus, max_retries=0)(_train)
     running: dict[Any, Training] = {}
     losses: Counter[str] = Counter()
     while waiting or running:
-        while waiting and len(running) < parallel:
+        while waiting and len(running) < session.parallel:
             training = waiting.pop(0)
-            assert training.job is not None
             training.log.parent.mkdir(parents=True, exist_ok=True)
-            running[task.remote(training.job.to_json(), str(training.log), groups)] = training
+            running[task.remote(training.job, str(training.log), session.context.pool)] = training
             print(f"promotion: {training.label} goes on from step {training.start} to {training.total}", flush=True)
         finished, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)
         for reference in finished:
             training = running.pop(reference)
+            label = training.label
             try:
-                metrics, error = ray.get(reference), None
-                print(
-                    f"promotion: {training.label}: loss {metrics['loss']:.3f} after {training.total} steps", flush=True
-                )
+                loss, error = ray.get(reference), None
+                print(f"promotion: {label}: loss {loss:.3f} after {training.total} steps", flush=True)
             except Exception as failure:
-                metrics, error = None, _reason(failure)
-                losses[training.trial_id] += 1
-                if lost(failure) and losses[training.trial_id] <= LOSSES:
-                    print(f"promotion: {training.label} has lost its machines and starts again: {error}", flush=True)
+                loss, error = None, last_error(f"{type(failure).__name__}: {failure}")  # the cause that Ray wraps
+                losses[training.trial.trial_id] += 1
+                if lost(failure) and losses[training.trial.trial_id] <= LOSSES:
+                    print(f"promotion: {label} has lost its machines and starts again: {error}", flush=True)
                     waiting.append(training)
                     continue
-                print(f"promotion: {training.label} failed: {error}", flush=True)
-            done(training, metrics, error)
+                print(f"promotion: {label} failed: {error}", flush=True)
+            done(training, loss, error)
 
 
-def _reason(failure: Exception) -> str:
-    """The cause that Ray has wrapped, in one line."""
-    return last_error(f"{type(failure).__name__}: {failure}")
-
-
-def _train(job: str, log: str, groups: str | None = None) -> dict[str, Any]:
-    """A Ray task: carry out a job, writing its milestones to `log`."""
-    from orchestrator.cluster.pool_client import PoolGone, train_in_group
-
+def _train(job: TrainJob, log: str, pool: str | None) -> float:
+    """A Ray task: carry out a job, writing its milestones to `log`. Returns the loss after the last step."""
     prepare_process()
-    parsed, outcome = TrainJob.from_json(job), None
-    if groups is not None:
+    outcome = None
+    if pool is not None:
         with contextlib.suppress(PoolGone):
-            outcome = train_in_group(groups, parsed, lambda report: append_milestone(log, report))
+            outcome = train_on_pool(pool, job, lambda report: append_milestone(log, report))
     if outcome is None:
-        outcome = run_training(parsed, callbacks=[milestone_log(log)])
-    return {key: outcome.metrics.get(key) for key in ("loss", "kl", "data_position")}
+        outcome = run_training(job, callbacks=[MilestoneLog(log)])
+    return outcome.metrics["loss"]
 
 
 def append_milestone(path: str, report: dict[str, Any]) -> None:
@@ -178,12 +142,66 @@ def append_milestone(path: str, report: dict[str, Any]) -> None:
         stream.write(json.dumps(report) + "\n")
 
 
-def milestone_log(path: str) -> Any:
-    """A callback of Ray Train's that appends each report to a file, one JSON object a line."""
-    from ray.train import UserCallback
+class MilestoneLog(UserCallback):
+    """Appends each report of Ray Train to a file, one JSON object a line."""
 
-    class MilestoneLog(UserCallback):
-        def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
-            append_milestone(path, metrics[0])
+    def __init__(self, path: str) -> None:
+        self._path = path
 
-    return MilestoneLog()
+    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+        append_milestone(self._path, metrics[0])
+
+
+# ---- what is shipped -------------------------------------------------------------------------------------------------
+
+UNTRAINED = "untrained conversion"
+POOLED = "pooled conversion, untrained: not what its relaxation trains from"
+RELAXED = "relaxed model before any recovery"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A model that was measured, and its weights. `step`: training steps behind it; `loss`, `kl`: held out, nats a
+    token; `position`: sequences of the training data behind it, where that is known."""
+
+    step: int
+    loss: float
+    kl: float | None
+    folder: Path
+    what: str
+    position: int | None = None
+
+
+def best_model(trial: TrialRecord, folder: Path, reports: Sequence[Mapping[str, Any]] = ()) -> Measured | None:
+    """What is shipped: the measured model of lowest held-out loss (of equal ones the least trained) whose weights are
+    there, whatever came later; None if there is none. `folder`: the trial's; `reports`: those of its promotion.
+
+    A trial is measured as it is converted (step 0), where a relaxation has ended, and at its rungs; its promotion
+    measures it further. Converted and relaxed weights are there anyway, the best of each training is kept
+    (`trainers.jobs.best_step`).
+    """
+    found = [model for model in _models(trial, folder, reports) if math.isfinite(model.loss) and model.folder.is_dir()]
+    return min(found, key=lambda model: (model.loss, model.step), default=None)
+
+
+def _models(trial: TrialRecord, folder: Path, reports: Sequence[Mapping[str, Any]]) -> Iterator[Measured]:
+    positions = {int(r["step"]): r.get("data_position") for r in (*trial.rungs, *reports)}
+
+    def trained(step: int, loss: float | None, kl: float | None, place: str | Path) -> Measured:
+        return Measured(step, _number(loss), kl, Path(place), f"step {step}", positions.get(step))
+
+    if (first := trial.untrained) is not None:
+        what = POOLED if trial.relaxes else UNTRAINED
+        yield Measured(0, _number(first["loss"]), first.get("kl"), folder / "converted", what, 0)
+    last = trial.last
+    if last.get("relaxed_dir"):
+        steps, loss = int(last.get("relaxation_steps", 0)), _number(last.get("collapsed_loss"))
+        yield Measured(steps, loss, None, Path(last["relaxed_dir"]), RELAXED)
+    if trial.step and "best_dir" not in last:
+        yield trained(trial.step, last.get("loss"), last.get("kl"), folder / "trained")
+    for report in (report for report in (last, *reports[-1:]) if "best_dir" in report):
+        yield trained(report["best_step"], report["best_loss"], report["best_kl"], report["best_dir"])
+
+
+def _number(loss: float | None) -> float:
+    return math.nan if loss is None else float(loss)

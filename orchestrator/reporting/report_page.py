@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from attention.io.files import write_whole
 from attention.plan import AttentionPlan
 from orchestrator.reporting import figures
 from orchestrator.reporting.comparison import Row, compare, several_seeds
@@ -28,7 +29,6 @@ from orchestrator.storage.records import (
     percent,
     read_json,
     without_probes,
-    write_text,
 )
 
 LIMIT = 3_000_000
@@ -95,7 +95,7 @@ def write_report(search: str | Path, out: str | Path | None = None) -> dict[str,
         raise RuntimeError(f"the report has {len(content.encode())} bytes, more than {LIMIT}; this is a bug")
     path = Path(out) if out is not None else folder.report
     if out is None and folder.origin.is_file():
-        write_text(path, content)  # the search's own page, whatever version of Headfold wrote it
+        write_whole(path, content)  # the search's own page, whatever version of Headfold wrote it
     else:
         write_page(path, content)
     trials = load_trials(folder.root)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from ray.tune import Callback
 
-from orchestrator.cluster.errors import last_error
 from orchestrator.reporting.durations import clock
 from orchestrator.reporting.status import tokens_per_second
 from orchestrator.storage import records as results
@@ -41,19 +41,14 @@ class SearchLog(Callback):
     def records(self) -> dict[str, TrialRecord]:
         return self.journal.history.records
 
-    # ---- Tune's hooks: each comes after the journal has the event --------------------------------------------------
-
     def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        self._changed(trial)
+        self._track(self.records[trial.trial_id])
+        self._show()
+
+    on_trial_complete = on_trial_error = on_trial_start
 
     def on_trial_result(self, iteration: int, trials: list, trial: Any, result: dict, **info: Any) -> None:
-        self._changed(trial)
-
-    def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        self._changed(trial)
-
-    def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        self._changed(trial)
+        self.on_trial_start(iteration, trials, trial)
 
     def on_experiment_end(self, trials: list, **info: Any) -> None:
         """Trials that had not ended (Ctrl-C) are marked; a resumed search takes them up again."""
@@ -68,18 +63,12 @@ class SearchLog(Callback):
         if self.records:
             self._show(last=True)
 
-    def _changed(self, trial: Any) -> None:
-        self._track(self.records[trial.trial_id])
-        self._show()
-
     def _track(self, record: TrialRecord) -> None:
         if self.mlflow is None:
             return
         run_id = self.mlflow.put(run_of(record, self.journal.path.parent))
         if run_id is not None and run_id != record.run_id and self.journal.failed is None:
             self.journal.append(RUN, trial=record.trial_id, run_id=run_id)
-
-    # ---- progress ---------------------------------------------------------------------------------------------
 
     def _show(self, last: bool = False) -> None:
         """The progress, once a second at most; `last`: now, whenever it was shown before."""
@@ -89,19 +78,15 @@ class SearchLog(Callback):
         self._shown = now
         rungs = self.journal.history.rungs
         line = progress_line(list(self.records.values()), self.expected, rungs, self.original_loss, now - self.started)
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[2K{line}")
-        else:
-            sys.stderr.write(line + "\n")
-        sys.stderr.flush()
+        print(f"\r\x1b[2K{line}" if sys.stderr.isatty() else f"{line}\n", end="", file=sys.stderr, flush=True)
 
 
 def run_of(record: TrialRecord, folder: Path) -> Run:
     """What MLflow is to hold of a trial of the search in `folder`."""
     tags: dict[str, Any] = {"trial_id": record.trial_id, "headfold.kind": "trial"}
     if record.status not in (results.RUNNING, results.WAITING):
-        told = {"headfold.status": record.status, "error": record.error, "copy_of": record.copy_of}
-        tags |= {name: value for name, value in told.items() if value is not None}
+        ended = {"headfold.status": record.status, "error": record.error, "copy_of": record.copy_of}
+        tags |= {name: value for name, value in ended.items() if value is not None}
     points, files = [], []
     for place, rung in enumerate(record.rungs):
         at = {"step": rung["step"], "time": rung["timestamp"]}
@@ -122,36 +107,21 @@ def run_of(record: TrialRecord, folder: Path) -> Run:
     return Run(name, tags, record.status, params | {"choices": record.choices}, points, {}, files)
 
 
-def error_of(trial: Any) -> str:
-    """What went wrong in a trial, in one line: the last exception of its log, else the last line."""
-    if not trial.error_file or not Path(trial.error_file).exists():
-        return "unknown error"
-    return last_error(Path(trial.error_file).read_text(encoding="utf-8", errors="replace"))
-
-
 def progress_line(records: list[TrialRecord], expected: int, rungs: int, original_loss: float, elapsed: float) -> str:
     """Trials done, running, stopped, failed; the best so far; the time left, from the share of rungs behind us."""
-    count = {s: sum(r.status == s for r in records) for s in (*results.ENDED, results.RUNNING, results.WAITING)}
-    ended = sum(count[s] for s in results.ENDED)
-    parts = [
-        f"{ended}/{expected} trials",
-        f"{count[results.DONE]} done, {count[results.RUNNING]} running, {count[results.STOPPED]} stopped",
-    ]
-    if count[results.WAITING]:
-        parts[-1] += f", {count[results.WAITING]} waiting"
-    if count[results.COPY]:
-        parts[-1] += f", {count[results.COPY]} the same as another"
-    if count[results.FAILED]:
-        parts[-1] += f", {count[results.FAILED]} failed"
-    scored = [r for r in records if r.rungs and r.status != results.FAILED and not r.probe]
-    if scored:
-        best = {
-            b: min((r for r in scored if r.kv_ratio == b), key=lambda r: r.loss) for b in {r.kv_ratio for r in scored}
-        }
-        told = ", ".join(
-            f"{percent(b)} {r.loss - original_loss:+.3f} ({r.recipe})" for b, r in sorted(best.items(), reverse=True)
-        )
-        parts.append(f"smallest loss increase by share of the checkpoint's KV: {told}")
+    count = Counter(record.status for record in records)
+    ended = sum(count[status] for status in results.ENDED)
+    states = [f"{count[results.DONE]} done, {count[results.RUNNING]} running, {count[results.STOPPED]} stopped"]
+    rare = {results.WAITING: "waiting", results.COPY: "the same as another", results.FAILED: "failed"}
+    states += [f"{count[status]} {words}" for status, words in rare.items() if count[status]]
+    parts = [f"{ended}/{expected} trials", ", ".join(states)]
+    best: dict[float, TrialRecord] = {}
+    for record in records:
+        if record.rungs and record.status != results.FAILED and not record.probe:
+            best[record.kv_ratio] = min(best.get(record.kv_ratio, record), record, key=lambda r: r.loss)
+    if best:
+        increases = (f"{percent(k)} {r.loss - original_loss:+.3f} ({r.recipe})" for k, r in sorted(best.items())[::-1])
+        parts.append(f"smallest loss increase by share of the checkpoint's KV: {', '.join(increases)}")
     if rate := tokens_per_second(records):
         parts.append(f"{compact(rate)} tokens/s")
     behind = sum(1.0 if r.status in results.ENDED else len(r.rungs) / rungs for r in records)

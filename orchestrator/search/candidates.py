@@ -1,8 +1,8 @@
-"""What a searcher chooses among: the joint space of recipes and budgets, and the learning rates."""
+"""What a searcher chooses among: the joint space of recipes and KV ratios, and the learning rates."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,10 +27,10 @@ OF_SEARCHER = "searcher."
 
 @dataclass(frozen=True)
 class Candidate:
-    """One thing to try: a recipe at a budget, trained with a learning rate. `seed`: of its plan and its training.
+    """One thing to try: a recipe at a KV ratio, trained with a learning rate. `seed`: of its plan and its training.
 
     `plan`: the plan to carry out, as JSON, where the searcher and not the recipe makes it. A `probe` is measured
-    untrained and ends there; its plan need not meet the budget yet.
+    untrained and ends there; its plan need not meet the ratio yet.
     """
 
     recipe: Recipe
@@ -58,14 +58,8 @@ class Candidate:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Candidate:
-        return cls(
-            Recipe.from_dict(config["choices"]),
-            float(config["kv_ratio"]),
-            float(config["learning_rate"]),
-            int(config["seed"]),
-            config.get("plan"),
-            bool(config.get("probe", False)),
-        )
+        recipe, plan, probe = Recipe.from_dict(config["choices"]), config.get("plan"), bool(config.get("probe", False))
+        return cls(recipe, config["kv_ratio"], config["learning_rate"], config["seed"], plan, probe)
 
 
 @dataclass
@@ -84,21 +78,26 @@ class CandidateSpace:
             return Domain("learning_rate", "learning_rate", "choice", choices=tuple(self.learning_rates))
         return None
 
-    def sample(self, generator: np.random.Generator) -> Point:
-        """A random valid point."""
+    def decide(self, choose: Callable[[Domain], Any]) -> Point:
+        """A complete point: one decision after the other, as `choose` takes it."""
         point: Point = {}
         while (domain := self.next(point)) is not None:
-            point[domain.name] = domain.sample(generator)
+            point[domain.name] = choose(domain)
         return point
+
+    def sample(self, generator: np.random.Generator) -> Point:
+        """A random valid point."""
+        return self.decide(lambda domain: domain.sample(generator))
 
     def vary(self, point: Mapping[str, Any], changes: int, generator: np.random.Generator) -> Point:
         """A valid point beside another: `changes` of its decisions are drawn anew, and what no longer fits them."""
         redrawn = set(generator.permutation(sorted(point))[:changes].tolist())
-        varied: Point = {}
-        while (domain := self.next(varied)) is not None:
+
+        def choose(domain: Domain) -> Any:
             kept = domain.name in point and domain.name not in redrawn and _allows(domain, point[domain.name])
-            varied[domain.name] = point[domain.name] if kept else domain.sample(generator)
-        return varied
+            return point[domain.name] if kept else domain.sample(generator)
+
+        return self.decide(choose)
 
     def candidate(self, point: Mapping[str, Any]) -> Candidate:
         """The candidate of a complete point. A recipe without a name is called by its digest."""
@@ -136,49 +135,47 @@ def _allows(domain: Domain, value: Any) -> bool:
 
 
 def named_candidates(config: SearchConfig, geometry: HeadGeometry) -> tuple[Candidate, ...]:
-    """Every configured arm at its budgets with every learning rate and seed, the baseline first and at every budget.
+    """Every configured arm at its KV ratios with every learning rate and seed, the baseline first and at every ratio.
 
-    Raises ConfigError for an unknown recipe, and for a budget that a recipe cannot meet on this checkpoint.
+    Raises ConfigError for an unknown recipe, and for a ratio that a recipe cannot meet on this checkpoint.
     """
-    asked = ratios_of(config.search, geometry)
-    arms = [(_recipe(config, arm), ratios_of(arm, geometry) or asked) for arm in config.arms]
+    of_search = ratios_of(config.search, geometry)
+    arms = [(_recipe(config, arm), ratios_of(arm, geometry) or of_search) for arm in config.arms]
     arms.sort(key=lambda arm: arm[0].name != config.search.baseline)
-    budgets = list(dict.fromkeys([*asked, *(b for _, own in arms for b in own)]))
-    found = []
-    for recipe, own in arms:
+    every = list(dict.fromkeys([*of_search, *(ratio for _, ratios in arms for ratio in ratios)]))
+    pairs = []
+    for recipe, ratios in arms:
         baseline = recipe.name == config.search.baseline
         cannot = partial(_cannot_meet, recipe, geometry=geometry, dtype=config.model.dtype, baseline=baseline)
-        for budget in budgets if baseline else own:
-            if reason := cannot(budget):
+        for ratio in every if baseline else ratios:
+            if reason := cannot(ratio):
                 known = [f"{k / geometry.num_kv_heads:g}" for k in range(1, geometry.num_kv_heads + 1)]
-                possible = [ratio for ratio in known if cannot(float(ratio)) is None]
+                possible = [other for other in known if cannot(float(other)) is None]
                 raise ConfigError(
-                    f"search.kv_ratios: got {budget:g}, which recipe {recipe.name} cannot meet on this checkpoint "
+                    f"search.kv_ratios: got {ratio:g}, which recipe {recipe.name} cannot meet on this checkpoint "
                     f"({reason}); it can meet {', '.join(possible) or 'none'} of the checkpoint's own KV cache"
                 )
-            found.append((recipe, budget))
+            pairs.append((recipe, ratio))
     rates, seeds = config.learning_rates, config.seeds
-    return tuple(Candidate(r, b, lr, seed) for r, b in found for lr in rates for seed in seeds)
+    return tuple(Candidate(recipe, ratio, lr, seed) for recipe, ratio in pairs for lr in rates for seed in seeds)
 
 
 def ratios_of(section: SearchSection | ArmSection, geometry: HeadGeometry) -> list[float]:
-    """The budgets of a search or an arm as shares of the checkpoint's own KV cache. Raises ConfigError."""
+    """The KV ratios of a search or an arm, as shares of the checkpoint's own KV cache. Raises ConfigError."""
     try:
         return section.kv_ratios or [ratio_of_kv_heads(heads, geometry) for heads in section.kv_heads]
     except ValueError as error:
-        where = "search" if isinstance(section, SearchSection) else f"search.recipes: {section.name}"
-        raise ConfigError(f"{where}{'.' if where == 'search' else ': '}kv_heads: {error}") from None
+        where = "search." if isinstance(section, SearchSection) else f"search.recipes: {section.name}: "
+        raise ConfigError(f"{where}kv_heads: {error}") from None
 
 
 def _recipe(config: SearchConfig, arm: ArmSection) -> Recipe:
     """The recipe of an arm, called by its label. Raises ConfigError."""
     where = f"search.recipes: {arm.name}"
     fields = (*AXES, "together", "by")
-    for name in arm.changes:
-        if name not in fields:
-            raise ConfigError(
-                f"{where}: changes: no axis {cut(repr(name))}{near(name, fields)}; there are {', '.join(fields)}"
-            )
+    if unknown := next((name for name in arm.changes if name not in fields), None):
+        wrong = f"{cut(repr(unknown))}{near(unknown, fields)}"
+        raise ConfigError(f"{where}: changes: no axis {wrong}; there are {', '.join(fields)}")
     try:
         recipe = named_recipe(arm.recipe, **arm.changes, settings=arm.params)
     except ValueError as error:
@@ -190,12 +187,12 @@ def _recipe(config: SearchConfig, arm: ArmSection) -> Recipe:
     return replace(recipe, name=arm.name)
 
 
-def _cannot_meet(recipe: Recipe, budget: float, geometry: HeadGeometry, dtype: str, baseline: bool) -> str | None:
+def _cannot_meet(recipe: Recipe, ratio: float, geometry: HeadGeometry, dtype: str, baseline: bool) -> str | None:
     """Why, or None. With the whole cache the baseline is the original model, trained for the same tokens."""
-    if not baseline and (whole := keeps_everything(recipe.sharing, recipe.composition, budget)):
+    if not baseline and (whole := keeps_everything(recipe.sharing, recipe.composition, ratio)):
         return whole
     try:
-        check_budget(recipe, budget, geometry, dtype)
+        check_budget(recipe, ratio, geometry, dtype)
     except ValueError as error:
         return str(error)
     return None
@@ -203,10 +200,10 @@ def _cannot_meet(recipe: Recipe, budget: float, geometry: HeadGeometry, dtype: s
 
 def candidate_space(config: SearchConfig, geometry: HeadGeometry) -> CandidateSpace:
     """The space that free candidates are drawn from. Raises ConfigError for a field or choice that does not exist."""
-    section, budgets = config.search, ratios_of(config.search, geometry)
+    section, ratios = config.search, ratios_of(config.search, geometry)
     try:
-        settings = {name: value for name, value in section.params.items() if not name.startswith(OF_SEARCHER)}
-        joint = JointSpace(budgets, geometry, choices=section.search_space, settings=settings)
+        params = {name: value for name, value in section.params.items() if not name.startswith(OF_SEARCHER)}
+        joint = JointSpace(ratios, geometry, choices=section.search_space, settings=params)
     except ValueError as error:
         text = cut(str(error))
         wrong = text.removeprefix("settings: ")

@@ -12,13 +12,12 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from attention.io.checkpoint import DIGESTS
 from orchestrator.search.searchers import ResumableSearcher
 from orchestrator.storage.records import read_json
-
-if TYPE_CHECKING:
-    from trainers.jobs.job import TrainJob
+from trainers.jobs.job import TrainJob
 
 PLACES = ("model_dir", "out_dir", "storage_path", "run_name")
 
@@ -26,14 +25,12 @@ PLACES = ("model_dir", "out_dir", "storage_path", "run_name")
 def work_digest(job: TrainJob, folder: Path) -> str:
     """Equal for trainings that would end with the same weights: of the job but for its folders, and of the weights that
     lie in the trial's folder when it begins (`converted`; with a relaxation `start` too)."""
-    from attention.io.replacing import DIGESTS
-
     record = {name: value for name, value in json.loads(job.to_json()).items() if name not in PLACES}
     for name in ("converted", "start"):
         file = folder / name / DIGESTS
-        found = read_json(file) if file.is_file() else {}
+        digests = read_json(file) if file.is_file() else {}
         # The config beside the weights tells plans apart that differ in more than weights
-        record[name] = {k: v for k, v in found.items() if k.endswith(".safetensors") or k == "config.json"}
+        record[name] = {k: v for k, v in digests.items() if k.endswith(".safetensors") or k == "config.json"}
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -1,7 +1,5 @@
 """`headfold estimate CONFIG`: what a search will take, from its configuration and the checkpoint's config.json.
 
-Legend: P parameters, N workers of a trial, b bytes of a weight, T tokens a sequence, R sequences that a worker holds.
-
 Trials and tokens are counted, memory and disk are sums of what is known to be held or written; time is tokens over a
 rate that is either configured or measured here on random weights. The starts of processes and the search phases of DHA
 are left out; what a plan takes beyond its operations is not known beforehand.
@@ -9,6 +7,7 @@ are left out; what a plan takes beyond its operations is not known beforehand.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -16,7 +15,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ import torch
 from transformers import PretrainedConfig
 
 from attention.families import geometry_of
-from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from attention.io.precision import DTYPES
 from orchestrator.cluster.session import Demand, concurrency
@@ -40,9 +38,8 @@ from orchestrator.conversion.estimate import (
     operations,
     resident_peak,
 )
-from orchestrator.search.candidates import candidate_space, named_candidates, searcher_settings
 from orchestrator.search.searchers import SearchProblem, make_searcher, trials_of
-from orchestrator.search.validation import local_resources
+from orchestrator.search.validation import local_resources, search_problem
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import compact, write_json
 from trainers.jobs.checkpoints import KEEP
@@ -55,14 +52,10 @@ FLOAT = 4
 
 
 @dataclass(frozen=True)
-class SearchEstimate:
-    """Counts, bytes, hours, and what of it does not fit (`warnings`).
+class Work:
+    """What a search will do, counted: trials, those of them that are probes, trainings of the promotion, tokens.
 
-    `tokens`: trained on if every rung stops as many as it should; `tokens_most`: if it stops none. `rate`: tokens a
-    second of one worker, None where it is not known; `rate_from`: "configured", "measured here", or why it is not
-    known. `cpu_hours`, `gpu_hours`: of trials and promotion; `hours`: on the wall with `parallel` trials at a time;
-    `price`: of these hours. `worker_bytes`, `driver_bytes`: peak memory of a training worker and of a trial's own
-    process; `disk`: bytes that lie in the storage in the end, `disk_free`: what is free there.
+    `tokens`: trained on if every rung stops as many as it should; `tokens_most`: if it stops none.
     """
 
     trials: int
@@ -71,6 +64,40 @@ class SearchEstimate:
     tokens: int
     tokens_most: int
     tokens_measured: int
+
+    @classmethod
+    def of(cls, config: SearchConfig, problem: SearchProblem) -> Work:
+        trials = trials_of(make_searcher(config.search.searcher, problem), problem)
+        # A searcher with a number of its own measures its samples untrained, and trains what it has found.
+        probes = problem.samples if trials > problem.total else 0
+        baselines = sum(c.recipe.name == config.search.baseline for c in problem.named)
+        never = baselines if config.rungs.stop else trials - probes
+        a_step, steps = config.train.batch_size * config.data.sequence_length, config.rungs.steps
+        tokens, measured = 0.0, float(trials * config.data.eval.tokens)
+        for rung, (before, after) in enumerate(itertools.pairwise(steps), start=1):
+            left = never + (trials - probes - never) * config.rungs.reduction_factor**-rung
+            tokens += left * (after - before) * a_step
+            measured += left * config.data.eval.tokens
+        promotion, ratios = config.promotion, len(config.search.kv_ratios or config.search.kv_heads)
+        # Candidates, and the baseline at each KV ratio
+        trainings = ratios * (2 if promotion.select == "front" else promotion.top + 1)
+        trainings *= promotion.enabled and promotion.steps > 0
+        promoted = promotion.steps * a_step
+        measured += trainings * promotion.evaluations * config.data.eval.tokens
+        most = (trials - probes) * steps[-1] * a_step + trainings * promoted
+        return cls(trials, probes, trainings, round(tokens) + trainings * promoted, most, round(measured))
+
+
+@dataclass(frozen=True)
+class SearchEstimate(Work):
+    """Counts, bytes, hours, and what of it does not fit (`warnings`).
+
+    `rate`: tokens a second of one worker, None where it is not known; `rate_from`: "configured", "measured here", or
+    why it is not known. `cpu_hours`, `gpu_hours`: of trials and promotion; `hours`: on the wall with `parallel` trials
+    at a time; `price`: of these hours. `worker_bytes`, `driver_bytes`: peak memory of a training worker and of a
+    trial's own process; `disk`: bytes that lie in the storage in the end, `disk_free`: what is free there.
+    """
+
     rate: float | None
     rate_from: str
     cpu_hours: float | None
@@ -89,69 +116,34 @@ class SearchEstimate:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a search will do, counted: trials, those of them that are probes, trainings of the promotion, tokens."""
-
-    trials: int
-    probes: int
-    trainings: int
-    tokens: int
-    tokens_most: int
-    measured: int
-
-    @classmethod
-    def of(cls, config: SearchConfig, geometry: HeadGeometry) -> Work:
-        """Raises ConfigError for what `validate_search` refuses of the candidates."""
-        named = named_candidates(config, geometry)
-        space, own = candidate_space(config, geometry), searcher_settings(config)
-        problem = SearchProblem(space, named, config.search.num_samples, config.search.seed, own, tuple(config.seeds))
-        trials = trials_of(make_searcher(config.search.searcher, problem), problem)
-        # A searcher with a number of its own measures its samples untrained, and trains what it has found.
-        probes = config.search.num_samples if trials > problem.total else 0
-        never = sum(c.recipe.name == config.search.baseline for c in named) if config.rungs.stop else trials - probes
-        a_step, steps = config.train.batch_size * config.data.sequence_length, config.rungs.steps
-        tokens, measured = 0.0, float(trials * config.data.eval.tokens)
-        for rung, (before, after) in enumerate(itertools.pairwise(steps), start=1):
-            left = never + (trials - probes - never) * config.rungs.reduction_factor**-rung
-            tokens += left * (after - before) * a_step
-            measured += left * config.data.eval.tokens
-        trainings, promoted = _trainings(config), config.promotion.steps * a_step
-        measured += trainings * config.promotion.evaluations * config.data.eval.tokens
-        most = (trials - probes) * steps[-1] * a_step + trainings * promoted
-        return cls(trials, probes, trainings, round(tokens) + trainings * promoted, most, round(measured))
-
-
-def _trainings(config: SearchConfig) -> int:
-    """Full trainings of the promotion: candidates, and the baseline at each budget."""
-    budgets, own = len(config.search.kv_ratios or config.search.kv_heads), config.promotion
-    if not own.enabled or not own.steps:
-        return 0
-    return budgets * (2 if own.select == "front" else own.top + 1)
-
-
 def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, alone: bool = True) -> SearchEstimate:
     """The estimate of `orchestrator.pipeline.search`. No text and no weights are read, nothing is written.
 
     `parallel`: trials at a time. Memory is held against that of this machine where it is the only one (`alone`).
-    Raises ConfigError.
+    Raises ConfigError for what `validate_search` refuses of the candidates.
     """
     geometry = loading.geometry_of(config.model.path, config.data.sequence_length, weights=False)
-    model_config = checkpoint.load_config(config.model.path)
-    size, work, train = Size.of(model_config), Work.of(config, geometry), config.train
-    found, source = training_rate(model_config, config, size)
-    planning = planning_seconds(config, model_config, size, geometry)
-    worker, driver = worker_bytes(model_config, size, train, config), driver_bytes(model_config, size, config)
+    model_config, train, own = checkpoint.load_config(config.model.path), config.train, config.resources
+    problem, size = search_problem(config, geometry), Size.of(model_config)
+    work = Work.of(config, problem)
+    written, working = _dtypes(config)
+    tokens = (config.data.calibration.tokens, config.data.eval.tokens, config.data.sequence_length)
+    conversions = [
+        Conversion(model_config, c.recipe, c.kv_ratio, *tokens, written, working=working) for c in problem.named
+    ]
+    # A trial's own process: its largest conversion, libraries included
+    driver = PROCESS + max(resident_peak(c, size, working.itemsize) for c in conversions)
+    worker = worker_bytes(model_config, size, train, config)
+    rate, source = training_rate(model_config, config, size)
     hours = cpu = gpu = price = None
-    if found is not None:
-        # A measured token goes forward through the model and the untouched one; a trained one back as well.
-        training = (work.tokens + work.measured * 2 / 3) / found / 3600
-        driving = planning / 3600
-        cpu = training * train.cpus_per_worker + driving * max(1.0, config.resources.trial_cpus)
-        gpu = training * train.gpus_per_worker + driving * config.resources.trial_gpus
+    if rate is not None:
+        # A measured token goes forward through the model and the original one; a trained one back as well.
+        training = (work.tokens + work.tokens_measured * 2 / 3) / rate / 3600
+        driving = planning_seconds(config, conversions, size, working) / 3600
+        cpu = training * train.cpus_per_worker + driving * max(1.0, own.trial_cpus)
+        gpu = training * train.gpus_per_worker + driving * own.trial_gpus
         hours = (training / train.num_workers + driving) / parallel
-        own = config.resources.price_per_hour
-        price = None if own is None else own * (gpu if train.gpus_per_worker else cpu)
+        price = None if own.price_per_hour is None else own.price_per_hour * (gpu if train.gpus_per_worker else cpu)
     disk, free = disk_bytes(size, config, work), _free(storage)
     held = parallel * (driver + train.num_workers * worker)
     memory = available_bytes() if alone else 0
@@ -163,38 +155,36 @@ def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, a
         )
     if free and disk > SPARE * free:
         warnings.append(f"disk: about {_giga(disk)} will be written to {storage}, and {_giga(free)} are free there")
-    counted = (work.trials, work.probes, work.trainings, work.tokens, work.tokens_most, work.measured)
-    times = (found, source, cpu, gpu, hours, price)
-    return SearchEstimate(*counted, *times, parallel, worker, driver, memory, disk, free, tuple(warnings))
+    counts = (work.trials, work.probes, work.trainings, work.tokens, work.tokens_most, work.tokens_measured)
+    times = (rate, source, cpu, gpu, hours, price)
+    return SearchEstimate(*counts, *times, parallel, worker, driver, memory, disk, free, tuple(warnings))
 
 
 def local_parallel(config: SearchConfig) -> int:
     """Trials at a time on this machine; 1 where not even one fits, since a larger cluster will run it."""
-    try:
+    with contextlib.suppress(ConfigError):
         return concurrency(local_resources(), Demand.of(config), config.resources.max_concurrent)
-    except ConfigError:
-        return 1
+    return 1
 
 
-def announce(config: SearchConfig, folder: SearchFolder, parallel: int) -> SearchEstimate | None:
+def announce(config: SearchConfig, folder: SearchFolder, parallel: int) -> None:
     """Print what a search will take as it starts, warn of what does not fit, and keep it in the search's folder.
 
-    A search that is resumed was told before. What cannot be estimated ends no search: it is said, and None returned.
+    A search that is resumed was told before. What cannot be estimated ends no search: it is said.
     """
     if folder.estimate.exists():
-        return None
+        return
     try:
         found = estimate_search(config, folder.root, parallel=parallel, alone=not os.environ.get("RAY_ADDRESS"))
     except Exception as error:
         print(f"estimate not possible: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return None
+        return
     write_json(folder.estimate, found.to_dict())
     for number, (name, value) in enumerate(describe_search(found, config).items()):
         print(f"{'' if number else 'estimate':9}{name}: {value}", flush=True)
     for warning in found.warnings:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     print(f"watch    headfold watch {shlex.quote(str(folder.root))}", flush=True)
-    return found
 
 
 # ---- time -------------------------------------------------------------------------------------------------------
@@ -240,13 +230,12 @@ def measured_rate(model_config: PretrainedConfig, config: SearchConfig) -> float
     return rows * length / seconds
 
 
-def planning_seconds(config: SearchConfig, model_config: PretrainedConfig, size: Size, geometry: HeadGeometry) -> float:
+def planning_seconds(
+    config: SearchConfig, conversions: Sequence[Conversion], size: Size, working: torch.dtype
+) -> float:
     """Seconds of planning and converting: the operations of all candidates at the rate of a matrix product here."""
-    named = named_candidates(config, geometry)
-    rate = matmul_rate(_kinds(config)[1])
-    made = [_conversion(model_config, c.recipe, c.kv_ratio, config) for c in named]
-    each = [operations(c, size, 0) / rate for c in made]
-    return sum(each) + config.search.num_samples * (sum(each) / len(each))
+    each = sum(operations(conversion, size, 0) for conversion in conversions) / matmul_rate(working)
+    return each * (1 + config.search.num_samples / len(conversions))
 
 
 # ---- memory and disk --------------------------------------------------------------------------------------------
@@ -274,20 +263,11 @@ def worker_bytes(model_config: Any, size: Size, train: TrainSettings, config: Se
     return round(PROCESS + states + teacher + kept)
 
 
-def driver_bytes(model_config: PretrainedConfig, config_size: Size, config: SearchConfig) -> int:
-    """Peak memory of a trial's own process: its largest conversion, libraries included."""
-    width = _kinds(config)[1].itemsize
-    geometry = geometry_of(model_config)
-    made = {(c.recipe, c.kv_ratio) for c in named_candidates(config, geometry)}
-    peaks = [resident_peak(_conversion(model_config, r, b, config), config_size, width) for r, b in made]
-    return PROCESS + max(peaks)
-
-
 def disk_bytes(size: Size, config: SearchConfig, work: Work) -> int:
     """Bytes in the storage in the end, if no trial is stopped: of each trial its converted and its trained weights, the
     best ones of an earlier rung and the training checkpoints that are kept (Adam's moments with them), of each
     promotion the same and its export; token files."""
-    width = _kinds(config)[0].itemsize
+    width = _dtypes(config)[0].itemsize
     trained = DTYPES[config.train.dtype].itemsize
     state = trained + 12  # a float32 copy and two moments besides, of float32 weights too
     full = max(1, work.trials - work.probes)
@@ -300,17 +280,10 @@ def disk_bytes(size: Size, config: SearchConfig, work: Work) -> int:
     return round(of_trials + work.trainings * size.total * promotion + texts)
 
 
-def _conversion(model_config: PretrainedConfig, recipe: Any, ratio: float, config: SearchConfig) -> Conversion:
-    tokens, held_out = config.data.calibration.tokens, config.data.eval.tokens
-    dtype, working = _kinds(config)
-    sizes = (tokens, held_out, config.data.sequence_length)
-    return Conversion(model_config, recipe, ratio, *sizes, dtype, working=working)
-
-
-def _kinds(config: SearchConfig) -> tuple[torch.dtype, torch.dtype]:
-    """Dtypes of what a search's conversions write, and of what they compute in."""
-    written = loading.written_dtype(config.model.path, config.model.dtype)
-    return DTYPES[written], DTYPES[written] if config.resources.trial_gpus else torch.float32
+def _dtypes(config: SearchConfig) -> tuple[torch.dtype, torch.dtype]:
+    """Of what a search's conversions write, and of what they compute in."""
+    written = DTYPES[loading.written_dtype(config.model.path, config.model.dtype)]
+    return written, written if config.resources.trial_gpus else torch.float32
 
 
 def _free(storage: Path) -> int:
@@ -341,9 +314,8 @@ def describe_search(found: SearchEstimate, config: SearchConfig) -> Mapping[str,
     if found.price is not None:
         told["price"] = f"{found.price:.2f} at {config.resources.price_per_hour:g} an hour"
     free = f" ({_giga(found.memory_free)} available here)" if found.memory_free else ""
-    told["memory"] = (
-        f"{_giga(found.worker_bytes)} a training worker, {_giga(found.driver_bytes)} a trial's own process{free}"
-    )
+    worker, own = _giga(found.worker_bytes), _giga(found.driver_bytes)
+    told["memory"] = f"{worker} a training worker, {own} a trial's own process{free}"
     told["disk"] = f"{_giga(found.disk)} ({_giga(found.disk_free)} free)"
     return told
 

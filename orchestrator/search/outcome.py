@@ -9,11 +9,7 @@ from typing import Any
 from orchestrator.reporting.comparison import compare
 from orchestrator.reporting.console import console, print_promotion
 from orchestrator.storage import records
-from orchestrator.storage.records import (
-    TrialRecord,
-    best_per_budget,
-    front,
-)
+from orchestrator.storage.records import TrialRecord, best_per_budget, front
 
 INTERRUPTED = 130
 
@@ -75,14 +71,13 @@ def print_outcome(outcome: SearchOutcome) -> None:
     out = console()
     out.print()
     if outcome.interrupted:
-        how = f"--resume {outcome.folder.name}"
-        out.print(f"interrupted: the state is saved; run the same command with {how} to go on", markup=False)
+        how = f"run the same command with --resume {outcome.folder.name} to go on"
+        out.print(f"interrupted: the state is saved; {how}", markup=False)
     if failed:
         out.print(f"warning: {failed} of {len(outcome.trials)} trials failed; their errors are above and in MLflow")
     if not outcome.front:
         out.print("no trial gave a result")
-    lines = {"search": str(outcome.folder), "report": outcome.report, "MLflow": outcome.tracking}
-    exported = outcome.promotion.get("exported")
-    for name, place in (lines | {"exported": exported}).items():
+    places = {"search": str(outcome.folder), "report": outcome.report, "MLflow": outcome.tracking}
+    for name, place in (places | {"exported": outcome.promotion.get("exported")}).items():
         if place:
             print(f"{name:9}{place}")

@@ -1,23 +1,53 @@
-"""The original model of a search: where it lies, what it scores, and the statistics that all trials share."""
+"""What a search does before its trials: the original model is found, scored and calibrated, once, and the increases of
+the loss are measured that plans rest on."""
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import ray
+import torch
+from ray.exceptions import RayError
 
 from attention.calibration.calibration import cached_calibration
 from attention.io import checkpoint
 from attention.io.precision import cast_weights
 from attention.ratios import own_heads
+from orchestrator.cluster.session import capacity
 from orchestrator.config.schema import SearchConfig
-from orchestrator.conversion import loading
-from orchestrator.search.trial import TrialContext
+from orchestrator.conversion import dha_distances, loading
+from orchestrator.conversion.steps import planning_context
+from orchestrator.search.candidates import Candidate
+from orchestrator.search.trial import TrialContext, shared_parts
 from orchestrator.search.validation import Prepared
 from orchestrator.storage.paths import SearchFolder, in_ray_job
 from orchestrator.storage.records import read_json, write_json
+from orchestrator.tracking.sync import MlflowSync
+from search_spaces.planning.curves import DECIDES
+from search_spaces.planning.planning import measure_curves
+from search_spaces.recipes.recipe import Recipe
+from search_spaces.recipes.recipes import AXES
+from search_spaces.recipes.recipes import recipe as named_recipe
+from search_spaces.site import SIDES
 from trainers.text.data import read_sequences
+
+
+@dataclass(frozen=True)
+class SearchSession:
+    """What the steps of a search, or of a promotion from it, have in common. `parallel`: trials at a time."""
+
+    config: SearchConfig
+    folder: SearchFolder
+    context: TrialContext
+    mlflow: MlflowSync
+    parallel: int
 
 
 def prepare_base(config: SearchConfig, prepared: Prepared, folder: SearchFolder) -> dict[str, Any]:
@@ -32,9 +62,9 @@ def prepare_base(config: SearchConfig, prepared: Prepared, folder: SearchFolder)
     device = "cuda" if config.resources.trial_gpus else "cpu"
     dtype = loading.written_dtype(path, config.model.dtype)
     model = loading.load_working(path, dtype, device)
-    held_out = read_sequences(prepared.eval_file)
+    held_out = read_sequences(prepared.files["eval"])
     scored = loading.score(model, held_out)
-    tokens = read_sequences(prepared.calibration_file)
+    tokens = read_sequences(prepared.files["calibration"])
     calibration = cached_calibration(model, tokens, prepared.cache / "calibration")
     cast_weights(model, loading.dtype_of(dtype))  # bytes are those of what is written
     record = {
@@ -48,11 +78,8 @@ def prepare_base(config: SearchConfig, prepared: Prepared, folder: SearchFolder)
         "seconds": time.perf_counter() - started,
     }
     write_json(folder.base, record)
-    print(
-        f"original model: held-out loss {scored.loss:.3f} nats a token, "
-        f"{record['kv_bytes_per_token']} KV bytes a token",
-        flush=True,
-    )
+    size = f"{record['kv_bytes_per_token']} KV bytes a token"
+    print(f"original model: held-out loss {scored.loss:.3f} nats a token, {size}", flush=True)
     return record
 
 
@@ -82,14 +109,103 @@ def trial_context(config: SearchConfig, prepared: Prepared, folder: SearchFolder
         folder=str(folder.root),
         model=base["model"],
         dtype=loading.written_dtype(base["model"], config.model.dtype),
-        train_file=str(prepared.train_file),
-        eval_file=str(prepared.eval_file),
-        calibration_file=str(prepared.calibration_file),
+        **{f"{split}_file": str(file) for split, file in prepared.files.items()},
         calibration_cache=str(prepared.cache / "calibration"),
         rungs=tuple(config.rungs.steps),
-        reduction_factor=config.rungs.reduction_factor,
         train=config.train.model_dump(mode="json"),
         original_loss=base["loss"],
         device="cuda" if config.resources.trial_gpus else "cpu",
         teacher=config.model.teacher and locate_model(config.model.teacher, folder, "teacher"),
     )
+
+
+def head_similarities(context: TrialContext, recipe: Recipe) -> dict[tuple[int, str], np.ndarray]:
+    """The recipe's similarity of the stored KV heads, `[U, U]`, by (layer, side): for a searcher that proposes plans.
+
+    Loads the model and its statistics (cached before the first trial); only plain arrays stay.
+    """
+    model = loading.load_working(context.model, context.dtype, context.device)
+    tokens = read_sequences(context.calibration_file)
+    calibration = cached_calibration(model, tokens, context.calibration_cache)
+    planning = planning_context(model, calibration, tokens, None)
+    layers = range(planning.geometry.num_layers)
+    return {(layer, side): planning.similarity(recipe, layer, side) for layer in layers for side in SIDES}
+
+
+def run_search_phases(config: SearchConfig, prepared: Prepared, context: TrialContext) -> None:
+    """DHA's search phase, for every seed of every candidate whose plan rests on one."""
+    candidates = list(prepared.problem.named)
+    if "fusion_loss" in config.search.search_space.get("objective", ()):
+        fixed = {k: v for k, v in config.search.params.items() if k in ("objective.steps", "objective.rate")}
+        candidates.append(Candidate(named_recipe("dha", settings=fixed), 0.5, 1.0, config.seeds[0]))
+    phases = [phase for phase in map(context.search_phase, candidates) if phase]
+    dha_distances.prepare(phases, context.calibration_cache, config.train.cpus_per_worker, config.train.gpus_per_worker)
+
+
+# ---- increases of the loss, on the workers of a cluster --------------------------------------------------------------
+# A layer's points need nothing of another layer, so there are as many Ray tasks as layers. Each writes its points into
+# the file that trials read (`search_spaces.planning.curves`); what is there already is not measured again.
+
+SEVERAL = 4
+"""Workers from which on their start is worth it."""
+
+
+CurveTask = tuple[Candidate, int]
+"""A candidate, and the layer of which the loss increases are measured that its plan rests on."""
+
+
+def measure_increases(config: SearchConfig, prepared: Prepared, context: TrialContext) -> None:
+    """The loss increases that plans of named candidates rest on, where several workers can share the measuring.
+
+    With fewer, the first trial that needs them measures them no later than the tasks would have started.
+    """
+    cpus, gpus = config.train.cpus_per_worker, config.resources.trial_gpus
+    have = capacity()
+    slots = min(have["CPU"] // cpus, have["GPU"] // gpus if gpus else math.inf)
+    if slots >= SEVERAL:
+        measure_on_workers(curve_tasks(prepared.problem.named, prepared.geometry.num_layers), context, cpus, gpus)
+
+
+def curve_tasks(candidates: Iterable[Candidate], layers: int) -> list[CurveTask]:
+    """A task a layer for each set of curves that the candidates need, candidates that share one taken once.
+
+    Curves do not depend on the KV ratio, but on the seed and on how heads are grouped and fused.
+    """
+    first: dict[object, Candidate] = {}
+    for candidate in candidates:
+        recipe = candidate.recipe
+        if candidate.plan is not None or "measure" not in AXES["allocation"].get(recipe.allocation).needs:
+            continue
+        axes = (*DECIDES, "allocation", "refinement")  # what no refinement fits is measured without a fit
+        choices = tuple((axis, getattr(recipe, axis), tuple(recipe.knobs(axis).items())) for axis in axes)
+        first.setdefault((choices, recipe.together, recipe.by, candidate.seed), candidate)
+    return [(candidate, layer) for candidate in first.values() for layer in range(layers)]
+
+
+def measure_layer(task: CurveTask, context: TrialContext, threads: int | None = None) -> int:
+    """Measure in this process, with as many threads if given; returns the number of points of the layer."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    (candidate, layer), (model, calibration, tokens, *_) = task, shared_parts(context)
+    planning = planning_context(model, calibration, tokens, context.calibration_cache)
+    generator = np.random.default_rng(candidate.seed)
+    return measure_curves(candidate.recipe, candidate.kv_ratio, planning, generator, [layer])
+
+
+def measure_on_workers(tasks: Sequence[CurveTask], context: TrialContext, cpus: float, gpus: float) -> None:
+    """Run the tasks as Ray tasks, as many at a time as the cluster has room for, and tell how far they are.
+
+    A layer that cannot be measured is left to the trials, which say why.
+    """
+    if not tasks:
+        return
+    print(f"increases of the loss: {len(tasks)} layers to measure", flush=True)
+    remote: Any = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=1)(measure_layer)
+    waiting = [remote.remote(task, context, max(1, int(cpus))) for task in tasks]
+    while waiting:
+        done, waiting = ray.wait(waiting, num_returns=1)
+        try:
+            ray.get(done)
+        except RayError as error:
+            print(f"increases of the loss: {str(error).strip().splitlines()[-1]}", flush=True)
+        print(f"increases of the loss: {len(tasks) - len(waiting)} of {len(tasks)} layers done", flush=True)

@@ -3,7 +3,7 @@
 Tune sees `JournaledSearch` and `JournaledScheduler`; both hand on to the search's own. What these answer is written to
 the journal before Tune acts on it. A resumed search tells a fresh searcher and a fresh scheduler all that the journal
 holds, gives Tune the trials that had not ended, under their old names, and then goes on asking the searcher. A trial
-that starts again tells all its reports again; what was decided about them stays decided.
+that starts again reports everything again; what was decided about it stays decided.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import deque
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,22 +21,11 @@ from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
 from ray.tune.search.search_generator import SearchGenerator
 
-from orchestrator.search.schedulers import RungScheduler, SlotSearcher
+from orchestrator.cluster.session import last_error
+from orchestrator.search.schedulers import RungScheduler
 from orchestrator.search.searchers import ResumableSearcher
-from orchestrator.storage.journal import (
-    AGAIN,
-    END,
-    PAUSE,
-    PROMOTE,
-    REPORT,
-    RESUME,
-    TRIAL,
-    History,
-    Journal,
-    JournalError,
-    result_of,
-    unwritable,
-)
+from orchestrator.storage import journal as events
+from orchestrator.storage.journal import History, Journal, JournalError, result_of, unwritable
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +46,13 @@ def lost(error: BaseException | str) -> bool:
     return isinstance(error, RayActorError) or LOST.search(str(error)) is not None
 
 
+def error_of(trial: Any) -> str:
+    """What went wrong in a trial, in one line: the last exception of its log, else the last line."""
+    if not trial.error_file or not Path(trial.error_file).exists():
+        return "unknown error"
+    return last_error(Path(trial.error_file).read_text(encoding="utf-8", errors="replace"))
+
+
 def disk_failed(error: BaseException | str) -> bool:
     """Whether Tune, or a trial, has ended because a file could not be written."""
     return re.search(FULL, str(error)) is not None
@@ -64,20 +61,17 @@ def disk_failed(error: BaseException | str) -> bool:
 class SteadyTrial(Trial):
     """A trial that starts again when it has lost its machines, but not after an error of its own."""
 
-    _seen: tuple[int, int] = (-1, 0)  # step at the last loss, losses at that step
+    was_lost = False
+    _seen = (-1, 0)  # step at the last loss, losses at that step
 
     def handle_error(self, exc: Any = None) -> None:
         super().handle_error(exc)
         step = int((self.last_result or {}).get("step", -1))
         self._seen = (step, self._seen[1] + 1 if step == self._seen[0] else 1)
-        self._lost = lost(exc) if exc is not None else False
+        self.was_lost = exc is not None and lost(exc)
 
     def should_recover(self) -> bool:
         return self.was_lost and self._seen[1] <= LOSSES
-
-    @property
-    def was_lost(self) -> bool:
-        return getattr(self, "_lost", False)
 
 
 class JournaledScheduler(FIFOScheduler):
@@ -88,10 +82,7 @@ class JournaledScheduler(FIFOScheduler):
         self.inner, self._journal, self._history = inner, journal, journal.history
         self._known: set[str] = set()
         self.fresh: tuple[str, int] | None = None  # the report that Tune is dealing with, if it was not told before
-        self.failed: dict[str, tuple[Any, Any]] = {}
-
-    def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
-        return self.inner.set_search_properties(metric, mode, **spec)
+        self.failed: dict[str, Any] = {}
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
         """A trial that starts again is added once."""
@@ -112,7 +103,7 @@ class JournaledScheduler(FIFOScheduler):
         decision = self.inner.on_trial_result(tune_controller, trial, kept)
         if trial.trial_id in self.inner.copies:
             kept["copy_of"] = self.inner.copies[trial.trial_id]
-        self._journal.append(REPORT, trial=trial.trial_id, result=kept, decision=decision)
+        self._journal.append(events.REPORT, trial=trial.trial_id, result=kept, decision=decision)
         self.fresh = key
         return decision
 
@@ -121,7 +112,7 @@ class JournaledScheduler(FIFOScheduler):
 
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
         """Whether the trial starts again is not known yet: `JournaledSearch` hands on the end."""
-        self.failed[trial.trial_id] = (tune_controller, trial)
+        self.failed[trial.trial_id] = trial
 
     def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
         self.inner.on_trial_remove(tune_controller, trial)
@@ -129,11 +120,8 @@ class JournaledScheduler(FIFOScheduler):
     def choose_trial_to_run(self, tune_controller: Any) -> Any:
         chosen = self.inner.choose_trial_to_run(tune_controller)
         if chosen is not None and chosen.trial_id in self._history.paused:
-            self._journal.append(PROMOTE, trial=chosen.trial_id)
+            self._journal.append(events.ADVANCE, trial=chosen.trial_id)
         return chosen
-
-    def debug_string(self) -> str:
-        return self.inner.debug_string()
 
 
 class JournaledSearch(SearchGenerator):
@@ -142,10 +130,10 @@ class JournaledSearch(SearchGenerator):
     Trials are called t0000, t0001, ... in the order of their suggestion, in this search and in one that resumes it.
     """
 
-    def __init__(self, searcher: SlotSearcher, scheduler: JournaledScheduler, journal: Journal) -> None:
+    def __init__(self, searcher: Searcher, scheduler: JournaledScheduler, journal: Journal) -> None:
         super().__init__(searcher)
         self._scheduler, self._journal, self._history = scheduler, journal, journal.history
-        self._slots = searcher.slots
+        self._slots = scheduler.inner.slots
         self._counter = len(self._history.configs)
         self._waiting = deque(self._history.open)
 
@@ -162,6 +150,8 @@ class JournaledSearch(SearchGenerator):
             if paused:
                 trial.set_status(Trial.PAUSED)
             return trial
+        if self._slots.full or self._slots.promised:
+            return None
         trial_id = f"t{self._counter:04d}"
         config = self.searcher.suggest(trial_id)
         if config == Searcher.FINISHED:
@@ -169,19 +159,24 @@ class JournaledSearch(SearchGenerator):
             return None
         if config is None:
             return None
-        self._journal.append(TRIAL, trial=trial_id, config=config)
+        self._journal.append(events.TRIAL, trial=trial_id, config=config)
         self._counter += 1
         return self._trial(experiment_spec, trial_id, config)
 
     def _trial(self, spec: dict, trial_id: str, config: dict) -> Trial:
-        from ray.tune.experiment.config_parser import _create_trial_from_spec
-
-        own = {**spec, "config": {**spec.get("config", {}), **config}}
-        trial = _create_trial_from_spec(
-            own, self._parser, evaluated_params={}, experiment_tag=trial_id, trial_id=trial_id
+        return SteadyTrial(
+            spec["run"],
+            config={**spec.get("config", {}), **config},
+            trial_id=trial_id,
+            experiment_tag=trial_id,
+            storage=spec["storage"],
+            placement_group_factory=spec["resources_per_trial"],
+            stopping_criterion=spec["stop"],
+            checkpoint_config=spec["checkpoint_config"],
+            trial_name_creator=spec["trial_name_creator"],
+            trial_dirname_creator=spec["trial_dirname_creator"],
+            log_to_file=spec["log_to_file"],
         )
-        trial.__class__ = SteadyTrial  # Tune makes trials by a function that takes no other class
-        return trial
 
     def on_trial_result(self, trial_id: str, result: dict) -> None:
         if self._scheduler.fresh is not None and self._scheduler.fresh[0] == trial_id:
@@ -190,26 +185,21 @@ class JournaledSearch(SearchGenerator):
     def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
         if trial_id in self._history.ends:
             return
-        told, reason = trial_id in self._history.told, None
+        told = trial_id in self._history.told
         end: dict[str, Any] = {"trial": trial_id, "error": None, "trace": None, "lost": False, "bare": result is None}
         if error:
-            from orchestrator.search.callbacks import error_of
-
-            controller, trial = self._scheduler.failed.pop(trial_id)
+            trial = self._scheduler.failed.pop(trial_id)
             reason = error_of(trial)
             if disk_failed(reason):  # no end of its own: what is left of the search would end in the same way
                 raise JournalError(f"{self._journal.path.parent}: {unwritable(reason)}")
             end |= {"error": reason, "trace": trial.error_file, "lost": getattr(trial, "was_lost", False)}
-            self._scheduler.inner.on_trial_error(controller, trial)
-        self._journal.append(END, **end)
+            self._scheduler.inner.on_trial_error(None, trial)
+        self._journal.append(events.END, **end)
         if not told:
             self.searcher.on_trial_complete(trial_id, result=result, error=error)
 
     def save_to_dir(self, dirpath: str, session_str: str = "") -> None:
         """Nothing: the journal is the state."""
-
-    def has_checkpoint(self, dirpath: str) -> bool:
-        return False
 
 
 def replay(history: History, searcher: ResumableSearcher, scheduler: RungScheduler) -> None:
@@ -220,44 +210,37 @@ def replay(history: History, searcher: ResumableSearcher, scheduler: RungSchedul
     """
     trials: dict[str, Any] = {}
     told: set[str] = set()
-    last: dict[str, dict[str, Any]] = {}
     for event in history.events:
         kind, trial_id = event["event"], event.get("trial", "")
-        if kind == TRIAL:
+        if kind == events.TRIAL:
             config = event["config"]
             searcher.add_trial(trial_id, config)
             trials[trial_id] = SimpleNamespace(trial_id=trial_id, config=config, status=Trial.RUNNING, last_result={})
             scheduler.on_trial_add(None, trials[trial_id])
-        elif kind == REPORT:
+        elif kind == events.REPORT:
             result, trial = event["result"], trials[trial_id]
-            trial.last_result = last[trial_id] = result
+            trial.last_result = result
             decision = scheduler.on_trial_result(None, trial, result)
             if decision != event["decision"]:
                 logger.warning("%s: %s was decided, now it would be %s", trial_id, event["decision"], decision)
-            trial.status = Trial.PAUSED if event["decision"] == PAUSE else Trial.RUNNING
+            trial.status = Trial.PAUSED if event["decision"] == events.PAUSE else Trial.RUNNING
             if event["decision"] != TrialScheduler.STOP:
                 searcher.on_trial_result(trial_id, result)
-        elif kind == PROMOTE:
+        elif kind == events.ADVANCE:
             trials[trial_id].status = Trial.RUNNING
-            scheduler.on_trial_promoted(trial_id)
-        elif kind == END:
-            _end(event, trials[trial_id], last.get(trial_id), None if trial_id in told else searcher, scheduler)
+            scheduler.advance(trial_id)
+        elif kind == events.END:
+            trial, failed = trials[trial_id], event["error"] is not None
+            trial.status = Trial.ERROR if failed else Trial.TERMINATED
+            if failed:
+                scheduler.on_trial_error(None, trial)
+            else:
+                scheduler.on_trial_complete(None, trial, trial.last_result)
+            if trial_id not in told:
+                reported = None if failed or event.get("bare") else trial.last_result or None
+                searcher.on_trial_complete(trial_id, result=reported, error=failed)
             told.add(trial_id)
     scheduler.slots.taken.clear()
-
-
-def _end(
-    event: dict[str, Any], trial: Any, last: dict[str, Any] | None, searcher: Searcher | None, scheduler: Any
-) -> None:
-    failed = event["error"] is not None
-    trial.status = Trial.ERROR if failed else Trial.TERMINATED
-    if failed:
-        scheduler.on_trial_error(None, trial)
-    else:
-        scheduler.on_trial_complete(None, trial, last or {})
-    if searcher is not None:
-        result = None if failed or event.get("bare") else last
-        searcher.on_trial_complete(trial.trial_id, result=result, error=failed)
 
 
 def settle(journal: Journal) -> None:
@@ -267,16 +250,12 @@ def settle(journal: Journal) -> None:
     """
     history = journal.history
     if history.interrupted:
-        journal.append(RESUME)
+        journal.append(events.RESUME)
     for trial_id in history.open:
-        last = history.last(trial_id)
-        over = last is not None and (
-            last.get("rung") == history.rungs - 1
-            or history.last_decision(trial_id) == TrialScheduler.STOP
-            or bool(history.configs[trial_id].get("probe"))
-        )
-        if over:
-            journal.append(END, trial=trial_id, error=None, trace=None, lost=False, bare=False)
+        record = history.records[trial_id]
+        stopped = history.decisions.get((trial_id, record.step)) == TrialScheduler.STOP
+        if record.rungs and (stopped or record.probe or record.last.get("rung") == history.rungs - 1):
+            journal.append(events.END, trial=trial_id, error=None, trace=None, lost=False, bare=False)
     for trial_id, end in list(history.ends.items()):
         if end["lost"]:
-            journal.append(AGAIN, trial=trial_id)
+            journal.append(events.AGAIN, trial=trial_id)

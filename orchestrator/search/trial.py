@@ -7,33 +7,40 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray import tune
 from ray.tune.integration.ray_train import TuneReportCallback
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
+from attention.calibration.calibration import Calibration, cached_calibration
+from attention.io import checkpoint
+from attention.io.precision import cast_weights, round_weights
+from attention.plan import AttentionPlan
+from attention.ratios import own_heads
+from orchestrator.cluster.pool_client import PoolGone, train_on_pool
 from orchestrator.cluster.session import ray_train_intervals
+from orchestrator.conversion import dha_distances, loading
+from orchestrator.conversion.in_memory import plan_and_convert
+from orchestrator.conversion.steps import planning_context, relaxation_start
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.duplicates import work_digest
-from orchestrator.search.schedulers.halving import rung_resource
 from orchestrator.storage.records import read_json, write_json
+from search_spaces.planning.planning import relaxed_stages
+from search_spaces.recipes.recipe import Recipe
+from search_spaces.relaxation.stages import OWN
+from search_spaces.similarity.sharing import sharing_similarity, similarity_pairs
+from trainers.evaluation import CachedTeacher
+from trainers.jobs.worker import TrainJob, run_training
+from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
-    from attention.calibration.moments import Calibration
-    from attention.plan import AttentionPlan
-    from orchestrator.conversion.dha_distances import SearchPhase
-    from search_spaces.planning.context import PlanningContext
-    from search_spaces.recipes.recipe import Recipe
-    from trainers.evaluation import CachedTeacher
-    from trainers.jobs.job import TrainJob
-    from trainers.relaxations.stage import RelaxationSpec
+from trainers.text.data import read_sequences
 
 logger = logging.getLogger(__name__)
 
@@ -60,24 +67,16 @@ class TrialContext:
     calibration_file: str
     calibration_cache: str
     rungs: tuple[int, ...]
-    reduction_factor: float
-    train: dict[str, Any]
+    train: dict[str, Any] = field(hash=False)
     original_loss: float
     device: str = "cpu"
     teacher: str | None = None
-    groups: str | None = None  # the pool of standing groups; None: every training starts workers of its own
+    pool: str | None = None  # name of the worker pool; None: every training starts workers of its own
 
-    def search_phase(self, candidate: Candidate) -> SearchPhase | None:
+    def search_phase(self, candidate: Candidate) -> dha_distances.SearchPhase | None:
         """DHA's search phase that a candidate's plan rests on; None if it needs none."""
-        from orchestrator.conversion.dha_distances import SearchPhase
-
         settings = TrainSettings.model_validate(self.train)
-        return SearchPhase.of(candidate.recipe, self.model, self.train_file, settings, candidate.seed)
-
-    @property
-    def shared(self) -> tuple[str, str, str, str, str, str]:
-        """What trials in one process have in common, see `shared_parts`."""
-        return (self.model, self.dtype, self.device, self.calibration_file, self.calibration_cache, self.eval_file)
+        return dha_distances.SearchPhase.of(candidate.recipe, self.model, self.train_file, settings, candidate.seed)
 
     def settings(self, recipe: Recipe, learning_rate: float) -> TrainSettings:
         """How a recipe is trained: the search's settings with what the recipe's recovery changes."""
@@ -98,30 +97,51 @@ class TrialContext:
         fraction = knobs["fraction"]
         return total if fraction == 1 else min(total - 1, max(1, round(fraction * total)))
 
-    def at_rung(self, step: int) -> dict[str, Any]:
-        """What ASHA needs to know of a report at `step`."""
-        rung = self.rungs.index(step)
-        return {"rung": rung, "resource": rung_resource(rung, self.reduction_factor)}
+    def job(
+        self, name: str, model_dir: Path, out_dir: Path, candidate: Candidate, milestones: Sequence[int], **more: Any
+    ) -> TrainJob:
+        """The training of a candidate's weights up to some steps; `more` fields of the job."""
+        return TrainJob(
+            model_dir=str(model_dir),
+            teacher_dir=self.teacher or self.model,
+            train_file=self.train_file,
+            eval_file=self.eval_file,
+            out_dir=str(out_dir),
+            storage_path=str(Path(self.folder) / "train"),
+            run_name=name,
+            milestones=tuple(milestones),
+            settings=self.settings(candidate.recipe, candidate.learning_rate),
+            seed=candidate.seed,
+            keep_best=True,
+            **more,
+        )
+
+    def relaxation(self, recipe: Recipe, folder: Path, settings: TrainSettings | None = None) -> RelaxationSpec | None:
+        """The relaxation of the trial in `folder`; None if its recipe has none."""
+        steps = self.relaxation_steps(recipe)
+        return relaxation_spec(recipe, (folder / "plan.json").read_text("utf-8"), steps, settings) if steps else None
 
 
 class ReportRungs:
-    """Turns a milestone's report into what Tune is told: the trial's own facts (budget, bytes, rung) are added.
+    """Turns a milestone's report into what Tune is told: the trial's own facts (KV ratio, bytes, rung) are added.
 
     Searcher and scheduler look at single reports, so each must be complete, and each rung is told once. `before`: steps
     of the relaxation, which the run does not count and a trial does.
     """
 
-    def __init__(self, context: TrialContext, facts: dict[str, Any], before: int = 0) -> None:
+    def __init__(self, context: TrialContext, facts: dict[str, Any], before: int) -> None:
         self._context, self._facts, self._before, self._told = context, facts, before, set[int]()
 
     def complete(self, metrics: dict[str, Any]) -> dict[str, Any] | None:
         """The report for Tune; None if it has been told."""
-        first = metrics | {key: metrics[key] + self._before for key in ("step", "best_step") if key in metrics}
-        if first["step"] in self._told:
+        report = self._facts | metrics
+        report |= {key: metrics[key] + self._before for key in ("step", "best_step") if key in metrics}
+        step = report["step"]
+        if step in self._told:
             return None
-        self._told.add(first["step"])
-        added = self._context.at_rung(first["step"]) | {"loss_increase": first["loss"] - self._context.original_loss}
-        return {**self._facts, **first, **added}
+        self._told.add(step)
+        increase = report["loss"] - self._context.original_loss
+        return report | {"rung": self._context.rungs.index(step), "loss_increase": increase}
 
     def tell(self, metrics: dict[str, Any]) -> None:
         """From the trial's own process. Ends it, by SystemExit, if Tune stops the trial here."""
@@ -144,43 +164,40 @@ class ForwardRungs(TuneReportCallback):
 def run_trial(config: dict[str, Any], context: TrialContext) -> None:
     """Tune's function. `config` is that of a `Candidate`."""
     prepare_process()
-    trial_id = tune.get_context().get_trial_id()
-    folder = Path(context.folder) / "trials" / str(trial_id)
-    facts = known_facts(config, folder)
+    candidate = Candidate.from_config(config)
+    trial_id = str(tune.get_context().get_trial_id())
+    folder = Path(context.folder) / "trials" / trial_id
+    trains = len(context.rungs) > 1 and not candidate.probe
+    facts = known_facts(candidate, folder)
     if facts is None:
-        facts = _untrained(config, context, folder)
-        if len(context.rungs) > 1 and not config.get("probe"):
-            facts["work_digest"] = work_digest(training_job(context, folder, config, ""), folder)
+        facts = _untrained(candidate, context, folder)
+        if trains:
+            facts["work_digest"] = work_digest(training_job(context, folder, candidate, ""), folder)
         if math.isfinite(facts["loss"]):
             write_json(folder / "facts.json", facts)
-    tune.report(facts | context.at_rung(0))
-    if len(context.rungs) > 1 and not config.get("probe"):
-        job = training_job(context, folder, config, str(trial_id))
+    tune.report(facts | {"rung": 0})
+    if trains:
+        job = training_job(context, folder, candidate, trial_id)
         before = job.relaxation.total_steps if job.relaxation else 0
-        told = {k: v for k, v in facts.items() if k not in OF_RUNG_0}
-        run_job(job, ReportRungs(context, told, before), context.groups)
+        kept = {k: v for k, v in facts.items() if k not in OF_RUNG_0}
+        run_job(job, ReportRungs(context, kept, before), context.pool)
 
 
-def known_facts(config: dict[str, Any], folder: Path) -> dict[str, Any] | None:
+def known_facts(candidate: Candidate, folder: Path) -> dict[str, Any] | None:
     """What rung 0 of this very trial came to, if it was here before: one that was paused, or whose process had died."""
-    from attention.io import checkpoint
-
     file, recipe = folder / "facts.json", folder / "recipe.json"
-    if not file.is_file() or read_json(recipe) != Candidate.from_config(config).config():
+    if not file.is_file() or read_json(recipe) != candidate.config():
         return None
-    if not config.get("probe") and not checkpoint.intact(folder / "converted"):
+    if not candidate.probe and not checkpoint.intact(folder / "converted"):
         return None  # damaged since: it is made anew
     return read_json(file)
 
 
-def run_job(job: TrainJob, rungs: ReportRungs, groups: str | None) -> None:
-    """On a standing group; on workers of its own if there are none, or no longer."""
-    from orchestrator.cluster.pool_client import PoolGone, train_in_group
-    from trainers.jobs.worker import run_training
-
-    if groups is not None:
+def run_job(job: TrainJob, rungs: ReportRungs, pool: str | None) -> None:
+    """On workers of the pool; on workers of its own if there is none, or no longer."""
+    if pool is not None:
         try:
-            train_in_group(groups, job, rungs.tell)
+            train_on_pool(pool, job, rungs.tell)
             return
         except PoolGone as error:
             logger.warning("%s; the trial goes on with workers of its own", error)
@@ -188,35 +205,23 @@ def run_job(job: TrainJob, rungs: ReportRungs, groups: str | None) -> None:
 
 
 def prepare_process() -> None:
-    from transformers.utils import logging as transformers_logging
-
     ray_train_intervals(look_seconds=0.1)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 
 
-def _untrained(config: dict[str, Any], context: TrialContext, folder: Path) -> dict[str, Any]:
+def _untrained(candidate: Candidate, context: TrialContext, folder: Path) -> dict[str, Any]:
     """Plan, convert, save and measure; the report of rung 0."""
-    from attention.io import checkpoint
-    from attention.io.precision import cast_weights, round_weights
-    from attention.plan import AttentionPlan
-    from attention.ratios import own_heads
-    from orchestrator.conversion import dha_distances, loading
-    from orchestrator.conversion.in_memory import plan_and_convert
-    from orchestrator.conversion.steps import planning_context, relaxation_start
-
     phases = loading.Phases()
-    candidate = Candidate.from_config(config)
-    recipe, kv_ratio = candidate.recipe, candidate.kv_ratio
+    recipe = candidate.recipe
     with phases("load"):
-        shared = shared_parts(*context.shared)
-    base, calibration, calibration_tokens, held_out, teacher = shared
+        base, calibration, calibration_tokens, held_out, teacher = shared_parts(context)
     phase = context.search_phase(candidate)
-    found = dha_distances.read(phase.file(context.calibration_cache)) if phase else None
-    planning = planning_context(base, calibration, calibration_tokens, context.calibration_cache, found)
+    distances = dha_distances.read(phase.file(context.calibration_cache)) if phase else None
+    planning = planning_context(base, calibration, calibration_tokens, context.calibration_cache, distances)
     own_cache = own_heads(planning.geometry)
     given = None if candidate.plan is None else AttentionPlan.from_json(candidate.plan)
-    converted, plan = plan_and_convert(recipe, kv_ratio, planning, candidate.seed, phases, given)
+    converted, plan = plan_and_convert(recipe, candidate.kv_ratio, planning, candidate.seed, phases, given)
     write_json(folder / "recipe.json", candidate.config())
     (folder / "plan.json").write_text(plan.to_json() + "\n", encoding="utf-8")
     written = loading.dtype_of(context.dtype)
@@ -235,7 +240,8 @@ def _untrained(config: dict[str, Any], context: TrialContext, folder: Path) -> d
                 start = relaxation_start(recipe, base, plan, calibration)
                 checkpoint.save(start, folder / "start", context.model, record=original)
     with phases("similarity"):
-        similarity = _similarity(context, planning, plan)
+        sampled = all(layer.inputs.numel() for layer in calibration.layers)
+        similarity = sharing_similarity(shared_pairs(context), plan, planning.geometry.kv_map) if sampled else None
     measured = loading.cache_facts(converted, own_cache)
     if loading.parameters(base) > KEEP_BELOW:
         shared_parts.cache_clear()
@@ -257,69 +263,36 @@ def _untrained(config: dict[str, Any], context: TrialContext, folder: Path) -> d
     }
 
 
-def _similarity(context: TrialContext, planning: PlanningContext, plan: AttentionPlan) -> dict[str, Any] | None:
-    """How alike the heads are that the plan lets share. The pairs of the original model are kept for later trials."""
-    from search_spaces.similarity.sharing import sharing_similarity, similarity_pairs
-
-    calibration = planning.calibration
-    if calibration is None or not all(layer.inputs.numel() for layer in calibration.layers):
-        return None
-    if context.shared not in _PAIRS:
-        _PAIRS.clear()
-        _PAIRS[context.shared] = similarity_pairs(planning.heads, calibration.layers, planning.geometry)
-    return sharing_similarity(_PAIRS[context.shared], plan, planning.geometry.kv_map)
-
-
-_PAIRS: dict[tuple[str, ...], Any] = {}
-"""Pair similarities of the original model that this process's trials start from, by `TrialContext.shared`."""
+@lru_cache(maxsize=1)
+def shared_parts(context: TrialContext) -> tuple[PreTrainedModel, Calibration, Tensor, Tensor, CachedTeacher]:
+    """Original model, its statistics, calibration tokens, held-out tokens, and the model as a teacher that knows what
+    it said of them: read once a process, trials reuse it."""
+    base = loading.load_working(context.model, context.dtype, context.device)
+    tokens = read_sequences(context.calibration_file)
+    calibration = cached_calibration(base, tokens, context.calibration_cache)
+    return base, calibration, tokens, read_sequences(context.eval_file), CachedTeacher(base)
 
 
 @lru_cache(maxsize=1)
-def shared_parts(
-    model: str, dtype: str, device: str, calibration_file: str, calibration_cache: str, eval_file: str
-) -> tuple[PreTrainedModel, Calibration, Tensor, Tensor, CachedTeacher]:
-    """Original model, its statistics, calibration tokens, held-out tokens, and the model as a teacher that knows what
-    it said of them: read once a process, trials reuse it."""
-    from attention.calibration.calibration import cached_calibration
-    from orchestrator.conversion import loading
-    from trainers.evaluation import CachedTeacher
-    from trainers.text.data import read_sequences
-
-    base = loading.load_working(model, dtype, device)
-    tokens = read_sequences(calibration_file)
-    calibration = cached_calibration(base, tokens, calibration_cache)
-    return base, calibration, tokens, read_sequences(eval_file), CachedTeacher(base)
+def shared_pairs(context: TrialContext) -> Any:
+    """How alike each pair of heads of the original model is; kept also where the model itself is too large for it."""
+    base, calibration, *_ = shared_parts(context)
+    planning = planning_context(base, calibration, None, None)
+    return similarity_pairs(planning.heads, calibration.layers, planning.geometry)
 
 
-def training_job(context: TrialContext, folder: Path, config: dict[str, Any], trial_id: str) -> TrainJob:
+def training_job(context: TrialContext, folder: Path, candidate: Candidate, trial_id: str) -> TrainJob:
     """The brief fine-tuning of a trial: from its converted checkpoint through the rungs above 0.
 
     With a relaxation it starts from the unfused heads, and the rungs that lie within the relaxation are left out: until
     it has collapsed there is no model to measure. One that takes all steps is measured collapsed, at the last rung.
     """
-    from trainers.jobs.worker import TrainJob
-
-    candidate = Candidate.from_config(config)
-    recipe, steps = candidate.recipe, context.relaxation_steps(candidate.recipe)
-    settings = context.settings(recipe, candidate.learning_rate)
-    spec = (
-        relaxation_spec(recipe, (folder / "plan.json").read_text(encoding="utf-8"), steps, settings) if steps else None
-    )
+    settings = context.settings(candidate.recipe, candidate.learning_rate)
+    spec = context.relaxation(candidate.recipe, folder, settings)
     before = spec.total_steps if spec else 0
-    return TrainJob(
-        model_dir=str(folder / ("start" if spec else "converted")),
-        teacher_dir=context.teacher or context.model,
-        train_file=context.train_file,
-        eval_file=context.eval_file,
-        out_dir=str(folder / "trained"),
-        storage_path=str(Path(context.folder) / "train"),
-        run_name=trial_id,
-        milestones=tuple(rung - before for rung in context.rungs[1:] if rung > before) or (0,),
-        settings=settings,
-        seed=candidate.seed,
-        keep_best=True,
-        relaxation=spec,
-    )
+    milestones = [rung - before for rung in context.rungs[1:] if rung > before] or [0]
+    model = folder / ("start" if spec else "converted")
+    return context.job(trial_id, model, folder / "trained", candidate, milestones, relaxation=spec)
 
 
 def relaxation_spec(recipe: Recipe, plan: str, steps: int, settings: TrainSettings | None = None) -> RelaxationSpec:
@@ -327,14 +300,9 @@ def relaxation_spec(recipe: Recipe, plan: str, steps: int, settings: TrainSettin
 
     `settings`: of the trial's training, of which the recipe may change batch and rate for the relaxation.
     """
-    from attention.plan import AttentionPlan
-    from search_spaces.planning.planning import relaxed_stages
-    from search_spaces.relaxation.stages import OWN
-    from trainers.relaxations.stage import RelaxationSpec
-
     plans = relaxed_stages(recipe, AttentionPlan.from_json(plan))
-    chosen = recipe.knobs("relaxation")
-    changed = {name: chosen[name] for name in ("batch_size", "learning_rate") if chosen.get(name)}
+    knobs = recipe.knobs("relaxation")
+    changed = {name: knobs[name] for name in ("batch_size", "learning_rate") if knobs.get(name)}
     own = None
     if settings is not None and changed:
         own = TrainSettings.model_validate(settings.model_dump() | changed | {"tuning": "full"})
@@ -342,8 +310,8 @@ def relaxation_spec(recipe: Recipe, plan: str, steps: int, settings: TrainSettin
         recipe.relaxation,
         tuple(p.to_json() for p in plans),
         max(1, steps // len(plans)),
-        {name: value for name, value in chosen.items() if name not in OWN},
+        {name: value for name, value in knobs.items() if name not in OWN},
         own,
-        own_schedule=chosen.get("own_schedule", False),
-        regroup_steps=chosen.get("regroup_steps", 0),
+        own_schedule=knobs.get("own_schedule", False),
+        regroup_steps=knobs.get("regroup_steps", 0),
     )

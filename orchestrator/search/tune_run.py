@@ -6,57 +6,50 @@ import contextlib
 import logging
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from orchestrator.cluster.errors import last_error
-from orchestrator.cluster.session import Demand, Room
+from ray import tune
+
+from orchestrator.cluster.session import Demand, Room, last_error
 from orchestrator.config.schema import SearchConfig
 from orchestrator.search.callbacks import SearchLog
 from orchestrator.search.duplicates import CopyingSearcher
-from orchestrator.search.head_similarities import Similarities
+from orchestrator.search.prepare import SearchSession, head_similarities
 from orchestrator.search.resume import JournaledScheduler, JournaledSearch, disk_failed, replay, settle
-from orchestrator.search.schedulers import RungProblem, RungScheduler, SlotSearcher, make_scheduler
+from orchestrator.search.schedulers import RungProblem, make_scheduler
 from orchestrator.search.searchers import make_searcher, trials_of
-from orchestrator.search.trial import TrialContext, run_trial
+from orchestrator.search.trial import run_trial
 from orchestrator.search.validation import Prepared
 from orchestrator.storage.journal import Journal, JournalError, unwritable
-from orchestrator.storage.paths import SearchFolder
-from orchestrator.tracking.sync import MlflowSync
-
-NAME = "search"
 
 
-def run_trials(
-    config: SearchConfig,
-    prepared: Prepared,
-    context: TrialContext,
-    folder: SearchFolder,
-    mlflow: MlflowSync,
-    parallel: int,
-) -> None:
+def run_trials(session: SearchSession, prepared: Prepared) -> None:
     """Run the trials, or go on with those of an interrupted search. The results lie in the folder's journal.
 
     Ctrl-C stops Tune in an orderly way: the open trials are marked as killed. Raises JournalError when the journal can
     no longer be written, as on a full disk; everything up to then is kept.
     """
+    config, folder = session.config, session.folder
     journal = Journal(folder.journal)
     history = journal.history
-    problem = replace(prepared.problem, similarities=similarities_of(context))
-    own = make_searcher(config.search.searcher, problem)
-    expected = trials_of(own, problem)
-    log = SearchLog(journal, mlflow, expected, context.original_loss)
-    scheduler = scheduler_of(config, expected)
-    searcher = CopyingSearcher(own, scheduler.copies)
+    problem = replace(prepared.problem, similarities=partial(head_similarities, session.context))
+    searcher = make_searcher(config.search.searcher, problem)
+    expected = trials_of(searcher, problem)
+    log = SearchLog(journal, session.mlflow, expected, session.context.original_loss)
+    rungs = config.rungs
+    given = RungProblem(len(rungs.steps), rungs.reduction_factor, (config.search.baseline,), trials=expected)
+    scheduler = make_scheduler(rungs.scheduler if rungs.stop else "none", given, rungs.params if rungs.stop else None)
+    copying = CopyingSearcher(searcher, scheduler.copies)
     scheduler.slots.capacity = Room(Demand.of(config), config.resources.max_concurrent).trials
     settle(journal)
     log.catch_up()
     if len(history.configs) == expected and not history.open:
         return  # resumed, and only the promotion is left to do
-    replay(history, searcher, scheduler)
+    replay(history, copying, scheduler)
     decided = JournaledScheduler(scheduler, journal)
-    search = JournaledSearch(SlotSearcher(searcher, scheduler.slots), decided, journal)
-    _quiet(parallel)
-    tuner = _tuner(config, context, folder, search, decided, log)
+    _quiet(session.parallel)
+    tuner = _tuner(session, JournaledSearch(copying, decided, journal), decided, log)
     try:
         tuner.fit()
     except Exception as error:
@@ -69,31 +62,21 @@ def run_trials(
         raise JournalError(journal.failed)
 
 
-def _tuner(
-    config: SearchConfig,
-    context: TrialContext,
-    folder: SearchFolder,
-    search: JournaledSearch,
-    scheduler: JournaledScheduler,
-    log: SearchLog,
-) -> Any:
+def _tuner(session: SearchSession, search: JournaledSearch, scheduler: JournaledScheduler, log: SearchLog) -> Any:
     """Tune's `Tuner` over `run_trial`, with all decisions and records our own."""
-    from ray import tune
-
-    needed = {"CPU": config.resources.trial_cpus}
-    if config.resources.trial_gpus:
-        needed["GPU"] = config.resources.trial_gpus
+    own = session.config.resources
+    needed = {"CPU": own.trial_cpus} | ({"GPU": own.trial_gpus} if own.trial_gpus else {})
     return tune.Tuner(
-        tune.with_resources(tune.with_parameters(run_trial, context=context), needed),
+        tune.with_resources(tune.with_parameters(run_trial, context=session.context), needed),
         tune_config=tune.TuneConfig(
             search_alg=search,
             scheduler=scheduler,
             num_samples=log.expected,
-            reuse_actors=not stops_in_training(config),
+            reuse_actors=not stops_in_training(session.config),
             trial_name_creator=_name,
             trial_dirname_creator=_name,
         ),
-        run_config=tune.RunConfig(name=NAME, storage_path=str(folder.tune), callbacks=[log], verbose=0),
+        run_config=tune.RunConfig(name="search", storage_path=str(session.folder.tune), callbacks=[log], verbose=0),
     )
 
 
@@ -105,20 +88,6 @@ def stops_in_training(config: SearchConfig) -> bool:
     trial without a word to searcher, scheduler or log [ray 2.60]. Such a process must go with its trial.
     """
     return config.rungs.stop and len(config.rungs.steps) > 2
-
-
-def scheduler_of(config: SearchConfig, expected: int) -> RungScheduler:
-    """What decides at the rungs. Raises ValueError for a name or settings that there are not."""
-    own = config.rungs
-    problem = RungProblem(len(own.steps), own.reduction_factor, (config.search.baseline,), trials=expected)
-    return make_scheduler(own.scheduler if own.stop else "none", problem, own.params if own.stop else None)
-
-
-def similarities_of(context: TrialContext) -> Similarities:
-    """Where a searcher finds the heads and statistics that the trials use."""
-    return Similarities(
-        context.model, context.dtype, context.device, context.calibration_file, context.calibration_cache
-    )
 
 
 def _name(trial: Any) -> str:

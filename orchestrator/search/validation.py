@@ -10,6 +10,7 @@ from typing import Any, Literal
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from orchestrator.cluster.session import Demand, concurrency
+from orchestrator.config.parsing import RENAMED_SCHEDULERS
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.conversion import loading
 from orchestrator.search.candidates import candidate_space, named_candidates, searcher_settings
@@ -21,13 +22,11 @@ from trainers.text.data import DataError, sequence_file
 
 @dataclass(frozen=True)
 class Prepared:
-    """What validation found and made: geometry, candidates, token files (kept in the storage and reused)."""
+    """What validation found and made: geometry, candidates, token files by split (kept in the storage and reused)."""
 
     geometry: HeadGeometry
     problem: SearchProblem
-    train_file: Path
-    eval_file: Path
-    calibration_file: Path
+    files: dict[str, Path]
     cache: Path
 
 
@@ -44,26 +43,31 @@ def validate_search(config: SearchConfig) -> Prepared:
         teacher = loading.geometry_of(config.model.teacher, key="model.teacher")
         _check_length(length, config.model.teacher, teacher)
         loading.check_same_words(teacher, geometry, "model.teacher", config.model.teacher)
-    named = named_candidates(config, geometry)
-    space = candidate_space(config, geometry)
-    own = searcher_settings(config)
-    problem = SearchProblem(space, named, config.search.num_samples, config.search.seed, own, tuple(config.seeds))
+    problem = search_problem(config, geometry)
     check_searcher(config, problem)
     check_scheduler(config)
     check_machine(Demand.of(config), config.resources.max_concurrent)
     storage = storage_path(config.storage)
     check_writable(storage)
-    files = token_files(config, storage / "cache")
-    return Prepared(geometry, problem, files["train"], files["eval"], files["calibration"], storage / "cache")
+    return Prepared(geometry, problem, token_files(config, storage / "cache"), storage / "cache")
+
+
+def search_problem(config: SearchConfig, geometry: HeadGeometry) -> SearchProblem:
+    """What the searcher of a configuration is handed. Raises ConfigError for a candidate that cannot be."""
+    section, named = config.search, named_candidates(config, geometry)
+    space, params = candidate_space(config, geometry), searcher_settings(config)
+    return SearchProblem(space, named, section.num_samples, section.seed, params, tuple(config.seeds))
 
 
 def check_scheduler(config: SearchConfig) -> None:
-    """Raises ConfigError for a scheduler that does not exist, and for settings that it does not have."""
-    own = config.rungs
+    """Raises ConfigError for a scheduler that does not exist, and for parameters that it does not have."""
+    name = config.rungs.scheduler
+    if new := RENAMED_SCHEDULERS.get(name):
+        raise ConfigError(f"rungs.scheduler: {name} is called {new} now; write rungs.scheduler: {new}")
     try:
-        SCHEDULERS.get(own.scheduler).settings(own.params)
+        SCHEDULERS.get(name).settings(config.rungs.params)
     except ValueError as error:
-        key = "params" if own.scheduler in SCHEDULERS.names() else "scheduler"
+        key = "params" if name in SCHEDULERS.names() else "scheduler"
         raise ConfigError(f"rungs.{key}: {error}") from None
 
 
@@ -78,9 +82,10 @@ def _check_length(length: int, path: str, geometry: HeadGeometry) -> None:
 def local_resources() -> dict[str, float]:
     """What a Ray that is started on this machine alone will have."""
     import torch
-    from ray._private.utils import get_num_cpus
 
-    return {"CPU": float(get_num_cpus()), "GPU": float(torch.cuda.device_count())}
+    from orchestrator.cluster.ray_private import cpus_of_machine
+
+    return {"CPU": cpus_of_machine(), "GPU": float(torch.cuda.device_count())}
 
 
 def check_machine(demand: Demand, limit: int | Literal["auto"] = "auto") -> None:

@@ -9,10 +9,6 @@ from pathlib import Path
 
 from attention.io.files import written_whole
 
-HOST = "127.0.0.1"
-SQLITE = "sqlite:///"
-RESTART_SECONDS = 5.0
-
 
 def back_up(database: Path, backup: Path, scratch: Path | None = None) -> None:
     """Copy a database that is in use, whole or not at all. `scratch`: a folder on a local disk (its own)."""

@@ -8,7 +8,7 @@ Events, by their `event`; each has its `time`, in seconds since 1970:
     trial   a searcher's suggestion: `trial` (its id), `config`
     report  a trial's scores at a rung: `trial`, `result`, and the scheduler's `decision`; with `copy_of` in the result
             the trial is stopped as a copy of that one
-    promote a paused trial goes on: `trial`
+    advance a paused trial goes on: `trial`
     end     a trial has ended: `trial`, `error` (None, or what went wrong), `trace` (the place of its traceback), and
             `lost`: whether it was its machines that went wrong, so that another try may end otherwise
     again   such another try: `trial`
@@ -22,11 +22,12 @@ were in. Ray Tune's own snapshot is not needed: it may be older than the last re
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,10 @@ from orchestrator.config.parsing import ConfigError
 from orchestrator.storage import records
 from orchestrator.storage.records import TrialRecord, finite
 
-FORMAT = 1
+FORMAT = 2
 """Of the journal. A search of another format is refused: it would be half understood."""
 NAME = "journal.jsonl"
-SEARCH, TRIAL, REPORT, PROMOTE, END, AGAIN = "search", "trial", "report", "promote", "end", "again"
+SEARCH, TRIAL, REPORT, ADVANCE, END, AGAIN = "search", "trial", "report", "advance", "end", "again"
 INTERRUPT, RESUME, RUN = "interrupt", "resume", "run"
 PAUSE = "PAUSE"  # as Tune spells it
 OF_TUNE = {
@@ -48,6 +49,7 @@ OF_TUNE = {
     "pid", "should_checkpoint", "time_since_restore", "time_this_iter_s", "time_total_s", "timestamp", "trial_id",
 }  # fmt: skip
 """Metadata that Tune adds to a result; no decision rests on it."""
+_REMEDY = "restore the file from a copy, or start a new search"
 
 
 class JournalError(ConfigError):
@@ -62,7 +64,7 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last line feed was cut short
-    found = []
+    events = []
     for number, line in enumerate(lines, 1):
         try:
             event = json.loads(line)
@@ -70,10 +72,10 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
             event = None
         if not isinstance(event, dict) or not isinstance(event.get("event"), str):
             raise JournalError(f"{path}: line {number} of {len(lines)} is no event of a search; {_REMEDY}")
-        found.append(event)
-    if found:
-        check_format(path, found[0])
-    return found
+        events.append(event)
+    if events:
+        check_format(path)
+    return events
 
 
 def read_history(path: str | Path) -> History:
@@ -88,31 +90,19 @@ def read_history(path: str | Path) -> History:
     return history
 
 
-_REMEDY = "restore the file from a copy, or start a new search"
-
-
-def check_format(path: Path, first: Mapping[str, Any] | None) -> None:
+def check_format(path: Path) -> None:
     """Raise JournalError unless a journal begins with an event of the format that is read here."""
-    found = first.get("format") if first is not None and first.get("event") == SEARCH else None
+    found = None
+    if path.is_file():
+        with path.open("rb") as stream, contextlib.suppress(ValueError):
+            first = json.loads(stream.readline())
+            found = first.get("format") if isinstance(first, dict) and first.get("event") == SEARCH else None
     if found != FORMAT:
         whose = "a former version" if found is None else f"another version (journal format {found!r}, not {FORMAT})"
         raise JournalError(
             f"{path.parent} was started by {whose} of Headfold, and is not what this one reads: finish it with the "
             "version that started it, or start a new search without --resume"
         )
-
-
-def first_event(path: Path) -> dict[str, Any] | None:
-    """The first whole event of a journal; None if there is none."""
-    if not path.is_file():
-        return None
-    with path.open("rb") as stream:
-        line = stream.readline()
-    try:
-        found = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def load_trials(folder: str | Path) -> list[TrialRecord]:
@@ -124,10 +114,8 @@ def load_trials(folder: str | Path) -> list[TrialRecord]:
         if first is not None:
             copy.rungs, copy.relaxation, copy.notes = first.rungs, first.relaxation, first.notes
             if first.status == records.FAILED:
-                copy.status, copy.error = (
-                    records.FAILED,
-                    f"the same model as {first.trial_id}, which failed: {first.error}",
-                )
+                copy.status = records.FAILED
+                copy.error = f"the same model as {first.trial_id}, which failed: {first.error}"
     return [TrialRecord(**finite(asdict(record))) for record in found.values()]
 
 
@@ -141,6 +129,7 @@ class Journal:
         self.path = Path(path)
         self.failed: str | None = None
         self.history = read_history(path)
+        self._length = self.path.read_bytes().rfind(b"\n") + 1 if self.path.exists() else 0  # of the whole lines
 
     def begin(self, rungs: int) -> None:
         """Write the first line, if there is none."""
@@ -164,34 +153,20 @@ class Journal:
     def _write(self, line: bytes) -> None:
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            whole = _whole_length(descriptor)
-            os.ftruncate(descriptor, whole)
-            os.lseek(descriptor, whole, os.SEEK_SET)
-            try:
-                if os.write(descriptor, line) != len(line):
-                    raise OSError("no space left on device")
-                os.fsync(descriptor)
-            except OSError:
-                os.ftruncate(descriptor, whole)
-                raise
+            os.ftruncate(descriptor, self._length)
+            if os.pwrite(descriptor, line, self._length) != len(line):
+                raise OSError("no space left on device")
+            os.fsync(descriptor)
+            self._length += len(line)
+        except OSError:
+            os.ftruncate(descriptor, self._length)
+            raise
         finally:
             os.close(descriptor)
 
 
 def unwritable(reason: str) -> str:
     return f"cannot be written ({reason}); mend that and go on with the same command and --resume"
-
-
-def _whole_length(descriptor: int, block: int = 4096) -> int:
-    """Bytes of a file up to and with its last line feed."""
-    end = os.lseek(descriptor, 0, os.SEEK_END)
-    while end > 0:
-        start = max(0, end - block)
-        found = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        end = start
-    return 0
 
 
 def _plain(value: Any) -> Any:
@@ -220,66 +195,52 @@ def result_of(flat: Mapping[str, Any]) -> dict[str, Any]:
 class History:
     """The state of a search after some events, by trial id in the order of the suggestions.
 
-    `rungs`: how many a trial has; `records`: of the trials, each with what was measured of itself. `results` are by
-    step, `ends` are `end` events; `paused` trials wait to be promoted; `told` are the trials whose end the searcher has
-    learnt; `copies`: by trial, the first one that leads to the same model. `interrupted`: see the event.
+    `rungs`: how many a trial has; `records`: of the trials, each with what was measured of itself. `decisions` are by
+    trial and step, `ends` are `end` events; `paused` trials wait to advance; `told` are the trials whose end the
+    searcher has learnt. `interrupted`: see the event.
     """
 
-    def __init__(self, events: Iterable[dict[str, Any]] = ()) -> None:
+    def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
         self.rungs = 0
         self.records: dict[str, TrialRecord] = {}
         self.configs: dict[str, dict[str, Any]] = {}
         self.decisions: dict[tuple[str, int], str] = {}
-        self.results: dict[str, dict[int, dict[str, Any]]] = {}
         self.ends: dict[str, dict[str, Any]] = {}
         self.paused: set[str] = set()
         self.told: set[str] = set()
-        self.copies: dict[str, str] = {}
         self.interrupted = False
-        for event in events:
-            self.add(event)
 
     def add(self, event: dict[str, Any]) -> None:
         """Raises KeyError, TypeError or ValueError for what is no event."""
-        kind = event["event"]
+        kind, trial = event["event"], event.get("trial", "")
         if kind == SEARCH:
             self.rungs = int(event["rungs"])
         elif kind in (INTERRUPT, RESUME):
             self.interrupted = kind == INTERRUPT
-            for trial in self.open:
-                self._settle(trial)
         elif kind == TRIAL:
-            self.configs[event["trial"]] = event["config"]
-            self.records[event["trial"]] = TrialRecord.of(event["trial"], event["config"])
-            self._settle(event["trial"])
+            self.configs[trial] = event["config"]
+            self.records[trial] = TrialRecord.of(trial, event["config"])
         elif kind == RUN:
-            self.records[event["trial"]].run_id = event["run_id"]
-        elif kind in (REPORT, PROMOTE, END, AGAIN):
-            self._of_trial(kind, event["trial"], event)
-            self._settle(event["trial"])
-        else:
-            raise ValueError(f"{kind!r} is unknown")
-        self.events.append(event)
-
-    def _of_trial(self, kind: str, trial: str, event: dict[str, Any]) -> None:
-        record = self.records[trial]
-        if kind == REPORT:
-            result, step = event["result"], int(event["result"]["step"])
-            self.decisions[trial, step] = event["decision"]
-            self.results.setdefault(trial, {})[step] = result
-            record.add({**result, "timestamp": event.get("time")})
-            if "copy_of" in result:
-                self.copies[trial] = result["copy_of"]
+            self.records[trial].run_id = event["run_id"]
+        elif kind == REPORT:
+            self.records[trial].add({**event["result"], "timestamp": event.get("time")})
+            self.decisions[trial, int(event["result"]["step"])] = event["decision"]
             if event["decision"] == PAUSE:
                 self.paused.add(trial)
+        elif kind == ADVANCE:
+            self.paused.discard(trial)
+        elif kind == END:
+            self.paused.discard(trial)
+            self.ends[trial] = event
+            self.told.add(trial)
         elif kind == AGAIN:
             self.ends.pop(trial, None)
         else:
-            self.paused.discard(trial)
-            if kind == END:
-                self.ends[trial] = event
-                self.told.add(trial)
+            raise ValueError(f"{kind!r} is unknown")
+        for each in self.open if kind in (SEARCH, INTERRUPT, RESUME) else [event["trial"]]:
+            self._settle(each)
+        self.events.append(event)
 
     def _settle(self, trial: str) -> None:
         """Status and error of a record, from all that is known of its trial."""
@@ -306,12 +267,3 @@ class History:
     def open(self) -> list[str]:
         """Trials that have not ended."""
         return [trial for trial in self.configs if trial not in self.ends]
-
-    def last(self, trial: str) -> dict[str, Any] | None:
-        """The result at the highest step that a trial has reported."""
-        steps = self.results.get(trial)
-        return steps[max(steps)] if steps else None
-
-    def last_decision(self, trial: str) -> str | None:
-        steps = self.results.get(trial)
-        return self.decisions[trial, max(steps)] if steps else None

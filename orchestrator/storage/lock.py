@@ -8,7 +8,9 @@ compared.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import itertools
 import json
 import os
 import socket
@@ -26,7 +28,7 @@ PATIENCE = 5
 """Heartbeats that must be missed on end before a holder on another machine counts as dead."""
 
 
-class SearchLock:
+class SearchLock(contextlib.AbstractContextManager):
     """Held from `acquire` to `release`, or to the death of the process."""
 
     def __init__(self, path: str | Path, *, beat: float = BEAT_SECONDS, host: str | None = None) -> None:
@@ -61,9 +63,6 @@ class SearchLock:
         os.close(self._descriptor)
         self._descriptor = -1
 
-    def __enter__(self) -> SearchLock:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.release()
 
@@ -92,20 +91,16 @@ class SearchLock:
         return False
 
     def _keep_beating(self) -> None:
-        beat = 0
-        while not self._ended.wait(self._beat):
-            beat += 1
-            try:
+        for beat in itertools.count(1):
+            if self._ended.wait(self._beat):
+                return
+            with contextlib.suppress(OSError):  # a full disk: the lock itself holds on
                 self._write(beat)
-            except OSError:  # a full disk: the lock itself holds on
-                continue
 
     def _write(self, beat: int) -> None:
         record = {"host": self._host, "pid": os.getpid(), "since": self._since, "token": self._token, "beat": beat}
-        text = (
-            json.dumps(record).ljust(256).encode()
-        )  # of one length, so that a reader never sees the end of an old one
-        os.pwrite(self._descriptor, text, 0)
+        # Of one length, so that a reader never sees the end of an old one
+        os.pwrite(self._descriptor, json.dumps(record).ljust(256).encode(), 0)
 
     def _read(self) -> dict[str, Any]:
         """Who holds it, as the file says; empty if nobody does."""

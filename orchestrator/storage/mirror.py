@@ -53,6 +53,8 @@ def working_folder(storage: str, home: Path) -> Path:
 
 def check_address(storage: str) -> None:
     """Raises ConfigError for an address that holds a secret; the message does not repeat it."""
+    from fsspec.registry import known_implementations
+
     address = urlparse(storage)
     told = f"{address.scheme}://{address.netloc.rpartition('@')[2]}{address.path}"
     if "@" in address.netloc or set(parse_qs(address.query)) & set(SECRET_SETTINGS):
@@ -60,19 +62,13 @@ def check_address(storage: str) -> None:
             f"storage: the address of {told} holds credentials, which would end up in records; give them to the "
             "environment instead (for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a role of the machine)"
         )
-    if address.scheme not in NATIVE and address.scheme not in _known_to_fsspec():
+    if address.scheme not in (*NATIVE, *known_implementations):
         raise ConfigError(
             f"storage: got {told!r}; {address.scheme}:// is no known kind of address: give a folder that every node "
             "sees, or s3://bucket/path, gs://bucket/path"
         )
     if not address.netloc:
         raise ConfigError(f"storage: got {told!r}; an address must name a bucket, e.g. s3://bucket/headfold")
-
-
-def _known_to_fsspec() -> set[str]:
-    from fsspec.registry import known_implementations
-
-    return set(known_implementations)
 
 
 def open_address(storage: str) -> tuple[Any, str]:
@@ -141,8 +137,6 @@ class Mirror:
         found = [i.path for i in self.filesystem.get_file_info(selector) if i.type == fs.FileType.File]
         return sorted(str(PurePosixPath(path).relative_to(self.root)) for path in found)
 
-    # ---- from the address -------------------------------------------------------------------------------------
-
     def pull(self) -> int:
         """Fetch what the working folder does not have. Returns how many files came."""
         came = 0
@@ -155,8 +149,6 @@ class Mirror:
                 shutil.copyfileobj(source, out, 1 << 22)
             came += 1
         return came
-
-    # ---- to the address ---------------------------------------------------------------------------------------
 
     def push(self) -> int:
         """Send what has changed, files before the records that name them, then drop what is gone. Files sent.
@@ -213,8 +205,7 @@ class Mirror:
         path = self.local / name
         try:
             with path.open("rb") as source, self._open(name) as out:
-                while block := source.read(1 << 22):
-                    out.write(block)
+                shutil.copyfileobj(source, out, 1 << 22)
             stat = path.stat()
         except FileNotFoundError:
             return False  # a checkpoint that was dropped for a newer one
@@ -238,21 +229,29 @@ def mirrored(storage: str, local: Path, seconds: float | None = None) -> Iterato
         yield None
         return
     mirror, told = Mirror.of(storage, local), Mirror.told(storage)
-    came = mirror.pull()
-    if came:
+    if came := mirror.pull():
         print(f"storage  {came} file(s) fetched from {told} to {local}", flush=True)
         print(
             "         training checkpoints among them are pickles: go on only if you trust who writes to that address",
             flush=True,
         )
-    over = threading.Event()
+    over, failed = threading.Event(), False
     period = float(os.environ.get("HEADFOLD_SYNC_SECONDS", 60)) if seconds is None else seconds
+
+    def push() -> None:
+        nonlocal failed
+        try:
+            mirror.push()
+            failed = False
+        except Exception as error:  # each file system raises its own kinds
+            if not failed:
+                logger.warning("storage: cannot send to %s: %s; the files are in %s", told, reason(error), local)
+            failed = True
 
     def keep() -> None:
         while not over.wait(period):
-            _try_to_push(mirror, told, failed)
+            push()
 
-    failed: list[str] = []
     thread = threading.Thread(target=keep, name="headfold-mirror", daemon=True)
     thread.start()
     try:
@@ -260,17 +259,7 @@ def mirrored(storage: str, local: Path, seconds: float | None = None) -> Iterato
     finally:
         over.set()
         thread.join()
-        failed.clear()
-        _try_to_push(mirror, told, failed)
+        failed = False
+        push()
         if not failed:
             print(f"storage  {told} (working folder {local})", flush=True)
-
-
-def _try_to_push(mirror: Mirror, told: str, failed: list[str]) -> None:
-    try:
-        mirror.push()
-        failed.clear()
-    except Exception as error:  # each file system raises its own kinds
-        if not failed:
-            logger.warning("storage: cannot send to %s: %s; the files are in %s", told, reason(error), mirror.local)
-        failed.append(str(error))

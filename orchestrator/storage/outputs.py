@@ -13,15 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from attention.io.replacing import (
-    cannot_write,
-    check_folder,
-    checkpoint_around,
-    parents_made,
-    resolved,
-    unused,
-)
+from attention.io.files import write_whole
+from attention.io.replacing import cannot_write, check_folder, checkpoint_around, parents_made, resolved, unused
 from orchestrator.config.schema import ConfigError
+from orchestrator.storage.records import write_json
 
 __all__ = ["GENERATOR", "SOFTWARE", "Interrupted", "check_file", "check_folder", "check_results", "write_result"]
 
@@ -117,8 +112,6 @@ def read_result(file: Path) -> dict[str, Any]:
 
 def write_result(file: str | Path, record: Mapping[str, Any], key: str = "json") -> Path:
     """Write a result as one JSON object with our mark, atomically. Raises ConfigError as `check_file` does."""
-    from orchestrator.storage.records import write_json
-
     place = check_file(file, "json", key)
     write_json(place, {**record, MARK: SOFTWARE})
     return place
@@ -126,8 +119,6 @@ def write_result(file: str | Path, record: Mapping[str, Any], key: str = "json")
 
 def write_page(file: str | Path, content: str) -> Path:
     """Write a page, atomically. Raises ConfigError as `check_file` does."""
-    from orchestrator.storage.records import write_text
-
     place = check_file(file, "page", "out")
-    write_text(place, content)
+    write_whole(place, content)
     return place

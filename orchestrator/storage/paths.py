@@ -71,27 +71,47 @@ def check_writable(folder: Path, key: str = "storage") -> None:
         ) from None
 
 
-@dataclass(frozen=True)
+@dataclass
 class SearchFolder:
-    """The files of one search."""
+    """The files of one search.
+
+    `state`: what `search` has settled: the MLflow parent run, the command, when it started and ended. `estimate`: what
+    the search was said to take before it began. `origin`: where it was made, see `orchestrator.storage.trust`.
+    """
 
     root: Path
+
+    def __post_init__(self) -> None:
+        self.storage = self.root.parent
+        self.snapshot = self.root / "search.yaml"
+        self.versions = self.root / "versions.json"
+        self.state = self.root / "state.json"
+        self.estimate = self.root / "estimate.json"
+        self.origin = self.root / "origin.json"
+        self.base = self.root / "base.json"
+        self.journal = self.root / journal.NAME
+        self.lock = self.root / "driver.lock"
+        self.tune = self.root / "tune"
+        self.train = self.root / "train"
+        self.promotion = self.root / "promotion.json"
+        self.promoted = self.root / "promoted"
+        self.report = self.root / "report.html"
 
     @classmethod
     def fresh(cls, storage: Path, name: str) -> SearchFolder:
         """The first of <name>, <name>-2, ... that is not taken; created."""
         storage.mkdir(parents=True, exist_ok=True)
-        number = 1
+        number, root = 1, storage / name
         while True:
-            root = storage / (name if number == 1 else f"{name}-{number}")
             try:
                 root.mkdir()
+                break
             except FileExistsError:
                 number += 1
-            else:
-                folder = cls(root)
-                folder.origin.write_text(json.dumps({"folder": str(root)}), encoding="utf-8")
-                return folder
+                root = storage / f"{name}-{number}"
+        folder = cls(root)
+        folder.origin.write_text(json.dumps({"folder": str(root)}), encoding="utf-8")
+        return folder
 
     @classmethod
     def newest(cls, storage: Path, name: str) -> SearchFolder:
@@ -127,11 +147,11 @@ class SearchFolder:
     @classmethod
     def _of(cls, storage: Path, name: str) -> list[SearchFolder]:
         """The searches of a name, oldest first."""
-        found = [p.parent for p in storage.glob("*/search.yaml") if _belongs(p.parent.name, name)]
-        found = [root for root in found if (root / "origin.json").is_file()]  # which `fresh` has written
+        found = [cls(p.parent) for p in storage.glob("*/search.yaml")]
+        own = re.compile(re.escape(name) + r"(-\d+)?")
+        found = [f for f in found if own.fullmatch(f.root.name) and f.origin.is_file()]  # which `fresh` has written
         # By the number too: a file system's clock may be coarse
-        age = {root: ((root / "search.yaml").stat().st_mtime_ns, len(root.name), root.name) for root in found}
-        return [cls(root) for root in sorted(found, key=age.__getitem__)]
+        return sorted(found, key=lambda f: (f.snapshot.stat().st_mtime_ns, len(f.root.name), f.root.name))
 
     @property
     def ended(self) -> bool:
@@ -155,7 +175,7 @@ class SearchFolder:
                 f"{str(root)!r} is not the folder of a search (it has no search.yaml); give the folder that "
                 "`headfold search` printed, e.g. runs/demo"
             )
-        folder.check_format()
+        journal.check_format(folder.journal)
         return folder
 
     def stored(self) -> dict[str, Any]:
@@ -168,94 +188,16 @@ class SearchFolder:
             raise ConfigError(f"{self.snapshot} must hold a mapping of sections, got {type(record).__name__}")
         return record
 
-    def check_format(self) -> None:
-        """Raise ConfigError if the search was started by a version whose journal is another one."""
-        journal.check_format(self.journal, journal.first_event(self.journal))
-
     @property
     def readable(self) -> bool:
         """Whether the search is of a version whose journal is read here."""
         with contextlib.suppress(ConfigError):
-            self.check_format()
+            journal.check_format(self.journal)
             return True
         return False
-
-    @property
-    def storage(self) -> Path:
-        return self.root.parent
-
-    @property
-    def snapshot(self) -> Path:
-        return self.root / "search.yaml"
-
-    @property
-    def versions(self) -> Path:
-        return self.root / "versions.json"
-
-    @property
-    def state(self) -> Path:
-        """What `search` has settled: the MLflow parent run, the command, when it started and ended."""
-        return self.root / "state.json"
-
-    @property
-    def estimate(self) -> Path:
-        """What the search was said to take before it began."""
-        return self.root / "estimate.json"
-
-    @property
-    def base(self) -> Path:
-        return self.root / "base.json"
-
-    @property
-    def data(self) -> Path:
-        return self.root / "data"
-
-    @property
-    def calibration(self) -> Path:
-        return self.root / "calibration"
-
-    @property
-    def journal(self) -> Path:
-        return self.root / journal.NAME
-
-    @property
-    def lock(self) -> Path:
-        return self.root / "driver.lock"
-
-    @property
-    def tune(self) -> Path:
-        return self.root / "tune"
-
-    @property
-    def train(self) -> Path:
-        return self.root / "train"
-
-    @property
-    def promotion(self) -> Path:
-        return self.root / "promotion.json"
-
-    @property
-    def promoted(self) -> Path:
-        return self.root / "promoted"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report.html"
-
-    @property
-    def origin(self) -> Path:
-        """Where the search was made, see `orchestrator.storage.trust`."""
-        return self.root / "origin.json"
 
     def trial(self, trial_id: str) -> Path:
         """Raises ConfigError for an id that would lead out of the folder: records may come from elsewhere."""
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", trial_id):
             raise ConfigError(f"{self.journal}: {trial_id[:100]!r} is no trial's id; the file has been changed")
         return self.root / "trials" / trial_id
-
-    def tokens(self, split: str) -> Path:
-        return self.data / f"{split}.safetensors"
-
-
-def _belongs(folder: str, name: str) -> bool:
-    return folder == name or (folder.startswith(f"{name}-") and folder[len(name) + 1 :].isdigit())

@@ -17,28 +17,11 @@ WAITING, RUNNING, DONE, STOPPED, FAILED, KILLED = "waiting", "running", "done", 
 COPY = "copy"  # of a trial that leads to the same model: not trained again
 ENDED = (DONE, STOPPED, COPY, FAILED, KILLED)
 RUNG_KEYS = (
-    "step",
-    "rung",
-    "loss",
-    "loss_increase",
-    "kl",
-    "tokens",
-    "train_loss",
-    "tokens_per_second",
-    "seconds",
-    "checkpoint_path",
-    "data_position",
-    "collapsed_loss",
-    "relaxed_dir",
-    "relaxation_steps",
-    "weights_digest",
-    "best_step",
-    "best_loss",
-    "best_kl",
-    "best_dir",
-    "pooled",
-    "timestamp",
-)
+    "step", "rung", "loss", "loss_increase", "kl", "tokens", "train_loss", "tokens_per_second", "seconds",
+    "checkpoint_path", "data_position", "collapsed_loss", "relaxed_dir", "relaxation_steps", "weights_digest",
+    "best_step", "best_loss", "best_kl", "best_dir", "pooled", "timestamp",
+)  # fmt: skip
+"""What is kept of a report for each rung."""
 OWN = {"seconds", "status", "rungs", "error", "error_log", "run_id", "choices", "relaxation"}
 """Fields that no report of a trial sets directly."""
 
@@ -86,15 +69,8 @@ class TrialRecord:
     @classmethod
     def of(cls, trial_id: str, config: Mapping[str, Any]) -> TrialRecord:
         """A fresh record of a trial, from what the searcher has suggested."""
-        return cls(
-            trial_id=trial_id,
-            recipe=config["recipe"],
-            kv_ratio=config["kv_ratio"],
-            learning_rate=config["learning_rate"],
-            choices=config["choices"],
-            probe=bool(config.get("probe", False)),
-            seed=config.get("seed"),
-        )
+        given = {name: config[name] for name in ("recipe", "kv_ratio", "learning_rate", "choices")}
+        return cls(trial_id, **given, probe=bool(config.get("probe", False)), seed=config.get("seed"))
 
     @property
     def last(self) -> dict[str, Any]:
@@ -145,12 +121,7 @@ class TrialRecord:
 
 def write_json(path: str | Path, record: Any) -> None:
     """Write JSON so that a reader, or a kill in the middle, never sees half a file."""
-    write_text(path, json.dumps(finite(record), indent=1, sort_keys=True, allow_nan=False) + "\n")
-
-
-def write_text(path: str | Path, text: str) -> None:
-    """Write a file so that a reader, a kill in the middle, or a full disk never leaves half of it."""
-    write_whole(path, text)
+    write_whole(path, json.dumps(finite(record), indent=1, sort_keys=True, allow_nan=False) + "\n")
 
 
 def finite(record: Any) -> Any:
@@ -174,21 +145,13 @@ PROMOTION = ("recipe", "KV of the checkpoint's", "steps", *LOSSES, "state", "ver
 
 def promotion_cells(entry: Mapping[str, Any]) -> tuple[str, ...]:
     """An entry of `promotion.json` as text, one cell for each of PROMOTION."""
-    losses = {name: number(entry.get(name)) for name in ("untrained_loss", "loss", "last_loss", "baseline_loss")}
     best = entry.get("best_step")
-    return (
-        entry["recipe"],
-        percent(entry["kv_ratio"]),
-        str(entry.get("steps", "-")),
-        losses["untrained_loss"],
-        losses["loss"],
-        "-" if best is None else str(best),
-        losses["last_loss"],
-        losses["baseline_loss"],
-        number(entry.get("original_loss")),
-        entry.get("status", "-"),
-        str(entry.get("version") or "-"),
-    )
+    losses = (number(entry.get(f"{name}loss")) for name in ("untrained_", "", "last_", "baseline_", "original_"))
+    untrained, own, *others = losses
+    best_step = "-" if best is None else str(best)
+    share, steps = percent(entry["kv_ratio"]), str(entry.get("steps", "-"))
+    state, version = entry.get("status", "-"), str(entry.get("version") or "-")
+    return (entry["recipe"], share, steps, untrained, own, best_step, *others, state, version)
 
 
 def family(recipe: str) -> str:
@@ -251,7 +214,7 @@ def front(trials: Sequence[TrialRecord]) -> list[TrialRecord]:
     """The trials that no other one beats in both held-out loss and KV bytes a token, by rising bytes.
 
     Trials are compared at their last rung; a promotion ships the best step of a trial
-    (`orchestrator.promotion.shipping`).
+    (`orchestrator.promotion.training`).
     """
     scored = [t for t in trials if t.usable and t.kv_bytes_per_token is not None]
     best: list[TrialRecord] = []

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.paths import SearchFolder
@@ -18,26 +17,17 @@ from orchestrator.storage.records import read_json
 
 def doubts(folder: SearchFolder) -> list[str]:
     """Why the training checkpoints of a search may not be this user's own; empty if nothing speaks for it."""
-    record: Any = read_json(folder.origin) if folder.origin.exists() else {}
-    made = record.get("folder") if isinstance(record, dict) else None
+    made = (read_json(folder.origin) if folder.origin.exists() else {}).get("folder")
     found = []
     if made != str(folder.root):
         found.append(f"it was made as {made}" if made else "it does not say where it was made")
     user = getattr(os, "getuid", lambda: None)()
     if user is not None and folder.root.stat().st_uid not in (user, 0):
         found.append(f"it belongs to user {folder.root.stat().st_uid}")
-    outside = [
-        str(path)
-        for trial in load_trials(folder.root)
-        if (path := trial.last.get("checkpoint_path")) and not _within(Path(str(path)), folder.root)
-    ]
-    if outside:
+    root, paths = folder.root.resolve(), [trial.last.get("checkpoint_path") for trial in load_trials(folder.root)]
+    if outside := [path for path in paths if path and not Path(str(path)).resolve().is_relative_to(root)]:
         found.append(f"a trial's checkpoint lies outside of it, at {outside[0]}")
     return found
-
-
-def _within(path: Path, root: Path) -> bool:
-    return path.resolve().is_relative_to(root.resolve())
 
 
 def warn_of_pickles(folder: SearchFolder) -> bool:

@@ -40,10 +40,10 @@ class Settings:
     @classmethod
     def of_environment(cls) -> Settings:
         """Raises ValueError naming the variable that is missing."""
-        own = {key.removeprefix("HEADFOLD_MLFLOW_"): value for key, value in os.environ.items()}
-        for name in ("STORE", "ARTIFACTS"):
-            if not own.get(name):
-                raise ValueError(f"HEADFOLD_MLFLOW_{name} must be set, see cluster.yaml")
+        prefix = "HEADFOLD_MLFLOW_"
+        own = {key.removeprefix(prefix): value for key, value in os.environ.items() if key.startswith(prefix)}
+        if missing := next((name for name in ("STORE", "ARTIFACTS") if not own.get(name)), None):
+            raise ValueError(f"{prefix}{missing} must be set, see cluster.yaml")
         store, backup = own["STORE"], own.get("BACKUP")
         kept = Path(backup) if backup and store.startswith(SQLITE) else None
         return cls(store, own["ARTIFACTS"], kept, int(own.get("PORT", 5000)), float(own.get("BACKUP_SECONDS", 300)))

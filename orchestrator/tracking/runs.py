@@ -1,8 +1,8 @@
 """MLflow, and the only file that knows of it. The driver is the single writer.
 
-One parent run a search, one child a trial (by the tag `mlflow.parentRunId`), one level. `orchestrator.tracking.sync`
-says when what is told. Metrics are series over
-training steps; plans, pictures and reports are artifacts; checkpoints are recorded by place and SHA-256.
+One parent run a search, one child a trial (by the tag `mlflow.parentRunId`), one level; `orchestrator.tracking.sync`
+keeps them up to date. Metrics are series over training steps; plans, pictures and reports are artifacts; checkpoints
+are recorded by place and SHA-256.
 """
 
 from __future__ import annotations
@@ -17,19 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from attention.messages import reason
-from orchestrator.storage.records import COPY, DONE, FAILED, KILLED, RUNNING, STOPPED, WAITING
+from orchestrator.storage.records import COPY, DONE, ENDED, FAILED, KILLED, RUNNING, STOPPED, WAITING
 
 ERROR_LENGTH = 4000
 PARAM_LENGTH = 500
-STATUS = {
-    DONE: "FINISHED",
-    STOPPED: "FINISHED",
-    COPY: "FINISHED",
-    FAILED: "FAILED",
-    KILLED: "KILLED",
-    RUNNING: "RUNNING",
-    WAITING: "RUNNING",
-}
+STATUS = {DONE: "FINISHED", STOPPED: "FINISHED", COPY: "FINISHED", FAILED: "FAILED", KILLED: "KILLED"}
+STATUS |= {RUNNING: "RUNNING", WAITING: "RUNNING"}
 REFUSED = (
     "INVALID_PARAMETER_VALUE",
     "RESOURCE_DOES_NOT_EXIST",
@@ -75,9 +68,9 @@ class Tracker:
     store for good.
     """
 
-    def __init__(self, uri: str, experiment_id: str) -> None:
+    def __init__(self, uri: str, experiment_id: str, client: Any = None) -> None:
         self.uri, self.experiment_id = uri, experiment_id
-        self._opened: Any = None
+        self.client: Any = client or open_client(uri)
 
     @classmethod
     def open(cls, uri: str | None, experiment: str, storage: str | Path) -> Tracker:
@@ -85,34 +78,20 @@ class Tracker:
         address = uri or default_uri(storage)
         try:
             client = open_client(address)
-            found = client.get_experiment_by_name(experiment)
-            if found is not None and found.lifecycle_stage == "deleted":
-                client.restore_experiment(found.experiment_id)
-            if found is None:
+            known = client.get_experiment_by_name(experiment)
+            if known is None:
                 location = None if uri else (Path(storage).absolute() / "mlartifacts").as_uri()
                 identity = client.create_experiment(experiment, artifact_location=location)
             else:
-                identity = found.experiment_id
+                identity = known.experiment_id
+                if known.lifecycle_stage == "deleted":
+                    client.restore_experiment(identity)
         except Exception as error:
             raise TrackingError(
-                f"tracking.uri: cannot use the MLflow store at {redact(address)}: "
-                f"{reason(error, redact)}; leave it out for a "
-                "sqlite store in the storage folder"
+                f"tracking.uri: cannot use the MLflow store at {redact(address)}: {reason(error, redact)}; leave it "
+                "out for a sqlite store in the storage folder"
             ) from None
-        return cls(address, identity)
-
-    @property
-    def client(self) -> Any:
-        """MLflow's client."""
-        if self._opened is None:
-            self._opened = open_client(self.uri)
-        return self._opened
-
-    @property
-    def address(self) -> str:
-        return redact(self.uri)
-
-    # ---- runs -------------------------------------------------------------------------------------------------
+        return cls(address, identity, client)
 
     def start(self, name: str, *, parent: str | None = None, tags: Mapping[str, Any] | None = None) -> str:
         """Start a run and return its id. `parent` makes it a child of that run."""
@@ -150,15 +129,13 @@ class Tracker:
     def text(self, run_id: str, text: str, file: str) -> None:
         self.client.log_text(run_id, redact(text), file)
 
-    def file(self, run_id: str, path: str | Path, folder: str | None = None) -> None:
-        self.client.log_artifact(run_id, str(path), folder)
+    def file(self, run_id: str, path: str | Path) -> None:
+        self.client.log_artifact(run_id, str(path))
 
-    def end(self, run_id: str, status: str) -> None:
-        """End a run with one of the states of `orchestrator.storage.records`."""
-        self.client.set_terminated(run_id, STATUS[status])
-
-    def resume(self, run_id: str) -> None:
-        self.client.update_run(run_id, status="RUNNING")
+    def set_status(self, run_id: str, status: str) -> None:
+        """Of a run, by one of the states of `orchestrator.storage.records`; one that goes on is no longer ended."""
+        change = self.client.set_terminated if status in ENDED else self.client.update_run
+        change(run_id, STATUS[status])
 
     def children(self, run_id: str) -> list[Any]:
         """The child runs of a run."""
@@ -187,8 +164,6 @@ class Tracker:
             if not token:
                 return found
 
-    # ---- registry ---------------------------------------------------------------------------------------------
-
     def register(self, name: str, folder: str | Path, run_id: str, *, tags: Mapping[str, Any], description: str) -> str:
         """Register a checkpoint folder as a version of the model `name`, with its tags. Returns the version.
 
@@ -198,7 +173,17 @@ class Tracker:
         with self._registry(name):
             if not self.client.search_registered_models(f"name = '{name}'"):
                 self.client.create_registered_model(name)
-            return self._version(name, str(folder), run_id, tags, description)
+            place = str(folder)
+            for known in self.client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'"):
+                if known.tags.get("folder") == place:
+                    return str(known.version)
+            labels = {key: str(value) for key, value in tags.items()} | {"folder": place}
+            source = place
+            if self.uri.startswith(("http://", "https://")):
+                self.client.log_artifacts(run_id, place, "model")
+                source = f"{self.client.get_run(run_id).info.artifact_uri}/model"
+            made = self.client.create_model_version(name, source, run_id=run_id, tags=labels, description=description)
+            return str(made.version)
 
     def holder(self, name: str, alias: str) -> str | None:
         """The version that an alias points to; None if it points nowhere. Raises TrackingError."""
@@ -218,19 +203,7 @@ class Tracker:
         try:
             yield
         except MlflowException as error:
-            raise TrackingError(f"the registry at {self.address} refused {name}: {reason(error, redact)}") from None
-
-    def _version(self, name: str, folder: str, run_id: str, tags: Mapping[str, Any], description: str) -> str:
-        for known in self.client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'"):
-            if known.tags.get("folder") == folder:
-                return str(known.version)
-        labels = {key: str(value) for key, value in tags.items()} | {"folder": folder}
-        source = folder
-        if self.uri.startswith(("http://", "https://")):
-            self.client.log_artifacts(run_id, folder, "model")
-            source = f"{self.client.get_run(run_id).info.artifact_uri}/model"
-        made = self.client.create_model_version(name, source, run_id=run_id, tags=labels, description=description)
-        return str(made.version)
+            raise TrackingError(f"the registry at {redact(self.uri)} refused {name}: {reason(error, redact)}") from None
 
 
 def is_away(error: Exception) -> bool:
@@ -239,11 +212,8 @@ def is_away(error: Exception) -> bool:
 
     if isinstance(error, MlflowException):
         return error.error_code not in REFUSED
-    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in (
-        "requests",
-        "urllib3",
-        "sqlalchemy",
-    )
+    of = type(error).__module__.partition(".")[0]
+    return isinstance(error, OSError) or of in ("requests", "urllib3", "sqlalchemy")
 
 
 def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

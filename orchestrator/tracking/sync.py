@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +99,6 @@ class MlflowSync:
         """The store's id of the parent; None as long as it was never reached."""
         return self._runs[self._parent].run_id
 
-    def id_of(self, run: Run) -> str | None:
-        known = self._runs.get(run.key)
-        return None if known is None else known.run_id
-
     @property
     def waiting(self) -> int:
         """How many runs the store may not have as they should be."""
@@ -126,8 +123,6 @@ class MlflowSync:
         if not self.flush() or self._tracker is None:
             raise TrackingError("the MLflow store is away; go on with --resume when it is back")
         return self._tracker
-
-    # ---- sending -----------------------------------------------------------------------------------------------
 
     def _send_all(self) -> None:
         try:
@@ -162,22 +157,20 @@ class MlflowSync:
             return
         own = known.run_id
         assert own is not None
-        self._tell(known, "params", lambda: tracker.params(own, run.params))
-        for point in run.points:
-            self._tell(known, f"point {point!r}", lambda point=point: tracker.log(own, point))
-        for name, value in run.tags.items():
-            self._tell(known, f"tag {name} {value}", lambda name=name, value=value: tracker.tags(own, {name: value}))
-        for file, text in run.texts.items():
-            self._tell(known, f"text {file} {text}", lambda file=file, text=text: tracker.text(own, text, file))
-        for file in filter(Path.exists, run.files):
-            stamp = file.stat().st_mtime_ns
-            self._tell(known, f"file {file} {stamp}", lambda file=file: tracker.file(own, file))
+        sends = {"params": partial(tracker.params, own, run.params)}
+        sends |= {f"point {point!r}": partial(tracker.log, own, point) for point in run.points}
+        sends |= {f"tag {name} {value}": partial(tracker.tags, own, {name: value}) for name, value in run.tags.items()}
+        sends |= {f"text {file} {text}": partial(tracker.text, own, text, file) for file, text in run.texts.items()}
+        there = {file: file.stat().st_mtime_ns for file in run.files if file.exists()}
+        sends |= {f"file {file} {stamp}": partial(tracker.file, own, file) for file, stamp in there.items()}
+        for what, send in sends.items():
+            self._tell(known, what, send)
         if run.status is not None and known.status != STATUS[run.status]:
-            tracker.end(own, run.status) if run.status in ENDED else tracker.resume(own)
+            tracker.set_status(own, run.status)
             known.status = STATUS[run.status]
         known.digest = digest
         if run.status in ENDED:
-            self._tell(known, f"tag {DONE_TAG} {digest}", lambda: tracker.tags(own, {DONE_TAG: digest}))
+            self._tell(known, f"tag {DONE_TAG} {digest}", partial(tracker.tags, own, {DONE_TAG: digest}))
 
     def _tell(self, known: _Known, what: str, send: Callable[[], None]) -> None:
         """Once; what the store refuses is told to the user and does not hold up the rest."""

@@ -1,12 +1,21 @@
 """Multi-objective asynchronous successive halving (MO-ASHA, Schmucker 2021) over held-out loss and KV bytes a token.
 
 Every trial stops to think at each rung: it is paused, its process goes to another trial, and it continues from its
-checkpoint when it is promoted. Budgets share one bracket, since a trial with fewer bytes is never behind one with more
+checkpoint when it advances. KV ratios share one bracket, since a trial with fewer bytes is never behind one with more
 for its loss alone: ranks are by dominance.
+
+Asynchronous (Li 2020, Algorithm 2): of the n trials that a rung has seen, the best floor(n / factor) may go on; those
+of them that have not yet done so advance, the highest rung first. Which are the best is said by non-dominated sorting
+(Schmucker 2021, Algorithm 1); with one objective it is a sort.
+
+Synchronous (Jamieson 2016): trials advance from a rung once all that can reach it have done so. Slow trials hold up the
+others; who advances depends on the results alone and not on the order in which they come.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,18 +24,117 @@ from ray.tune.schedulers import TrialScheduler
 
 from attention.axes import Knob
 from orchestrator.search.schedulers.problem import SCHEDULERS, RungProblem, RungScheduler
-from orchestrator.search.schedulers.rungs import Rungs
 from search_spaces import pareto
+
+Values = tuple[float, ...]
+
+
+@dataclass
+class Rung:
+    """What a rung has seen, in order of arrival. `waiting`: came here and neither went on nor ended."""
+
+    trials: list[str] = field(default_factory=list)
+    values: list[Values] = field(default_factory=list)
+    advanced: set[str] = field(default_factory=set)
+    waiting: set[str] = field(default_factory=set)
+    best: list[str] | None = None  # of those seen so far, the ones that may go on; None: to be found anew
+
+
+class Rungs:
+    """The rungs below the last one. `select(values, count)` gives the indices of the `count` best, best first.
+
+    `expected`: of a synchronous search, how many trials will be told of or leave (None: asynchronous).
+    """
+
+    def __init__(
+        self, count: int, factor: float, select: Callable[[Sequence[Values], int], Sequence[int]], expected: int | None
+    ) -> None:
+        self.rungs = [Rung() for _ in range(count)]
+        self._factor, self._select, self._expected = factor, select, expected
+        self._place: dict[str, int] = {}  # the highest rung that a trial has come to
+        self._left: set[str] = set()
+        self._closed = False
+
+    def tell(self, trial: str, index: int, values: Values) -> None:
+        """A trial has come to a rung, for the first time. It waits there until it advances."""
+        rung = self.rungs[index]
+        rung.trials.append(trial)
+        rung.values.append(values)
+        rung.waiting.add(trial)
+        rung.best = None
+        self._place[trial] = index
+
+    def leave(self, trial: str) -> None:
+        """A trial goes no further. What it scored still counts at the rungs that it came to."""
+        self._left.add(trial)
+        if trial in self._place:
+            self.rungs[self._place[trial]].waiting.discard(trial)
+
+    def rejoin(self, trial: str) -> None:
+        """A trial that had left is there again, where it had come to."""
+        if trial not in self._left:
+            return
+        self._left.discard(trial)
+        if trial in self._place and trial not in (rung := self.rungs[self._place[trial]]).advanced:
+            rung.waiting.add(trial)
+
+    def advance(self, trial: str) -> int:
+        """A trial goes on from where it waits. Returns the rung that it leaves."""
+        index = self._place[trial]
+        self.rungs[index].advanced.add(trial)
+        self.rungs[index].waiting.discard(trial)
+        return index
+
+    def close(self) -> bool:
+        """No more trials come: of each rung at least one goes on. False if that was known."""
+        was, self._closed = self._closed, True
+        for rung in self.rungs:
+            rung.best = None
+        return not was
+
+    def next(self) -> str | None:
+        """The trial to advance now: the best of the highest rung that has one to advance; None if there is none."""
+        for index, rung in reversed(list(enumerate(self.rungs))):
+            if rung.waiting and self._open(index):
+                for trial in self._best(rung):
+                    if trial in rung.waiting:
+                        return trial
+        return None
+
+    def _best(self, rung: Rung) -> list[str]:
+        """The trials that may go on from a rung, best first: found anew after each arrival only."""
+        if rung.best is None:
+            count = max(int(len(rung.trials) / self._factor), int(self._closed))
+            order = range(len(rung.trials))
+            if self._expected is not None:  # of equals the first counts: here, too, whatever came first
+                order = sorted(order, key=lambda place: rung.trials[place])
+            kept = self._select([rung.values[place] for place in order], count) if count else []
+            rung.best = [rung.trials[order[place]] for place in kept]
+        return rung.best
+
+    def _open(self, index: int) -> bool:
+        """Whether trials may advance from a rung: in a synchronous search only when nobody else can come to it."""
+        if self._expected is None:
+            return True
+        if not self._closed and len(self._place.keys() | self._left) < self._expected:
+            return False
+        return all(self._passed(below, index) for below in self.rungs[:index])
+
+    def _passed(self, below: Rung, index: int) -> bool:
+        """Whether all that will go on from a lower rung have come to `index`, or further, or have left."""
+        if any(trial in below.waiting for trial in self._best(below)):
+            return False
+        return all(trial in self._left or self._place[trial] >= index for trial in below.advanced)
 
 
 class FrontHalving(RungScheduler):
-    """Pauses every trial at every rung but the last, and promotes the best 1 / factor of the front by rank.
+    """Pauses every trial at every rung but the last, and advances the best 1 / factor of the front by rank.
 
     With one objective it decides as ASHA does (Li 2020, Algorithm 2). When the searcher has no more candidates, nothing
-    runs and nobody is to be promoted, the trials that still wait are stopped, at least one of each rung having gone on.
+    runs and nobody is to advance, the trials that still wait are stopped, at least one of each rung having gone on.
     """
 
-    def __init__(self, problem: RungProblem, ties: str = "epsilon_net", synchronous: bool = False) -> None:
+    def __init__(self, problem: RungProblem, ties: str, synchronous: bool) -> None:
         super().__init__(problem)
         if synchronous and problem.trials is None:
             raise ValueError("a synchronous scheduler must know how many trials there will be")
@@ -35,42 +143,32 @@ class FrontHalving(RungScheduler):
         self._paused: dict[str, Any] = {}
         self._next: str | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_paused": {}}  # Tune's own; they are added again
-
-    # ---- events -----------------------------------------------------------------------------------------------
-
-    def _decide(self, trial: Any, rung: int, values: tuple[float, ...]) -> str:
-        """A trial that is the next to be promoted goes on at once, in the process that it has."""
+    def _decide(self, trial: Any, rung: int, values: Values) -> str:
+        """A trial that is the next to advance goes on at once, in the process that it has."""
         self._rungs.tell(trial.trial_id, rung, values)
-        if self._advance() != trial.trial_id:
+        if self._choose() != trial.trial_id:
             return TrialScheduler.PAUSE
-        self._rungs.promote(trial.trial_id)
-        self._advance()
+        self._rungs.advance(trial.trial_id)
+        self._choose()
         return TrialScheduler.CONTINUE
 
-    def _standing(self, trial_id: str, rung: int) -> str:
-        return TrialScheduler.CONTINUE if self._rungs.promoted(trial_id, rung) else TrialScheduler.PAUSE
-
-    def on_trial_promoted(self, trial_id: str) -> None:
-        super().on_trial_promoted(trial_id)
+    def advance(self, trial_id: str) -> None:
+        super().advance(trial_id)
         self._paused.pop(trial_id, None)
-        self._rungs.promote(trial_id)
-        self._advance()
+        self._decisions[trial_id, self._rungs.advance(trial_id)] = TrialScheduler.CONTINUE
+        self._choose()
 
     def _over(self, trial: Any) -> None:
         super()._over(trial)
         self._paused.pop(trial.trial_id, None)
         self._rungs.leave(trial.trial_id)
-        self._advance()
+        self._choose()
 
-    def _advance(self) -> str | None:
-        """Who is promoted next. New candidates wait for it."""
+    def _choose(self) -> str | None:
+        """Who advances next. New candidates wait for it."""
         self._next = self._rungs.next()
-        self.slots.promised = int(self._next is not None)
+        self.slots.promised = self._next is not None
         return self._next
-
-    # ---- Tune's hooks -----------------------------------------------------------------------------------------
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
         """Also of a trial that comes back: one that is to wait further, must be brought back as paused."""
@@ -81,7 +179,7 @@ class FrontHalving(RungScheduler):
             self._rungs.leave(trial.trial_id)
         if trial.status == Trial.PAUSED:
             self._paused[trial.trial_id] = trial
-        self._advance()
+        self._choose()
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict) -> str:
         decision = super().on_trial_result(tune_controller, trial, result)
@@ -90,26 +188,22 @@ class FrontHalving(RungScheduler):
         return decision
 
     def choose_trial_to_run(self, tune_controller: Any) -> Any:
-        """The next promoted trial, once it has really stopped and there is room; Tune starts new ones by itself."""
+        """The next trial to advance, once it has really stopped and there is room; Tune starts new ones by itself."""
         trial = self._paused.get(self._next) if self._next is not None else None
         if trial is not None and trial.status == Trial.PAUSED and not self.slots.full:
-            self.on_trial_promoted(trial.trial_id)
+            self.advance(trial.trial_id)
             return trial
         if self._next is None and self._paused and not self.slots.taken and tune_controller.search_alg.is_finished():
             self._close(tune_controller)
         return None
 
     def _close(self, tune_controller: Any) -> None:
-        """Nothing more comes, nothing runs, nobody is promoted: what still waits, once it has really stopped, ends."""
+        """Nothing more comes, nothing runs, nobody advances: what still waits, once it has really stopped, ends."""
         if self._rungs.close():
-            self._advance()
+            self._choose()
         elif all(trial.status == Trial.PAUSED for trial in self._paused.values()):
             for trial in list(self._paused.values()):
                 tune_controller.stop_trial(trial)
-
-    def debug_string(self) -> str:
-        told = (f"{len(r.trials)} came, {len(r.promoted)} went on" for r in self._rungs.rungs)
-        return "\n".join(f"rung {index}: {line}" for index, line in enumerate(told))
 
 
 @SCHEDULERS.part(
@@ -117,7 +211,7 @@ class FrontHalving(RungScheduler):
     source="Schmucker 2021, Algorithm 1 (MO-ASHA); Li 2020, Algorithm 2; Deb 2002 (ranks, crowding)",
     knobs=(
         Knob("ties", "choice", "whom to take of a rank that does not fit in whole", choices=pareto.TIES),
-        Knob("synchronous", "bool", "promote only when a rung is complete: decisions without regard to order"),
+        Knob("synchronous", "bool", "advance only when a rung is complete: decisions without regard to order"),
     ),
 )
 def front(problem: RungProblem, *, ties: str = "epsilon_net", synchronous: bool = False) -> RungScheduler:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +11,27 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 
 from attention.axes import Axis
-from orchestrator.search.schedulers.slots import Slots
 
 SCHEDULERS = Axis("scheduler", "orchestrator.search.schedulers")
-BUDGET = "kv_ratio"
 OBJECTIVES = ("loss", "kv_bytes_per_token")
+
+
+@dataclass
+class Slots:
+    """How many trials run at a time. Tune's own limit (`max_concurrent_trials`) counts a paused trial as one that runs
+    [ray 2.60]: as soon as that many are paused nothing would start any more.
+
+    `capacity`: a number, or who knows it now (None: no limit). `promised`: whether a paused trial goes first.
+    """
+
+    capacity: int | Callable[[], int] | None = None
+    promised: bool = False
+    taken: set[str] = field(default_factory=set)
+
+    @property
+    def full(self) -> bool:
+        most = self.capacity() if callable(self.capacity) else self.capacity
+        return most is not None and len(self.taken) >= most
 
 
 @dataclass(frozen=True)
@@ -23,8 +39,7 @@ class RungProblem:
     """`rungs`: how many, the untrained conversion included; results carry `rung`, from 0.
 
     At each rung about 1 / `reduction_factor` of the trials goes on. `objectives` are to be small; the first one is the
-    quality. Trials of a `protected` recipe are never held. `trials`: how many the search makes at most. `slots`: how
-    many trials run at a time.
+    quality. Trials of a `protected` recipe are never held. `trials`: how many the search makes at most.
     """
 
     rungs: int
@@ -32,7 +47,6 @@ class RungProblem:
     protected: tuple[str, ...] = ()
     objectives: tuple[str, ...] = OBJECTIVES
     trials: int | None = None
-    slots: Slots = field(default_factory=Slots)
 
     def __post_init__(self) -> None:
         if self.rungs < 1:
@@ -41,14 +55,14 @@ class RungProblem:
             raise ValueError(f"the reduction factor must be above 1, got {self.reduction_factor}")
 
 
-def make_scheduler(name: str, problem: RungProblem, settings: Mapping[str, Any] | None = None) -> RungScheduler:
-    """The scheduler of a name. Raises ValueError for a name that there is not, and settings that it does not have."""
+def make_scheduler(name: str, problem: RungProblem, params: Mapping[str, Any] | None = None) -> RungScheduler:
+    """The scheduler of a name. Raises ValueError for a name that there is not, and parameters that it does not have."""
     part = SCHEDULERS.get(name)
-    return part(problem, **part.settings(settings))
+    return part(problem, **part.settings(params))
 
 
 class RungScheduler(FIFOScheduler):
-    """Decides at each rung whether a trial goes on. Subclasses say how in `_decide`.
+    """Decides at each rung whether a trial goes on. Subclasses say how in `_decide`; here every trial does.
 
     The last rung holds nobody: its trials end by themselves and write their weights. A trial whose recipe is protected
     (the baseline of every comparison) goes on whatever its loss and does not count at the rungs; nor does one whose
@@ -61,63 +75,45 @@ class RungScheduler(FIFOScheduler):
     one has told before would be trained to the same model: it is stopped, as a copy of that one (`copies`: by copy, the
     first), and does not count.
 
-    The state is a function of the events alone, in their order: trials added, reports, promotions, ends. Tune brings a
-    scheduler back as it was when the search began and never asks it to `save` [ray 2.60], so a resumed search tells a
-    fresh one the events again, each promotion by `on_trial_promoted`.
+    The state is a function of the events alone, in their order: trials added, reports, advances, ends. A resumed search
+    tells a fresh scheduler the events again, for Tune brings one back as it was when the search began [ray 2.60].
     """
 
     def __init__(self, problem: RungProblem) -> None:
         super().__init__()
-        self.problem, self.slots = problem, problem.slots
+        self.problem, self.slots = problem, Slots()
         self._decisions: dict[tuple[str, int], str] = {}
         self._works: dict[str, str] = {}
         self.copies: dict[str, str] = {}
 
-    # ---- what a subclass says ---------------------------------------------------------------------------------
+    # ---- for subclasses ---------------------------------------------------------------------------------------
 
     def _decide(self, trial: Any, rung: int, values: tuple[float, ...]) -> str:
         """CONTINUE, PAUSE or STOP for the first report at a rung below the last, of a trial that counts."""
-        raise NotImplementedError
+        return TrialScheduler.CONTINUE
 
-    def _standing(self, trial_id: str, rung: int) -> str:
-        """What holds for a report that was decided before."""
-        return self._decisions[trial_id, rung]
+    def _over(self, trial: Any) -> None:
+        """A trial has ended, however it did."""
+        self.slots.taken.discard(trial.trial_id)
 
-    def on_trial_promoted(self, trial_id: str) -> None:
+    def counts(self, trial: Any) -> bool:
+        return self.problem.rungs > 1 and not self._protected(trial) and "plan" not in trial.config
+
+    # ---- events -----------------------------------------------------------------------------------------------
+
+    def advance(self, trial_id: str) -> None:
         """A paused trial goes on: `choose_trial_to_run` has given it to Tune, or had before a restart."""
-        self.slots.take(trial_id)
-
-    # ---- Tune's hooks -----------------------------------------------------------------------------------------
-
-    def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
-        return True
+        self.slots.taken.add(trial_id)
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
         if trial.status in (Trial.PENDING, Trial.RUNNING):
-            self.slots.take(trial.trial_id)
+            self.slots.taken.add(trial.trial_id)
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict) -> str:
         decision = self._judge(trial, result)
         if decision != TrialScheduler.CONTINUE:
-            self.slots.free(trial.trial_id)
+            self.slots.taken.discard(trial.trial_id)
         return decision
-
-    def _judge(self, trial: Any, result: dict) -> str:
-        quality, rung = result.get(self.problem.objectives[0]), result.get("rung")
-        if self._is_copy(trial, result.get("work_digest")):
-            return TrialScheduler.STOP
-        if result.get("pooled"):
-            return TrialScheduler.CONTINUE
-        if quality is not None and not math.isfinite(quality):
-            return TrialScheduler.STOP  # NaN would pass every comparison
-        if quality is None or rung is None or not self.counts(trial) or rung >= self.problem.rungs - 1:
-            return TrialScheduler.CONTINUE
-        key = (trial.trial_id, int(rung))
-        if key in self._decisions:
-            return self._standing(*key)
-        values = tuple(float(result[name]) for name in self.problem.objectives)
-        self._decisions[key] = self._decide(trial, key[1], values)
-        return self._decisions[key]
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict) -> None:
         self._over(trial)
@@ -132,14 +128,21 @@ class RungScheduler(FIFOScheduler):
         """Tune starts what is pending by itself; to look through all trials for it would take ever longer."""
         return None
 
-    # ---- for subclasses ---------------------------------------------------------------------------------------
-
-    def _over(self, trial: Any) -> None:
-        """A trial has ended, however it did."""
-        self.slots.free(trial.trial_id)
-
-    def counts(self, trial: Any) -> bool:
-        return self.problem.rungs > 1 and not self._protected(trial) and "plan" not in trial.config
+    def _judge(self, trial: Any, result: dict) -> str:
+        quality, rung = result.get(self.problem.objectives[0]), result.get("rung")
+        if self._is_copy(trial, result.get("work_digest")):
+            return TrialScheduler.STOP
+        if result.get("pooled"):
+            return TrialScheduler.CONTINUE
+        if quality is not None and not math.isfinite(quality):
+            return TrialScheduler.STOP  # NaN would pass every comparison
+        if quality is None or rung is None or not self.counts(trial) or rung >= self.problem.rungs - 1:
+            return TrialScheduler.CONTINUE
+        key = (trial.trial_id, int(rung))
+        if key not in self._decisions:
+            values = tuple(float(result[name]) for name in self.problem.objectives)
+            self._decisions[key] = self._decide(trial, key[1], values)
+        return self._decisions[key]
 
     def _protected(self, trial: Any) -> bool:
         return trial.config.get("recipe") in self.problem.protected

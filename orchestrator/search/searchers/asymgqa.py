@@ -8,9 +8,11 @@ plan of each budget is trained through the rungs, once with every learning rate 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -33,10 +35,10 @@ CHOSEN = ("grouping", "similarity", "alignment", "fusion", "refinement", "recove
 
 
 class ChainSearch(ResumableSearcher):
-    """The configured candidates, then the chains' probes, then the best plan of every budget as a full trial.
+    """The configured candidates, then the chains' probes, then the best plan of every KV ratio as a full trial.
 
     A plan that was measured before is not measured again: its score is known, and the move is made at once. So there
-    are `total` trials at most; `skipped` says in the end how many were not needed.
+    are `total` trials at most.
     """
 
     def __init__(self, problem: SearchProblem, chains: int) -> None:
@@ -46,21 +48,8 @@ class ChainSearch(ResumableSearcher):
         self._chains = make_chains(problem, self._recipe, chains)
         self._scores: dict[str, float | None] = {}
         self._running: dict[str, str] = {}
-        self._finals: list[tuple[float, float, int]] = [
-            (budget, rate, seed)
-            for budget in self._chains
-            for rate in problem.space.learning_rates
-            for seed in problem.seeds
-        ]
-        self._similarities: Mapping[SiteKey, np.ndarray] | None = None
+        self._finals = list(itertools.product(self._chains, problem.space.learning_rates, problem.seeds))
         self.total = problem.total + len(self._finals)
-
-    @property
-    def skipped(self) -> int:
-        """Moves whose plan was measured already, once all chains have ended."""
-        return sum(chain.moves for chains in self._chains.values() for chain in chains) - len(self._scores)
-
-    # ---- Tune's hooks -----------------------------------------------------------------------------------------
 
     def suggest(self, trial_id: str) -> Any:
         """A trial; None while every chain waits for a result; FINISHED when all has been suggested."""
@@ -74,15 +63,12 @@ class ChainSearch(ResumableSearcher):
         return candidate.config()
 
     def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
-        """Take a probe's score. A probe that failed, or diverged, counts as rejected."""
+        """Take a probe's score: it reports once. A probe that failed, or diverged, counts as rejected."""
         plan = self._running.pop(trial_id, None)
         if plan is None:
             return
         loss = None if error or result is None else result.get(SCORE)
         self._scores[plan] = None if loss is None or not math.isfinite(loss) else -float(loss)
-
-    def on_trial_result(self, trial_id: str, result: dict) -> None:
-        """Probes report once, so that everything is told at their end."""
 
     def add_trial(self, trial_id: str, config: dict[str, Any]) -> None:
         candidate = Candidate.from_config(config)
@@ -93,8 +79,6 @@ class ChainSearch(ResumableSearcher):
         elif candidate.plan is not None:
             self._finals.remove((candidate.kv_ratio, candidate.learning_rate, candidate.seed))
         self._made += 1
-
-    # ---- chains -----------------------------------------------------------------------------------------------
 
     def _probe(self, trial_id: str) -> Candidate | None:
         """A plan that some chain wants measured and no trial measures yet."""
@@ -113,7 +97,7 @@ class ChainSearch(ResumableSearcher):
 
     def _wanted(self, chain: Chain) -> str | None:
         """The plan that the chain waits for, after every move whose score is known; None when it is done."""
-        while (plan := chain.propose_next(self._similar)) is not None:
+        while (plan := chain.propose_next(self._similarities)) is not None:
             text = plan.to_json()
             if text not in self._scores:
                 return text
@@ -130,13 +114,11 @@ class ChainSearch(ResumableSearcher):
                 return Candidate(self._recipe, budget, rate, seed, best.plan.to_json())
         return None
 
-    @property
-    def _similar(self) -> Mapping[SiteKey, np.ndarray]:
-        if self._similarities is None:
-            if self._problem.similarities is None:
-                raise ValueError("the asymgqa searcher proposes by similarity; the problem brings none")
-            self._similarities = self._problem.similarities(self._recipe)
-        return self._similarities
+    @cached_property
+    def _similarities(self) -> Mapping[SiteKey, np.ndarray]:
+        if self._problem.similarities is None:
+            raise ValueError("the asymgqa searcher proposes by similarity; the problem brings none")
+        return self._problem.similarities(self._recipe)
 
 
 def walk_recipe(problem: SearchProblem) -> Recipe:

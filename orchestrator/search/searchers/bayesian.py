@@ -18,16 +18,16 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import optuna
-from ray.tune.search import Searcher
 
-from orchestrator.search.candidates import Candidate, CandidateSpace, Point
-from orchestrator.search.searchers.problem import OBJECTIVES, SEARCHERS, TRIES, ResumableSearcher, SearchProblem
+from orchestrator.search.candidates import Candidate, Point
+from orchestrator.search.searchers.listed import ListedSearcher
+from orchestrator.search.searchers.problem import OBJECTIVES, SEARCHERS, ResumableSearcher, SearchProblem
 from search_spaces import pareto
 from search_spaces.space.space import Domain
 
@@ -39,24 +39,7 @@ TPE would be slower each time, and it weighs old results down anyway."""
 DIRECTIONS = [optuna.study.StudyDirection.MINIMIZE] * len(OBJECTIVES)
 
 
-@dataclass
-class Observation:
-    """A trial's scores at the highest rung that it has told of."""
-
-    point: Point
-    values: tuple[float, ...]
-    rung: int
-    _finished = None
-
-    def finished(self, space: CandidateSpace) -> optuna.trial.FrozenTrial:
-        """As a trial of Optuna's, made once: it is told with every proposal as long as it is in the window."""
-        if self._finished is None:
-            spread = distributions(space, self.point)
-            self._finished = optuna.trial.create_trial(params=self.point, distributions=spread, values=self.values)
-        return self._finished
-
-
-class FrontSearch(ResumableSearcher):
+class FrontSearch(ListedSearcher):
     """The configured candidates, then what Optuna proposes.
 
     Configured candidates that lie in the space are told too, so that the estimator learns from them; those outside of
@@ -64,80 +47,49 @@ class FrontSearch(ResumableSearcher):
     """
 
     def __init__(self, problem: SearchProblem) -> None:
-        super().__init__(metric=OBJECTIVES[0], mode="min")
-        self._problem, self._made = problem, 0
+        super().__init__(problem)
         self._points: dict[str, Point] = {}
-        self._tried: set[Any] = set()
-        self._seen: dict[str, Observation] = {}  # by trial
+        self._seen: dict[str, Any] = {}  # Optuna's trials, with the scores at the highest rung told of, by trial
         self._dropped: set[str] = set()
 
-    # ---- Tune's hooks -----------------------------------------------------------------------------------------
-
-    def suggest(self, trial_id: str) -> Any:
-        number, named = self._made, self._problem.named
-        if number >= self._problem.total:
-            return Searcher.FINISHED
-        candidate = named[number] if number < len(named) else self._propose(number)
-        config = candidate.config()
-        self.add_trial(trial_id, config)
-        return config
-
     def add_trial(self, trial_id: str, config: dict[str, Any]) -> None:
-        self._made += 1
-        candidate = Candidate.from_config(config)
-        if (point := self._problem.space.locate(candidate)) is not None:
+        super().add_trial(trial_id, config)
+        if (point := self._problem.space.locate(Candidate.from_config(config))) is not None:
             self._points[trial_id] = point
-        self._tried.add(candidate.key)
-
-    def on_trial_result(self, trial_id: str, result: dict) -> None:
-        self._tell(trial_id, result)
 
     def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
         """A paused trial that is stopped for good comes without a result: what it told before counts."""
         if result is not None and not error:
-            self._tell(trial_id, result)
+            self.on_trial_result(trial_id, result)
         diverged = result is not None and not math.isfinite(result.get(OBJECTIVES[0], 0.0))
         if (error or diverged) and trial_id in self._points:
             self._seen.pop(trial_id, None)
             self._dropped.add(trial_id)
         self._points.pop(trial_id, None)
 
-    # ---- results ----------------------------------------------------------------------------------------------
-
-    def _tell(self, trial_id: str, result: Mapping[str, Any]) -> None:
+    def on_trial_result(self, trial_id: str, result: dict) -> None:
         values = tuple(float(result.get(name, math.nan)) for name in OBJECTIVES)
         point, rung = self._points.get(trial_id), int(result.get("rung", 0))
-        if point is None or trial_id in self._dropped or result.get("pooled"):
+        if point is None or trial_id in self._dropped or result.get("pooled") or not all(map(math.isfinite, values)):
             return
-        if not all(map(math.isfinite, values)):
+        if trial_id in self._seen and self._seen[trial_id].user_attrs["rung"] >= rung:
             return
-        known = self._seen.get(trial_id)
-        if known is not None and known.rung >= rung:
-            return
-        self._seen[trial_id] = Observation(point, values, rung)
+        asked = optuna.trial.FixedTrial(point)
+        self._problem.space.decide(partial(ask, asked))
+        self._seen[trial_id] = optuna.trial.create_trial(
+            params=point, distributions=asked.distributions, values=values, user_attrs={"rung": rung}
+        )
 
-    def _window(self) -> list[Observation]:
+    def _window(self) -> list[Any]:
         """What a proposal rests on, at most RECENT + BEST results, by trial number: a function of what is known."""
         seen = [self._seen[trial] for trial in sorted(self._seen, key=lambda trial: (len(trial), trial))]
         if len(seen) <= RECENT + BEST:
             return seen
         older = seen[:-RECENT]
-        kept = sorted(pareto.select([observation.values for observation in older], BEST))
+        kept = sorted(pareto.select([trial.values for trial in older], BEST))
         return [*(older[place] for place in kept), *seen[-RECENT:]]
 
-    # ---- proposals --------------------------------------------------------------------------------------------
-
-    def _propose(self, number: int) -> Candidate:
-        """A candidate that was not tried before, if one can be found."""
-        proposals = map(self._problem.space.candidate, self._proposals(number))
-        candidate = next(proposals)
-        for _ in range(TRIES):
-            if candidate.key not in self._tried:
-                break
-            candidate = next(proposals)
-        return candidate
-
-    def _proposals(self, number: int) -> Iterator[Point]:
+    def draws(self, number: int) -> Iterator[Candidate]:
         """The estimator's, and, where that was tried, what lies beside it: one decision drawn anew, later more.
 
         The estimator takes the likeliest of its draws. Among decisions that are mostly choices that is what was best so
@@ -145,52 +97,24 @@ class FrontSearch(ResumableSearcher):
         """
         space = self._problem.space
         study = optuna.create_study(directions=DIRECTIONS)
-        study.add_trials([observation.finished(space) for observation in self._window()])
+        study.add_trials(self._window())
         seed = int(np.random.SeedSequence([self._problem.seed, number, 0]).generate_state(1)[0])
         startup = max(4, len(self._problem.named))
         study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=startup)
-        point = define(space, study.ask())
-        yield point
+        point = space.decide(partial(ask, study.ask()))
+        yield space.candidate(point)
         generator = np.random.default_rng([self._problem.seed, number])
         for attempt in itertools.count():
-            yield space.vary(point, 1 + attempt // NEAR, generator)
+            yield space.candidate(space.vary(point, 1 + attempt // NEAR, generator))
 
 
-# ---- Optuna's side ---------------------------------------------------------------------------------------------------
-
-
-def distributions(space: CandidateSpace, point: Point) -> dict[str, Any]:
-    """Optuna's distribution of every decision of a point."""
-    found: dict[str, Any] = {}
-    decided: Point = {}
-    while (domain := space.next(decided)) is not None:
-        found[domain.name] = distribution(domain)
-        decided[domain.name] = point[domain.name]
-    return found
-
-
-def distribution(domain: Domain) -> Any:
+def ask(trial: Any, domain: Domain) -> Any:
+    """Have a trial of Optuna's take one decision."""
     if domain.kind in ("choice", "bool"):
-        return optuna.distributions.CategoricalDistribution(domain.choices or (False, True))
+        return trial.suggest_categorical(domain.name, list(domain.choices or (False, True)))
     if domain.kind == "int":
-        return optuna.distributions.IntDistribution(int(domain.low or 0), int(domain.high or 0))
-    return optuna.distributions.FloatDistribution(
-        float(domain.low or 0), float(domain.high or 0), log=domain.kind == "log_float"
-    )
-
-
-def define(space: CandidateSpace, trial: Any) -> Point:
-    """Ask Optuna for one decision after another until the point is complete."""
-    point: Point = {}
-    while (domain := space.next(point)) is not None:
-        if domain.kind in ("choice", "bool"):
-            value = trial.suggest_categorical(domain.name, list(domain.choices or (False, True)))
-        elif domain.kind == "int":
-            value = trial.suggest_int(domain.name, domain.low, domain.high)
-        else:
-            value = trial.suggest_float(domain.name, domain.low, domain.high, log=domain.kind == "log_float")
-        point[domain.name] = value
-    return point
+        return trial.suggest_int(domain.name, domain.low, domain.high)
+    return trial.suggest_float(domain.name, domain.low, domain.high, log=domain.kind == "log_float")
 
 
 @SEARCHERS.part("optuna", source="Bergstra 2011; Ozaki 2022 (several objectives)")

@@ -1,8 +1,9 @@
-"""What a searcher is handed, and the one loop that searchers without a model of the results share."""
+"""What a searcher is handed, and what all of them share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,37 +62,9 @@ def trials_of(searcher: Searcher, problem: SearchProblem) -> int:
     return getattr(searcher, "total", problem.total)
 
 
-class ListedSearcher(ResumableSearcher):
-    """The configured candidates, then new ones that `draw` makes without looking at results."""
-
-    def __init__(self, problem: SearchProblem, draw: Callable[[np.random.Generator], Candidate] | None = None) -> None:
-        super().__init__(metric="loss", mode="min")
-        self._problem, self._draw, self._made = problem, draw, 0
-        self._tried = {candidate.key for candidate in problem.named}
-
-    def suggest(self, trial_id: str) -> Any:
-        number, named = self._made, self._problem.named
-        if number < len(named):
-            candidate = named[number]
-        elif self._draw is not None and number < self._problem.total:
-            candidate = self._new(self._draw, np.random.default_rng([self._problem.seed, number]))
-        else:
-            return Searcher.FINISHED
-        config = candidate.config()
-        self.add_trial(trial_id, config)
-        return config
-
-    def add_trial(self, trial_id: str, config: dict[str, Any]) -> None:
-        self._made += 1
-        self._tried.add(Candidate.from_config(config).key)
-
-    def _new(self, draw: Callable[[np.random.Generator], Candidate], generator: np.random.Generator) -> Candidate:
-        candidate = draw(generator)
-        for _ in range(TRIES):
-            if candidate.key not in self._tried:
-                break
-            candidate = draw(generator)
-        return candidate
-
-    def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
-        """Nothing to learn from."""
+def first_new(candidates: Iterator[Candidate], tried: Collection[Any]) -> Candidate:
+    """The first candidate whose key has not been tried; after TRIES draws too many, whatever comes."""
+    for candidate in itertools.islice(candidates, TRIES):
+        if candidate.key not in tried:
+            return candidate
+    return next(candidates)

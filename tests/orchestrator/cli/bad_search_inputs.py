@@ -44,7 +44,7 @@ SEARCHES = (
     Bad("a budget that no heads make", f"{S} search.kv_ratios=[0.3]", ("search.kv_ratios", "0.3", "0.25, 0.5")),
     Bad("a budget given twice", f"{S} search.kv_ratios=[0.5,0.5]", ("search.kv_ratios", "more than once")),
     Bad("a searcher misspelt", f"{S} search.searcher=optuan", ("search.searcher", "did you mean optuna?")),
-    Bad("a scheduler misspelt", f"{S} rungs.scheduler=budgte", ("rungs.scheduler", "did you mean budget?")),
+    Bad("a scheduler misspelt", f"{S} rungs.scheduler=ahsa", ("rungs.scheduler", "did you mean asha?")),
     Bad("rungs that do not start at 0", f"{S} rungs.steps=[1,2]", ("rungs.steps", "first rung must be 0")),
     Bad("fewer than no samples", f"{S} search.num_samples=-1", ("search.num_samples", "got -1")),
     Bad(

@@ -19,7 +19,7 @@ import torch
 
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
-from orchestrator.cluster.pool_client import GroupError, PoolGone, pool_of_groups, train_in_group
+from orchestrator.cluster.pool_client import GroupError, PoolGone, open_pool, train_on_pool
 from trainers.engine import _group_of_one
 from trainers.jobs.job import TrainJob
 from trainers.jobs.run import run_job
@@ -45,7 +45,7 @@ class Alone:
 @pytest.fixture(scope="module")
 def pool(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     assert wait_until(lambda: not any(actors("RayTrainWorker", "TrainController").values())), "other tests' groups"
-    with pool_of_groups(str(tmp_path_factory.mktemp("groups")), lost_seconds=LOST_SECONDS) as name:
+    with open_pool(str(tmp_path_factory.mktemp("groups")), lost_seconds=LOST_SECONDS) as name:
         yield name
 
 
@@ -100,7 +100,7 @@ def test_one_group_carries_out_job_after_job(pool: str, job: TrainJob, whole: di
     told: dict[str, list[int]] = {}
     for name in ("first", "second", "third"):
         steps = told.setdefault(name, [])
-        outcome = train_in_group(pool, other(job, name), lambda report, steps=steps: steps.append(report["step"]))
+        outcome = train_on_pool(pool, other(job, name), lambda report, steps=steps: steps.append(report["step"]))
         assert {key: outcome.metrics[key] for key in SAME} == {key: whole[key] for key in SAME}
         assert Path(outcome.metrics["checkpoint_path"], "layout.json").is_file()
     assert set(map(tuple, told.values())) == {(2, 4, 6)}
@@ -122,10 +122,10 @@ def test_a_job_ends_where_its_holder_leaves_it_and_goes_on_later(
             raise SystemExit(0)  # as Tune stops a trial
 
     with pytest.raises(SystemExit):
-        train_in_group(pool, mine, leave)
+        train_on_pool(pool, mine, leave)
     assert not Path(mine.out_dir).exists()
     steps: list[int] = []
-    outcome = train_in_group(pool, mine, lambda report: steps.append(report["step"]), reported=2)
+    outcome = train_on_pool(pool, mine, lambda report: steps.append(report["step"]), reported=2)
     assert steps == [4, 6]  # 4 was not seen to the end
     assert {key: outcome.metrics[key] for key in SAME} == {key: whole[key] for key in SAME}
     assert actors("RayTrainWorker")["RayTrainWorker"] == [worker], "the same processes went on"
@@ -135,8 +135,8 @@ def test_a_job_ends_where_its_holder_leaves_it_and_goes_on_later(
 def test_a_job_that_fails_tells_why_and_the_next_one_runs(pool: str, job: TrainJob, whole: dict[str, Any]) -> None:
     broken = other(job, "broken", model_dir=str(Path(job.model_dir).parent / "gone"))
     with pytest.raises(GroupError, match="gone"):
-        train_in_group(pool, broken, print)
-    outcome = train_in_group(pool, other(job, "after"), lambda report: None)
+        train_on_pool(pool, broken, print)
+    outcome = train_on_pool(pool, other(job, "after"), lambda report: None)
     assert outcome.metrics["weights_digest"] == whole["weights_digest"]
 
 
@@ -150,7 +150,7 @@ def test_a_killed_worker_is_replaced_and_its_job_goes_on(pool: str, job: TrainJo
         if report["step"] == 4:
             os.kill(before, signal.SIGKILL)
 
-    outcome = train_in_group(pool, again, kill)
+    outcome = train_on_pool(pool, again, kill)
     assert steps == [2, 4, 6], "each milestone was told once"
     assert {key: outcome.metrics[key] for key in SAME} == {key: whole[key] for key in SAME}
     assert before not in actors("RayTrainWorker")["RayTrainWorker"]
@@ -160,7 +160,7 @@ def test_a_killed_worker_is_replaced_and_its_job_goes_on(pool: str, job: TrainJo
 def test_the_group_of_a_holder_that_died_is_free_again(pool: str, job: TrainJob) -> None:
     @ray.remote(num_cpus=0, max_retries=0)
     def hold_and_die(given: str) -> None:
-        train_in_group(pool, TrainJob.from_json(given), lambda report: os._exit(1))
+        train_on_pool(pool, TrainJob.from_json(given), lambda report: os._exit(1))
 
     with pytest.raises(ray.exceptions.WorkerCrashedError):
         ray.get(hold_and_die.remote(other(job, "orphan").to_json()))
@@ -184,18 +184,18 @@ def test_a_group_of_two_takes_jobs_of_every_kind(pool: str, job: TrainJob, whole
     losses = {}
     for name, changes in kinds.items():
         settings = two.model_copy(update=changes)
-        losses[name] = train_in_group(pool, other(job, name, settings=settings), lambda r: None).metrics["loss"]
+        losses[name] = train_on_pool(pool, other(job, name, settings=settings), lambda r: None).metrics["loss"]
     assert losses["zero0"] == pytest.approx(losses["zero3"], abs=1e-3)
     assert losses["zero0"] == pytest.approx(whole["loss"], abs=1e-3)
     assert losses["bf16"] == pytest.approx(whole["loss"], abs=0.1)
     spec = RelaxationSpec("lagrangian", (HALVED.to_json(),), 4)
     relaxed = other(job, "relaxed", settings=two, model_dir=str(job.teacher_dir), relaxation=spec)
-    metrics = train_in_group(pool, relaxed, lambda r: None).metrics
+    metrics = train_on_pool(pool, relaxed, lambda r: None).metrics
     assert metrics["relaxation_steps"] == 4
     assert checkpoint.plan_of(checkpoint.load(relaxed.out_dir)) == HALVED
     told: list[int] = []
     alone = other(job, "alone", settings=two, model_dir=str(job.teacher_dir), relaxation=spec, milestones=(0,))
-    assert train_in_group(pool, alone, lambda r: told.append(r["step"])).metrics["relaxation_steps"] == 4
+    assert train_on_pool(pool, alone, lambda r: told.append(r["step"])).metrics["relaxation_steps"] == 4
     assert told == [0]  # no recovery: what the relaxation came to is the one report
     (group,) = state(pool)["groups"].values()
     assert group == {"shape": (2, 0.9, 0.0), "jobs": 7, "busy": False}
@@ -217,15 +217,15 @@ def test_a_crowded_cluster_and_the_end_of_a_pool(job: TrainJob, pool: str, tmp_p
     holder, ended = Holder.remote(), threading.Event()
     ray.get(holder.ready.remote())
     crowded = replace(job, settings=job.settings.model_copy(update={"cpus_per_worker": 0.7}))
-    with pool_of_groups(str(tmp_path), idle_seconds=1, stuck_seconds=3) as own:
-        outcome = train_in_group(own, other(crowded, "squeezed"), lambda report: None)
+    with open_pool(str(tmp_path), idle_seconds=1, stuck_seconds=3) as own:
+        outcome = train_on_pool(own, other(crowded, "squeezed"), lambda report: None)
         assert outcome.metrics["step"] == 6
         ray.kill(holder)
         assert wait_until(lambda: not state(own)["groups"]), "idle for long"
 
         def hold() -> None:
             with pytest.raises(PoolGone):
-                train_in_group(own, other(crowded, "never"), print)
+                train_on_pool(own, other(crowded, "never"), print)
             ended.set()
 
         held = threading.Thread(target=hold)
@@ -234,7 +234,7 @@ def test_a_crowded_cluster_and_the_end_of_a_pool(job: TrainJob, pool: str, tmp_p
     held.join(60)
     assert ended.is_set(), "a holder that waits is told"
     with pytest.raises(PoolGone, match="is gone"):
-        train_in_group(own, other(crowded, "late"), print)
+        train_on_pool(own, other(crowded, "late"), print)
     names = ("RayTrainWorker", "TrainController", "Pool")
     assert wait_until(lambda: not any(actors(*names[:2]).values())), actors(*names)
     assert not list(tmp_path.iterdir())

@@ -62,7 +62,7 @@ def sound(demo_dir: Path, storage: Path) -> dict[str, Any]:
             },
             **{"baseline": "gqa", "seed": 0, "seeds": [0]},
         },
-        "rungs": {"steps": [0, 8], "reduction_factor": 2.0, "stop": True, "scheduler": "budget", "params": {}},
+        "rungs": {"steps": [0, 8], "reduction_factor": 2.0, "stop": True, "scheduler": "asha", "params": {}},
         "train": {
             **{
                 "learning_rate": 1e-3,

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from search_process import LITTLE, left_over, start_search
 
 from attention.plan import AttentionPlan
 from orchestrator.config.schema import load_config
-from orchestrator.search.head_similarities import Similarities
+from orchestrator.search.prepare import head_similarities, trial_context
 from orchestrator.search.searchers import make_searcher
 from orchestrator.search.validation import validate_search
 from orchestrator.storage.journal import load_trials
+from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import DONE, KILLED, TrialRecord, read_json
 from orchestrator.tracking.runs import Tracker
 
@@ -52,10 +54,10 @@ def measured_probes(folder: Path) -> list[TrialRecord]:
 def decisions(storage: Path, trials: list[TrialRecord], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What a searcher that was never interrupted suggests, if its probes have the losses that `trials` have."""
     monkeypatch.chdir(REPOSITORY)
-    prepared = validate_search(load_config("configs/demo.yaml", [*SMALL, f"storage={storage}"]))
-    model = str(REPOSITORY / "examples" / "stdlib-llama")
-    near = Similarities(model, "float32", "cpu", str(prepared.calibration_file), str(prepared.cache / "calibration"))
-    searcher = make_searcher("asymgqa", replace(prepared.problem, similarities=near))
+    config = load_config("configs/demo.yaml", [*SMALL, f"storage={storage}"])
+    prepared, folder = validate_search(config), SearchFolder(storage / "walk")
+    context = trial_context(config, prepared, folder, read_json(folder.base))
+    searcher = make_searcher("asymgqa", replace(prepared.problem, similarities=partial(head_similarities, context)))
     losses = {t.plan_digest: t.calibration_loss for t in trials if t.probe}
     configs: list[dict[str, Any]] = []
     while (config := searcher.suggest(f"t{len(configs)}")) != Searcher.FINISHED:

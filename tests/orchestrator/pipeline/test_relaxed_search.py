@@ -40,7 +40,6 @@ def context(tmp_path: Path, demo_dir: Path) -> TrialContext:
         calibration_file="/text/calibration.safetensors",
         calibration_cache=str(tmp_path / "cache"),
         rungs=(0, 10, 50, 100),
-        reduction_factor=2.0,
         train=TrainSettings(batch_size=4).model_dump(mode="json"),
         original_loss=2.0,
     )
@@ -61,8 +60,7 @@ def test_a_relaxation_takes_its_share_of_the_steps(
 ) -> None:
     chosen = recipe(name)
     (tmp_path / "plan.json").write_text(planned(name, demo_model))
-    config = Candidate(chosen, 1.0, 1e-3, seed=7).config()
-    job = training_job(context, tmp_path, config, "t1")
+    job = training_job(context, tmp_path, Candidate(chosen, 1.0, 1e-3, seed=7), "t1")
     taken = round(chosen.knobs("relaxation")["fraction"] * 100)
     assert job.relaxation is not None and job.relaxation.total_steps == taken
     assert job.milestones == tuple(rung - taken for rung in (10, 50, 100) if rung > taken)
@@ -81,7 +79,7 @@ def test_a_fusion_stage_of_its_own(context: TrialContext, tmp_path: Path, demo_m
     own = {"steps": 40, "batch_size": 2, "learning_rate": 2e-4, "own_schedule": True, "rate": 0.05}
     chosen = recipe("dha", **{f"relaxation.{name}": value for name, value in own.items()})
     (tmp_path / "plan.json").write_text(planned("dha", demo_model))
-    job = training_job(context, tmp_path, Candidate(chosen, 1.0, 1e-3).config(), "t1")
+    job = training_job(context, tmp_path, Candidate(chosen, 1.0, 1e-3), "t1")
     assert job.relaxation is not None and job.relaxation.total_steps == 40
     assert job.milestones == (10, 60)  # rungs 50 and 100
     fusing, recovering = job.relaxation_settings, job.settings
@@ -108,7 +106,7 @@ def test_a_relaxation_may_take_all_steps(context: TrialContext, tmp_path: Path, 
     (tmp_path / "plan.json").write_text(planned("postshare", demo_model))
     for fraction, taken, milestones in ((1.0, 100, (0,)), (0.999, 99, (1,))):
         chosen = recipe("postshare", **{"relaxation.fraction": fraction})
-        job = training_job(context, tmp_path, Candidate(chosen, 1.0, 1e-3).config(), "t1")
+        job = training_job(context, tmp_path, Candidate(chosen, 1.0, 1e-3), "t1")
         assert job.relaxation is not None and (job.relaxation.total_steps, job.milestones) == (taken, milestones)
         assert job.schedule_steps == 100
         assert job.after_relaxation("collapsed").milestones == milestones

@@ -22,7 +22,6 @@ from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.conversion import loading
 from orchestrator.promotion import gate, promote, steps
 from orchestrator.promotion.gate import check_candidate
-from orchestrator.promotion.shipping import best_model
 from orchestrator.promotion.state import (
     CANDIDATE,
     PASSED,
@@ -35,8 +34,9 @@ from orchestrator.promotion.state import (
     PromotionState,
 )
 from orchestrator.promotion.steps import PromotionSteps
-from orchestrator.promotion.training import milestones
+from orchestrator.promotion.training import best_model, milestones
 from orchestrator.reporting import console
+from orchestrator.search.prepare import SearchSession
 from orchestrator.search.trial import TrialContext
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.paths import SearchFolder
@@ -93,7 +93,6 @@ def context(tmp_path: Path, folder: SearchFolder) -> TrialContext:
         calibration_file="",
         calibration_cache="",
         rungs=(0, 4),
-        reduction_factor=2.0,
         train={},
         original_loss=2.0,
     )
@@ -104,16 +103,26 @@ def entry(folder: SearchFolder, name: str = "head", **more: Any) -> Entry:
     return Entry(name, "headfold", 0.5, 4, **{**settings, **more})
 
 
+def checked(one: Entry, config: SearchConfig, context: TrialContext, folder: SearchFolder) -> Entry:
+    """A candidate that the gate has seen."""
+    mlflow: Any = None
+    check_candidate(one, SearchSession(config, folder, context, mlflow, 1))
+    return one
+
+
 def test_a_sound_candidate_passes_and_is_exported_as_a_plain_model(
     config: SearchConfig, folder: SearchFolder, context: TrialContext
 ) -> None:
-    checks = check_candidate(entry(folder), config, context, folder)
-    assert checks.reasons == []
-    assert checks.plain
-    assert Path(checks.model or "").name == "exported"
-    assert checks.record["cache_bytes_measured"] == checks.record["kv_bytes_per_token"] * checks.record["cache_tokens"]
-    assert checks.record["max_logit_difference"] <= 1e-4
-    assert checkpoint.load_config(checks.model or "").model_type == "llama"
+    candidate = checked(entry(folder), config, context, folder)
+    assert candidate.reasons == []
+    assert candidate.plain
+    assert Path(candidate.model or "").name == "exported"
+    assert (
+        candidate.checks["cache_bytes_measured"]
+        == candidate.checks["kv_bytes_per_token"] * candidate.checks["cache_tokens"]
+    )
+    assert candidate.checks["max_logit_difference"] <= 1e-4
+    assert checkpoint.load_config(candidate.model or "").model_type == "llama"
 
 
 @pytest.mark.parametrize("name", ["head", "apart"])
@@ -122,15 +131,15 @@ def test_the_export_has_the_dtype_of_the_checkpoint_and_agrees_with_the_rounded_
 ) -> None:
     """Trained in float32, shipped in bfloat16: bytes and held-out loss are those of what is shipped."""
     context = dataclasses.replace(context, dtype="bfloat16")
-    checks = check_candidate(entry(folder, name), config, context, folder)
-    assert checks.reasons == []
-    assert checks.record["max_logit_difference"] <= 1e-4
-    assert checks.kv_bytes_per_token == plan(HALF).kv_bytes_per_token("bfloat16")
-    assert checks.record["cache_bytes_measured"] == checks.kv_bytes_per_token * checks.record["cache_tokens"]
-    exported = checkpoint.load(checks.model or "")
+    candidate = checked(entry(folder, name), config, context, folder)
+    assert candidate.reasons == []
+    assert candidate.checks["max_logit_difference"] <= 1e-4
+    assert candidate.kv_bytes_per_token == plan(HALF).kv_bytes_per_token("bfloat16")
+    assert candidate.checks["cache_bytes_measured"] == candidate.kv_bytes_per_token * candidate.checks["cache_tokens"]
+    exported = checkpoint.load(candidate.model or "")
     assert exported.dtype == torch.bfloat16
     shipped = loading.score(exported.float(), read_sequences(context.eval_file))
-    assert checks.record["exported_loss"] == pytest.approx(shipped.loss, abs=1e-6)
+    assert candidate.checks["exported_loss"] == pytest.approx(shipped.loss, abs=1e-6)
 
 
 def test_a_check_that_was_killed_is_made_anew_and_keeps_the_trained_weights(
@@ -139,9 +148,9 @@ def test_a_check_that_was_killed_is_made_anew_and_keeps_the_trained_weights(
     place = folder.promoted / "head-4"
     shutil.copytree(folder.trial("head") / "trained", place / "trained")
     candidate = dataclasses.replace(entry(folder), folder=str(place / "trained"))
-    first = check_candidate(candidate, config, context, folder)
+    first = dataclasses.replace(checked(candidate, config, context, folder))
     (Path(first.model or "") / "lineage.json").write_text("{}")  # the kill came right after
-    again = check_candidate(candidate, config, context, folder)
+    again = checked(candidate, config, context, folder)
     assert again.reasons == []
     assert again.model == first.model == str(place / "exported")
     assert checkpoint.intact(place / "trained")
@@ -150,11 +159,11 @@ def test_a_check_that_was_killed_is_made_anew_and_keeps_the_trained_weights(
 def test_a_plan_without_a_stock_form_is_kept_in_our_own(
     config: SearchConfig, folder: SearchFolder, context: TrialContext
 ) -> None:
-    checks = check_candidate(entry(folder, "apart"), config, context, folder)
-    assert checks.reasons == []
-    assert not checks.plain
-    assert Path(checks.model or "").name == "headfold", "only what stock transformers loads is called exported"
-    assert checkpoint.load_config(checks.model or "").model_type == "headfold_llama"
+    candidate = checked(entry(folder, "apart"), config, context, folder)
+    assert candidate.reasons == []
+    assert not candidate.plain
+    assert Path(candidate.model or "").name == "headfold", "only what stock transformers loads is called exported"
+    assert checkpoint.load_config(candidate.model or "").model_type == "headfold_llama"
 
 
 @pytest.mark.parametrize(
@@ -173,14 +182,14 @@ def test_what_is_not_better_than_the_baseline_is_refused(
     one = entry(folder)
     for key, value in more.items():
         setattr(one, key, value)
-    (reason,) = check_candidate(one, config, context, folder).reasons
+    (reason,) = checked(one, config, context, folder).reasons
     assert said in reason
 
 
 def test_the_margin_counts(config: SearchConfig, folder: SearchFolder, context: TrialContext) -> None:
     wide = config.model_copy(update={"promotion": config.promotion.model_copy(update={"margin": 0.5})})
-    assert check_candidate(entry(folder, loss=1.9), wide, context, folder).reasons == []
-    assert "by more than 0.5" in check_candidate(entry(folder, loss=2.1), wide, context, folder).reasons[0]
+    assert checked(entry(folder, loss=1.9), wide, context, folder).reasons == []
+    assert "by more than 0.5" in checked(entry(folder, loss=2.1), wide, context, folder).reasons[0]
 
 
 def test_a_cache_that_is_larger_than_planned_is_refused(
@@ -188,7 +197,7 @@ def test_a_cache_that_is_larger_than_planned_is_refused(
 ) -> None:
     quarter = plan(LayerPlan((0,) * 4, (0,) * 4))
     (folder.trial("head") / "plan.json").write_text(quarter.to_json())
-    reasons = check_candidate(entry(folder), config, context, folder).reasons
+    reasons = checked(entry(folder), config, context, folder).reasons
     assert any("the cache holds" in reason for reason in reasons)
     assert any("the exported checkpoint serves" in reason for reason in reasons)
 
@@ -204,7 +213,7 @@ def test_an_export_with_other_logits_is_refused(
         return type("Report", (), {"exact": True})()
 
     monkeypatch.setattr(gate, "export", spoilt)
-    (reason,) = check_candidate(entry(folder), config, context, folder).reasons
+    (reason,) = checked(entry(folder), config, context, folder).reasons
     assert "logits of the exported checkpoint differ" in reason
 
 
@@ -219,7 +228,7 @@ def trial(name: str, recipe: str, loss: float, budget: float = 0.5) -> TrialReco
 def promoted(
     config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, parent: str
 ) -> dict[str, Any]:
-    return promote.promote(config, context, folder, sync_of(tracker, folder, parent), parallel=1)
+    return promote.promote(SearchSession(config, folder, context, sync_of(tracker, folder, parent), 1))
 
 
 def sync_of(tracker: Tracker, folder: SearchFolder, parent: str) -> MlflowSync:
@@ -335,7 +344,7 @@ def test_what_is_worse_than_its_own_untrained_conversion_is_refused(
     config: SearchConfig, folder: SearchFolder, context: TrialContext
 ) -> None:
     """Only where the untrained weights are gone."""
-    (reason,) = check_candidate(entry(folder, untrained_loss=2.05), config, context, folder).reasons
+    (reason,) = checked(entry(folder, untrained_loss=2.05), config, context, folder).reasons
     assert "above the 2.0500 of its own untrained conversion" in reason
 
 
@@ -605,11 +614,12 @@ def test_what_was_refused_is_kept_when_the_trial_is_promoted_with_more_steps(
     chosen = [t for t in load_trials(folder.root) if t.trial_id == "head"]
 
     def go(settings: SearchConfig) -> dict[str, Any]:
-        return promote.promote(settings, context, folder, sync_of(tracker, folder, parent), 1, chosen)
+        session = SearchSession(settings, folder, context, sync_of(tracker, folder, parent), 1)
+        return promote.promote(session, chosen)
 
     assert go(config)["candidates"]["head"]["status"] == REFUSED
     longer = config.model_copy(update={"promotion": config.promotion.model_copy(update={"steps": 3})})
-    monkeypatch.setattr(PromotionSteps, "train", lambda self, parallel: None)
+    monkeypatch.setattr(PromotionSteps, "train", lambda self: None)
     state = go(longer)
     assert [(e["status"], e["steps"]) for e in state["earlier"] if e["role"] == CANDIDATE] == [(REFUSED, 4)]
     assert "not below the baseline" in state["earlier"][0]["reasons"][0]

@@ -31,7 +31,7 @@ def test_a_trial_counts_with_its_highest_rung_and_once(task: SearchProblem) -> N
     searcher.on_trial_result("a", report | {"loss": 2.0, "rung": 1})
     searcher.on_trial_complete("a")  # paused there, and stopped in the end: Tune has no result for it
     assert config["kv_ratio"] == 0.5
-    assert [o.values for o in searcher._seen.values()] == [(2.0, 4096.0)]
+    assert [o.values for o in searcher._seen.values()] == [[2.0, 4096.0]]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_proposal_rests_on_a_bounded_number_of_results(demo_dir: Path) -> None
     assert isinstance(searcher, FrontSearch)
     config = searcher.suggest("t")
     complete(searcher, "t", config)
-    point = next(iter(searcher._seen.values())).point
+    point = next(iter(searcher._seen.values())).params
     for number in range(500):
         searcher._points[f"t{number}"] = point
         loss = 1.0 if number == 3 else 2.0 + number / 1000

@@ -23,11 +23,11 @@ from orchestrator.reporting.html_tables import trial_table
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.duplicates import CopyingSearcher, work_digest
 from orchestrator.search.resume import JournaledScheduler, JournaledSearch, replay
-from orchestrator.search.schedulers import RungProblem, SlotSearcher, make_scheduler
+from orchestrator.search.schedulers import RungProblem, make_scheduler
 from orchestrator.search.searchers import ResumableSearcher
 from orchestrator.search.trial import TrialContext, training_job
 from orchestrator.storage import records
-from orchestrator.storage.journal import Journal, load_trials, read_history
+from orchestrator.storage.journal import History, Journal, load_trials, read_history
 from orchestrator.storage.records import COPY, DONE, FAILED, TrialRecord, front
 from search_spaces.recipes.recipes import recipe
 from trainers.settings import TrainSettings
@@ -46,7 +46,6 @@ def context(tmp_path: Path) -> TrialContext:
         calibration_file="",
         calibration_cache="",
         rungs=(0, 4, 8),
-        reduction_factor=2.0,
         train=TrainSettings(batch_size=4).model_dump(mode="json"),
         original_loss=2.0,
     )
@@ -58,7 +57,7 @@ def work(context: TrialContext, name: str, model: Any, plan: AttentionPlan = PLA
     checkpoint.save(conversion.convert(model, plan), folder / "converted", record={"recipe": name})
     (folder / "plan.json").write_text(plan.to_json())
     given = {"recipe": recipe("gqa"), "kv_ratio": 0.5, "learning_rate": 1e-3, "seed": 0} | candidate
-    return work_digest(training_job(context, folder, Candidate(**given).config(), name), folder)
+    return work_digest(training_job(context, folder, Candidate(**given), name), folder)
 
 
 def test_equal_work_is_what_ends_with_equal_weights(context: TrialContext, tiny_model: Any) -> None:
@@ -113,12 +112,12 @@ class Search:
         self.journal = Journal(folder / "journal.jsonl")
         self.journal.begin(3)
         self.history = self.journal.history
-        self.inner = make_scheduler("budget", RungProblem(3, 2.0, ("gqa",)), None)
+        self.inner = make_scheduler("asha", RungProblem(3, 2.0, ("gqa",)))
         self.searcher = Listening(4)
         copying = CopyingSearcher(self.searcher, self.inner.copies)
         replay(self.history, copying, self.inner)
         self.scheduler = JournaledScheduler(self.inner, self.journal)
-        self.search = JournaledSearch(SlotSearcher(copying, self.inner.slots), self.scheduler, self.journal)
+        self.search = JournaledSearch(copying, self.scheduler, self.journal)
         self.trials = {}
 
     def start(self, number: int) -> None:
@@ -128,7 +127,7 @@ class Search:
         self.scheduler.on_trial_add(None, self.trials[number])
 
     def report(self, number: int, rung: int, loss: float, **more: Any) -> str:
-        result = {"loss": loss, "kv_bytes_per_token": 1, "rung": rung, "step": 4 * rung, "resource": 2.0**rung, **more}
+        result = {"loss": loss, "kv_bytes_per_token": 1, "rung": rung, "step": 4 * rung, **more}
         decision = self.scheduler.on_trial_result(None, self.trials[number], result)
         if decision != TrialScheduler.STOP:
             self.search.on_trial_result(f"t{number}", result)
@@ -136,6 +135,10 @@ class Search:
             self.scheduler.on_trial_complete(None, self.trials[number], result)
             self.search.on_trial_complete(f"t{number}", result)
         return decision
+
+
+def copies_in(history: History) -> dict[str, str]:
+    return {name: record.copy_of for name, record in history.records.items() if record.copy_of}
 
 
 def test_the_searcher_is_given_the_result_of_the_first(tmp_path: Path) -> None:
@@ -151,7 +154,7 @@ def test_the_searcher_is_given_the_result_of_the_first(tmp_path: Path) -> None:
     assert search.searcher.of("t1") == [3.0, 2.5, 2.0, "ended"]
     assert search.report(2, 0, 3.0, work_digest="x") == TrialScheduler.STOP
     assert search.searcher.of("t2") == [2.0, "ended"]
-    assert search.history.copies == {"t1": "t0", "t2": "t0"}
+    assert copies_in(search.history) == {"t1": "t0", "t2": "t0"}
 
 
 def test_a_resumed_search_knows_its_copies(tmp_path: Path) -> None:
@@ -161,7 +164,7 @@ def test_a_resumed_search_knows_its_copies(tmp_path: Path) -> None:
     first.report(0, 0, 3.0, work_digest="x")
     first.report(1, 0, 3.0, work_digest="x")
     second = Search(tmp_path)
-    assert second.inner.copies == second.history.copies == {"t1": "t0"}
+    assert second.inner.copies == copies_in(second.history) == {"t1": "t0"}
     assert second.searcher.told == first.searcher.told
     second.trials = first.trials
     second.start(2)

@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 from ray import tune
-from ray.tune.search import Searcher, SearchGenerator
+from ray.tune.search import Searcher
 
 from orchestrator.config.schema import load_config
-from orchestrator.search.schedulers import RungProblem, SlotSearcher, make_scheduler
+from orchestrator.search.resume import JournaledScheduler, JournaledSearch
+from orchestrator.search.schedulers import RungProblem, make_scheduler
 from orchestrator.search.tune_run import stops_in_training
+from orchestrator.storage.journal import Journal
+
+CONFIG = {"recipe": "own", "kv_ratio": 0.5, "learning_rate": 1e-3, "choices": {}}
 
 LOSSES = [[5.0, 4.0, 3.0], [4.0, 3.5, 2.0], [4.5, 3.0, 2.5], [6.0, 5.0, 4.0], [3.0, 3.0, 1.0], [7.0, 6.0, 5.0]]
 
@@ -22,20 +26,27 @@ LOSSES = [[5.0, 4.0, 3.0], [4.0, 3.5, 2.0], [4.5, 3.0, 2.5], [6.0, 5.0, 4.0], [3
 class Listed(Searcher):
     def __init__(self, configs: list[dict[str, Any]]) -> None:
         super().__init__(metric="loss", mode="min")
-        self.configs = configs
+        self.configs = [CONFIG | config for config in configs]
 
     def suggest(self, trial_id: str) -> Any:
         return self.configs.pop(0) if self.configs else Searcher.FINISHED
+
+    def on_trial_result(self, trial_id: str, result: dict) -> None:
+        """Nothing to learn."""
 
     def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
         """Nothing to learn."""
 
 
-class Unsaved(SearchGenerator):
-    """Tune saves a searcher every few seconds; as in a search, nothing of ours is saved in that way."""
-
-    def save_to_dir(self, dirpath: str, session_str: str = "") -> None:
-        """Nothing."""
+def tune_config(configs: list[dict[str, Any]], name: str, slots: int, folder: Path, reuse_actors: bool) -> Any:
+    """As a search has it: a scheduler and a searcher with a journal."""
+    journal = Journal(folder / "journal.jsonl")
+    journal.begin(3)
+    inner = make_scheduler(name, RungProblem(3, 2.0))
+    inner.slots.capacity = slots
+    scheduler = JournaledScheduler(inner, journal)
+    search = JournaledSearch(Listed(configs), scheduler, journal)
+    return tune.TuneConfig(search_alg=search, scheduler=scheduler, num_samples=len(configs), reuse_actors=reuse_actors)
 
 
 def make_train() -> Any:
@@ -49,27 +60,17 @@ def make_train() -> Any:
             if rung >= done:  # one line for each rung that was trained
                 with log.open("a") as stream:
                     stream.write(json.dumps({"rung": rung}) + "\n")
-            tune.report({"loss": loss, "kv_bytes_per_token": 1, "rung": rung})
+            tune.report({"loss": loss, "kv_bytes_per_token": 1, "rung": rung, "step": rung})
 
     return train
 
 
 @pytest.mark.slow
 def test_tune_pauses_and_continues_trials(tmp_path: Path, ray_cluster: None) -> None:
-    configs = [
-        {"folder": str(tmp_path), "number": n, "losses": losses, "recipe": "own", "kv_ratio": 0.5}
-        for n, losses in enumerate(LOSSES)
-    ]
-    scheduler = make_scheduler("front", RungProblem(3, 2.0))
-    scheduler.slots.capacity = 2
+    configs = [{"folder": str(tmp_path), "number": n, "losses": losses} for n, losses in enumerate(LOSSES)]
     found = tune.Tuner(
         tune.with_resources(make_train(), {"CPU": 0.5}),
-        tune_config=tune.TuneConfig(
-            search_alg=Unsaved(SlotSearcher(Listed(configs), scheduler.slots)),
-            scheduler=scheduler,
-            num_samples=len(LOSSES),
-            reuse_actors=True,
-        ),
+        tune_config=tune_config(configs, "front", 2, tmp_path, reuse_actors=True),
         run_config=tune.RunConfig(name="pausing", storage_path=str(tmp_path / "tune"), verbose=0),
     ).fit()
     assert not found.errors
@@ -80,13 +81,11 @@ def test_tune_pauses_and_continues_trials(tmp_path: Path, ray_cluster: None) -> 
 def make_busy() -> Any:
     def train(config: dict[str, Any]) -> None:
         """Like a trial whose workers train: their reports come from elsewhere, and it waits for their end."""
-        from ray.train._internal.session import get_session
+        from ray.tune.integration.ray_train import TuneReportCallback
 
-        session = get_session()
-        assert session is not None
-        queue = session._get_or_create_inter_actor_queue()
+        told: Any = TuneReportCallback()
         for rung, loss in enumerate(config["losses"]):
-            queue.put({"loss": loss, "kv_bytes_per_token": 1, "rung": rung, "resource": 2.0**rung})
+            told.after_report(None, [{"loss": loss, "kv_bytes_per_token": 1, "rung": rung, "step": rung}], None)
             time.sleep(5 if rung else 0)
 
     return train
@@ -103,17 +102,10 @@ def test_a_search_that_stops_in_training_gives_each_trial_a_process() -> None:
 @pytest.mark.timeout(180)
 def test_the_trial_after_one_stopped_in_training_has_its_turn(tmp_path: Path, ray_cluster: None) -> None:
     losses = [[5.0, 4.0, 3.0], [5.0, 9.0, 9.0], [5.0, 3.0, 2.0]]
-    scheduler = make_scheduler("budget", RungProblem(3, 2.0))
-    scheduler.slots.capacity = 1
-    configs = [{"losses": own, "recipe": "own", "kv_ratio": 0.5} for own in losses]
+    reuse_actors = not stops_in_training(load_config("configs/demo.yaml"))
     found = tune.Tuner(
         tune.with_resources(make_busy(), {"CPU": 0.5}),
-        tune_config=tune.TuneConfig(
-            search_alg=Unsaved(SlotSearcher(Listed(configs), scheduler.slots)),
-            scheduler=scheduler,
-            num_samples=len(losses),
-            reuse_actors=not stops_in_training(load_config("configs/demo.yaml")),
-        ),
+        tune_config=tune_config([{"losses": own} for own in losses], "asha", 1, tmp_path, reuse_actors),
         run_config=tune.RunConfig(name="stopping", storage_path=str(tmp_path / "tune"), verbose=0),
     ).fit()
     assert not found.errors

@@ -23,17 +23,17 @@ def report(scheduler: RungScheduler, one: FakeTrial, rung: int, loss: float) -> 
     return scheduler.on_trial_result(None, one, result)
 
 
-# ---- one bracket a budget --------------------------------------------------------------------------------------------
+# ---- one bracket a KV ratio ------------------------------------------------------------------------------------------
 
 
-def test_the_weaker_of_one_budget_is_stopped_at_the_untrained_rung() -> None:
-    own = scheduler("budget")
+def test_the_weaker_of_one_ratio_is_stopped_at_the_untrained_rung() -> None:
+    own = scheduler("asha")
     assert report(own, trial(1, []), 0, 2.5) == CONTINUE
     assert report(own, trial(2, []), 0, 3.5) == STOP
 
 
-def test_budgets_do_not_compete() -> None:
-    own = scheduler("budget")
+def test_ratios_do_not_compete() -> None:
+    own = scheduler("asha")
     assert report(own, trial(1, [], 0.5), 0, 2.3) == CONTINUE
     assert report(own, trial(2, [], 0.25), 0, 5.0) == CONTINUE
 
@@ -41,7 +41,7 @@ def test_budgets_do_not_compete() -> None:
 @pytest.mark.parametrize(("rungs", "factor"), [(2, 2.0), (3, 2.0), (4, 3.0), (5, 1.5), (6, 4.0)])
 def test_every_rung_but_the_last_can_stop(rungs: int, factor: float) -> None:
     for stopping in range(rungs):
-        own = scheduler("budget", rungs, factor)
+        own = scheduler("asha", rungs, factor)
         good, bad = trial(1, []), trial(2, [])
         for rung in range(rungs):
             assert report(own, good, rung, 2.0) == CONTINUE
@@ -50,19 +50,38 @@ def test_every_rung_but_the_last_can_stop(rungs: int, factor: float) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_with_one_budget_it_decides_as_asha_of_ray(seed: int) -> None:
+@pytest.mark.parametrize("factor", [1.5, 2.0, 3.0, 4.0])
+@pytest.mark.parametrize("ratios", [(0.5,), (0.5, 0.25)])
+def test_for_each_ratio_it_decides_as_asha_of_ray(seed: int, factor: float, ratios: tuple[float, ...]) -> None:
     generator = np.random.default_rng(seed)
-    own = scheduler("budget", 4, 3.0)
-    asha = AsyncHyperBandScheduler("resource", "loss", "min", max_t=3**2.5, reduction_factor=3, stop_last_trials=False)  # pyright: ignore[reportArgumentType]
+    own = scheduler("asha", 4, factor)
+    brackets = {
+        ratio: AsyncHyperBandScheduler(
+            "resource",
+            "loss",
+            "min",
+            max_t=factor**2.5,
+            reduction_factor=factor,
+            stop_last_trials=False,  # pyright: ignore[reportArgumentType]
+        )
+        for ratio in ratios
+    }
+    stopped = 0
     for number in range(40):
-        one = trial(number, [])
+        ratio = ratios[number % len(ratios)]
+        one, asha = trial(number, [], ratio), brackets[ratio]
         asha.on_trial_add(None, one)  # pyright: ignore[reportArgumentType]
-        for rung, loss in enumerate(np.sort(generator.uniform(size=4))[::-1]):
-            told = {"resource": 3.0**rung, "loss": loss}
-            theirs = asha.on_trial_result(None, one, told)  # pyright: ignore[reportArgumentType]
+        # Two decimals: equal losses, and losses that are the percentile itself, must come up
+        for rung, loss in enumerate(np.sort(generator.uniform(size=4).round(2))[::-1]):
+            if rung == 1 and number % 5 == 0:
+                continue  # as a relaxation leaves rungs out
+            result = {"resource": factor**rung, "loss": loss}
+            theirs = asha.on_trial_result(None, one, result)  # pyright: ignore[reportArgumentType]
             assert report(own, one, rung, loss) == theirs
             if theirs == STOP:
+                stopped += 1
                 break
+    assert 10 < stopped < 40
 
 
 # ---- the front ------------------------------------------------------------------------------------------------------
@@ -103,7 +122,7 @@ def slow_asha(curves: list[list[float]], workers: int, factor: float, seconds: A
 @pytest.mark.parametrize("workers", [1, 3, 8])
 @pytest.mark.parametrize("factor", [2.0, 3.0])
 def test_with_one_objective_it_is_asha(workers: int, factor: float) -> None:
-    """The same jobs in the same order, until there is nothing to promote and the last ones are let go on."""
+    """The same jobs in the same order, until nobody is to advance and the last ones are let go on."""
     for seed in range(4):
         generator = np.random.default_rng(seed)
         curves = np.round(np.sort(generator.uniform(size=(40, 4)), axis=1)[:, ::-1], 2).tolist()
@@ -115,7 +134,7 @@ def test_with_one_objective_it_is_asha(workers: int, factor: float) -> None:
         assert tune.jobs[: len(reference)] == reference
 
 
-def test_promotion_by_rank_worked() -> None:
+def test_advancing_by_rank_worked() -> None:
     """Four trials at the first rung, two of which go on: the front, though its losses are not the lowest two.
 
     (2.0, half) and (3.0, quarter) beat all others at their budgets; (2.1, half) has a lower loss than the second, but
@@ -131,7 +150,7 @@ def test_promotion_by_rank_worked() -> None:
 
 
 def test_a_trial_overtaken_on_paper_does_not_come_back() -> None:
-    """What was promoted stays so, and takes no place of the next ones (Li 2020: promotions are never taken back)."""
+    """Who has advanced takes no place of the next ones (Li 2020: promotions are never taken back)."""
     own = scheduler("front", objectives=("loss",))
     losses = [5.0, 4.0, 3.0, 2.0]
     assert [report(own, trial(n, []), 0, loss) for n, loss in enumerate(losses)] == [
@@ -159,8 +178,8 @@ def test_with_synchronous_rungs_the_order_of_reports_does_not_matter() -> None:
     assert sum(rungs == 3 for rungs in done[0].values()) == 5
 
 
-def test_new_trials_wait_for_promoted_ones() -> None:
-    """A freed worker first asks who is to be promoted (Li 2020, Algorithm 2, get_job)."""
+def test_new_trials_wait_for_those_that_advance() -> None:
+    """A freed worker first asks who is to advance (Li 2020, Algorithm 2, get_job)."""
     own = scheduler("front", objectives=("loss",))
     late, early = trial(1, []), trial(2, [])
     tune = VirtualTune(own, [], 4)

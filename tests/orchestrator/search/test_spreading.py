@@ -1,4 +1,4 @@
-"""Rises of the loss measured by Ray tasks, a layer each: the same file as one process makes."""
+"""Increases of the loss measured by Ray tasks, a layer each: the same file as one process makes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from orchestrator.conversion import loading
 from orchestrator.search.candidates import Candidate
-from orchestrator.search.loss_curves import curve_tasks, measure_layer, measure_on_workers
+from orchestrator.search.prepare import curve_tasks, measure_layer, measure_on_workers
 from orchestrator.search.trial import TrialContext
 from search_spaces.planning.curves import Curves, Point
 from search_spaces.recipes.recipes import recipe
@@ -29,8 +29,8 @@ def test_a_task_for_each_layer_of_each_set_of_curves() -> None:
     without = [Candidate(recipe("gqa"), 0.5, 1e-3), replace(one, seed=2, plan="{}")]
     tasks = curve_tasks([one, *same, *others, *without], 3)
     assert len(tasks) == 3 * 3
-    assert [task.layer for task in tasks] == [0, 1, 2] * 3
-    assert [task.candidate for task in tasks[::3]] == [one, *others]
+    assert [layer for _, layer in tasks] == [0, 1, 2] * 3
+    assert [candidate for candidate, _ in tasks[::3]] == [one, *others]
 
 
 def test_processes_that_write_at_once_keep_each_others_points(tmp_path: Path) -> None:
@@ -61,8 +61,8 @@ def test_tasks_leave_what_one_process_leaves(
     write_sequences(tokens, file)
     base = TrialContext(
         folder=str(tmp_path), model=str(demo_dir), dtype="float32", train_file=str(file), eval_file=str(file),
-        calibration_file=str(file), calibration_cache=str(tmp_path / "spread"), rungs=(0,), reduction_factor=2,
-        train={}, original_loss=2.2,
+        calibration_file=str(file), calibration_cache=str(tmp_path / "spread"), rungs=(0,), train={},
+        original_loss=2.2,
     )  # fmt: skip
     tasks = curve_tasks([Candidate(KNAPSACK, 0.5, 1e-3)], 4)
     measure_on_workers(tasks, base, 1, 0)

@@ -58,7 +58,8 @@ def arm(**fields: Any) -> dict[str, Any]:
         ({"search": {"searcher": "grids"}}, ["search.searcher", "grids", "optuna"]),
         ({"rungs": {"scheduler": "fronts"}}, ["rungs.scheduler", "fronts", "front"]),
         ({"rungs": {"scheduler": "front", "params": {"ties": "first"}}}, ["rungs.params", "ties", "crowding"]),
-        ({"rungs": {"params": {"ties": "crowding"}}}, ["rungs.params", "budget", "ties"]),
+        ({"rungs": {"params": {"ties": "crowding"}}}, ["rungs.params", "asha", "ties"]),
+        ({"rungs": {"scheduler": "budget"}}, ["rungs.scheduler: budget is called asha now"]),
         ({"search": {"num_samples": 3}}, ["search.num_samples", "3", "optuna or random"]),
         ({"search": {"search_space": {"grouping": ["exactly"]}}}, ["search.search_space", "exactly", "exact"]),
         ({"search": {"search_space": {"groping": ["exact"]}}}, ["search.search_space", "groping"]),
@@ -122,8 +123,8 @@ def test_a_sound_configuration_gives_candidates_and_token_files(demo_dir: Path, 
     prepared = validate_search(parse_config(record(demo_dir, tmp_path)))
     names = [(c.recipe.name, c.kv_ratio) for c in prepared.problem.named]
     assert names == [("gqa", 0.5), ("gqa", 0.25), ("headfold", 0.5), ("headfold", 0.25)]
-    assert len({prepared.train_file, prepared.eval_file, prepared.calibration_file}) == 3
-    assert all(f.is_file() for f in (prepared.train_file, prepared.eval_file, prepared.calibration_file))
+    assert set(prepared.files) == {"train", "eval", "calibration"} and len(set(prepared.files.values())) == 3
+    assert all(file.is_file() for file in prepared.files.values())
 
 
 # ---- cluster ----------------------------------------------------------------------------------------------------

@@ -52,8 +52,7 @@ class Line(Tracker):
     """A tracker whose client is such a store."""
 
     def __init__(self, plain: Tracker, store: Store) -> None:
-        super().__init__(plain.uri, plain.experiment_id)
-        self._opened = store
+        super().__init__(plain.uri, plain.experiment_id, store)
 
 
 @pytest.fixture
@@ -105,13 +104,13 @@ def test_what_happened_while_the_store_was_away_is_told_when_it_is_back(
     tell(sync, 0)
     store.away = True
     tell(sync, 1)
-    assert (sync.id_of(trial(1)), sync.waiting) == (None, 1)
+    assert (sync.put(trial(1, status=DONE)), sync.waiting) == (None, 1)
     with pytest.raises(TrackingError, match="away"):
         sync.registry()
     store.away = False
     tell(sync, 2)
     assert sync.waiting == 0 and sync.registry().uri == plain.uri
-    assert sync.id_of(trial(1)) in {r.info.run_id for r in plain.client.search_runs([plain.experiment_id])}
+    assert sync.put(trial(1, status=DONE)) in {r.info.run_id for r in plain.client.search_runs([plain.experiment_id])}
     check(plain, 3)
     assert [r.getMessage().count("is away") + r.getMessage().count("is back") for r in caplog.records] == [1, 1]
 
@@ -164,8 +163,7 @@ def test_what_the_store_refuses_does_not_hold_up_the_rest(
     with caplog.at_level(logging.WARNING):
         sync.put(replace(trial(0, 0), params={"a name with a forbidden sign \0": 1}))
     assert "MLflow has refused the params" in caplog.text
-    sync.put(trial(1, status=DONE))
-    assert sync.waiting == 0 and sync.id_of(trial(1)) is not None
+    assert sync.put(trial(1, status=DONE)) is not None and sync.waiting == 0
 
 
 def test_a_store_that_never_comes_is_told_and_is_no_error(

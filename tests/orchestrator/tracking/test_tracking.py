@@ -20,8 +20,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cluster.errors import last_error
-from orchestrator.search.callbacks import SearchLog, error_of, progress_line
+from orchestrator.cluster.session import last_error
+from orchestrator.search.callbacks import SearchLog, progress_line
+from orchestrator.search.resume import error_of
 from orchestrator.storage import records
 from orchestrator.storage.journal import END, REPORT, TRIAL, Journal, load_trials
 from orchestrator.tracking.runs import Tracker, TrackingError, default_uri, redact
