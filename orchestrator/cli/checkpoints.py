@@ -9,20 +9,24 @@ from typing import Annotated, Any
 import typer
 
 from orchestrator.cli.options import (
-    CALIBRATED,
-    HELD_OUT,
+    CalibrationData,
+    CalibrationTokens,
+    Device,
+    Dtype,
+    EvalData,
+    EvalTokens,
     JsonFile,
     KVHeads,
     KVRatios,
     Overrides,
     Overwrite,
+    Seed,
+    SequenceLength,
     finish,
     recipe_settings,
-    with_options,
 )
 
 
-@with_options(*CALIBRATED)
 def convert(
     model: Annotated[str, typer.Option(help="Folder with safetensors, or hub name.")],
     recipe: Annotated[str, typer.Option(help="Named recipe, e.g. gqa, asymgqa, align, headfold.")],
@@ -42,8 +46,14 @@ def convert(
     ] = None,
     overwrite: Overwrite = False,
     json: JsonFile = None,
-    *,
-    options: dict[str, Any],
+    calibration_data: CalibrationData = "stdlib",
+    eval_data: EvalData = "stdlib",
+    calibration_tokens: CalibrationTokens = 16_384,
+    eval_tokens: EvalTokens = 16_384,
+    sequence_length: SequenceLength = 256,
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
 ) -> None:
     """Convert one checkpoint, without a cluster and without training; prints the loss before and after."""
     from orchestrator.config.schema import ConfigError
@@ -57,7 +67,18 @@ def convert(
     check_results(json, folder=out)
     if out is None:
         print("no --out: what is converted is measured, and nothing of it will be saved", file=sys.stderr, flush=True)
-    settings = options | {"recipe_settings": recipe_settings(overrides), "overwrite": overwrite}
+    settings: dict[str, Any] = {
+        "calibration_data": calibration_data,
+        "eval_data": eval_data,
+        "calibration_tokens": calibration_tokens,
+        "eval_tokens": eval_tokens,
+        "sequence_length": sequence_length,
+        "seed": seed,
+        "dtype": dtype,
+        "device": device,
+        "recipe_settings": recipe_settings(overrides),
+        "overwrite": overwrite,
+    }
     if layerwise and len(ratios) > 1:
         raise ConfigError("layerwise: one ratio at a time is converted layer by layer; give one --kv-ratio")
     if len(ratios) > 1:
@@ -83,24 +104,37 @@ def convert(
     finish(record, json)
 
 
-@with_options(*HELD_OUT, "dtype")
 def evaluate(
     checkpoint: Annotated[str, typer.Argument(help="Folder of a checkpoint, or hub name.")],
-    base: Annotated[str | None, typer.Option(help="The original checkpoint to compare with.")] = None,
+    original: Annotated[str | None, typer.Option(help="The original checkpoint to compare with.")] = None,
     speed_tokens: Annotated[int, typer.Option(min=0, help="Tokens to decode for the speed; 0 skips it.")] = 32,
     json: JsonFile = None,
-    *,
-    options: dict[str, Any],
+    eval_data: EvalData = "stdlib",
+    eval_tokens: EvalTokens = 16_384,
+    sequence_length: SequenceLength = 256,
+    seed: Seed = 0,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
-    """Held-out loss, KL to the base, KV bytes planned and allocated, prefill and decode speed."""
+    """Held-out loss, KL to the original, KV bytes planned and allocated, prefill and decode speed."""
     from orchestrator.conversion.evaluate import evaluate_checkpoint
     from orchestrator.storage.outputs import check_results
     from orchestrator.storage.records import percent
 
     check_results(json)
-    record = evaluate_checkpoint(checkpoint, base, speed_tokens=speed_tokens, **options)
+    record = evaluate_checkpoint(
+        checkpoint,
+        original,
+        speed_tokens=speed_tokens,
+        eval_data=eval_data,
+        eval_tokens=eval_tokens,
+        sequence_length=sequence_length,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+    )
     print(f"held-out loss {record['loss']:.3f} nats a token over {record['eval_tokens']} tokens")
-    if base is not None:
+    if original is not None:
         print(
             f"original model {record['original_loss']:.3f}, loss increase {record['loss_increase']:+.3f}, "
             f"KL {record['kl']:.3f}"

@@ -9,21 +9,23 @@ from typing import Annotated, Any
 import typer
 
 from orchestrator.cli.options import (
-    SIZES,
+    CalibrationTokens,
+    Device,
+    Dtype,
+    EvalTokens,
     JsonFile,
     KVHeads,
     KVRatios,
     Overrides,
+    SequenceLength,
     finish,
     recipe_settings,
-    with_options,
 )
 
 OF_SEARCH = "a search: headfold estimate CONFIG [KEY=VALUE]..."
 OF_CONVERSION = "a conversion: headfold estimate --model M --recipe R --kv-ratio 0.5,0.25 (or --kv-heads 4,2)"
 
 
-@with_options(*SIZES)
 def estimate(
     search: Annotated[
         list[str] | None,
@@ -38,8 +40,11 @@ def estimate(
     kv_heads: KVHeads = None,
     overrides: Overrides = None,
     json: JsonFile = None,
-    *,
-    options: dict[str, Any],
+    calibration_tokens: CalibrationTokens = 16_384,
+    eval_tokens: EvalTokens = 16_384,
+    sequence_length: SequenceLength = 256,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
 ) -> None:
     """Say what a search or a conversion will take before it runs: tokens, hours, peak memory, disk."""
     from orchestrator.config.schema import ConfigError
@@ -59,9 +64,16 @@ def estimate(
     from orchestrator.conversion.estimate import describe, estimate_conversion
     from orchestrator.conversion.request import asked_ratios
 
-    settings: dict[str, Any] = options | {"recipe_settings": recipe_settings(overrides)}
     ratios = asked_ratios(model, kv_ratio, kv_heads)
-    settings["nearest"] = len(ratios) > 1  # as `convert` takes several
+    settings: dict[str, Any] = {
+        "calibration_tokens": calibration_tokens,
+        "eval_tokens": eval_tokens,
+        "sequence_length": sequence_length,
+        "dtype": dtype,
+        "device": device,
+        "recipe_settings": recipe_settings(overrides),
+        "nearest": len(ratios) > 1,  # as `convert` takes several
+    }
     points = [estimate_conversion(model, recipe, ratio, **settings) for ratio in ratios]
     for number, point in enumerate(points):
         print("\n" * bool(number) + "\n".join(f"{name}: {value}" for name, value in describe(point).items()))

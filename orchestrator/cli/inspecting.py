@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from orchestrator.cli.options import (
-    CALIBRATED,
+    CalibrationData,
+    CalibrationTokens,
+    Device,
+    Dtype,
+    EvalData,
+    EvalTokens,
     JsonFile,
     KVHeads,
     KVRatios,
     Overrides,
+    Seed,
+    SequenceLength,
     finish,
     recipe_settings,
-    with_options,
 )
 
 
-@with_options(*CALIBRATED)
 def inspect(
     checkpoint: Annotated[str, typer.Argument(help="Folder with safetensors, or hub name.")],
     kv_ratio: KVRatios = None,
@@ -41,8 +46,14 @@ def inspect(
         Path | None, typer.Option(help="Folder where measurements are kept (default: headfold in the user's cache).")
     ] = None,
     json: JsonFile = None,
-    *,
-    options: dict[str, Any],
+    calibration_data: CalibrationData = "stdlib",
+    eval_data: EvalData = "stdlib",
+    calibration_tokens: CalibrationTokens = 16_384,
+    eval_tokens: EvalTokens = 16_384,
+    sequence_length: SequenceLength = 256,
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
 ) -> None:
     """Which heads matter and which are alike, what budgets would keep, what recipes would cost: one page."""
     from orchestrator.conversion.inspection import COMPARED, inspect_checkpoint
@@ -61,7 +72,14 @@ def inspect(
         agreement=agreement,
         recipe_settings=recipe_settings(overrides),
         cache_dir=cache,
-        **options,
+        calibration_data=calibration_data,
+        eval_data=eval_data,
+        calibration_tokens=calibration_tokens,
+        eval_tokens=eval_tokens,
+        sequence_length=sequence_length,
+        seed=seed,
+        dtype=dtype,
+        device=device,
     )
     print_inspection(record)
     print(f"page: {write_inspection(record, out)}")

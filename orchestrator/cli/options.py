@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,63 +28,23 @@ Overrides = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Other choices of the recipe, e.g. refinement=heal; repeatable."),
 ]
 
-SHARED: dict[str, tuple[Any, Any]] = {
-    "calibration_data": (
-        Annotated[
-            str,
-            typer.Option(
-                "--calibration-data",
-                "--data",
-                help="Text to calibrate on: stdlib, a hub name, or local text / jsonl / parquet files.",
-            ),
-        ],
-        "stdlib",
+CalibrationData = Annotated[
+    str,
+    typer.Option(
+        "--calibration-data",
+        "--data",
+        help="Text to calibrate on: stdlib, a hub name, or local text / jsonl / parquet files.",
     ),
-    "eval_data": (
-        Annotated[str, typer.Option(help="Text to measure the held-out loss on; the same kinds of source.")],
-        "stdlib",
-    ),
-    "calibration_tokens": (Annotated[int, typer.Option(min=2, help="Tokens to calibrate on.")], 16_384),
-    "eval_tokens": (Annotated[int, typer.Option(min=2, help="Tokens to measure the held-out loss on.")], 16_384),
-    "sequence_length": (Annotated[int, typer.Option(min=2, help="Tokens a sequence.")], 256),
-    "seed": (Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of plans and of which text is taken.")], 0),
-    "dtype": (
-        Annotated[
-            str,
-            typer.Option(help="Of what is written: auto (the checkpoint's own), float32, bfloat16 (bf16) or float16."),
-        ],
-        "auto",
-    ),
-    "device": (Annotated[str, typer.Option(help="auto, cpu or cuda.")], "auto"),
-}
-"""Type and default of the options that verbs share, by name."""
-
-CALIBRATED = tuple(SHARED)
-HELD_OUT = ("eval_data", "eval_tokens", "sequence_length", "seed", "device")
-SIZES = ("calibration_tokens", "eval_tokens", "sequence_length", "dtype", "device")
-
-
-def with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a verb the named options of `SHARED`; it gets their values as one mapping, its parameter `options`."""
-
-    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
-        def called(**given: Any) -> None:
-            options = {name: given.pop(name) for name in names}
-            verb(**given, options=options)
-
-        own = [p for p in inspect.signature(verb, eval_str=True).parameters.values() if p.name != "options"]
-        shared = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=SHARED[name][0], default=SHARED[name][1])
-            for name in names
-        ]
-        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + shared
-        # Typer reads the options of a verb from its signature.
-        called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        called.__annotations__ = {p.name: p.annotation for p in parameters}
-        called.__name__, called.__doc__ = verb.__name__, verb.__doc__
-        return called
-
-    return decorate
+]
+EvalData = Annotated[str, typer.Option(help="Text to measure the held-out loss on; the same kinds of source.")]
+CalibrationTokens = Annotated[int, typer.Option(min=2, help="Tokens to calibrate on.")]
+EvalTokens = Annotated[int, typer.Option(min=2, help="Tokens to measure the held-out loss on.")]
+SequenceLength = Annotated[int, typer.Option(min=2, help="Tokens a sequence.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of plans and of which text is taken.")]
+Dtype = Annotated[
+    str, typer.Option(help="Of what is written: auto (the checkpoint's own), float32, bfloat16 (bf16) or float16.")
+]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 
 
 def recipe_settings(overrides: list[str] | None) -> dict[str, Any]:

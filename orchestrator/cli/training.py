@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from orchestrator.cli.options import HELD_OUT, JsonFile, Overwrite, finish, with_options
+from orchestrator.cli.options import (
+    Device,
+    EvalData,
+    EvalTokens,
+    JsonFile,
+    Overwrite,
+    Seed,
+    SequenceLength,
+    finish,
+)
 
 
-@with_options(*HELD_OUT)
 def train(
     architecture: Annotated[str, typer.Option(help="Folder or hub name whose architecture and tokenizer to take.")],
     steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")],
@@ -30,8 +38,11 @@ def train(
     ] = None,
     overwrite: Overwrite = False,
     json: JsonFile = None,
-    *,
-    options: dict[str, Any],
+    eval_data: EvalData = "stdlib",
+    eval_tokens: EvalTokens = 16_384,
+    sequence_length: SequenceLength = 256,
+    seed: Seed = 0,
+    device: Device = "auto",
 ) -> None:
     """Train from random weights, with Ray Train and DeepSpeed; run again, it goes on where it was stopped."""
     from orchestrator.storage.outputs import check_results
@@ -50,7 +61,11 @@ def train(
         train_data=train_data,
         train_tokens=train_tokens,
         eval_every=eval_every,
-        **options,
+        eval_data=eval_data,
+        eval_tokens=eval_tokens,
+        sequence_length=sequence_length,
+        seed=seed,
+        device=device,
     )
     print(f"held-out loss {record['loss']:.3f} nats a token after {record['tokens']} tokens")
     if found := record.get("answers"):

@@ -11,7 +11,12 @@ from typing import Any
 
 from attention.messages import near
 
-RENAMED = {"--stream": "--layerwise", "--no-stream": "--no-layerwise", "--like": "--architecture"}
+RENAMED = {
+    "--stream": "--layerwise",
+    "--no-stream": "--no-layerwise",
+    "--like": "--architecture",
+    "--base": "--original",
+}
 """Options of earlier versions, and what they are called now."""
 
 

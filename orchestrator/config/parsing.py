@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import reprlib
 import types
@@ -14,10 +13,6 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from attention.messages import near, reason
-
-DEEPEST, MOST = 32, 20_000
-"""Levels and values of a configuration: one of more is no configuration, or unfolds to one by YAML's references."""
-
 
 TOLD = 12  # mistakes of one file that are told
 IN_WORDS = {
@@ -103,7 +98,6 @@ def apply_override(record: dict[str, Any], override: str) -> None:
 
 def parse_section(section: type[Parsed], record: Mapping[str, Any], where: str) -> Parsed:
     """Validate a mapping as a section. Raises ConfigError with one line for each wrong key."""
-    _check_size(record, where)
     try:
         return section.model_validate(record)
     except ValidationError as error:
@@ -111,20 +105,6 @@ def parse_section(section: type[Parsed], record: Mapping[str, Any], where: str) 
         if len(lines) > TOLD:
             lines[TOLD:] = [f"and {len(lines) - TOLD} more"]
         raise ConfigError(f"{where} cannot be used:\n" + "\n".join(f"  {line}" for line in lines)) from None
-
-
-def _check_size(record: Any, where: str) -> None:
-    """Refuse what is too deep or too large to be looked at; a few lines of YAML can refer to themselves."""
-    left = [(record, "", 0)]
-    for number in itertools.count():
-        if not left:
-            return
-        value, path, depth = left.pop()
-        if depth > DEEPEST or number > MOST:
-            top = ".".join(path.split(".")[:3])
-            raise ConfigError(f"{where} cannot be used:\n  {top}: more than {DEEPEST} levels or {MOST} values")
-        inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        left += [(one, f"{path}.{key}".lstrip("."), depth + 1) for key, one in inner]
 
 
 def shown(value: Any) -> str:

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def compared_cache(model: PreTrainedModel, path: str | Path, base: PreTrainedModel | None) -> tuple[int, str]:
+def compared_cache(model: PreTrainedModel, path: str | Path, original: PreTrainedModel | None) -> tuple[int, str]:
     """Key and value heads that a checkpoint's KV ratio is a share of, and in words whose they are."""
-    if base is not None:
-        return plan_of(base).kv_heads, "the base's cache"
+    if original is not None:
+        return plan_of(original).kv_heads, "the original's cache"
     if (own := checkpoint.original_heads(path)) is not None:
         return own, "the cache of the model that it was converted from"
-    return plan_of(model).kv_heads, "its own cache, as no other is known (give a base to compare with)"
+    return plan_of(model).kv_heads, "its own cache, as no other is known (give an original to compare with)"
 
 
 def evaluate_checkpoint(
     path: str | Path,
-    base: str | Path | None = None,
+    original: str | Path | None = None,
     *,
     eval_data: str = "stdlib",
     eval_tokens: int = 16_384,
@@ -37,27 +37,26 @@ def evaluate_checkpoint(
     device: str = "auto",
     speed_tokens: int = 32,
 ) -> dict[str, Any]:
-    """Held-out loss (nats a token), increase and KL against `base` if given, KV bytes planned and held, tokens a
+    """Held-out loss (nats a token), increase and KL against `original` if given, KV bytes planned and held, tokens a
     second.
 
-    `kv_ratio` is of the base's cache; without a base, of the model's that it was converted from; `kv_ratio_of` says so.
+    `kv_ratio` is of the original's cache; without one, of the cache that `kv_ratio_of` names.
     `dtype`: what the cache is held in, and what decodes for the speed (auto: the checkpoint's own); losses are computed
     as `models.working_dtype` says. Raises ConfigError or DataError for what a user can mend.
     """
     phases = Phases()
     geometry = loading.geometry_of(str(path), sequence_length, key="checkpoint")
-    if base is not None:
-        loading.check_same_words(
-            loading.geometry_of(str(base), sequence_length, key="base"), geometry, "base", str(base)
-        )
+    if original is not None:
+        other = loading.geometry_of(str(original), sequence_length, key="original")
+        loading.check_same_words(other, geometry, "original", str(original))
     recipe = loading.record_of(path).get("recipe")
     dtype = loading.written_dtype(path, dtype)
-    tokenizer = loading.load_tokenizer(base if base is not None else path)
+    tokenizer = loading.load_tokenizer(original if original is not None else path)
     with phases("data"):
         sequences = loading.texts(eval_data, "eval", tokenizer, eval_tokens, sequence_length, seed)
     with phases("load"):
         model = loading.load_working(path, dtype, device)
-        teacher = loading.load_working(base, dtype, device) if base is not None else None
+        teacher = loading.load_working(original, dtype, device) if original is not None else None
     with phases("evaluate"):
         round_weights(model, loading.dtype_of(dtype))
         scored = loading.score(model, sequences, teacher)
@@ -66,7 +65,7 @@ def evaluate_checkpoint(
     cast_weights(model, loading.dtype_of(dtype))
     record = {
         "checkpoint": str(path),
-        "base": None if base is None else str(base),
+        "base": None if original is None else str(original),
         "loss": scored.loss,
         "original_loss": original_loss,
         "loss_increase": None if original_loss is None else scored.loss - original_loss,

@@ -37,7 +37,7 @@ VERBS: dict[str, Callable[[Path], Any]] = {
     "convert": lambda folder: convert_checkpoint(folder, "gqa", 0.5, folder.parent / "out"),
     "convert, layer by layer": lambda folder: convert_layerwise(folder, "gqa", 0.5, folder.parent / "out"),
     "evaluate": evaluate_checkpoint,
-    "evaluate --base": against_base,
+    "evaluate --original": against_base,
     "inspect": lambda folder: inspect_checkpoint(folder, kv_ratios=[0.5], cache_dir=folder.parent / "cache"),
     "export": lambda folder: export_checkpoint(folder, "gqa", folder.parent / "out"),
     "search": search,

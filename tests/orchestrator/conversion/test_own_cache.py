@@ -94,7 +94,7 @@ def test_what_was_recorded_at_conversion_is_what_evaluate_compares_with(grouped:
     alone = evaluate_checkpoint(tmp_path / "half", speed_tokens=0, **HELD_OUT)
     assert alone["kv_ratio"] == 0.5 and "converted from" in alone["kv_ratio_of"]
     beside = evaluate_checkpoint(tmp_path / "half", grouped, speed_tokens=0, **HELD_OUT)
-    assert beside["kv_ratio"] == 0.5 and "base" in beside["kv_ratio_of"]
+    assert beside["kv_ratio"] == 0.5 and "original" in beside["kv_ratio_of"]
     (tmp_path / "half" / checkpoint.PLAN_FILE).unlink()
     unknown = evaluate_checkpoint(tmp_path / "half", speed_tokens=0, **HELD_OUT)
     assert unknown["kv_ratio"] == 1 and "no other is known" in unknown["kv_ratio_of"]
