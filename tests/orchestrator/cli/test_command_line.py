@@ -208,8 +208,6 @@ def test_convert_evaluate_and_export_hand_on_to_each_other(tmp_path: Path, demo_
 
     sizes_and_json = (*sizes, "--json", tmp_path / "evaluate.json")
     assert run_here("evaluate", tmp_path / "c", "--original", demo_dir, *sizes_and_json) == 0
-        run_here("evaluate", tmp_path / "c", "--original", demo_dir, *sizes, "--json", tmp_path / "evaluate.json") == 0
-    )
     evaluated = json.loads((tmp_path / "evaluate.json").read_text())
     assert evaluated["loss"] == pytest.approx(converted["loss"], abs=1e-4)
     assert evaluated["kl"] == pytest.approx(converted["kl"], abs=1e-4)
