@@ -13,10 +13,11 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from attention.messages import near, one_of
 
+F = TypeVar("F", bound=Callable[..., Any])
 KINDS = ("int", "float", "log_float", "choice", "bool")
 IN_WORDS = {"int": "a whole number", "float": "a number", "log_float": "a number"}
 
@@ -104,13 +105,13 @@ class Axis:
 
     def part(
         self, name: str, *, source: str, knobs: tuple[Knob, ...] = (), needs: tuple[str, ...] = ()
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    ) -> Callable[[F], F]:
         """Decorator that puts a function on this axis. `source` cites paper, section, equation.
 
         `needs` names what the function must be handed beyond the weights, e.g. "statistics" (a calibration).
         """
 
-        def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        def add(function: F) -> F:
             if name in self._parts:
                 raise ValueError(f"axis {self.name} already has a part named {name!r}")
             self._parts[name] = Part(self.name, name, function, source, knobs, frozenset(needs))
