@@ -14,10 +14,11 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from attention.messages import near, one_of
 
+F = TypeVar("F", bound=Callable[..., Any])
 KINDS = ("int", "float", "log_float", "choice", "bool")
 IN_WORDS = {"int": "a whole number", "float": "a number", "log_float": "a number"}
 
@@ -124,14 +125,14 @@ class Axis:
         knobs: tuple[Knob, ...] = (),
         needs: tuple[str, ...] = (),
         passes_to: Callable[..., Any] | None = None,
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    ) -> Callable[[F], F]:
         """Decorator that puts a function on this axis. `source` cites paper, section, equation.
 
         `needs` names what the function must be handed beyond the weights, e.g. "statistics" (a calibration). The
         defaults of the knobs are those of the function's signature, or of `passes_to`, which its `**knobs` go on to.
         """
 
-        def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        def add(function: F) -> F:
             if name in self._parts:
                 raise ValueError(f"axis {self.name} already has a part named {name!r}")
             own = tuple(knob.of((function, *filter(None, (passes_to,)))) for knob in knobs)

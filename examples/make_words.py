@@ -15,14 +15,14 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from trainers.text.synthetic import Vocabulary
+from trainers.text.synthetic import vocabulary
 
 END = "<pad>"  # id 0: ends documents and pads
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Words, signs and line ends; spaces are dropped, and what no task has becomes padding."""
-    words = Vocabulary.full().words
+    words = vocabulary()
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=END))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\w+|\n|[^\w\s]"), behavior="removed", invert=True)
     tokenizer.decoder = decoders.WordPiece(prefix="")

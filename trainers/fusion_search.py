@@ -1,12 +1,21 @@
-"""DHA's search phase: how far apart the coefficients of any two heads come to lie under the language-model loss alone.
+"""How far apart DHA's mixes of heads come to lie under the language-model loss alone (paper 000, Chen 2024).
 
-Paper 000 (Chen 2024), section 4.3 and App. B.2. Legend: L layers, H query heads.
+The search phase (sec. 4.3 and App. B.2) groups heads by these distances. The paper begins every fusion process, of 2x,
+4x and 8x, with such steps and groups anew. **Decided here:** the final groups are those of the search phase, since the
+plan of a trial is known before it is trained; what is grouped anew at every stage is which of their heads fuse first.
+The model of these steps is thrown away, and fusing starts from the checkpoint again; whether it should is **silent** in
+the paper, as is the search phase's learning rate.
+
+Legend: L layers, H query heads, S heads that a model stores in a layer, p of them in one final group.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,25 +23,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.modeling.modeling import plan_of
-from attention.plan import LayerPlan
+from attention.plan import AttentionPlan, LayerPlan
 from trainers.engine import Engine
 from trainers.loop import train
 from trainers.losses import objective
-from trainers.relaxations.axis import RELAXATION
-from trainers.relaxations.base import lifted
+from trainers.relaxations.base import RELAXATION, Groups, coarser_groups, is_coarser, lifted
+from trainers.relaxations.lagrangian import Lagrangian
+from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
 from trainers.text.stream import BatchStream
 
 STEPS = 240
-
-
-@dataclass(frozen=True)
-class FusionDistances:
-    """L_head of Eq. 7 between all heads of each layer with one group of all heads: `key`, `value` `[L, H, H]`,
-    symmetric, zero on the diagonal; the smaller, the easier to fuse. Plain tensors, for grouping and allocation."""
-
-    key: Tensor
-    value: Tensor
 
 
 def search_distances(
@@ -43,24 +44,113 @@ def search_distances(
     steps: int = STEPS,
     rate: float = 1e-2,
     seed: int = 0,
-) -> FusionDistances:
-    """Train a copy of `model`, lifted, with every head free to mix all heads of its layer, and compare the mixes.
+) -> dict[str, Tensor]:
+    """L_head of Eq. 7 between all heads of each layer with one group of all heads: "key" and "value" `[L, H, H]`,
+    symmetric, zero on the diagonal; the smaller, the easier to fuse.
 
-    `sequences [N, T]`: training text; `rate`: of the coefficients; All weights
-    train, as while fusing; the copy is thrown away, and fusing starts from the checkpoint again. Whether it should is
-    **silent** in the paper, as is the search phase's learning rate. With a process group all workers call together.
-    Raises ValueError for a model with one head a layer.
+    Trains all weights of a copy of `model`, lifted, with every head free to mix all heads of its layer. `sequences
+    [N, T]`: training text; `rate`: of the coefficients. With a process group all workers call together. Raises
+    ValueError for a model with one head a layer.
     """
     settings = settings.model_copy(update={"tuning": "full"})
     plan = plan_of(model)
     single = LayerPlan((0,) * plan.num_heads, (0,) * plan.num_heads)
     goal = replace(plan.unshared, layers=(single,) * plan.num_layers)
-    lagrangian = RELAXATION.get("lagrangian")
-    relaxation = lagrangian(lifted(model), goal, steps=steps, **{**lagrangian.settings(), "rate": rate})
-    with closing(Engine(relaxation.model, settings, steps, relaxation.parameter_groups())) as engine:
+
+    def stream() -> BatchStream:
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        stream = BatchStream(sequences, settings.batch_size, rank=rank, world_size=world_size, seed=seed)
-        train(engine, stream, steps=steps, loss_fn=objective())
-        found = {side: relaxation.distances(side) for side in ("k", "v")}
-    key, value = (torch.stack([d for d in found[side] if d is not None]) for side in ("k", "v"))
-    return FusionDistances(key, value)
+        return BatchStream(sequences, settings.batch_size, rank=rank, world_size=world_size, seed=seed)
+
+    found = _distances(_lagrangian(lifted(model), goal, steps, rate=rate), settings, steps, stream)
+    return {side: torch.stack([d for d in layers if d is not None]) for side, layers in found.items()}
+
+
+def _lagrangian(model: PreTrainedModel, goal: AttentionPlan, steps: int, **knobs: Any) -> Lagrangian:
+    part = RELAXATION.get("lagrangian")
+    return part(model, goal, steps=steps, **part.settings(knobs))
+
+
+def _distances(
+    relaxation: Lagrangian, settings: TrainSettings, steps: int, stream: Callable[[], BatchStream]
+) -> dict[str, list[Tensor | None]]:
+    """Those of "key" and "value" in every layer after some steps. `stream` is called when there is a process group."""
+    with closing(Engine(relaxation.model, settings, steps, relaxation.parameter_groups())) as engine:
+        train(engine, stream(), steps=steps, loss_fn=objective())
+        return {name: relaxation.distances(side) for name, side in (("key", "k"), ("value", "v"))}
+
+
+# ---- which heads of a group are fused first -----------------------------------------------------------------------
+
+
+def next_stage(
+    model: PreTrainedModel, spec: RelaxationSpec, settings: TrainSettings, stream: BatchStream
+) -> AttentionPlan:
+    """The plan of a stage before the last: the stored heads of every final group in pairs of least distance.
+
+    Trains a copy of `model` for `spec.regroup_steps` steps on `stream`, each head free to mix with all of its final
+    group. With a process group all workers call together.
+    """
+    goal = AttentionPlan.from_json(spec.plans[-1])
+    if not is_coarser(plan_of(model), goal):
+        model = lifted(model)
+    steps, knobs = spec.regroup_steps, spec.knobs
+    relaxation = _lagrangian(model, goal, steps, rate=knobs["rate"], per_dimension=knobs["per_dimension"])
+    found = _distances(relaxation, settings, steps, lambda: stream)
+    return paired_plan(plan_of(model), goal, found["key"], found["value"])
+
+
+def paired_plan(
+    now: AttentionPlan, goal: AttentionPlan, keys: Sequence[Tensor | None], values: Sequence[Tensor | None]
+) -> AttentionPlan:
+    """`now` with the stored heads of every group of `goal` in pairs. `keys`, `values`: a layer's distances `[S, S]`, of
+    which those within groups of `goal` are read; None where nothing is to be fused."""
+    layers = []
+    for index, (own, final) in enumerate(zip(now.layers, goal.layers, strict=True)):
+        sides: list[list[tuple[int, ...]]] = []
+        for name, found in (("key", keys[index]), ("value", values[index])):
+            before, after = getattr(own, f"{name}_map"), getattr(final, f"{name}_map")
+            groups = coarser_groups(before, after, f"layer {index}, {name}_map")
+            pieces = [piece for group in groups for piece in _within(found, group)]
+            heads = getattr(own, f"{name}_groups")
+            sides.append([tuple(h for stored in piece for h in heads[stored]) for piece in pieces])
+        layers.append(LayerPlan.from_groups(sides[0], sides[1], now.num_heads))
+    return replace(goal, layers=tuple(layers))
+
+
+def _within(distance: Tensor | None, group: Sequence[int]) -> Groups:
+    """The stored heads of one final group in pairs."""
+    if distance is None or len(group) < 3:  # nothing to fuse, or nothing to choose
+        return (tuple(group),)
+    own = distance[list(group)][:, list(group)].tolist()
+    return tuple(tuple(group[i] for i in pair) for pair in pairs(own))
+
+
+def pairs(distance: Sequence[Sequence[float]]) -> Groups:
+    """Heads 0 .. p-1 in pairs of small total distance, one head left alone where p is odd.
+
+    The closest first, then two pairs at a time exchange a member while that lowers the total: exact for four heads.
+    """
+    count = len(distance)
+    open_heads, found = set(range(count)), []
+    for i, j in sorted(combinations(range(count), 2), key=lambda p: (distance[p[0]][p[1]], p)):
+        if {i, j} <= open_heads:
+            open_heads -= {i, j}
+            found.append((i, j))
+    found += [(i,) for i in open_heads]
+
+    def total(some: Groups) -> float:
+        return sum(distance[pair[0]][pair[1]] for pair in some if len(pair) == 2)
+
+    improved = True
+    while improved:
+        improved = False
+        for a, b in combinations(range(len(found)), 2):
+            (first, *rest), other = found[a], found[b]
+            for turned in (other, other[::-1]):
+                # The first head of a with one of b, what is left of both together
+                new = tuple(sorted((first, turned[0]))), tuple(sorted((*rest, *turned[1:])))
+                if new[1] and total(new) < total((found[a], found[b])) - 1e-12:
+                    found[a], found[b] = new
+                    improved = True
+                    break
+    return tuple(sorted(found))

@@ -24,11 +24,11 @@ from attention.io.files import write_whole
 from attention.plan import AttentionPlan
 from trainers.engine import Engine
 from trainers.evaluation import evaluate
+from trainers.fusion_search import next_stage
 from trainers.jobs.job import TrainJob
 from trainers.loop import train
 from trainers.losses import objective
 from trainers.models import DTYPES, load_teacher
-from trainers.regrouping import next_stage
 from trainers.relaxations.base import Relaxation
 from trainers.relaxations.stage import RelaxationSpec, relaxed_objective
 from trainers.text.data import read_sequences
@@ -55,12 +55,13 @@ class Relaxed:
     history: list[dict[str, float]]
 
 
-def relax(job: TrainJob, rank: int, world_size: int) -> Relaxed:
+def relax(job: TrainJob) -> Relaxed:
     """Carry out the job's relaxation, or what is left of it. All workers call it together."""
-    spec = _spec(job)
+    if (spec := job.relaxation) is None:
+        raise ValueError("expected a job with a relaxation, got None")
     root = Path(f"{job.out_dir}.relaxed")
-    if rank == 0:
-        _claim(root, job)
+    if dist.get_rank() == 0:
+        _claim(root, job, spec)
     dist.barrier()
     records: list[dict[str, Any]] = []
     model_dir, position = job.model_dir, None
@@ -68,7 +69,7 @@ def relax(job: TrainJob, rank: int, world_size: int) -> Relaxed:
         folder = root / f"stage-{index}"
         if not (folder / OUTCOME).exists():
             dist.barrier()  # until all have looked
-            _Stage(job, index, model_dir, folder, rank, world_size, position).run_job()
+            _Stage(job, spec, index, model_dir, folder, position).run_job()
         records.append(json.loads((folder / OUTCOME).read_text()))
         model_dir, position = str(folder / "collapsed"), records[-1]["position"]
     return Relaxed(
@@ -88,19 +89,18 @@ class _Stage:
     def __init__(
         self,
         job: TrainJob,
+        spec: RelaxationSpec,
         index: int,
         model_dir: str,
         folder: Path,
-        rank: int,
-        world_size: int,
         position: dict[str, Any] | None,
     ) -> None:
-        self.job, self.spec, self.settings = job, _spec(job), job.relaxation_settings
+        self.job, self.spec, self.settings = job, spec, job.relaxation_settings
         self.index, self.model_dir, self.folder = index, model_dir, folder
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.sequences = read_sequences(job.train_file, dtype=torch.int32)
         self.stream = BatchStream(
-            self.sequences, self.settings.batch_size, rank=rank, world_size=world_size, seed=job.seed
+            self.sequences, self.settings.batch_size, rank=self.rank, world_size=self.world_size, seed=job.seed
         )
         if position is not None:
             self.stream.load_state_dict(position)
@@ -165,7 +165,7 @@ class _Stage:
         if not file.exists():
             dist.barrier()  # until all have looked
             model = checkpoint.load(self.model_dir, DTYPES[self.settings.dtype])
-            found = next_stage(model, self.spec, self.index, self.settings, copy.deepcopy(self.stream))
+            found = next_stage(model, self.spec, self.settings, copy.deepcopy(self.stream))
             if self.rank == 0:
                 write_whole(file, json.dumps(found.to_dict(), sort_keys=True))
             dist.barrier()
@@ -225,15 +225,8 @@ class _Stage:
         self.seconds, self._last = self.seconds + now - self._last, now
 
 
-def _spec(job: TrainJob) -> RelaxationSpec:
-    if job.relaxation is None:
-        raise ValueError("expected a job with a relaxation, got None")
-    return job.relaxation
-
-
-def _claim(root: Path, job: TrainJob) -> None:
+def _claim(root: Path, job: TrainJob, spec: RelaxationSpec) -> None:
     """Clear what a different job may have left in `root`, and mark it as this job's."""
-    spec = _spec(job)
     settings = job.relaxation_settings.model_dump(exclude={"micro_batch_size"})  # may be lowered on the way
     parts: list[Any] = [spec.to_dict() | {"settings": settings}, job.schedule_steps]
     parts += [job.model_dir, job.teacher_dir, job.train_file, job.seed]

@@ -63,7 +63,7 @@ def measure(model: Any, sequences: Tensor, settings: TrainSettings, steps: int, 
     from trainers.fusion_search import search_distances
 
     found = search_distances(model, sequences, settings, steps=steps, rate=rate, seed=seed)
-    return {"key": found.key.float().numpy(), "value": found.value.float().numpy()}
+    return {side: distances.float().numpy() for side, distances in found.items()}
 
 
 def read(file: str | Path) -> Distances:

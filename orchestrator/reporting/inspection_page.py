@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from attention.plan import AttentionPlan
 from orchestrator.reporting import figures
 from orchestrator.reporting.comparison import OF_THE_CHECKPOINT
 from orchestrator.reporting.console import console
 from orchestrator.reporting.durations import clock
-from orchestrator.reporting.html_tables import table, text
-from orchestrator.reporting.report_page import LIMIT, page, picture, section
+from orchestrator.reporting.page import Section, render_page
+from orchestrator.reporting.tables import Table, facts_table
 from orchestrator.storage.outputs import write_page
 from orchestrator.storage.records import number, percent, unmet
 
@@ -46,14 +44,11 @@ AGREEMENT = (
 
 def write_inspection(record: Mapping[str, Any], out: str | Path) -> Path:
     """Write the page of a record of `inspect_checkpoint`; returns its path. Raises ConfigError for somebody's file."""
-    content = build_page(record)
-    if len(content.encode()) > LIMIT:
-        raise RuntimeError(f"the page has {len(content.encode())} bytes, more than {LIMIT}; this is a bug")
-    return write_page(out, content)
+    return write_page(out, build_page(record))
 
 
 def build_page(record: Mapping[str, Any]) -> str:
-    """The HTML of a record. No script, no network."""
+    """The HTML of a record."""
     name = Path(record["model"]).name or record["model"]
     plans = {
         f"{percent(b['kv_ratio'])} of the checkpoint's KV,": AttentionPlan.from_dict(b["plan"])
@@ -61,20 +56,18 @@ def build_page(record: Mapping[str, Any]) -> str:
     }
     drawn = len(figures.evenly(record["similarity"], figures.LAYERS))
     pairs = PAIRS if drawn == record["layers"] else f"{PAIRS} {drawn} of {record['layers']} layers are drawn."
-    compared = figures.recipes_figure(record)
-    parts = [
-        f"<h1>Headfold inspection: {text(name)}</h1>",
-        f'<p class="lead">{text(lead(record))}</p>',
-        section("Where the loss is sensitive", picture(figures.sensitivity_figure(record), SENSITIVITY)),
-        section("Heads kept at each budget", picture(figures.budgets_figure(plans), BUDGETS)),
-        section("Which heads are alike", picture(figures.pairs_figure(record), pairs)),
+    sections = [
+        Section("Where the loss is sensitive", figures.sensitivity_figure(record), SENSITIVITY),
+        Section("Heads kept at each budget", figures.budgets_figure(plans), BUDGETS),
+        Section("Which heads are alike", figures.pairs_figure(record), pairs),
     ]
-    if compared is not None:
-        parts.append(section("What each recipe costs", picture(compared, RECIPES) + recipe_table(record)))
+    if (compared := figures.recipes_figure(record)) is not None:
+        sections.append(Section("What each recipe costs", compared, RECIPES, table=recipe_table(record)))
     if record["agreement"]:
-        parts.append(section("Cheap score against the whole model", f"<p>{AGREEMENT}</p>" + agreement_table(record)))
-    parts.append(section("How this was made", _provenance(record)))
-    return page(f"Headfold: {name}", "\n".join(parts))
+        title = "Cheap score against the whole model"
+        sections.append(Section(title, text=AGREEMENT, table=agreement_table(record)))
+    sections.append(Section("How this was made", table=_provenance(record)))
+    return render_page(f"Headfold: {name}", f"Headfold inspection: {name}", lead(record), sections)
 
 
 def lead(record: Mapping[str, Any]) -> str:
@@ -102,90 +95,64 @@ def lead(record: Mapping[str, Any]) -> str:
     return told
 
 
-def recipe_table(record: Mapping[str, Any]) -> str:
-    """Every recipe at every ratio; the lowest loss of each ratio bold."""
-    rows = []
-    for entry in record["recipes"]:
-        cells = _recipe_cells(entry)
-        rows.append((_is_best(entry, record), "".join(f"<td>{text(cell)}</td>" for cell in cells)))
-    return "<p>The lowest loss of each budget: bold.</p>" + table(RECIPE_COLUMNS, rows, len(RECIPE_COLUMNS))
+def recipe_table(record: Mapping[str, Any]) -> Table:
+    """Every recipe at every KV ratio; the lowest loss of each ratio marked."""
+    rows, marked = [], set()
+    lowest: dict[float, float] = {}
+    for entry in (e for e in record["recipes"] if "loss_increase" in e):
+        ratio = entry["kv_ratio_asked"]
+        lowest[ratio] = min(entry["loss_increase"], lowest.get(ratio, entry["loss_increase"]))
+    for index, entry in enumerate(record["recipes"]):
+        numbers = ["cannot", *["-"] * 4]
+        if "loss_increase" in entry:
+            numbers = [
+                percent(entry["kv_ratio"]),
+                f"{entry['kv_bytes_per_token']:,}",
+                number(entry["loss"]),
+                number(entry["loss_increase"], "+.3f"),
+                number(entry["kl"]),
+            ]
+            if entry["loss_increase"] == lowest[entry["kv_ratio_asked"]]:
+                marked.add(index)
+        rows.append((entry["recipe"], percent(entry["kv_ratio_asked"]), *numbers, clock(entry["seconds"])))
+    columns = (
+        "recipe",
+        "asked of the checkpoint's KV",
+        "kept",
+        "KV bytes/token",
+        "loss",
+        "loss increase",
+        "KL",
+        "time",
+    )
+    return Table(columns, rows, frozenset(marked), "The lowest loss of each budget: bold.")
 
 
-RECIPE_COLUMNS = (
-    "recipe",
-    "asked of the checkpoint's KV",
-    "kept",
-    "KV bytes/token",
-    "loss",
-    "loss increase",
-    "KL",
-    "time",
-)
-
-
-def _recipe_cells(entry: Mapping[str, Any]) -> list[str]:
-    if "loss_increase" not in entry:
-        return [entry["recipe"], percent(entry["kv_ratio_asked"]), "cannot", *["-"] * 4, clock(entry["seconds"])]
-    return [
-        entry["recipe"],
-        percent(entry["kv_ratio_asked"]),
-        percent(entry["kv_ratio"]),
-        f"{entry['kv_bytes_per_token']:,}",
-        number(entry["loss"]),
-        number(entry["loss_increase"], "+.3f"),
-        number(entry["kl"]),
-        clock(entry["seconds"]),
-    ]
-
-
-def _is_best(entry: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
-    increases = [
-        e["loss_increase"]
-        for e in record["recipes"]
-        if e["kv_ratio_asked"] == entry["kv_ratio_asked"] and "loss_increase" in e
-    ]
-    return bool(increases) and entry.get("loss_increase") == min(increases)
-
-
-AGREEMENT_COLUMNS = (
-    "layer",
-    "moves",
-    *(f"{side}: {what}" for side in ("keys", "values") for what in ("rank", "spread")),
-)
-
-
-def agreement_rows(record: Mapping[str, Any]) -> list[list[str]]:
+def agreement_table(record: Mapping[str, Any]) -> Table:
     """One row a layer: moves, then rank correlation and spread of the losses for keys and for values."""
     sites = {(site["layer"], site["side"]): site for site in record["agreement"]}
     rows = []
     for layer in range(record["layers"]):
         keys, values = sites[layer, "key"], sites[layer, "value"]
         both = [x for site in (keys, values) for x in (number(site["spearman"], ".2f"), f"{site['spread']:.2g}")]
-        rows.append([str(layer), str(keys["moves"]), *both])
-    return rows
+        rows.append((str(layer), str(keys["moves"]), *both))
+    return Table(("layer", "moves", "keys: rank", "keys: spread", "values: rank", "values: spread"), rows)
 
 
-def agreement_table(record: Mapping[str, Any]) -> str:
-    rows = [(False, "".join(f"<td>{text(cell)}</td>" for cell in row)) for row in agreement_rows(record)]
-    return table(AGREEMENT_COLUMNS, rows, len(AGREEMENT_COLUMNS))
-
-
-def _provenance(record: Mapping[str, Any]) -> str:
+def _provenance(record: Mapping[str, Any]) -> Table:
     recipe = record["recipe"]
-    facts = {
-        "checkpoint": record["model"],
-        "recipe of the single places": f"{recipe['name']}: grouping {recipe['grouping']}, fusion {recipe['fusion']}",
-        "text": f"{record['calibration_tokens']:,} calibration tokens, {record['eval_tokens']:,} held out",
-        "seed": record["seed"],
-        "number format": record["dtype"],
-        "cache": record["cache"],
-        "time": ", ".join(f"{name} {clock(seconds)}" for name, seconds in record["seconds"].items()),
-    }
-    rows = [(False, f'<td>{text(k)}</td><td class="text">{text(str(v))}</td>') for k, v in facts.items()]
-    return table(("what", "value"), rows, text_from=1)
-
-
-# ---- terminal -------------------------------------------------------------------------------------------------------
+    return facts_table(
+        {
+            "checkpoint": record["model"],
+            "recipe of the single places": f"{recipe['name']}: grouping {recipe['grouping']}, "
+            f"fusion {recipe['fusion']}",
+            "text": f"{record['calibration_tokens']:,} calibration tokens, {record['eval_tokens']:,} held out",
+            "seed": record["seed"],
+            "number format": record["dtype"],
+            "cache": record["cache"],
+            "time": ", ".join(f"{name} {clock(seconds)}" for name, seconds in record["seconds"].items()),
+        }
+    )
 
 
 def print_inspection(record: Mapping[str, Any]) -> None:
@@ -196,7 +163,7 @@ def print_inspection(record: Mapping[str, Any]) -> None:
         counts = list(record["sensitivity"][0][side])
         out.print(f"Rise of the loss when only the {side}s of a layer are fused into so many heads:")
         rows = [[str(x["layer"]), *(number(x[side].get(c), "+.3f") for c in counts)] for x in record["sensitivity"]]
-        out.print(_plain(("layer", *counts), rows), "\n")
+        out.print(Table(("layer", *counts), rows).for_terminal(), "\n")
     out.print("Heads kept in each layer (keys/values), and the sum of the increases:")
     rows = []
     for b in record["budgets"]:
@@ -204,22 +171,13 @@ def print_inspection(record: Mapping[str, Any]) -> None:
         rows.append(
             [percent(b["kv_ratio"]) + unmet(b), f"{b['kv_bytes_per_token']:,}", f"{b['sum_of_increases']:+.3f}", kept]
         )
-    out.print(_plain((OF_THE_CHECKPOINT, "bytes/token", "sum", "layers from the first"), rows), "\n")
+    columns = (OF_THE_CHECKPOINT, "bytes/token", "sum", "layers from the first")
+    out.print(Table(columns, rows).for_terminal(), "\n")
     out.print("Each recipe before refinement and training, on held-out text (* lowest of its budget):")
-    rows = [["*" if _is_best(e, record) else "", *_recipe_cells(e)] for e in record["recipes"]]
-    out.print(_plain(("", *RECIPE_COLUMNS), rows))
+    out.print(recipe_table(record).for_terminal(star=True))
     for entry in record["recipes"]:
         if "why_not" in entry:
             out.print(f"{entry['recipe']} at {percent(entry['kv_ratio_asked'])}: {entry['why_not']}")
     if record["agreement"]:
         out.print("\nRank correlation of the layer-output score with the loss of the whole model:")
-        out.print(_plain(AGREEMENT_COLUMNS, agreement_rows(record)))
-
-
-def _plain(names: tuple[str, ...], rows: list[list[str]]) -> Table:
-    made = Table(box=None, pad_edge=False)
-    for name in names:
-        made.add_column(name, justify="left" if name in ("recipe", "layers from the first") else "right")
-    for row in rows:
-        made.add_row(*row)
-    return made
+        out.print(agreement_table(record).for_terminal())

@@ -1,4 +1,4 @@
-"""One self-contained page of a search: front, trials, rungs, head budgets, how it was made. No script, no network."""
+"""One self-contained page of a search: front, trials, rungs, head budgets, how it was made."""
 
 from __future__ import annotations
 
@@ -9,29 +9,24 @@ from typing import Any
 from attention.io.files import write_whole
 from attention.plan import AttentionPlan
 from orchestrator.reporting import figures
-from orchestrator.reporting.comparison import Row, compare, several_seeds
+from orchestrator.reporting.comparison import UNTOLD, Row, compare, several_seeds
 from orchestrator.reporting.durations import clock
-from orchestrator.reporting.html_tables import (
-    comparison_table,
-    promotion_table,
-    repeat_table,
-    table,
-    text,
-    trial_table,
-)
+from orchestrator.reporting.page import Section, render_page
+from orchestrator.reporting.repeat_command import command_of
+from orchestrator.reporting.tables import comparison_table, facts_table, promotion_table, trial_table
 from orchestrator.storage.journal import load_trials
-from orchestrator.storage.outputs import GENERATOR, check_file, write_page
+from orchestrator.storage.outputs import check_file, write_page
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import (
     TrialRecord,
     best_per_budget,
     front,
+    number,
     percent,
     read_json,
     without_probes,
 )
 
-LIMIT = 3_000_000
 MOST_POINTS = 30  # of the front, of which the page says how to make them again
 
 BYTES = (
@@ -49,7 +44,6 @@ SIMILARITY = (
     "are, and after the best map of one head that leaves the model as it is (keys before RoPE: a rotation in each "
     "rotary pair; values: any rotation)."
 )
-
 PROXY = (
     "Of the trials that were trained to the last rung, by budget; rho is Spearman's rank correlation. Trials that were "
     "stopped early are not among them, nor relaxations, of which rung 0 measures a model that they never train from: "
@@ -59,26 +53,10 @@ PHASES = (
     "A trial's own process plans, converts and measures; 'train' is what its workers take, with measuring and saving. "
     "Starts of processes and waiting are in none of them."
 )
-
-STYLE = """
-:root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 66rem;
-  margin: 0 auto; padding: 1rem; }
-h1 { font-size: 1.5rem; margin: .5rem 0; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
-figcaption { margin: .25rem 0 .5rem; font-size: .875rem; color: #444; max-width: 46rem; }
-p.lead { margin: .25rem 0 1rem; color: #444; }
-figure { margin: 0; } svg { width: 100%; height: auto; max-width: 46rem; display: block; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .875rem; white-space: nowrap; width: 100%; }
-th, td { text-align: right; padding: .25rem .6rem; border-bottom: 1px solid #e3e3e3; }
-th:first-child, td:first-child, td.text, th.text { text-align: left; } thead th { border-bottom: 2px solid #888; }
-details { margin: .5rem 0; } summary { cursor: pointer; }
-@media (max-width: 44rem) { svg { width: 32rem; max-width: none; } }
-tr.front td { font-weight: 600; } td.text { white-space: normal; min-width: 8rem; }
-pre { overflow-x: auto; background: #f5f5f5; padding: .75rem; font-size: .8125rem; }
-pre.command { white-space: pre-wrap; overflow-wrap: anywhere; margin: .25rem 0 1rem; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem .8rem; margin: .5rem 0; font-size: .875rem; }
-dt { color: #444; } dd { margin: 0; overflow-wrap: anywhere; }
-"""
+AGAIN = (
+    "Each command runs one trial to the last rung, from the stored settings of this search. Equal versions, "
+    "processors and numbers of workers give an equal plan and losses that differ by rounding."
+)
 
 
 def write_report(search: str | Path, out: str | Path | None = None) -> dict[str, Any]:
@@ -90,16 +68,15 @@ def write_report(search: str | Path, out: str | Path | None = None) -> dict[str,
     folder = SearchFolder.existing(search)
     if out is not None:
         check_file(out, "page", "out")
-    content = build_page(folder)
-    if len(content.encode()) > LIMIT:
-        raise RuntimeError(f"the report has {len(content.encode())} bytes, more than {LIMIT}; this is a bug")
+    trials = load_trials(folder.root)
+    base = _recorded(folder.base)
+    rows = compare(trials, base) if trials and base else []
+    content = _build_page(folder, trials, base, rows)
     path = Path(out) if out is not None else folder.report
     if out is None and folder.origin.is_file():
         write_whole(path, content)  # the search's own page, whatever version of Headfold wrote it
     else:
         write_page(path, content)
-    trials = load_trials(folder.root)
-    rows = compare(trials, read_json(folder.base)) if trials and folder.base.exists() else []
     return {
         "report": str(path.absolute()),
         "bytes": len(content.encode()),
@@ -108,119 +85,76 @@ def write_report(search: str | Path, out: str | Path | None = None) -> dict[str,
     }
 
 
-def build_page(folder: SearchFolder) -> str:
+def _recorded(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.exists() else {}
+
+
+def _build_page(
+    folder: SearchFolder, trials: Sequence[TrialRecord], base: Mapping[str, Any], rows: Sequence[Row]
+) -> str:
     """The HTML of a search as far as it has come."""
-    trials = load_trials(folder.root)
-    base = read_json(folder.base) if folder.base.exists() else None
-    parts = [f"<h1>Headfold search: {text(folder.root.name)}</h1>"]
-    if base is None or not trials:
-        parts.append("<p>No trial has reported yet.</p>")
-    else:
-        parts.append(_lead(without_probes(trials), base))
-        rows = compare(trials, base)
-        sections = _compared_sections if several_seeds(rows) else _plain_sections
-        parts += sections(folder, trials, base, rows)
-        parts += _course_sections(trials)
-        parts += _repeat_sections(folder, trials)
-    parts.append(section("How this was made", _provenance(folder, base)))
-    return page(f"Headfold: {folder.root.name}", "\n".join(parts))
+    sections, lead = [], "No trial has reported yet."
+    if trials and base:
+        candidates = without_probes(trials)
+        by_kv_ratio = [
+            f"{percent(ratio)} of the checkpoint's KV: {t.loss:.3f} ({t.loss - base['loss']:+.3f}) by {t.recipe}"
+            for ratio, t in best_per_budget(candidates).items()
+        ]
+        lead = (
+            f"Original model: {base['loss']:.3f} nats a token held out, {base['kv_bytes_per_token']} KV bytes a token. "
+            f"Best of {len(candidates)} trials: {'; '.join(by_kv_ratio) or 'none'}."
+        )
+        promoted = list(_recorded(folder.promotion).get("candidates", {}).values())
+        front_picture, table = figures.front_figure(candidates, base, promoted), trial_table(trials, base)
+        promotion = [Section("Promotion", table=promotion_table(promoted))] if promoted else []
+        if several_seeds(rows):  # arms are compared, single trials come last and folded away
+            every = Section("Every trial", front_picture, table=table, folded=f"{len(candidates)} trials")
+            sections = [*_arm_sections(rows, base), *_measured_sections(candidates), *promotion]
+            sections += [_uneven_plans(folder, rows), every]
+        else:
+            best = {f"{t.recipe} {percent(ratio)}": t.trial_id for ratio, t in best_per_budget(candidates).items()}
+            sections = [
+                Section("Quality against KV cache", front_picture),
+                *promotion,
+                Section("Trials", table=table),
+                Section("Loss over rungs", figures.rungs_figure(candidates, base)),
+                *_measured_sections(candidates),
+                _kept_heads("best trial of each budget", _plans(folder, best)),
+            ]
+        sections += [*_course_sections(candidates), _again_section(folder, trials)]
+    title = f"Headfold search: {folder.root.name}"
+    return render_page(f"Headfold: {folder.root.name}", title, lead, [*sections, _provenance(folder, base)])
 
 
-def page(title: str, body: str) -> str:
-    """A whole page in the style of all of ours."""
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"{GENERATOR}<title>{text(title)}</title><style>{STYLE}</style></head>\n"
-        f"<body>\n{body}\n</body></html>\n"
-    )
-
-
-def _plain_sections(
-    folder: SearchFolder, trials: Sequence[TrialRecord], base: Mapping[str, Any], rows: Sequence[Row]
-) -> list[str]:
-    """Of a search with one seed: every trial is on the pictures."""
-    promoted, table_of_all = _promoted(folder), trial_table(trials, base)
-    trials = without_probes(trials)
-    parts = [section("Quality against KV cache", picture(figures.front_figure(trials, base, promoted)))]
-    parts += [section("Promotion", promotion_table(promoted))] if promoted else []
-    parts.append(section("Trials", table_of_all))
-    parts.append(section("Loss over rungs", picture(figures.rungs_figure(trials, base))))
-    parts += _measured_sections(trials)
-    best = {f"{t.recipe} {percent(budget)}": t.trial_id for budget, t in best_per_budget(trials).items()}
-    plans = _plans(folder, best)
-    title = "Heads kept in each layer (best trial of each budget)"
-    return parts + ([section(title, picture(figures.budgets_figure(plans)))] if plans else [])
-
-
-def _compared_sections(
-    folder: SearchFolder, trials: Sequence[TrialRecord], base: Mapping[str, Any], rows: Sequence[Row]
-) -> list[str]:
-    """Of a search with several seeds: arms are compared, single trials come last and folded away."""
-    promoted, table_of_all = _promoted(folder), trial_table(trials, base)
-    trials = without_probes(trials)
-    parts = [section("Comparison", comparison_table(rows))]
+def _arm_sections(rows: Sequence[Row], base: Mapping[str, Any]) -> list[Section]:
+    sections = [Section("Comparison", table=comparison_table(rows))]
     if any(row["loss"]["mean"] is not None for row in rows):
-        parts.append(section("Loss against KV cache", picture(figures.bytes_figure(rows, base), BYTES)))
-        parts.append(section("Loss against tokens", picture(figures.tokens_figure(rows, base), TOKENS)))
-    parts += _measured_sections(trials)
-    parts += [section("Promotion", promotion_table(promoted))] if promoted else []
-    ids = {f"{r['recipe']} {percent(r['kv_ratio'])}": r["trial_ids"][0] for r in rows if r["trial_ids"]}
-    uneven = {name: plan for name, plan in _plans(folder, ids).items() if not _even(plan)}
-    if uneven:
-        title = "Heads kept in each layer (where layers differ; first seed at the best rate)"
-        parts.append(section(title, picture(figures.budgets_figure(uneven))))
-    front_of_all = picture(figures.front_figure(trials, base, promoted))
-    parts.append(section("Every trial", _folded(f"{len(trials)} trials", front_of_all + table_of_all)))
-    return parts
+        sections.append(Section("Loss against KV cache", figures.bytes_figure(rows, base), BYTES))
+        sections.append(Section("Loss against tokens", figures.tokens_figure(rows, base), TOKENS))
+    return sections
 
 
-def _measured_sections(trials: Sequence[TrialRecord]) -> list[str]:
+def _measured_sections(trials: Sequence[TrialRecord]) -> list[Section]:
     """What trials have measured of themselves, as far as they have."""
-    made = (
-        ("Relaxations over time", figures.relaxation_figure(trials), RELAXATIONS),
-        ("Similarity of the heads that share", figures.similarity_figure(trials), SIMILARITY),
-    )
-    return [section(title, picture(figure, caption)) for title, figure, caption in made if figure is not None]
-
-
-def _course_sections(trials: Sequence[TrialRecord]) -> list[str]:
-    """How the search went: what rung 0 foretold, when trials ran, where their time went."""
-    trials = [t for t in without_probes(trials) if t.copy_of is None]  # whose scores are not its own
-    told = [
-        f"at {percent(budget)} the best untrained ends {a['regret']:.3f} nats above the best of {a['trials']:.0f}"
-        for budget, a in figures.proxy_agreement(trials).items()
+    return [
+        Section("Relaxations over time", figures.relaxation_figure(trials), RELAXATIONS),
+        Section("Similarity of the heads that share", figures.similarity_figure(trials), SIMILARITY),
     ]
-    made = (
-        ("Rank before training against final rank", figures.proxy_figure(trials), PROXY + "; ".join(told) + "."),
-        ("When trials ran", figures.timeline_figure(trials), TIMELINE),
-        ("Where the time went", figures.phases_figure(trials), PHASES),
-    )
-    return [section(title, picture(figure, caption)) for title, figure, caption in made if figure is not None]
 
 
-def _repeat_sections(folder: SearchFolder, trials: Sequence[TrialRecord]) -> list[str]:
-    """What it takes to make each point of the front again."""
-    points = front(trials)[:MOST_POINTS]
-    return [section("Each point of the front again", repeat_table(points, str(folder.snapshot)))] if points else []
+def _uneven_plans(folder: SearchFolder, rows: Sequence[Row]) -> Section:
+    """Of the arms whose layers keep different counts of heads."""
+    ids = {f"{r['recipe']} {percent(r['kv_ratio'])}": r["trial_ids"][0] for r in rows if r["trial_ids"]}
+    uneven = {
+        name: plan
+        for name, plan in _plans(folder, ids).items()
+        if len({(layer.key_heads, layer.value_heads) for layer in plan.layers}) > 1
+    }
+    return _kept_heads("where layers differ; first seed at the best rate", uneven)
 
 
-def _promoted(folder: SearchFolder) -> list[dict[str, Any]]:
-    promotion = read_json(folder.promotion) if folder.promotion.exists() else {}
-    return list(promotion.get("candidates", {}).values())
-
-
-def _lead(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> str:
-    told = [
-        f"{percent(budget)} of the checkpoint's KV: {trial.loss:.3f} ({trial.loss - base['loss']:+.3f}) by "
-        f"{trial.recipe}"
-        for budget, trial in best_per_budget(trials).items()
-    ]
-    return (
-        f'<p class="lead">Original model: {base["loss"]:.3f} nats a token held out, '
-        f"{base['kv_bytes_per_token']} KV bytes a token. Best of {len(trials)} trials: "
-        f"{text('; '.join(told)) or 'none'}.</p>"
-    )
+def _kept_heads(which: str, plans: Mapping[str, AttentionPlan]) -> Section:
+    return Section(f"Heads kept in each layer ({which})", figures.budgets_figure(plans) if plans else None)
 
 
 def _plans(folder: SearchFolder, trial_ids: Mapping[str, str]) -> dict[str, AttentionPlan]:
@@ -231,14 +165,46 @@ def _plans(folder: SearchFolder, trial_ids: Mapping[str, str]) -> dict[str, Atte
     }
 
 
-def _even(plan: AttentionPlan) -> bool:
-    """Whether every layer keeps as many key heads and as many value heads as any other."""
-    return len({(layer.key_heads, layer.value_heads) for layer in plan.layers}) == 1
+def _course_sections(trials: Sequence[TrialRecord]) -> list[Section]:
+    """How the search went: what rung 0 foretold, when trials ran, where their time went."""
+    trials = [t for t in trials if t.copy_of is None]  # whose scores are not its own
+    regrets = [
+        f"at {percent(ratio)} the best untrained ends {a['regret']:.3f} nats above the best of {a['trials']:.0f}"
+        for ratio, a in figures.proxy_agreement(trials).items()
+    ]
+    return [
+        Section(
+            "Rank before training against final rank", figures.proxy_figure(trials), f"{PROXY}{'; '.join(regrets)}."
+        ),
+        Section("When trials ran", figures.timeline_figure(trials), TIMELINE),
+        Section("Where the time went", figures.phases_figure(trials), PHASES),
+    ]
 
 
-def _provenance(folder: SearchFolder, base: Mapping[str, Any] | None) -> str:
-    state = read_json(folder.state) if folder.state.exists() else {}
-    versions = read_json(folder.versions) if folder.versions.exists() else {}
+def _again_section(folder: SearchFolder, trials: Sequence[TrialRecord]) -> Section:
+    """Of each point of the front: what it was, its digests, and the command that makes it again."""
+    points = [
+        {
+            "summary": f"{t.recipe}, {percent(t.kv_ratio)} of the checkpoint's KV: {number(t.loss)}",
+            "facts": {
+                "learning rate": f"{t.learning_rate:g}",
+                "seed": UNTOLD if t.seed is None else str(t.seed),
+                "steps": str(t.step),
+                "plan digest": t.plan_digest or UNTOLD,
+                "weights digest": t.last.get("weights_digest") or UNTOLD,
+                "trial": t.trial_id,
+                "MLflow run": t.run_id or UNTOLD,
+            },
+            "command": command_of(t, str(folder.snapshot)),
+            "why_not": f"No command makes this plan; it lies in trials/{t.trial_id}/plan.json.",
+        }
+        for t in front(trials)[:MOST_POINTS]
+    ]
+    return Section("Each point of the front again", text=AGAIN if points else "", again=points)
+
+
+def _provenance(folder: SearchFolder, base: Mapping[str, Any]) -> Section:
+    state = _recorded(folder.state)
     facts = {
         "command": state.get("command"),
         "started": state.get("started"),
@@ -246,23 +212,8 @@ def _provenance(folder: SearchFolder, base: Mapping[str, Any] | None) -> str:
         "tracking": state.get("tracking"),
         "parent run": state.get("parent_run"),
         "time": clock(state["seconds"]) if state.get("seconds") else None,
-        **({f"{k} digest": v for k, v in base.get("digests", {}).items()} if base else {}),
-        "versions": ", ".join(f"{k} {v}" for k, v in versions.items()),
+        **{f"{name} digest": digest for name, digest in base.get("digests", {}).items()},
+        "versions": ", ".join(f"{name} {version}" for name, version in _recorded(folder.versions).items()),
     }
-    rows = [(False, f'<td>{text(k)}</td><td class="text">{text(str(v))}</td>') for k, v in facts.items() if v]
-    return (
-        table(("what", "value"), rows, text_from=1) + f"<pre>{text(folder.snapshot.read_text(encoding='utf-8'))}</pre>"
-    )
-
-
-def section(title: str, content: str) -> str:
-    return f"<h2>{text(title)}</h2>\n{content}"
-
-
-def _folded(summary: str, content: str) -> str:
-    return f"<details><summary>{text(summary)}</summary>\n{content}\n</details>"
-
-
-def picture(figure: Any, caption: str = "") -> str:
-    told = f"<figcaption>{text(caption)}</figcaption>" if caption else ""
-    return f'<figure>{told}<div class="wide">{figures.svg(figure)}</div></figure>'
+    source = folder.snapshot.read_text(encoding="utf-8")
+    return Section("How this was made", table=facts_table(facts), source=source)

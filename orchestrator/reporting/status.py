@@ -7,7 +7,6 @@ its workers while they train. What processes take to start, and what has not bee
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,23 +17,16 @@ from typing import Any
 import yaml
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.reporting.comparison import OF_THE_CHECKPOINT
 from orchestrator.reporting.durations import clock
+from orchestrator.reporting.tables import Table, facts_table
 from orchestrator.storage import records
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import (
-    TrialRecord,
-    compact,
-    front,
-    number,
-    percent,
-    read_json,
-)
+from orchestrator.storage.records import TrialRecord, compact, front, number, percent, read_json
 
 STATES = (records.WAITING, records.RUNNING, *records.ENDED)
 POINTS = 12  # of the front, as many as a terminal has room for
@@ -217,28 +209,15 @@ def facts(view: View) -> dict[str, str]:
 
 def picture(view: View) -> Group:
     """The view for a terminal: facts, front, failures."""
-    head = Table(box=None, pad_edge=False, show_header=False)
-    head.add_column(style="bold")
-    head.add_column(overflow="fold")
-    for name, value in facts(view).items():
-        head.add_row(name, Text(value))
-    parts: list[Any] = [Text(view.name, style="bold"), head]
+    parts: list[Any] = [Text(view.name, style="bold"), facts_table(facts(view)).for_terminal(show_header=False)]
     if view.front:
-        table = Table(box=None, pad_edge=False, title="front so far", title_justify="left")
-        for name, justify in (
-            ("recipe", "left"),
-            (OF_THE_CHECKPOINT, "right"),
-            ("bytes/token", "right"),
-            ("steps", "right"),
-        ):
-            table.add_column(name, justify=justify)  # type: ignore[arg-type]
-        table.add_column("loss", justify="right")
-        table.add_column("loss increase", justify="right")
-        for p in view.front[:POINTS]:
-            cells = (p["recipe"], percent(p["kv_ratio"]), str(p["kv_bytes_per_token"]), str(p["step"]))
-            increase = math.nan if p["loss_increase"] is None else p["loss_increase"]
-            table.add_row(*map(Text, (*cells, number(p["loss"]), number(increase, "+.3f"))))
-        parts.append(table)
+        rows = [
+            (p["recipe"], percent(p["kv_ratio"]), str(p["kv_bytes_per_token"]), str(p["step"]), number(p["loss"]),
+             number(p["loss_increase"], "+.3f"))
+            for p in view.front[:POINTS]
+        ]  # fmt: skip
+        columns = ("recipe", OF_THE_CHECKPOINT, "KV bytes/token", "steps", "loss", "loss increase")
+        parts.append(Table(columns, rows).for_terminal(title="front so far", title_justify="left"))
     parts += [Text(f"failed: {text}", style="red") for text in view.failures[-3:]]
     return Group(*parts)
 

@@ -88,7 +88,7 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
         return {"metrics": reports[-1]}
     if job.relaxation is not None:
         try:
-            relaxed = relax(job, link.rank, link.world_size)
+            relaxed = relax(job)
         except TrainingDiverged as error:
             return {"diverged": f"relaxation: {error}"}
         job = job.after_relaxation(relaxed.model_dir)

@@ -1,6 +1,5 @@
 """Relaxations: trained ways from a checkpoint's heads to a plan's. One file a part, collected by the axis."""
 
-from trainers.relaxations.axis import RELAXATION
-from trainers.relaxations.base import Relaxation, is_coarser, lifted
+from trainers.relaxations.base import RELAXATION, Relaxation, is_coarser, lifted
 
 __all__ = ["RELAXATION", "Relaxation", "is_coarser", "lifted"]

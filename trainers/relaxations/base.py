@@ -10,15 +10,16 @@ Legend: L layers, S source heads that a projection holds, d head dim, D model di
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from attention.axes import Axis
 from attention.conversion.conversion import assemble, lift, read_layers, unshare
 from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
@@ -27,6 +28,7 @@ from attention.modeling.modeling import check_fits, plan_of
 from attention.plan import AttentionPlan, LayerPlan, PlanError, groups_of
 from trainers.parameter_groups import ParameterGroup
 
+RELAXATION = Axis("relaxation", "trainers.relaxations")
 Groups = tuple[tuple[int, ...], ...]
 
 
@@ -61,6 +63,10 @@ class HeadProjection(nn.Linear):
         """The weight `[S, d, D]` and bias `[S, d]` that this pass computes with."""
         return self.source()
 
+    def collapsed(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """One head a group in the place of the heads held, `weight` and `bias` as `source` gives them, in float32."""
+        raise NotImplementedError
+
     def source(self) -> tuple[Tensor, Tensor | None]:
         """The heads held, `[S, d, D]` and `[S, d]`. Inside the module's own call only, as ZeRO 3 has it."""
         bias = None if self.bias is None else self.bias.unflatten(0, (-1, self.head_dim))
@@ -74,15 +80,19 @@ class HeadProjection(nn.Linear):
 class Relaxation(nn.Module, ABC):
     """The protocol. Sits in the relaxed model as its child `relaxation`, so that what it learns is saved with it.
 
-    `stop_early`: end the stage as soon as `finished` says so.
+    `stand_ins`: of each layer, by side ("k" or "v"), those that belong to its attention module. `stop_early`: end the
+    stage as soon as `finished` says so.
     """
 
     stop_early = False
 
-    def __init__(self, model: PreTrainedModel, plan: AttentionPlan) -> None:
+    def __init__(
+        self, model: PreTrainedModel, plan: AttentionPlan, stand_ins: Sequence[Mapping[str, HeadProjection]] = ()
+    ) -> None:
         super().__init__()
         self.plan = plan
-        self._model = (model,)  # in a tuple, so that the model does not become its own grandchild
+        self.stand_ins = tuple(stand_ins)  # in a tuple of mappings, and the model in one: neither becomes a child
+        self._model = (model,)
         self.train(model.training)
         model.relaxation = self  # type: ignore[assignment]
 
@@ -110,17 +120,20 @@ class Relaxation(nn.Module, ABC):
     def parameter_groups(self) -> list[ParameterGroup]:
         """The parameters with rates of their own; all others train at the model's."""
 
-    @abstractmethod
-    def _collapsed(self, layer: int, heads: LayerHeads) -> LayerHeads:
-        """Layer `layer` with the plan's key and value heads in place of the source heads."""
-
     @torch.no_grad()
     def collapse(self) -> list[LayerHeads]:
         """The heads of every layer, float32, keys and values in the order of the plan's groups.
 
         For whole weights: with ZeRO 3 load the gathered weights into a second relaxed model and collapse that.
         """
-        return [self._collapsed(index, heads) for index, heads in enumerate(read_layers(self.model))]
+        layers = read_layers(self.model)
+        for index, sides in enumerate(self.stand_ins):
+            for side, projection in sides.items():
+                heads = layers[index]
+                rows, bias = projection.collapsed(getattr(heads, side), getattr(heads, f"{side}_bias"))
+                bias = None if bias is None else bias.float()
+                layers[index] = replace(heads, **{side: rows.float(), f"{side}_bias": bias})
+        return layers
 
     def collapsed_model(self) -> PreTrainedModel:
         """The plain converted model."""
@@ -175,16 +188,7 @@ def opened(model: PreTrainedModel, plan: AttentionPlan) -> tuple[PreTrainedModel
     # Families with a fused projection only take it apart for fewer key and value heads: pretend, then put all back.
     single = LayerPlan((0,) * old.num_heads, (0,) * old.num_heads)
     layers = read_layers(model)
-    first = [
-        replace(
-            h,
-            k=h.k[:1],
-            v=h.v[:1],
-            k_bias=None if h.k_bias is None else h.k_bias[:1],
-            v_bias=None if h.v_bias is None else h.v_bias[:1],
-        )
-        for h in layers
-    ]
+    first = [heads.expand((0,), (0,)) for heads in layers]
     new = assemble(model, replace(old, layers=(single,) * old.num_layers), first)
     for module, heads, layer in zip(attention_modules(new), layers, old.layers, strict=True):
         heads = heads.to(new.device, new.dtype)
@@ -198,9 +202,27 @@ def opened(model: PreTrainedModel, plan: AttentionPlan) -> tuple[PreTrainedModel
 
 
 def attention_modules(model: PreTrainedModel) -> list[Any]:
-    return cast("list[Any]", list(family_of(model.config).attention_modules(model)))
+    return list(family_of(model.config).attention_modules(model))
 
 
-def replaced(heads: LayerHeads, side: str, rows: Tensor, bias: Tensor | None) -> LayerHeads:
-    """`heads` with other keys (`side` "k") or values ("v"), in float32."""
-    return replace(heads, **{side: rows.float(), f"{side}_bias": None if bias is None else bias.float()})
+StandIn = TypeVar("StandIn", bound=HeadProjection)
+
+
+def put_in_place(
+    model: PreTrainedModel, old: AttentionPlan, new: AttentionPlan, make: Callable[[HeadProjection, Groups], StandIn]
+) -> list[dict[str, StandIn]]:
+    """Put `make(projection, groups)` in the place of every k and v projection of an opened model whose heads `new`
+    fuses. Returns them by side, for each layer. Raises PlanError if `new` fuses nothing, or splits a head of `old`.
+    """
+    made: list[dict[str, StandIn]] = []
+    for index, module in enumerate(attention_modules(model)):
+        made.append({})
+        for side, name in (("k", "key_map"), ("v", "value_map")):
+            maps = getattr(old.layers[index], name), getattr(new.layers[index], name)
+            groups = coarser_groups(*maps, f"layer {index}, {name}")
+            if any(len(group) > 1 for group in groups):
+                made[-1][side] = make(getattr(module, f"{side}_proj"), groups)
+                setattr(module, f"{side}_proj", made[-1][side])
+    if not any(made):
+        raise PlanError("the plan fuses nothing: it has as many key and value heads as the model")
+    return made

@@ -15,26 +15,15 @@ Where the paper is **silent**:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention.conversion.relaxation_knobs import HARD_CONCRETE
-from attention.heads import LayerHeads
 from attention.plan import AttentionPlan, PlanError
 from trainers.parameter_groups import ParameterGroup
-from trainers.relaxations.axis import RELAXATION
-from trainers.relaxations.base import (
-    Groups,
-    HeadProjection,
-    Learned,
-    Relaxation,
-    attention_modules,
-    opened,
-    replaced,
-)
+from trainers.relaxations.base import RELAXATION, Groups, HeadProjection, Learned, Relaxation, opened, put_in_place
 
 SOURCE = "Jin 2024 (paper 001), sec. 3.5, Eq. 25 to 29; Louizos 2017, Eq. 10 to 13"
 BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1  # temperature and stretched interval, Louizos 2017, sec. 4.1
@@ -83,40 +72,49 @@ def faded(z: Tensor, own: Tensor, shared: Tensor, head_map: Tensor) -> Tensor:
 
 
 class MaskedProjection(HeadProjection):
-    """The k or v projection of Align: its original heads, its groups' new heads (their means at first), the masks."""
+    """The k or v projection of Align: its original heads, its groups' new heads (their means at first), the masks.
+
+    `masks`: whose masks it fades by, and at which row of them.
+    """
 
     head_map: Tensor
+    masks: tuple[HardConcrete, int]
 
-    def __init__(self, linear: HeadProjection, groups: Groups, head_map: Sequence[int]) -> None:
+    def __init__(self, linear: HeadProjection, groups: Groups) -> None:
         weight, bias = linear.source()
-        weight, bias = weight.detach(), None if bias is None else bias.detach()
-        super().__init__(weight, bias)
-        means = torch.stack([weight[list(group)].double().mean(0) for group in groups]).to(weight.dtype)
-        self.shared_weight = nn.Parameter(means)
-        self.shared_bias = None
+        super().__init__(weight.detach(), None if bias is None else bias.detach())
+        self.shared_weight, self.shared_bias = _means(weight, groups), None
         if bias is not None:
-            self.shared_bias = nn.Parameter(
-                torch.stack([bias[list(g)].double().mean(0) for g in groups]).to(bias.dtype)
-            )
-        self.register_buffer("head_map", torch.tensor(head_map, device=weight.device), persistent=False)
-        self._masks: tuple[HardConcrete, int] | None = None
-
-    def follow(self, masks: HardConcrete, row: int) -> None:
-        self._masks = (masks, row)
+            self.shared_bias = _means(bias, groups)
+        head_map = torch.empty(len(weight), dtype=torch.int64)
+        for index, group in enumerate(groups):
+            head_map[list(group)] = index
+        self.register_buffer("head_map", head_map.to(weight.device), persistent=False)
 
     def mixed(self) -> tuple[Tensor, Tensor | None]:
-        if self._masks is None:
-            raise RuntimeError("a masked projection computes only as part of its relaxation; use install")
-        masks, row = self._masks
+        masks, row = self.masks
         z, (weight, bias) = masks.masks()[row], self.source()
         weight = faded(z, weight, self.shared_weight, self.head_map)
         if bias is not None and self.shared_bias is not None:
             bias = faded(z, bias, self.shared_bias, self.head_map)
         return weight, bias
 
+    def collapsed(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self.shared_weight.detach(), None if self.shared_bias is None else self.shared_bias.detach()
 
+
+def _means(rows: Tensor, groups: Groups) -> nn.Parameter:
+    """The mean of each group's heads, `[S, ...]` -> `[G, ...]`."""
+    return nn.Parameter(torch.stack([rows.detach()[list(g)].double().mean(0) for g in groups]).to(rows.dtype))
+
+
+@RELAXATION.part("hard_concrete", source=SOURCE, knobs=HARD_CONCRETE)
 class HardConcrete(Relaxation):
-    """Align's pruning training. `penalty` is Eq. 29 over all masks at once."""
+    """Align's pruning training, of a copy of `model`, towards `plan`. `penalty` is Eq. 29 over all masks at once.
+
+    One mask a query head serves its key and its value (Eq. 27 and 28). `generator` seeds the masks' noise (None: 0).
+    Raises PlanError if the model shares heads already.
+    """
 
     seed: Tensor
 
@@ -124,36 +122,38 @@ class HardConcrete(Relaxation):
         self,
         model: PreTrainedModel,
         plan: AttentionPlan,
-        layers: Sequence[dict[str, MaskedProjection]],
         *,
-        seed: int,
+        steps: int,
+        generator: torch.Generator | None = None,
         rate: float,
         log_alpha_start: float,
-        fall: float,
-        freeze: float,
+        target_fraction: float,
+        freeze_fraction: float,
     ) -> None:
-        super().__init__(model, plan)
-        self._layers = tuple(layers)
-        self.rate, self.fall, self.freeze = rate, fall, freeze
+        new, old = opened(model, plan)
+        if not all(layer.is_identity for layer in old.layers):
+            raise PlanError(
+                "relaxation=hard_concrete needs one key and one value head a query head; lift the model first"
+            )
+        layers = put_in_place(new, old, plan, MaskedProjection)
+        super().__init__(new, plan, layers)
+        self.rate, self.fall, self.freeze = rate, target_fraction * steps, freeze_fraction * steps
         masked = [layer for layer in layers if layer]
-        start = torch.full((len(masked), plan.num_heads), log_alpha_start, device=model.device, dtype=model.dtype)
-        self.log_alpha = Learned(start)
-        self.register_buffer("seed", torch.tensor(seed, device=model.device))
+        self._shape = len(masked), plan.num_heads
+        self.log_alpha = Learned(torch.full(self._shape, log_alpha_start, device=new.device, dtype=new.dtype))
+        seed = 0 if generator is None else int(torch.randint(2**31, (1,), generator=generator))
+        self.register_buffer("seed", torch.tensor(seed, device=new.device))
         for row, layer in enumerate(masked):
             for projection in layer.values():
-                projection.follow(self, row)
+                projection.masks = self, row
         self.begin(0)
 
     def begin(self, step: int) -> None:
         """Draw the step's noise: a function of seed and step alone, so equal on all workers and after a resume."""
         self.step = step
         generator = torch.Generator().manual_seed(int(self.seed) * 1_000_003 + step)
-        uniform = torch.rand(tuple(self._shape), generator=generator, dtype=torch.float64)
+        uniform = torch.rand(self._shape, generator=generator, dtype=torch.float64)
         self._uniform = uniform.clamp(1e-6, 1 - 1e-6).float()
-
-    @property
-    def _shape(self) -> tuple[int, int]:
-        return sum(bool(layer) for layer in self._layers), self.plan.num_heads
 
     @property
     def frozen(self) -> bool:
@@ -189,56 +189,3 @@ class HardConcrete(Relaxation):
 
     def parameter_groups(self) -> list[ParameterGroup]:
         return [ParameterGroup((self.log_alpha.value,), self.rate)]
-
-    def _collapsed(self, layer: int, heads: LayerHeads) -> LayerHeads:
-        for side, projection in self._layers[layer].items():
-            bias = projection.shared_bias
-            heads = replaced(heads, side, projection.shared_weight.detach(), None if bias is None else bias.detach())
-        return heads
-
-
-@RELAXATION.part("hard_concrete", source=SOURCE, knobs=HARD_CONCRETE)
-def install(
-    model: PreTrainedModel,
-    plan: AttentionPlan,
-    *,
-    steps: int,
-    generator: torch.Generator | None = None,
-    rate: float,
-    log_alpha_start: float,
-    target_fraction: float,
-    freeze_fraction: float,
-) -> HardConcrete:
-    """Relax a copy of `model`, which keeps one key and one value head a query head, towards `plan`.
-
-    One mask a query head serves its key and its value (Eq. 27 and 28). `generator` seeds the masks' noise (None: 0).
-    Raises PlanError if the model shares heads already.
-    """
-    new, old = opened(model, plan)
-    if not all(layer.is_identity for layer in old.layers):
-        raise PlanError("relaxation=hard_concrete needs one key and one value head a query head; lift the model first")
-    layers: list[dict[str, MaskedProjection]] = []
-    for module, layer in zip(attention_modules(new), plan.layers, strict=True):
-        layers.append({})
-        for side, groups, head_map in (
-            ("k", layer.key_groups, layer.key_map),
-            ("v", layer.value_groups, layer.value_map),
-        ):
-            if len(groups) == plan.num_heads:
-                continue
-            masked = MaskedProjection(getattr(module, f"{side}_proj"), groups, head_map)
-            setattr(module, f"{side}_proj", masked)
-            layers[-1][side] = masked
-    if not any(layers):
-        raise PlanError("the plan fuses nothing: it has a key and a value head for every query head")
-    seed = 0 if generator is None else int(torch.randint(2**31, (1,), generator=generator))
-    return HardConcrete(
-        new,
-        plan,
-        layers,
-        seed=seed,
-        rate=rate,
-        log_alpha_start=log_alpha_start,
-        fall=target_fraction * steps,
-        freeze=freeze_fraction * steps,
-    )

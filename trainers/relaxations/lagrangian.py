@@ -15,27 +15,16 @@ Where the paper is **silent** or at odds with itself:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.conversion.relaxation_knobs import LAGRANGIAN
-from attention.heads import LayerHeads
 from attention.plan import AttentionPlan
 from trainers.parameter_groups import ParameterGroup
-from trainers.relaxations.axis import RELAXATION
-from trainers.relaxations.base import (
-    Groups,
-    HeadProjection,
-    Learned,
-    Relaxation,
-    attention_modules,
-    coarser_groups,
-    opened,
-    replaced,
-)
+from trainers.relaxations.base import RELAXATION, Groups, HeadProjection, Learned, Relaxation, opened, put_in_place
 
 SOURCE = "Chen 2024 (paper 000), sec. 4.2, Eq. 5 to 8, and App. B.2"
 
@@ -139,34 +128,43 @@ class FusedProjection(HeadProjection):
         return torch.stack(rows), torch.stack(shift) if shift else None
 
 
+@RELAXATION.part("lagrangian", source=SOURCE, knobs=LAGRANGIAN)
 class Lagrangian(Relaxation):
-    """DHA's fusion stage. `penalty` is the second term of Eq. 8."""
+    """DHA's fusion stage, of a copy of `model`, towards `plan` over `steps` steps. `penalty` is the second term of
+    Eq. 8. Nothing is random, so `generator` is not used.
+
+    The model may share heads already if the plan's groups are made of whole groups of its own (stages 2x, 4x, 8x of
+    App. B.2: relax, collapse, relax the result with the next plan). Raises PlanError for any other plan.
+    """
 
     stop_early = True
+    stand_ins: tuple[dict[str, FusedProjection], ...]
 
     def __init__(
         self,
         model: PreTrainedModel,
         plan: AttentionPlan,
-        layers: Sequence[dict[str, FusedProjection]],
         *,
-        warmup: int,
-        base: float,
+        steps: int,
+        generator: torch.Generator | None = None,
         rate: float,
+        per_dimension: bool,
+        base: float,
+        margin_fraction: float,
         multiplier_start: float,
         tolerance: float,
     ) -> None:
-        super().__init__(model, plan)
-        self._layers = tuple(layers)  # a tuple of dicts: the projections belong to their attention modules
-        self.warmup, self.base, self.rate, self.tolerance = warmup, base, rate, tolerance
-        self.multiplier = Learned(torch.tensor([multiplier_start], device=model.device, dtype=model.dtype))
+        new, old = opened(model, plan)
+        super().__init__(new, plan, put_in_place(new, old, plan, partial(FusedProjection, per_dimension=per_dimension)))
+        self.warmup, self.base, self.rate, self.tolerance = round(margin_fraction * steps), base, rate, tolerance
+        self.multiplier = Learned(torch.tensor([multiplier_start], device=new.device, dtype=new.dtype))
         self._latest: Tensor | None = None
 
     def layer_losses(self) -> list[Tensor]:
         """Mean L_head over the pairs of each layer in which something is fused, keys and values together."""
         return [
             torch.stack([p.fusion_loss() for p in layer.values()]).sum() / sum(p.pairs for p in layer.values())
-            for layer in self._layers
+            for layer in self.stand_ins
             if layer
         ]
 
@@ -189,7 +187,7 @@ class Lagrangian(Relaxation):
         """fusion_loss, multiplier, own_share (mean ω of a head for itself: 1 at the start, about 1/g at the end)."""
         shares = [
             block.float().mean(-1).diagonal()
-            for layer in self._layers
+            for layer in self.stand_ins
             for projection in layer.values()
             for block in blocks(projection.coefficients(), projection.groups)
             if len(block) > 1
@@ -204,7 +202,7 @@ class Lagrangian(Relaxation):
     def distances(self, side: str) -> list[Tensor | None]:
         """For each layer L_head between all heads, `[S, S]`, on side "k" or "v"; between groups it is infinite."""
         found: list[Tensor | None] = []
-        for layer in self._layers:
+        for layer in self.stand_ins:
             projection = layer.get(side)
             if projection is None:
                 found.append(None)
@@ -219,56 +217,5 @@ class Lagrangian(Relaxation):
         return found
 
     def parameter_groups(self) -> list[ParameterGroup]:
-        learned = [p.coefficients.value for layer in self._layers for p in layer.values()]
+        learned = [p.coefficients.value for layer in self.stand_ins for p in layer.values()]
         return [ParameterGroup((*learned, self.multiplier.value), self.rate)]
-
-    def _collapsed(self, layer: int, heads: LayerHeads) -> LayerHeads:
-        for side, projection in self._layers[layer].items():
-            rows, bias = getattr(heads, side), getattr(heads, f"{side}_bias")
-            heads = replaced(heads, side, *projection.collapsed(rows, bias))
-        return heads
-
-
-@RELAXATION.part("lagrangian", source=SOURCE, knobs=LAGRANGIAN)
-def install(
-    model: PreTrainedModel,
-    plan: AttentionPlan,
-    *,
-    steps: int,
-    generator: torch.Generator | None = None,
-    rate: float,
-    per_dimension: bool,
-    base: float,
-    margin_fraction: float,
-    multiplier_start: float,
-    tolerance: float,
-) -> Lagrangian:
-    """Relax a copy of `model` towards `plan` over `steps` steps; nothing is random, so `generator` is not used.
-
-    The model may share heads already if the plan's groups are made of whole groups of its own (stages 2x, 4x, 8x of
-    App. B.2: relax, collapse, relax the result with the next plan). Raises PlanError for any other plan.
-    """
-    new, old = opened(model, plan)
-    layers: list[dict[str, FusedProjection]] = []
-    for index, module in enumerate(attention_modules(new)):
-        layers.append({})
-        for side, name in (("k", "key_map"), ("v", "value_map")):
-            maps = getattr(old.layers[index], name), getattr(plan.layers[index], name)
-            groups = coarser_groups(*maps, f"layer {index}, {name}")
-            if all(len(group) == 1 for group in groups):
-                continue
-            fused = FusedProjection(getattr(module, f"{side}_proj"), groups, per_dimension)
-            setattr(module, f"{side}_proj", fused)
-            layers[-1][side] = fused
-    if not any(layers):
-        raise ValueError("the plan fuses nothing: it has as many key and value heads as the model")
-    return Lagrangian(
-        new,
-        plan,
-        layers,
-        warmup=round(margin_fraction * steps),
-        base=base,
-        rate=rate,
-        multiplier_start=multiplier_start,
-        tolerance=tolerance,
-    )

@@ -18,7 +18,7 @@ the shared weight is where a distance is left (the mean C, which changes the wei
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,13 +28,11 @@ from transformers import PreTrainedModel
 
 from attention.conversion.conversion import assemble, read_layers
 from attention.conversion.relaxation_knobs import PULL_TOGETHER
-from attention.heads import LayerHeads
 from attention.modeling.shared_heads import SharedSite, shared_sites
 from attention.modeling.shared_weights import SharedColumns, SharedProjection, stored
 from attention.plan import AttentionPlan, PlanError
 from trainers.parameter_groups import ParameterGroup
-from trainers.relaxations.axis import RELAXATION
-from trainers.relaxations.base import Learned, Relaxation, opened
+from trainers.relaxations.base import RELAXATION, Learned, Relaxation, opened
 
 Block = tuple[int, int]  # layer, head
 
@@ -78,51 +76,6 @@ class Beside:
         x = args[0]
         extra = F.linear(x, lines[:, : x.shape[-1]], lines[:, -1] if lines.shape[1] > x.shape[-1] else None)
         return output.index_add(-1, self.places, extra)
-
-
-class PullTogether(Relaxation):
-    """PostShare's post-training: the shared model of the plan, and beside it the differences, which shrink."""
-
-    def __init__(
-        self, model: PreTrainedModel, plan: AttentionPlan, stars: Sequence[Star], *, rate: float, tolerance: float
-    ):
-        super().__init__(model, plan)
-        self.stars, self.rate, self.tolerance = nn.ModuleList(stars), rate, tolerance
-        self._left: float | None = None
-
-    def remaining(self) -> float:
-        """The squared distance of all pairs over that at step 0."""
-        with torch.no_grad():
-            stars: list[Any] = list(self.stars)
-            now = torch.stack([star.distance() for star in stars]).sum()
-            return float(now / torch.stack([star.start.float() for star in stars]).sum())
-
-    def penalty(self, step: int) -> Tensor:
-        """Nothing: what the penalty would do is the groups' `shrink`."""
-        return torch.zeros((), device=self.model.device)
-
-    def finished(self) -> bool:
-        """The pairs, as of the last `metrics`, are as near to each other as the tolerance asks for."""
-        return self._left is not None and self._left <= self.tolerance
-
-    def metrics(self) -> dict[str, float]:
-        """distance: what is left of the squared distance of the pairs, 1 at step 0."""
-        self._left = self.remaining()
-        return {"distance": self._left}
-
-    def parameter_groups(self) -> list[ParameterGroup]:
-        return [ParameterGroup(tuple(self.stars.parameters()), None, shrink=self.rate)]
-
-    @torch.no_grad()
-    def collapse(self) -> list[LayerHeads]:
-        """Every head with the weights that it shares. MLP blocks are no heads: `collapsed_model` shares them."""
-        return read_layers(self.model)
-
-    def _collapsed(self, layer: int, heads: LayerHeads) -> LayerHeads:
-        return heads
-
-
-# ---- making room in a model -----------------------------------------------------------------------------------
 
 
 def _lines(projection: Any, columns: bool) -> Tensor:
@@ -169,28 +122,58 @@ def _part(site: SharedSite, plain: SharedSite) -> Iterator[Star]:
 
 
 @RELAXATION.part("pull_together", source="Cao 2024 (paper 004): PostShare", knobs=PULL_TOGETHER, needs=("shares",))
-def install(
-    model: PreTrainedModel,
-    plan: AttentionPlan,
-    *,
-    steps: int,
-    generator: torch.Generator | None = None,
-    rate: float,
-    tolerance: float,
-) -> PullTogether:
-    """Relax a copy of `model` towards the shares of `plan`; nothing is random, and no schedule depends on `steps`.
+class PullTogether(Relaxation):
+    """PostShare's post-training, of a copy of `model`: the shared model of `plan`, and beside it the differences, which
+    shrink. Nothing is random, and no schedule depends on `steps`.
 
+    `collapse` gives every head with the weights that it shares; MLP blocks are no heads: `collapsed_model` shares them.
     Raises PlanError if the plan shares nothing, or if the model or the plan has fewer key or value than query heads.
     """
-    if not plan.is_shared:
-        raise PlanError("relaxation=pull_together needs a plan with shared heads or MLP blocks, got none")
-    plain, old = opened(model, plan)
-    if not all(layer.is_identity for layer in (*old.layers, *plan.layers)):
-        raise PlanError(
-            "relaxation=pull_together shares whole heads, query, key and value; model and plan must keep one key and "
-            "one value head a query head"
-        )
-    new = assemble(plain, plan, read_layers(plain))
-    pairs = zip(shared_sites(new, plan), shared_sites(plain, plan), strict=True)
-    stars = [star for site, own in pairs for star in _part(site, own)]
-    return PullTogether(new, plan, stars, rate=rate, tolerance=tolerance)
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        plan: AttentionPlan,
+        *,
+        steps: int,
+        generator: torch.Generator | None = None,
+        rate: float,
+        tolerance: float,
+    ) -> None:
+        if not plan.is_shared:
+            raise PlanError("relaxation=pull_together needs a plan with shared heads or MLP blocks, got none")
+        plain, old = opened(model, plan)
+        if not all(layer.is_identity for layer in (*old.layers, *plan.layers)):
+            raise PlanError(
+                "relaxation=pull_together shares whole heads, query, key and value; model and plan must keep one key "
+                "and one value head a query head"
+            )
+        new = assemble(plain, plan, read_layers(plain))
+        super().__init__(new, plan)
+        sites = zip(shared_sites(new, plan), shared_sites(plain, plan), strict=True)
+        self.stars = nn.ModuleList(star for site, plain_site in sites for star in _part(site, plain_site))
+        self.rate, self.tolerance = rate, tolerance
+        self._left: float | None = None
+
+    def remaining(self) -> float:
+        """The squared distance of all pairs over that at step 0."""
+        with torch.no_grad():
+            stars: list[Any] = list(self.stars)
+            now = torch.stack([star.distance() for star in stars]).sum()
+            return float(now / torch.stack([star.start.float() for star in stars]).sum())
+
+    def penalty(self, step: int) -> Tensor:
+        """Nothing: what the penalty would do is the groups' `shrink`."""
+        return torch.zeros((), device=self.model.device)
+
+    def finished(self) -> bool:
+        """The pairs, as of the last `metrics`, are as near to each other as the tolerance asks for."""
+        return self._left is not None and self._left <= self.tolerance
+
+    def metrics(self) -> dict[str, float]:
+        """distance: what is left of the squared distance of the pairs, 1 at step 0."""
+        self._left = self.remaining()
+        return {"distance": self._left}
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        return [ParameterGroup(tuple(self.stars.parameters()), None, shrink=self.rate)]

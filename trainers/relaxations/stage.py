@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from attention.modeling.modeling import plan_of
 from attention.plan import AttentionPlan
 from trainers.loop import LossFunction
-from trainers.relaxations.axis import RELAXATION
-from trainers.relaxations.base import Relaxation, is_coarser, lifted
+from trainers.relaxations.base import RELAXATION, Relaxation, is_coarser, lifted
 from trainers.settings import TrainSettings
 
 
@@ -30,7 +29,7 @@ class RelaxationSpec:
 
     `own_schedule`: each stage has a learning-rate schedule of its own, and so has what follows (paper 000, Table 4);
     else one spans all. `regroup_steps`: so many steps before each stage but the last say which heads of a group are
-    fused first (`trainers.regrouping`); 0: as `plans` have it. For "lagrangian" alone.
+    fused first (`trainers.fusion_search`); 0: as `plans` have it. For "lagrangian" alone.
     """
 
     name: str

@@ -104,7 +104,12 @@ def resolve(source: str) -> Corpus:
         files = tuple(library_files())
         return Corpus(source, "stdlib", source, _digest(platform.python_version(), *map(_stamp, files)), files=files)
     if source.startswith(synthetic_corpus.PREFIX):
-        return _synthetic(source)
+        name = source.removeprefix(synthetic_corpus.PREFIX)
+        try:
+            synthetic_corpus.tasks_of(name, True)
+        except ValueError as error:
+            raise DataError(str(error)) from None
+        return Corpus(source, "synthetic", name, _digest(name, synthetic_corpus.fingerprint()))
     name, split = _split_off(source)
     try:
         files = _local_files(name)
@@ -120,15 +125,6 @@ def resolve(source: str) -> Corpus:
         raise DataError(f"{source!r} is neither 'stdlib', nor local text, nor a hub name like owner/name@subset:split")
     hub_name, _, subset = name.partition("@")
     return Corpus(source, "hub", hub_name, _digest(name, split or "train"), split, subset or None)
-
-
-def _synthetic(source: str) -> Corpus:
-    name = source.removeprefix(synthetic_corpus.PREFIX)
-    try:
-        synthetic_corpus.tasks_of(name, True)
-    except ValueError as error:
-        raise DataError(str(error)) from None
-    return Corpus(source, "synthetic", name, _digest(name, synthetic_corpus.fingerprint()))
 
 
 def library_root() -> Path:

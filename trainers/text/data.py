@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,20 +18,8 @@ from torch import Tensor
 
 from attention.io.files import written_whole
 from trainers.text.corpora import Corpus, DataError, resolve
-from trainers.text.stream import BatchStream
-
-__all__ = [
-    "BatchStream",
-    "DataError",
-    "check_source",
-    "load_sequences",
-    "read_sequences",
-    "sequence_file",
-    "write_sequences",
-]
 
 Split = Literal["train", "eval", "calibration"]
-SPLITS = ("train", "eval", "calibration")
 POOL = 4_000_000  # tokens of text at most from which evaluation and calibration sequences are spaced evenly
 CALIBRATION_SPREAD = 64  # calibration keeps one sequence in so many: few long documents must not stand for all
 CALIBRATION_SEED = 1  # added to the seed: calibration takes other documents first than training does
@@ -114,8 +102,8 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def _check(split: str, tokens: int, sequence_length: int) -> None:
-    if split not in SPLITS:
-        raise DataError(f"split must be one of {SPLITS}, got {split!r}")
+    if split not in get_args(Split):
+        raise DataError(f"split must be one of {get_args(Split)}, got {split!r}")
     if sequence_length < 2:
         raise DataError(f"sequence_length must be at least 2 (one token predicts the next), got {sequence_length}")
     if tokens < sequence_length:
@@ -146,16 +134,12 @@ def _build(
 
 def _tokenise(texts: Iterator[str], tokenizer: Any, limit: int) -> tuple[Tensor, int]:
     """Ids of all documents, each followed by the end token, until `limit` is reached; int32, and the document count."""
-    pieces: list[Tensor] = []
+    pieces = [torch.empty(0, dtype=torch.int32)]
     total = documents = 0
     while total < limit and (batch := list(islice(texts, DOCUMENTS_AT_ONCE))):
-        for ids in _encode(tokenizer, batch):
+        # verbose=False: a document may be longer than the model's context, since it is cut afterwards
+        for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
             pieces.append(torch.tensor([*ids, tokenizer.eos_token_id], dtype=torch.int32))
             total += pieces[-1].numel()
         documents += len(batch)
-    return (torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int32)), documents
-
-
-def _encode(tokenizer: Any, texts: list[str]) -> Iterable[list[int]]:
-    # verbose=False: a document may be longer than the model's context, since it is cut afterwards
-    return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.cat(pieces), documents

@@ -14,13 +14,14 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
+from attention.modeling.running import evaluating
 from trainers.text.synthetic_words import DOMAINS, PEOPLE, Domain
 
 Encode = Callable[[str], Sequence[int]]
@@ -188,41 +189,14 @@ def examples(
     return [episode(task, int(generator.choice(shots)), generator) for task in tasks for _ in range(per_task)]
 
 
-# ---- words as tokens ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """One token a word or sign, for models trained from scratch on these tasks alone. Id 0 is padding."""
-
-    words: tuple[str, ...]
-
-    @classmethod
-    def full(cls) -> Vocabulary:
-        """Every word that any example can hold, sorted."""
-        texts = [*PEOPLE, "Back to whoever is not the first last one listed once name was : . ,"]
-        for domain in DOMAINS.values():
-            texts += [domain.statement, domain.listing, domain.other_class, *domain.classes, *domain.items]
-            texts += [*domain.phrases.values(), *(w for table in domain.answers.values() for w in table.values())]
-        plain = re.sub(r"\{\w+\}", " ", " ".join(texts))
-        return cls(("<pad>", "\n", *sorted(set(re.findall(r"\w+|[^\w\s]", plain)))))
-
-    @cached_property
-    def _ids(self) -> dict[str, int]:
-        return {word: index for index, word in enumerate(self.words)}
-
-    def __len__(self) -> int:
-        return len(self.words)
-
-    def encode(self, text: str) -> list[int]:
-        """Raises ValueError naming a word that is not in the vocabulary."""
-        try:
-            return [self._ids[word] for word in re.findall(r"\w+|\n|[^\w\s]", text)]
-        except KeyError as error:
-            raise ValueError(f"the text must be made of the tasks' own words, got {error.args[0]!r}") from None
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return " ".join(self.words[i] for i in ids)
+def vocabulary() -> tuple[str, ...]:
+    """Every word and sign that any example can hold, sorted, behind padding (id 0) and the line end."""
+    texts = [*PEOPLE, "Back to whoever is not the first last one listed once name was : . ,"]
+    for domain in DOMAINS.values():
+        texts += [domain.statement, domain.listing, domain.other_class, *domain.classes, *domain.items]
+        texts += [*domain.phrases.values(), *(w for table in domain.answers.values() for w in table.values())]
+    plain = re.sub(r"\{\w+\}", " ", " ".join(texts))
+    return ("<pad>", "\n", *sorted(set(re.findall(r"\w+|[^\w\s]", plain))))
 
 
 # ---- evaluation --------------------------------------------------------------------------------------------------
@@ -239,30 +213,27 @@ class Score:
     by_task: dict[str, float]
 
 
-@torch.no_grad()
-def evaluate_tasks(
-    model: Any, items: Sequence[Example], encode: Encode, *, batch_size: int = 16, pad_id: int = 0
-) -> Score:
+def evaluate_tasks(model: Any, items: Sequence[Example], encode: Encode, *, batch_size: int = 16) -> Score:
     """Score a causal model on examples (paper 002, Table 5). `encode` gives token ids without special tokens.
 
     Padded on the right, which a causal model does not see. The answer is encoded with its leading space.
     """
     if not items:
         raise ValueError("expected at least one example, got none")
-    was_training, device = model.training, next(model.parameters()).device
-    model.eval()
+    device = next(model.parameters()).device
     nats, right = [], []
-    for start in range(0, len(items), batch_size):
-        pairs = [(list(encode(e.prompt)), list(encode(f" {e.answer}"))) for e in items[start : start + batch_size]]
-        width = max(len(prompt) + len(answer) for prompt, answer in pairs)
-        ids = torch.tensor([p + a + [pad_id] * (width - len(p) - len(a)) for p, a in pairs], device=device)
-        logits = model(input_ids=ids, use_cache=False).logits
-        for row, (prompt, answer) in enumerate(pairs):
-            predicted = logits[row, len(prompt) - 1 : len(prompt) + len(answer) - 1].float()
-            target = torch.tensor(answer, device=device)
-            nats.append(float(F.cross_entropy(predicted, target, reduction="sum")))
-            right.append(bool((predicted.argmax(-1) == target).all()))
-    model.train(was_training)
-    names = [e.task.name for e in items]
-    by_task = {n: float(np.mean([r for r, m in zip(right, names, strict=True) if m == n])) for n in sorted(set(names))}
-    return Score(float(np.mean(right)), math.exp(float(np.mean(nats))), len(items), by_task)
+    with evaluating(model):
+        for start in range(0, len(items), batch_size):
+            pairs = [(list(encode(e.prompt)), list(encode(f" {e.answer}"))) for e in items[start : start + batch_size]]
+            rows = [torch.tensor(prompt + answer, device=device) for prompt, answer in pairs]
+            logits = model(input_ids=pad_sequence(rows, batch_first=True), use_cache=False).logits
+            for row, (prompt, answer) in enumerate(pairs):
+                predicted = logits[row, len(prompt) - 1 : len(prompt) + len(answer) - 1].float()
+                target = torch.tensor(answer, device=device)
+                nats.append(float(F.cross_entropy(predicted, target, reduction="sum")))
+                right.append(bool((predicted.argmax(-1) == target).all()))
+    by_task: dict[str, list[bool]] = {}
+    for example, is_right in zip(items, right, strict=True):
+        by_task.setdefault(example.task.name, []).append(is_right)
+    accuracies = {name: float(np.mean(by_task[name])) for name in sorted(by_task)}
+    return Score(float(np.mean(right)), math.exp(float(np.mean(nats))), len(items), accuracies)

@@ -16,7 +16,6 @@ import numpy as np
 
 from trainers.text.synthetic import (
     PATTERNS,
-    Example,
     Score,
     Task,
     all_tasks,
@@ -64,15 +63,12 @@ def documents(name: str, train: bool, seed: int | None) -> Iterator[str]:
         made += 1
 
 
-def asked(name: str, per_task: int) -> list[Example]:
-    """`per_task` examples of each held-out task, always the same."""
-    return examples(tasks_of(name, False), per_task, np.random.default_rng([0, ASKING]), ASKED_SHOTS)
-
-
 def score(model: Any, tokenizer: Any, name: str, per_task: int = 12) -> Score:
-    """How a model answers the held-out tasks of `synthetic:name`; the paper has 12 examples a task (App. F)."""
+    """How a model answers the held-out tasks of `synthetic:name`, always the same examples; the paper has 12 a task
+    (App. F)."""
+    asked = examples(tasks_of(name, False), per_task, np.random.default_rng([0, ASKING]), ASKED_SHOTS)
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
-    return evaluate_tasks(model, asked(name, per_task), encode)
+    return evaluate_tasks(model, asked, encode)

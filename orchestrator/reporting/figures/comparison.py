@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
 from orchestrator.reporting.comparison import Row
-from orchestrator.reporting.figures.drawing import STYLE, legend_below, looks_of, one_axes
+from orchestrator.reporting.figures.drawing import legend_below, looks_of, one_axes, styled
 from orchestrator.storage.records import compact, family, percent
 
 APART, WIDEST = 0.025, 0.18  # how far arms of one budget stand apart sideways, and all of them, in shares of its bytes
@@ -19,39 +18,34 @@ NEAR = 0.05  # nats: increases below it stand on a linear scale, the others on a
 TICKS = (0, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 
+@styled
 def bytes_figure(rows: Sequence[Row], base: Mapping[str, Any]) -> Figure:
-    """Rise of the held-out loss against KV bytes a token: one line an arm at its best rates, bars of one sd.
+    """Increase of the held-out loss against KV bytes a token: one line an arm at its best rates, bars of one sd.
 
     The axis of the increase is logarithmic but for its part next to 0, so that arms near the original model can be told
     from each other too. Arms of one budget stand a little apart sideways. Hollow: the row compares at an earlier rung
     than the others.
     """
-    with matplotlib.rc_context(STYLE):
-        figure, axes = one_axes()
-        figure.set_size_inches(7, 5.2)
-        arms = _arms(rows)
-        styles, handles = looks_of(arms), {}
-        apart = min(APART, WIDEST / len(arms)) if arms else 0.0
-        for place, (name, mine) in enumerate(arms.items()):
-            handles[name] = _bars(axes, mine, 1 + apart * (place - (len(arms) - 1) / 2), styles[name])
-        untouched = axes.axhline(0, color="#888888", ls="--", lw=1.2)
-        if not all(row["last"] for mine in arms.values() for row in mine):
-            handles["hollow: stopped earlier"] = Line2D([], [], ls="", marker="o", mfc="white", color="#444444")
-        axes.set_xscale("log", base=2)
-        places = sorted({row["kv_bytes_per_token"] for mine in arms.values() for row in mine})
-        axes.set_xticks(places, [f"{place:,}" for place in places])
-        axes.set_xlabel("KV cache, bytes a token")
-        ends = [
-            row["loss_increase"] + sign * (row["loss"]["sd"] or 0.0)
-            for r in arms.values()
-            for row in r
-            for sign in (-1, 1)
-        ]
-        _rises(axes, base, min(ends, default=0.0), max(ends, default=1.0))
-        if axes.get_ylim()[0] < 0:
-            handles["untouched"] = untouched
-        legend_below(figure, handles)
-        return figure
+    figure, axes = one_axes(5.2)
+    arms = _arms(rows)
+    styles, handles = looks_of(arms), {}
+    apart = min(APART, WIDEST / len(arms)) if arms else 0.0
+    for place, (name, mine) in enumerate(arms.items()):
+        handles[name] = _bars(axes, mine, 1 + apart * (place - (len(arms) - 1) / 2), styles[name])
+    original = axes.axhline(0, color="#888888", ls="--", lw=1.2)
+    drawn = [row for mine in arms.values() for row in mine]
+    if not all(row["last"] for row in drawn):
+        handles["hollow: stopped earlier"] = Line2D([], [], ls="", marker="o", mfc="white", color="#444444")
+    axes.set_xscale("log", base=2)
+    places = sorted({row["kv_bytes_per_token"] for row in drawn})
+    axes.set_xticks(places, [f"{place:,}" for place in places])
+    axes.set_xlabel("KV cache, bytes a token")
+    ends = [row["loss_increase"] + sign * (row["loss"]["sd"] or 0.0) for row in drawn for sign in (-1, 1)]
+    _loss_increases(axes, base, min(ends, default=0.0), max(ends, default=1.0))
+    if axes.get_ylim()[0] < 0:
+        handles["original model"] = original
+    legend_below(figure, handles)
+    return figure
 
 
 def _bars(axes: Any, rows: Sequence[Row], shift: float, look: dict[str, Any]) -> Any:
@@ -66,7 +60,7 @@ def _bars(axes: Any, rows: Sequence[Row], shift: float, look: dict[str, Any]) ->
     return line
 
 
-def _rises(axes: Any, base: Mapping[str, Any], lowest: float, highest: float) -> None:
+def _loss_increases(axes: Any, base: Mapping[str, Any], lowest: float, highest: float) -> None:
     """The axis of increases. The original model has its place on it unless all arms are far above."""
     axes.set_yscale("symlog", linthresh=NEAR, linscale=0.5)
     low = lowest / 1.25 if lowest > NEAR else 1.25 * min(lowest, 0) - NEAR / 5
@@ -78,6 +72,7 @@ def _rises(axes: Any, base: Mapping[str, Any], lowest: float, highest: float) ->
     axes.set_ylabel(f"increase of held-out loss over {base['loss']:.3f}, nats a token")
 
 
+@styled
 def tokens_figure(rows: Sequence[Row], base: Mapping[str, Any]) -> Figure:
     """Held-out loss against tokens trained on, those of a relaxation included: a row of panels a budget.
 
@@ -85,28 +80,27 @@ def tokens_figure(rows: Sequence[Row], base: Mapping[str, Any]) -> Figure:
     rate, its band one standard deviation wide to each side. Dashed: nothing was measured between the two points,
     because a relaxation went on there.
     """
-    with matplotlib.rc_context(STYLE):
-        budgets = list(dict.fromkeys(row["kv_ratio"] for row in rows))
-        figure = Figure(figsize=(7, 0.7 + 2.6 * len(budgets)), layout="constrained")
-        grid = figure.subplots(len(budgets), 2, squeeze=False)
-        arms = _arms(rows, points=True)
-        styles, handles, usual = looks_of(arms), {}, _first_trained(arms)
-        for budget, (whole, close) in zip(budgets, grid, strict=True):
-            here = {name: row for name, mine in arms.items() for row in mine if row["kv_ratio"] == budget}
-            for name, row in here.items():
-                for axes in (whole, close):
-                    handles[name] = _curve(axes, row["curve"], usual, styles[name])
-            _zoom(close, here, base)
-            whole.set_title(f"{percent(budget)} of the checkpoint's KV cache", fontsize=10, loc="left")
-            close.set_title("from close by", fontsize=10, loc="left")
+    budgets = list(dict.fromkeys(row["kv_ratio"] for row in rows))
+    figure = Figure(figsize=(7, 0.7 + 2.6 * len(budgets)), layout="constrained")
+    grid = figure.subplots(len(budgets), 2, squeeze=False)
+    arms = _arms(rows, points=True)
+    styles, handles, usual = looks_of(arms), {}, _first_trained(arms)
+    for budget, (whole, close) in zip(budgets, grid, strict=True):
+        here = {name: row for name, mine in arms.items() for row in mine if row["kv_ratio"] == budget}
+        for name, row in here.items():
             for axes in (whole, close):
-                handles["untouched"] = axes.axhline(base["loss"], color="#888888", ls="--", lw=1.2)
-                axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
-        for axes in grid[-1]:
-            axes.set_xlabel("tokens trained on")
-        figure.supylabel("held-out loss, nats a token", fontsize=11)
-        legend_below(figure, handles)
-        return figure
+                handles[name] = _curve(axes, row["curve"], usual, styles[name])
+        _zoom(close, here, base)
+        whole.set_title(f"{percent(budget)} of the checkpoint's KV cache", fontsize=10, loc="left")
+        close.set_title("from close by", fontsize=10, loc="left")
+        for axes in (whole, close):
+            handles["original model"] = axes.axhline(base["loss"], color="#888888", ls="--", lw=1.2)
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
+    for axes in grid[-1]:
+        axes.set_xlabel("tokens trained on")
+    figure.supylabel("held-out loss, nats a token", fontsize=11)
+    legend_below(figure, handles)
+    return figure
 
 
 def _arms(rows: Sequence[Row], points: bool = False) -> dict[str, list[Row]]:

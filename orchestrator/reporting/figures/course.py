@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from scipy.stats import spearmanr
+from scipy.stats import rankdata, spearmanr
 
-from orchestrator.reporting.figures.drawing import COLOURS, MARKERS, STYLE, legend_below, looks_of
+from orchestrator.reporting.figures.drawing import COLOURS, legend_below, looks_of, one_axes, styled
 from orchestrator.storage import records
 from orchestrator.storage.records import TrialRecord, family, percent
 
@@ -51,6 +49,7 @@ def _pairs(trials: Sequence[TrialRecord]) -> dict[float, list[tuple[float, float
     return found
 
 
+@styled
 def proxy_figure(trials: Sequence[TrialRecord]) -> Figure | None:
     """Rank among the trials of a budget before training (rung 0) against rank at the last rung, a mark a trial.
 
@@ -59,33 +58,19 @@ def proxy_figure(trials: Sequence[TrialRecord]) -> Figure | None:
     told = proxy_agreement(trials)
     if not told:
         return None
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(7, 4.6), layout="constrained")
-        axes = figure.add_subplot()
-        most, handles = 1, {}
-        for place, (budget, agreement) in enumerate(told.items()):
-            pairs = _pairs(trials)[budget]
-            firsts, lasts = _ranks([a for a, _ in pairs]), _ranks([b for _, b in pairs])
-            look: dict[str, Any] = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
-            axes.plot(firsts, lasts, ls="", ms=6, alpha=0.8, **look)
-            name = (
-                f"{percent(budget)} of the checkpoint's KV: rho = {agreement['rho']:+.2f}, {agreement['trials']} trials"
-            )
-            handles[name] = Line2D([], [], ls="", **look)
-            most = max(most, len(pairs))
-        axes.plot([1, most], [1, most], color="#888888", lw=1, ls="--", zorder=0)
-        axes.set_xlabel("rank untrained (rung 0), 1 is best")
-        axes.set_ylabel("rank at the last rung")
-        legend_below(figure, handles, columns=2)
-        return figure
-
-
-def _ranks(values: Sequence[float]) -> list[int]:
-    order = sorted(range(len(values)), key=lambda i: values[i])
-    ranks = [0] * len(values)
-    for rank, index in enumerate(order, start=1):
-        ranks[index] = rank
-    return ranks
+    figure, axes = one_axes(4.6)
+    most, handles = 1, {}
+    for (budget, agreement), look in zip(told.items(), looks_of(map(percent, told)).values(), strict=True):
+        firsts, lasts = (rankdata(losses, "ordinal") for losses in zip(*_pairs(trials)[budget], strict=True))
+        axes.plot(firsts, lasts, ls="", ms=6, alpha=0.8, **look)
+        name = f"{percent(budget)} of the checkpoint's KV: rho = {agreement['rho']:+.2f}, {agreement['trials']} trials"
+        handles[name] = Line2D([], [], ls="", **look)
+        most = max(most, len(firsts))
+    axes.plot([1, most], [1, most], color="#888888", lw=1, ls="--", zorder=0)
+    axes.set_xlabel("rank untrained (rung 0), 1 is best")
+    axes.set_ylabel("rank at the last rung")
+    legend_below(figure, handles, columns=2)
+    return figure
 
 
 # ---- time -------------------------------------------------------------------------------------------------------
@@ -100,6 +85,7 @@ def seconds_by_phase(trial: TrialRecord) -> dict[str, float]:
     return found
 
 
+@styled
 def phases_figure(trials: Sequence[TrialRecord]) -> Figure | None:
     """Mean seconds of a trial of each arm, by phase; None if no trial has told any."""
     arms: dict[str, list[dict[str, float]]] = {}
@@ -114,24 +100,22 @@ def phases_figure(trials: Sequence[TrialRecord]) -> Figure | None:
         for arm, found in arms.items()
     }
     shown = [n for n in (*names, "train") if any(m[n] > SHORT * sum(m.values()) for m in means.values())]
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(7, 1.3 + 0.28 * len(arms)), layout="constrained")
-        axes = figure.add_subplot()
-        handles, left = {}, dict.fromkeys(arms, 0.0)
-        rest = {arm: {"other": sum(v for n, v in m.items() if n not in shown)} for arm, m in means.items()}
-        for place, name in enumerate([*shown, "other"]):
-            widths = [means[arm][name] if name in shown else rest[arm]["other"] for arm in arms]
-            if not any(widths):
-                continue
-            colour = "#bbbbbb" if name == "other" else COLOURS[place % len(COLOURS)]
-            handles[name] = axes.barh(range(len(arms)), widths, left=list(left.values()), color=colour, height=0.7)
-            left = {arm: start + width for (arm, start), width in zip(left.items(), widths, strict=True)}
-        axes.set_yticks(range(len(arms)), list(arms), fontsize=9)
-        axes.set_ylim(len(arms) - 0.4, -0.6)
-        axes.grid(axis="y", visible=False)
-        axes.set_xlabel("seconds a trial, mean")
-        legend_below(figure, handles)
-        return figure
+    figure, axes = one_axes(1.3 + 0.28 * len(arms))
+    handles, left = {}, dict.fromkeys(arms, 0.0)
+    rest = {arm: {"other": sum(v for n, v in m.items() if n not in shown)} for arm, m in means.items()}
+    for place, name in enumerate([*shown, "other"]):
+        widths = [means[arm][name] if name in shown else rest[arm]["other"] for arm in arms]
+        if not any(widths):
+            continue
+        colour = "#bbbbbb" if name == "other" else COLOURS[place % len(COLOURS)]
+        handles[name] = axes.barh(range(len(arms)), widths, left=list(left.values()), color=colour, height=0.7)
+        left = {arm: start + width for (arm, start), width in zip(left.items(), widths, strict=True)}
+    axes.set_yticks(range(len(arms)), list(arms), fontsize=9)
+    axes.set_ylim(len(arms) - 0.4, -0.6)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("seconds a trial, mean")
+    legend_below(figure, handles)
+    return figure
 
 
 def spans(trial: TrialRecord) -> list[tuple[float, float, int]]:
@@ -147,6 +131,7 @@ def spans(trial: TrialRecord) -> list[tuple[float, float, int]]:
     return found
 
 
+@styled
 def timeline_figure(trials: Sequence[TrialRecord]) -> Figure | None:
     """When each trial worked, a row a trial by its start: a bar up to each rung, a mark where it was stopped or failed.
 
@@ -160,28 +145,26 @@ def timeline_figure(trials: Sequence[TrialRecord]) -> Figure | None:
     zero = min(found[0][0] for _, found in timed)
     looks = looks_of([family(t.recipe) for t, _ in timed])
     unit, name = _unit(max(found[-1][1] for _, found in timed) - zero)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(7, 1.4 + 0.13 * len(timed)), layout="constrained")
-        axes = figure.add_subplot()
-        for row, (trial, found) in enumerate(timed):
-            colour = looks[family(trial.recipe)]["color"]
-            for start, end, step in found:
-                x, width = (start - zero) / unit, max(end - start, 1.0) / unit
-                axes.barh(row, width, left=x, height=0.72, color=colour, alpha=0.45 if step == 0 else 1.0)
-                axes.plot([x + width] * 2, [row - 0.45, row + 0.45], color="#222222", lw=0.8)
-            if mark := _ENDS.get(trial.status):
-                axes.plot((found[-1][1] - zero) / unit, row, marker=mark, color="#111111", ms=4, mfc="white", ls="")
-        axes.set_ylim(len(timed) - 0.3, -0.7)
-        axes.set_yticks([])
-        axes.set_ylabel("trials")
-        axes.grid(axis="y", visible=False)
-        axes.set_xlabel(f"{name} since the first trial started")
-        handles: dict[str, object] = {n: Line2D([], [], color=look["color"], lw=5) for n, look in looks.items()}
-        for status, mark in _ENDS.items():
-            if any(t.status == status for t, _ in timed):
-                handles[status] = Line2D([], [], color="#111111", marker=mark, mfc="white", ls="")
-        legend_below(figure, handles)
-        return figure
+    figure, axes = one_axes(1.4 + 0.13 * len(timed))
+    for row, (trial, found) in enumerate(timed):
+        colour = looks[family(trial.recipe)]["color"]
+        for start, end, step in found:
+            x, width = (start - zero) / unit, max(end - start, 1.0) / unit
+            axes.barh(row, width, left=x, height=0.72, color=colour, alpha=0.45 if step == 0 else 1.0)
+            axes.plot([x + width] * 2, [row - 0.45, row + 0.45], color="#222222", lw=0.8)
+        if mark := _ENDS.get(trial.status):
+            axes.plot((found[-1][1] - zero) / unit, row, marker=mark, color="#111111", ms=4, mfc="white", ls="")
+    axes.set_ylim(len(timed) - 0.3, -0.7)
+    axes.set_yticks([])
+    axes.set_ylabel("trials")
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel(f"{name} since the first trial started")
+    handles: dict[str, object] = {n: Line2D([], [], color=look["color"], lw=5) for n, look in looks.items()}
+    for status, mark in _ENDS.items():
+        if any(t.status == status for t, _ in timed):
+            handles[status] = Line2D([], [], color="#111111", marker=mark, mfc="white", ls="")
+    legend_below(figure, handles)
+    return figure
 
 
 _ENDS: Mapping[str, str] = {records.STOPPED: "o", records.FAILED: "X", records.KILLED: "P"}

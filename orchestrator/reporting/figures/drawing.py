@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib.figure import Figure
@@ -29,6 +30,8 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "headfold",
 }
+styled = matplotlib.rc_context(STYLE)
+"""Decorates a function that draws."""
 
 
 def looks_of(recipes: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -39,9 +42,18 @@ def looks_of(recipes: Iterable[str]) -> dict[str, dict[str, Any]]:
     }
 
 
-def one_axes() -> tuple[Figure, Any]:
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
+def one_axes(height: float = 4.2) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(7, height), layout="constrained")
     return figure, figure.add_subplot()
+
+
+def write_cells(
+    axes: Any, table: np.ndarray, text_of: Callable[[Any], str], is_dark: Callable[[Any], bool], size: float
+) -> None:
+    """Write the numbers of a map of colours into its cells, in white where it is dark."""
+    for (row, column), value in np.ndenumerate(table):
+        colour = "white" if is_dark(value) else "#222222"
+        axes.text(column, row, text_of(value), ha="center", va="center", fontsize=size, color=colour)
 
 
 def legend_below(figure: Figure, handles: Mapping[str, Any], columns: int = 4) -> None:

@@ -11,7 +11,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from orchestrator.reporting.figures.drawing import COLOURS, MARKERS, STYLE, legend_below
+from orchestrator.reporting.figures.drawing import STYLE, legend_below, looks_of, one_axes, styled, write_cells
 from orchestrator.storage.records import percent
 
 TITLES = {"key": "keys", "value": "values"}
@@ -21,7 +21,7 @@ NUMBERS = (24, 12)  # rows and columns up to which cells carry their number
 
 
 def sensitivity_figure(record: Mapping[str, Any]) -> Figure:
-    """Rise of the loss for each layer and head count, keys and values side by side on one scale of colours."""
+    """Increase of the loss for each layer and head count, keys and values side by side on one scale of colours."""
     layers = record["sensitivity"]
     counts = sorted({int(count) for layer in layers for side in TITLES for count in layer[side]})
     tables = {
@@ -37,10 +37,7 @@ def sensitivity_figure(record: Mapping[str, Any]) -> Figure:
             axes.grid(False)
             image = axes.imshow(np.clip(table, LEAST, None), cmap="YlOrRd", norm=norm, aspect="auto")
             if table.shape[0] <= NUMBERS[0] and table.shape[1] <= NUMBERS[1]:
-                for (row, column), increase in np.ndenumerate(table):
-                    dark = norm(max(increase, LEAST)) > 0.62
-                    axes.text(column, row, _short(increase), ha="center", va="center", fontsize=7.5,
-                              color="white" if dark else "#222222")  # fmt: skip
+                write_cells(axes, table, _short, lambda increase: norm(max(increase, LEAST)) > 0.62, 7.5)
             axes.set_title(TITLES[side], loc="left", fontsize=11)
             axes.set_xticks(range(len(counts)), [str(count) for count in counts], fontsize=9)
             axes.set_xlabel("heads kept at this place")
@@ -62,14 +59,9 @@ def _short(increase: float) -> str:
         return ""
     if abs(increase) < 5e-4:
         return "0"
-    text = (
-        f"{increase:.1f}"
-        if abs(increase) >= 0.995
-        else f"{increase:.2f}"
-        if abs(increase) >= 0.0995
-        else f"{increase:.3f}"
-    )
-    return text.replace("0.", ".", 1) if abs(increase) < 0.995 else text
+    digits = 1 if abs(increase) >= 0.995 else 2 if abs(increase) >= 0.0995 else 3
+    text = f"{increase:.{digits}f}"
+    return text.replace("0.", ".", 1) if digits > 1 else text
 
 
 def pairs_figure(record: Mapping[str, Any]) -> Figure:
@@ -113,34 +105,27 @@ def evenly(items: Sequence[Any], most: int) -> list[Any]:
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
+@styled
 def recipes_figure(record: Mapping[str, Any]) -> Figure | None:
-    """Rise of the held-out loss by recipe, one mark a budget, before training. None if nothing could be converted."""
+    """Increase of the held-out loss by recipe, one mark a budget, untrained. None if nothing could be converted."""
     entries = [entry for entry in record["recipes"] if "loss_increase" in entry]
     if not entries:
         return None
     names = list(dict.fromkeys(entry["recipe"] for entry in entries))
     asked = sorted({entry["kv_ratio_asked"] for entry in entries}, reverse=True)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(7, 1.4 + 0.32 * len(names)), layout="constrained")
-        axes = figure.add_subplot()
-        handles = {}
-        for index, ratio in enumerate(asked):
-            mine = [entry for entry in entries if entry["kv_ratio_asked"] == ratio]
-            look: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
-            axes.plot(
-                [max(entry["loss_increase"], LEAST) for entry in mine],
-                [names.index(entry["recipe"]) for entry in mine],
-                ls="",
-                ms=7,
-                **look,
-            )
-            handles[f"{percent(ratio)} of the checkpoint's KV"] = Line2D([], [], ls="", **look)
-        axes.set_xscale("log")
-        low, high = axes.get_xlim()
-        axes.set_xlim(min(low, 0.01), max(high, 1.0))
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        axes.set_yticks(range(len(names)), names)
-        axes.set_ylim(len(names) - 0.5, -0.5)
-        axes.set_xlabel("increase of the held-out loss, nats a token")
-        legend_below(figure, handles)
-        return figure
+    figure, axes = one_axes(1.4 + 0.32 * len(names))
+    handles = {}
+    for ratio, look in zip(asked, looks_of(map(percent, asked)).values(), strict=True):
+        mine = [entry for entry in entries if entry["kv_ratio_asked"] == ratio]
+        increases = [max(entry["loss_increase"], LEAST) for entry in mine]
+        axes.plot(increases, [names.index(entry["recipe"]) for entry in mine], ls="", ms=7, **look)
+        handles[f"{percent(ratio)} of the checkpoint's KV"] = Line2D([], [], ls="", **look)
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    axes.set_xlim(min(low, 0.01), max(high, 1.0))
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlabel("increase of the held-out loss, nats a token")
+    legend_below(figure, handles)
+    return figure

@@ -11,7 +11,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from orchestrator.reporting.figures.drawing import COLOURS, STYLE, legend_below
+from orchestrator.reporting.figures.drawing import COLOURS, STYLE, legend_below, styled
 from orchestrator.storage.records import TrialRecord, family, percent
 
 SIDES = {"key": "keys", "value": "values"}
@@ -27,6 +27,7 @@ PANELS = {
 LOGARITHMIC = ("fusion_loss",)
 
 
+@styled
 def similarity_figure(trials: Sequence[TrialRecord]) -> Figure | None:
     """Mean cosine of the heads that share, before (hollow) and after (filled) the best alignment, keys and values.
 
@@ -39,27 +40,26 @@ def similarity_figure(trials: Sequence[TrialRecord]) -> Figure | None:
             arms.setdefault((family(t.recipe), t.kv_ratio), []).append(means)
     if not arms:
         return None
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(7, 1.3 + 0.21 * len(arms)), layout="constrained")
-        panels = figure.subplots(1, 2, sharex=True, sharey=True)
-        for axes, (side, title) in zip(panels, SIDES.items(), strict=True):
-            for place, found in enumerate(arms.values()):
-                ends = [[m[f"{side}_{name}"] for m in found if f"{side}_{name}" in m] for name in ("raw", "aligned")]
-                if ends[0] and ends[1]:
-                    _span(axes, place, *(statistics.fmean(values) for values in ends))
-            for place, ((_, above), (_, below)) in enumerate(pairwise(arms)):
-                if above != below:
-                    axes.axhline(place + 0.5, color="#dddddd", lw=1, zorder=0)
-            axes.set_title(title, fontsize=10, loc="left")
-            axes.set_xlabel("mean cosine")
-            axes.axvline(0, color="#bbbbbb", lw=1, zorder=0)
-            axes.grid(axis="y", visible=False)
-        panels[0].set_yticks(range(len(arms)), [f"{name} {percent(budget)}" for name, budget in arms], fontsize=9)
-        panels[0].set_ylim(len(arms) - 0.4, -0.6)
-        marks = {"as they are": "white", "each pair aligned": COLOURS[0]}
-        handles = {k: Line2D([], [], color=COLOURS[0], marker="o", ls="", mfc=fill) for k, fill in marks.items()}
-        legend_below(figure, handles, columns=2)
-        return figure
+    figure = Figure(figsize=(7, 1.3 + 0.21 * len(arms)), layout="constrained")
+    panels = figure.subplots(1, 2, sharex=True, sharey=True)
+    for axes, (side, title) in zip(panels, SIDES.items(), strict=True):
+        for place, found in enumerate(arms.values()):
+            ends = [[m[f"{side}_{name}"] for m in found if f"{side}_{name}" in m] for name in ("raw", "aligned")]
+            if ends[0] and ends[1]:
+                _span(axes, place, *(statistics.fmean(values) for values in ends))
+        for place, ((_, above), (_, below)) in enumerate(pairwise(arms)):
+            if above != below:
+                axes.axhline(place + 0.5, color="#dddddd", lw=1, zorder=0)
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_xlabel("mean cosine")
+        axes.axvline(0, color="#bbbbbb", lw=1, zorder=0)
+        axes.grid(axis="y", visible=False)
+    panels[0].set_yticks(range(len(arms)), [f"{name} {percent(budget)}" for name, budget in arms], fontsize=9)
+    panels[0].set_ylim(len(arms) - 0.4, -0.6)
+    marks = {"as they are": "white", "each pair aligned": COLOURS[0]}
+    handles = {k: Line2D([], [], color=COLOURS[0], marker="o", ls="", mfc=fill) for k, fill in marks.items()}
+    legend_below(figure, handles, columns=2)
+    return figure
 
 
 def _span(axes: Any, place: int, raw: float, aligned: float) -> None:

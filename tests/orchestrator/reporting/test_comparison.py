@@ -11,7 +11,7 @@ from rich.console import Console
 
 from orchestrator.reporting import comparison
 from orchestrator.reporting.comparison import compare, footnote, several_seeds, spread
-from orchestrator.reporting.console import comparison_table
+from orchestrator.reporting.tables import comparison_table
 from orchestrator.storage import records
 from orchestrator.storage.records import TrialRecord
 
@@ -133,7 +133,7 @@ def test_rows_are_plain_json_and_the_terminal_shows_them() -> None:
     assert json.loads(json.dumps(rows, allow_nan=False)) == rows
     out = Console(width=140, highlight=False)
     with out.capture() as shown:
-        out.print(comparison_table(rows))
+        out.print(comparison_table(rows).for_terminal())
     text = shown.get()
     for word in ("dha", "25%", "2048", "3.0e-03", "4k", "5.200 ± 0.200", "3.000 ± 0.265", "+1.000"):
         assert word in text

@@ -54,12 +54,12 @@ def test_loss_over_bytes_has_a_line_an_arm_with_bars_over_seeds() -> None:
     assert [entry.get_text() for entry in figure.legends[0].get_texts()] == ["gqa", "dha"]
 
 
-def test_an_arm_below_the_untouched_model_has_a_place_too() -> None:
+def test_an_arm_below_the_original_model_has_a_place_too() -> None:
     figure = figures.bytes_figure(compare(two_arms(gqa_loss=1.5), BASE), BASE)
     (axes,) = figure.axes
     assert lines(axes, "-")[0][1] == pytest.approx([-0.4, -0.4])
     assert axes.get_ylim()[0] < -0.4
-    assert "untouched" in [entry.get_text() for entry in figure.legends[0].get_texts()]
+    assert "original model" in [entry.get_text() for entry in figure.legends[0].get_texts()]
     ticks = dict(zip(axes.get_yticks(), (label.get_text() for label in axes.get_yticklabels()), strict=True))
     assert ticks[0.0] == "0" and ticks[-0.2] == "-0.2" and ticks[0.5] == "+0.5"
 

@@ -19,7 +19,7 @@ from orchestrator.config.schema import ConfigError, parse_config
 from orchestrator.promotion.promote import _chosen
 from orchestrator.reporting import console
 from orchestrator.reporting.comparison import compare, counts_text
-from orchestrator.reporting.html_tables import trial_table
+from orchestrator.reporting.tables import trial_table
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.duplicates import CopyingSearcher, work_digest
 from orchestrator.search.resume import JournaledScheduler, JournaledSearch, replay
@@ -190,8 +190,8 @@ def test_records_and_tables_tell_of_a_copy(tmp_path: Path, capsys: pytest.Captur
     row = next(r for r in compare(trials, {"loss": 2.0}) if r["recipe"] == "twin")
     assert row["loss"]["mean"] == 2.0 and counts_text(row) == "1 (1 copied)"
     console.print_trials(trials, {"loss": 2.0})
-    printed, page = capsys.readouterr().out, trial_table(trials, {"loss": 2.0})
-    for shown in (printed, page):
+    printed, table = capsys.readouterr().out, trial_table(trials, {"loss": 2.0})
+    for shown in (printed, str(table)):
         assert "same as a" in shown and "1 led to the same model as another trial" in shown
     with pytest.raises(ConfigError, match="'b' led to the same model as a; promote that one"):
         _chosen(
@@ -209,8 +209,8 @@ def test_tables_say_which_model_was_measured_untrained() -> None:
     pooled = record("a", "dha")
     pooled.rungs[0]["pooled"] = True
     trials = [pooled, record("b", "gqa")]
-    page = trial_table(trials, {"loss": 2.0})
+    page = str(trial_table(trials, {"loss": 2.0}))
     assert page.count("3.000 pooled") == 1 and records.POOLED_NOTE in page
     rows = compare(trials, {"loss": 2.0})
     assert [row["pooled"] for row in rows] == [True, False]
-    assert records.POOLED_NOTE not in trial_table(trials[1:], {"loss": 2.0})
+    assert records.POOLED_NOTE not in str(trial_table(trials[1:], {"loss": 2.0}))

@@ -19,7 +19,8 @@ from orchestrator.config.schema import ConfigError
 from orchestrator.conversion.layer_by_layer import stage_of
 from orchestrator.conversion.progress import Stage, check_stage
 from orchestrator.conversion.several_ratios import check_curve
-from orchestrator.reporting.report_page import page, write_report
+from orchestrator.reporting.page import render_page
+from orchestrator.reporting.report_page import write_report
 from orchestrator.storage.outputs import check_results, write_page, write_result
 from orchestrator.storage.paths import SearchFolder, check_writable
 from orchestrator.storage.records import write_json
@@ -66,7 +67,7 @@ def plant(root: Path, thing: str, place: str, ours: set[str]) -> None:
     elif thing == "json":
         write_json(path, {"loss": 1.0, "written_by": "headfold"})
     elif thing == "page":
-        path.write_text(page("Headfold: x", "x"))
+        path.write_text(render_page("Headfold: x", "x", "x", []))
     elif thing in ("file", "empty file"):
         path.write_text("mine" if thing == "file" else "")
     elif thing == "list":
@@ -109,7 +110,7 @@ def run_job(way: str, target: Path, overwrite: bool, root: Path) -> None:
     elif way == "json":
         write_result(target, {"loss": 2.0})
     elif way == "page":
-        write_page(target, page("Headfold: y", "y"))
+        write_page(target, render_page("Headfold: y", "y", "y", []))
     else:
         write_report(root / "s", target)
 

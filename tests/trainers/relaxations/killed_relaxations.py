@@ -52,7 +52,7 @@ def work(job: TrainJob, rank: int, meeting: Path, dies: bool) -> None:
     trainers.engine._config = split_all
     if dies and rank == world - 1:
         threading.Thread(target=die_once_there_is, args=(Path(f"{job.out_dir}.relaxed"),), daemon=True).start()
-    trainers.relaxing.relax(job, rank, world)
+    trainers.relaxing.relax(job)
     dist.destroy_process_group()
 
 

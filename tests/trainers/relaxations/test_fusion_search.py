@@ -9,7 +9,7 @@ import torch
 from attention.conversion.conversion import assemble, lift
 from attention.heads import LayerHeads
 from attention.modeling.modeling import plan_of
-from trainers.fusion_search import FusionDistances, search_distances
+from trainers.fusion_search import search_distances
 from trainers.settings import TrainSettings
 
 SETTINGS = TrainSettings(learning_rate=1e-4)
@@ -21,13 +21,13 @@ def patterns(count: int) -> torch.Tensor:
     return (start + stride * torch.arange(16)) % 64
 
 
-def search(model: Any, steps: int, **settings: Any) -> FusionDistances:
+def search(model: Any, steps: int, **settings: Any) -> dict[str, torch.Tensor]:
     return search_distances(model, patterns(40), SETTINGS.model_copy(update=settings), steps=steps, rate=0.02)
 
 
 def test_distances_are_distances(tiny_model: Any) -> None:
     found = search(tiny_model("llama"), 5)
-    for side in (found.key, found.value):
+    for side in (found["key"], found["value"]):
         assert side.shape == (2, 4, 4)
         assert torch.equal(side, side.mT)
         assert torch.equal(side.diagonal(dim1=1, dim2=2), torch.zeros(2, 4))
@@ -40,7 +40,7 @@ def test_the_model_stays_and_the_search_repeats(tiny_model: Any) -> None:
     model = tiny_model("llama", num_key_value_heads=2)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     first, second = search(model, 3), search(model, 3, zero_stage=3)
-    torch.testing.assert_close(first.key, second.key, atol=1e-4, rtol=0)
+    torch.testing.assert_close(first["key"], second["key"], atol=1e-4, rtol=0)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
@@ -58,6 +58,6 @@ def test_equal_heads_keep_their_distance(tiny_model: Any) -> None:
 
     twin = assemble(model, plan_of(model), [doubled(heads) for heads in lift(model)])
     found = search(twin, 40)
-    for side in (found.key, found.value):
+    for side in (found["key"], found["value"]):
         torch.testing.assert_close(side[:, 0, 1], torch.full((2,), 0.5), atol=1e-3, rtol=0)
         assert (side[:, 2, 3] - 0.5).abs().max() > 0.01

@@ -14,8 +14,8 @@ from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from trainers import relaxing
 from trainers.engine import _group_of_one
+from trainers.fusion_search import paired_plan, pairs
 from trainers.jobs.job import TrainJob
-from trainers.regrouping import paired_plan, pairs
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
 from trainers.text.data import write_sequences
@@ -111,7 +111,7 @@ def changed(job: TrainJob, name: str, **changes: Any) -> TrainJob:
 
 def test_stages_that_are_grouped_anew_end_at_the_same_plan(job: TrainJob) -> None:
     own = changed(job, "anew", regroup_steps=3)
-    relaxed = relaxing.relax(own, 0, 1)
+    relaxed = relaxing.relax(own)
     root = Path(f"{own.out_dir}.relaxed")
     text = (root / "stage-0" / "plan.json").read_text()
     first = AttentionPlan.from_json(text)
@@ -125,7 +125,7 @@ def test_stages_that_are_grouped_anew_end_at_the_same_plan(job: TrainJob) -> Non
     # Killed after the groups were found: read, not found again
     (root / "stage-0" / "outcome.json").unlink()
     (root / "stage-0" / "plan.json").write_text(HALVED.to_json())
-    relaxing.relax(own, 0, 1)
+    relaxing.relax(own)
     assert checkpoint.plan_of(checkpoint.load(root / "stage-0" / "collapsed")) == HALVED
 
 
@@ -140,7 +140,7 @@ def test_a_fusion_stage_with_batch_rate_and_schedule_of_its_own(job: TrainJob, m
     monkeypatch.setattr(relaxing, "Engine", Recorded)
     settings = job.settings.model_copy(update={"batch_size": 2, "learning_rate": 1e-2})
     own = changed(job, "own", settings=settings, own_schedule=True)
-    relaxed = relaxing.relax(own, 0, 1)
+    relaxed = relaxing.relax(own)
     each = [settings.rate(step, 3) for step in range(3)]
     assert rates == each * 2
     assert relaxed.tokens == (3 + 3) * 2 * 16 and relaxed.position["position"] == 6 * 2

@@ -184,7 +184,7 @@ def draw_together(relaxation: Any, factor: float) -> None:
         z = factor * relaxation.masks()  # without noise σ(log α) · 1.2 - 0.1
         relaxation.log_alpha.value.copy_(((z + 0.1) / 1.2).logit())
     else:
-        for layer in relaxation._layers:
+        for layer in relaxation.stand_ins:
             for projection in layer.values():
                 for block in blocks(projection.coefficients.value, projection.groups):
                     mean = block.mean(0, keepdim=True)

@@ -107,7 +107,7 @@ def test_stages_and_recovery_share_one_schedule(job: TrainJob, monkeypatch: pyte
     spec = RelaxationSpec("lagrangian", (HALVED.to_json(), SINGLE.to_json()), 5, knobs)
     short = other(job, f"rates-{early}", relaxation=spec)
     _group_of_one()
-    relaxed = relaxing.relax(short, 0, 1)
+    relaxed = relaxing.relax(short)
     done = [outcome_of(short, stage)["steps"] for stage in (0, 1)]
     assert (max(done) < 5) if early else (done == [5, 5])
     expected = [short.settings.rate(step, 5 + 5 + 10) for step in range(10)]

@@ -240,7 +240,7 @@ def test_dha_draws_heads_together_and_ends_by_itself(tiny_model: Any, ids: Tenso
 @torch.no_grad()
 def equalise(relaxation: Any) -> None:
     """Give all heads of a group the same coefficients."""
-    for layer in relaxation._layers:
+    for layer in relaxation.stand_ins:
         for projection in layer.values():
             for block in blocks(projection.coefficients.value, projection.groups):
                 block.copy_(block.mean(0, keepdim=True).expand_as(block))
