@@ -30,7 +30,7 @@ from trainers.relaxations.base import Groups, coarser_groups, is_coarser, lifted
 from trainers.relaxations.lagrangian import Lagrangian
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
-from trainers.text.stream import BatchStream
+from trainers.text.data import BatchStream
 
 STEPS = 240
 

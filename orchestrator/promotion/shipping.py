@@ -2,7 +2,7 @@
 
 A trial is measured as it is converted (step 0), where a relaxation has ended, and at its rungs; its promotion measures
 it further. Converted and relaxed weights are there anyway, the best of each training is kept
-(`trainers.jobs.best_step`).
+(`trainers.jobs.checkpoints`).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class TrainJob:
     planned to. `schedule_offset`: the schedule's steps that lie before step 0, for a job that goes on behind the
     relaxation of an earlier one.
 
-    `keep_best`: also keep the weights of the milestone with the lowest held-out loss (`trainers.jobs.best_step`); the
+    `keep_best`: also keep the weights of the milestone with the lowest held-out loss (`trainers.jobs.checkpoints`); the
     reports then have `best_step`, `best_loss`, `best_kl` and `best_dir`.
 
     Milestones (0,) after a relaxation measure the collapsed model and end there: no recovery.

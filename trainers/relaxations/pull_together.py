@@ -31,7 +31,7 @@ from attention.conversion.relaxation_knobs import PULL_TOGETHER
 from attention.modeling.shared_heads import SharedSite, shared_sites
 from attention.modeling.shared_weights import SharedColumns, SharedProjection, stored
 from attention.plan import AttentionPlan, PlanError
-from trainers.parameter_groups import ParameterGroup
+from trainers.loop import ParameterGroup
 from trainers.relaxations.base import RELAXATION, Learned, Relaxation, opened
 
 Block = tuple[int, int]  # layer, head
