@@ -137,7 +137,15 @@ class Engine:
 
         Raises ValueError when the checkpoint was written under another split over workers, or with other adapters.
         """
-        check_layout(folder, self.settings)
+        file = Path(folder) / LAYOUT
+        if not file.is_file():
+            raise ValueError(f"expected a training checkpoint in {folder}, found no {LAYOUT} there")
+        written, wanted = json.loads(file.read_text()), _layout(self.settings)
+        if written != wanted:
+            raise ValueError(
+                f"training checkpoint {folder} was written with {written}, these settings are {wanted}; use the same, "
+                "or start from the finished weights instead (model_dir) with a fresh optimiser"
+            )
         with contextlib.redirect_stdout(None):
             path, state = self._engine.load_checkpoint(str(folder), tag=TAG)
         if path is None:
@@ -180,19 +188,6 @@ def _forget(model: nn.Module) -> None:
     for cell in getattr(remembers, "__closure__", None) or ():  # it is wrapped in a function that counts time
         if hasattr(cell.cell_contents, "cache_clear"):
             cell.cell_contents.cache_clear()
-
-
-def check_layout(folder: str | Path, settings: TrainSettings) -> None:
-    """Raises ValueError unless a checkpoint's split over workers, and its adapters, are those of `settings`."""
-    file = Path(folder) / LAYOUT
-    if not file.is_file():
-        raise ValueError(f"expected a training checkpoint in {folder}, found no {LAYOUT} there")
-    found, wanted = json.loads(file.read_text()), _layout(settings)
-    if found != wanted:
-        raise ValueError(
-            f"training checkpoint {folder} was written with {found}, these settings are {wanted}; use the same, or "
-            "start from the finished weights instead (model_dir) with a fresh optimiser"
-        )
 
 
 def _layout(settings: TrainSettings) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -81,7 +81,8 @@ def read_status(folder: SearchFolder, now: datetime | None = None) -> View:
     stands = _state(state, trials)
     unit, spent = hours_spent(trials, config)
     estimated = estimate.get(f"{unit.lower()}_hours")
-    left = None if estimated is None else max(0.0, estimated - spent)
+    running = stands == "running"
+    left = max(0.0, estimated - spent) if running and estimated is not None else None
     price = config.resources.price_per_hour if config else None
     rungs = len(config.rungs.steps) if config else 1
     return View(
@@ -89,7 +90,7 @@ def read_status(folder: SearchFolder, now: datetime | None = None) -> View:
         state=stands,
         started=state.get("started"),
         seconds=seconds,
-        seconds_left=seconds_left(trials, estimate.get("trials"), rungs, seconds) if stands == "running" else None,
+        seconds_left=seconds_left(trials, estimate.get("trials"), rungs, seconds) if running else None,
         trials={name: sum(t.status == name for t in trials) for name in STATES},
         probes=sum(t.probe for t in trials),
         expected=estimate.get("trials"),
@@ -97,9 +98,9 @@ def read_status(folder: SearchFolder, now: datetime | None = None) -> View:
         tokens_per_second=tokens_per_second(trials),
         unit=unit,
         hours_spent=spent,
-        hours_left=left if stands == "running" else None,
+        hours_left=left,
         money_spent=None if price is None else price * spent,
-        money_left=None if price is None or left is None or stands != "running" else price * left,
+        money_left=None if price is None or left is None else price * left,
         original_loss=base.get("loss"),
         front=[_point(t, base.get("loss")) for t in front(so_far(trials))],
         failures=[f"{t.recipe} {percent(t.kv_ratio)}: {t.error}" for t in trials if t.status == records.FAILED],
@@ -110,7 +111,7 @@ def read_status(folder: SearchFolder, now: datetime | None = None) -> View:
 def so_far(trials: Iterable[TrialRecord]) -> list[TrialRecord]:
     """Trials as they stand: one that is under way counts with its last rung."""
     open_states = (records.RUNNING, records.WAITING, records.KILLED)
-    return [TrialRecord(**{**asdict(t), "status": records.STOPPED}) if t.status in open_states else t for t in trials]
+    return [replace(t, status=records.STOPPED) if t.status in open_states else t for t in trials]
 
 
 def hours_spent(trials: Iterable[TrialRecord], config: SearchConfig | None) -> tuple[str, float]:
@@ -193,14 +194,16 @@ def facts(view: View) -> dict[str, str]:
     )
     rate = f", {compact(view.tokens_per_second)}/s now" if view.tokens_per_second else ""
     words["tokens"] = f"{compact(view.tokens)}{rate}"
-    left = "" if view.hours_left is None else f", about {view.hours_left:.2f} left"
-    words["spent"] = f"{view.hours_spent:.2f} {view.unit}-hours{left}"
+    words["spent"] = f"{view.hours_spent:.2f} {view.unit}-hours{_left(view.hours_left)}"
     if view.money_spent is not None:
-        left = "" if view.money_left is None else f", about {view.money_left:.2f} left"
-        words["money"] = f"{view.money_spent:.2f}{left}"
+        words["money"] = f"{view.money_spent:.2f}{_left(view.money_left)}"
     if view.promotion:
         words["promotion"] = ", ".join(f"{count} {name}" for name, count in view.promotion.items())
     return words
+
+
+def _left(amount: float | None) -> str:
+    return "" if amount is None else f", about {amount:.2f} left"
 
 
 def picture(view: View) -> Group:
