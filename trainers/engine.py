@@ -31,8 +31,7 @@ from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor, nn
 
 from trainers.adapters import add_adapters
-from trainers.loop import LossFunction
-from trainers.parameter_groups import ParameterGroup
+from trainers.loop import LossFunction, ParameterGroup
 from trainers.settings import TrainSettings
 
 # DeepSpeed calls two collectives by names that torch wants to retire, once a parameter with ZeRO 3
@@ -128,7 +127,7 @@ class Engine:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         state = {"steps_done": self.steps_done, "client": client_state if client_state is not None else {}}
-        with _quiet():
+        with contextlib.redirect_stdout(None):  # DeepSpeed prints; errors still come as exceptions
             self._engine.save_checkpoint(str(folder), tag=TAG, client_state=state)
         if dist.get_rank() == 0:
             (folder / LAYOUT).write_text(json.dumps(_layout(self.settings)))
@@ -138,8 +137,16 @@ class Engine:
 
         Raises ValueError when the checkpoint was written under another split over workers, or with other adapters.
         """
-        check_layout(folder, self.settings)
-        with _quiet():
+        file = Path(folder) / LAYOUT
+        if not file.is_file():
+            raise ValueError(f"expected a training checkpoint in {folder}, found no {LAYOUT} there")
+        written, wanted = json.loads(file.read_text()), _layout(self.settings)
+        if written != wanted:
+            raise ValueError(
+                f"training checkpoint {folder} was written with {written}, these settings are {wanted}; use the same, "
+                "or start from the finished weights instead (model_dir) with a fresh optimiser"
+            )
+        with contextlib.redirect_stdout(None):
             path, state = self._engine.load_checkpoint(str(folder), tag=TAG)
         if path is None:
             raise ValueError(f"expected a training checkpoint with tag {TAG!r} in {folder}, found none to read")
@@ -181,19 +188,6 @@ def _forget(model: nn.Module) -> None:
     for cell in getattr(remembers, "__closure__", None) or ():  # it is wrapped in a function that counts time
         if hasattr(cell.cell_contents, "cache_clear"):
             cell.cell_contents.cache_clear()
-
-
-def check_layout(folder: str | Path, settings: TrainSettings) -> None:
-    """Raises ValueError unless a checkpoint's split over workers, and its adapters, are those of `settings`."""
-    file = Path(folder) / LAYOUT
-    if not file.is_file():
-        raise ValueError(f"expected a training checkpoint in {folder}, found no {LAYOUT} there")
-    found, wanted = json.loads(file.read_text()), _layout(settings)
-    if found != wanted:
-        raise ValueError(
-            f"training checkpoint {folder} was written with {found}, these settings are {wanted}; use the same, or "
-            "start from the finished weights instead (model_dir) with a fresh optimiser"
-        )
 
 
 def _layout(settings: TrainSettings) -> dict[str, Any]:
@@ -239,10 +233,3 @@ def _group_of_one() -> None:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - public in torch's documentation
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it even where a group exists
-
-
-@contextlib.contextmanager
-def _quiet():
-    """DeepSpeed prints around checkpoints; errors still come as exceptions."""
-    with contextlib.redirect_stdout(None):
-        yield

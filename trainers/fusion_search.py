@@ -31,7 +31,7 @@ from trainers.relaxations.base import RELAXATION, Groups, coarser_groups, is_coa
 from trainers.relaxations.lagrangian import Lagrangian
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
-from trainers.text.stream import BatchStream
+from trainers.text.data import BatchStream
 
 STEPS = 240
 

@@ -31,8 +31,7 @@ from trainers.losses import objective
 from trainers.models import DTYPES, load_teacher
 from trainers.relaxations.base import Relaxation
 from trainers.relaxations.stage import RelaxationSpec, relaxed_objective
-from trainers.text.data import read_sequences
-from trainers.text.stream import BatchStream
+from trainers.text.data import BatchStream, read_sequences
 
 LATEST = "latest.json"
 OUTCOME = "outcome.json"

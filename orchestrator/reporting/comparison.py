@@ -20,12 +20,9 @@ UNTOLD = "-"
 
 def spread(values: Iterable[float]) -> Spread:
     """`{mean, sd, n}` of some values: sd is the sample standard deviation (n - 1 below), None for a single value."""
-    found = list(values)
-    return {
-        "mean": statistics.fmean(found) if found else None,
-        "sd": statistics.stdev(found) if len(found) > 1 else None,
-        "n": len(found),
-    }
+    values = list(values)
+    mean = statistics.fmean(values) if values else None
+    return {"mean": mean, "sd": statistics.stdev(values) if len(values) > 1 else None, "n": len(values)}
 
 
 def seeds_of(trials: Iterable[TrialRecord]) -> Sequence[int | None]:
@@ -88,6 +85,7 @@ def _row(arm: Sequence[TrialRecord], seeds: Sequence[int | None], last: int, bas
     steps = sorted({step for t in arm for step in _losses(t)})
     rungs = [rung for step in steps if (rung := _best_at(step, rates, seeds))]
     best = rungs[-1] if rungs else None
+    at = best and best["step"]
     chosen = rates[best["learning_rate"]] if best else []
     curve = [point for step in steps if (point := _point(step, chosen, seeds))] if best else []
     sizes = [t.kv_bytes_per_token for t in chosen or arm if t.kv_bytes_per_token is not None]
@@ -98,7 +96,7 @@ def _row(arm: Sequence[TrialRecord], seeds: Sequence[int | None], last: int, bas
         "learning_rate": best and best["learning_rate"],
         "seeds": len(seeds) if best else 0,
         "seeds_asked": len(seeds),
-        "steps": best and best["step"],
+        "steps": at,
         "tokens": best and best["tokens"],
         "last": bool(best) and best["step"] == last,
         "loss": _bare(best) if best else spread(()),
@@ -108,7 +106,10 @@ def _row(arm: Sequence[TrialRecord], seeds: Sequence[int | None], last: int, bas
         "remaining_distance": spread(t.remaining_distance for t in chosen if t.remaining_distance is not None),
         "curve": curve,
         "rungs": rungs,
-        "rates": [_rate(rate, mine, best) for rate, mine in rates.items()],
+        "rates": [
+            {"learning_rate": rate, **spread(_losses(t)[at] for t in mine if at in _losses(t))}
+            for rate, mine in rates.items()
+        ],
         "trial_ids": [t.trial_id for t in sorted(chosen, key=lambda t: (t.seed is not None, t.seed or 0))],
         **_counts(arm),
     }
@@ -118,12 +119,12 @@ def _point(step: int, trials: Sequence[TrialRecord], seeds: Sequence[int | None]
     """Mean and spread of a rate's trials at a step; None unless every seed was measured there and none failed."""
     if any(t.status == records.FAILED for t in trials):
         return None
-    found = {t.seed: (_losses(t)[step], t) for t in trials if step in _losses(t)}
-    if set(found) != set(seeds):
+    measured = {t.seed: t for t in trials if step in _losses(t)}
+    if set(measured) != set(seeds):
         return None
-    tokens = [r["tokens"] for _, t in found.values() for r in t.rungs if r["step"] == step and "tokens" in r]
+    tokens = [r["tokens"] for t in measured.values() for r in t.rungs if r["step"] == step and "tokens" in r]
     mean_tokens = round(statistics.fmean(tokens)) if tokens else None
-    return {"step": step, "tokens": mean_tokens, **spread(loss for loss, _ in found.values())}
+    return {"step": step, "tokens": mean_tokens, **spread(_losses(t)[step] for t in measured.values())}
 
 
 def _best_at(
@@ -131,11 +132,6 @@ def _best_at(
 ) -> dict[str, Any] | None:
     points = [p | {"learning_rate": rate} for rate, mine in rates.items() if (p := _point(step, mine, seeds))]
     return min(points, key=lambda p: (p["mean"], p["learning_rate"]), default=None)
-
-
-def _rate(rate: float, trials: Sequence[TrialRecord], best: Mapping[str, Any] | None) -> dict[str, Any]:
-    losses = [_losses(t)[best["step"]] for t in trials if best["step"] in _losses(t)] if best else []
-    return {"learning_rate": rate, **spread(losses)}
 
 
 def _bare(point: Mapping[str, Any]) -> Spread:
@@ -157,33 +153,35 @@ def _counts(arm: Sequence[TrialRecord]) -> dict[str, int]:
 # ---- as text ------------------------------------------------------------------------------------------------------
 
 OF_THE_CHECKPOINT = "KV of the checkpoint's"
-MEASURES = ("loss", "loss increase", "untrained", "rate", "steps", "tokens", "KV bytes/token", "left")
-COLUMNS = ("recipe", OF_THE_CHECKPOINT, *MEASURES, "seeds", "trials")
+COLUMNS = (
+    *("recipe", OF_THE_CHECKPOINT, "loss", "loss increase", "untrained", "rate", "steps", "tokens", "KV bytes/token"),
+    *("left", "seeds", "trials"),
+)
 
 
 def cells(row: Row) -> tuple[str, ...]:
     """A row as text, one cell for each of `COLUMNS`. A star marks a row that compares before the last rung."""
-    rate, steps = row["learning_rate"], row["steps"]
+    steps = row["steps"]
     return (
         row["recipe"],
         percent(row["kv_ratio"]),
-        _told(row["loss"]),
+        _mean_and_sd(row["loss"]),
         number(row["loss_increase"], "+.3f"),
-        _told(row["untrained"]) + (" pooled" if row["pooled"] else ""),
-        UNTOLD if rate is None or not steps else f"{rate:.1e}",
+        _mean_and_sd(row["untrained"]) + (" pooled" if row["pooled"] else ""),
+        number(row["learning_rate"] if steps else None, ".1e"),
         UNTOLD if steps is None else f"{steps}{'' if row['last'] else '*'}",
         UNTOLD if row["tokens"] is None else compact(row["tokens"]),
-        UNTOLD if row["kv_bytes_per_token"] is None else str(row["kv_bytes_per_token"]),
-        UNTOLD if (left := row["remaining_distance"]["mean"]) is None else f"{left:.2g}",
+        number(row["kv_bytes_per_token"], "d"),
+        number(row["remaining_distance"]["mean"], ".2g"),
         str(row["seeds"]),
         counts_text(row),
     )
 
 
-def _told(found: Spread) -> str:
+def _mean_and_sd(values: Spread) -> str:
     """Mean ± standard deviation; the mean alone of one seed."""
-    mean = number(found["mean"])
-    return mean if found["sd"] is None else f"{mean} ± {found['sd']:.3f}"
+    mean = number(values["mean"])
+    return mean if values["sd"] is None else f"{mean} ± {values['sd']:.3f}"
 
 
 ODD = ("diverged", "failed", "stopped", "copied", "unfinished")
@@ -198,15 +196,15 @@ def counts_text(row: Row) -> str:
 def footnote(rows: Sequence[Row]) -> str:
     """What the reader of the table must know."""
     several = max((row["seeds_asked"] for row in rows), default=0)
-    told = (
+    note = (
         f"Each arm at its best learning rate of the same grid; mean ± sample standard deviation over {several} seeds; "
         "a rate with a failed, diverged or early stopped seed is left out of the choice"
     )
     if any(row["seeds"] == 1 < several for row in rows):
-        told += "; candidates that the searcher drew by itself have one seed"
+        note += "; candidates that the searcher drew by itself have one seed"
     if any(row["pooled"] for row in rows):
-        told += f"; {records.POOLED_NOTE}"
+        note += f"; {records.POOLED_NOTE}"
     if any(row["remaining_distance"]["n"] for row in rows):
-        told += "; left: of the squared distance of the pairs when they were made to share, 1 at the start"
+        note += "; left: of the squared distance of the pairs when they were made to share, 1 at the start"
     early = any(row["steps"] is not None and not row["last"] for row in rows)
-    return told + ("; * all seeds of a rate got only so far: not comparable with the others." if early else ".")
+    return note + ("; * all seeds of a rate got only so far: not comparable with the others." if early else ".")

@@ -15,7 +15,7 @@ from orchestrator.storage.records import TrialRecord, percent
 PAGE_ONLY = ("seed", "KL", "time", "trial", "error")  # columns of trials that a terminal has no room for
 
 
-def console(width: int = 110) -> Console:
+def console(width: int = 140) -> Console:
     """Plain text at least `width` columns wide where the output is no terminal (a job's log)."""
     plain = Console(highlight=False)
     return plain if plain.is_terminal else Console(highlight=False, width=width)

@@ -115,16 +115,8 @@ def recipe_table(record: Mapping[str, Any]) -> Table:
             if entry["loss_increase"] == lowest[entry["kv_ratio_asked"]]:
                 marked.add(index)
         rows.append((entry["recipe"], percent(entry["kv_ratio_asked"]), *numbers, clock(entry["seconds"])))
-    columns = (
-        "recipe",
-        "asked of the checkpoint's KV",
-        "kept",
-        "KV bytes/token",
-        "loss",
-        "loss increase",
-        "KL",
-        "time",
-    )
+    asked = "asked of the checkpoint's KV"
+    columns = ("recipe", asked, "kept", "KV bytes/token", "loss", "loss increase", "KL", "time")
     return Table(columns, rows, frozenset(marked), "The lowest loss of each budget: bold.")
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -72,42 +74,44 @@ def read_status(folder: SearchFolder, now: datetime | None = None) -> View:
     trials = load_trials(folder.root)
     state = read_json(folder.state) if folder.state.exists() else {}
     base = read_json(folder.base) if folder.base.exists() else {}
-    told = read_json(folder.estimate) if folder.estimate.exists() else {}
+    estimate = read_json(folder.estimate) if folder.estimate.exists() else {}
+    promotion = read_json(folder.promotion) if folder.promotion.exists() else {}
     config = _config(folder)
     seconds = _seconds(state, now or datetime.now(UTC))
-    standing = _state(state, trials)
+    stands = _state(state, trials)
     unit, spent = hours_spent(trials, config)
-    estimated = told.get(f"{unit.lower()}_hours")
-    left = None if estimated is None else max(0.0, estimated - spent)
+    estimated = estimate.get(f"{unit.lower()}_hours")
+    running = stands == "running"
+    left = max(0.0, estimated - spent) if running and estimated is not None else None
     price = config.resources.price_per_hour if config else None
     rungs = len(config.rungs.steps) if config else 1
     return View(
         name=folder.root.name,
-        state=standing,
+        state=stands,
         started=state.get("started"),
         seconds=seconds,
-        seconds_left=seconds_left(trials, told.get("trials"), rungs, seconds) if standing == "running" else None,
+        seconds_left=seconds_left(trials, estimate.get("trials"), rungs, seconds) if running else None,
         trials={name: sum(t.status == name for t in trials) for name in STATES},
         probes=sum(t.probe for t in trials),
-        expected=told.get("trials"),
+        expected=estimate.get("trials"),
         tokens=sum(int(t.last.get("tokens") or 0) for t in trials if t.copy_of is None),
         tokens_per_second=tokens_per_second(trials),
         unit=unit,
         hours_spent=spent,
-        hours_left=left if standing == "running" else None,
+        hours_left=left,
         money_spent=None if price is None else price * spent,
-        money_left=None if price is None or left is None or standing != "running" else price * left,
+        money_left=None if price is None or left is None else price * left,
         original_loss=base.get("loss"),
         front=[_point(t, base.get("loss")) for t in front(so_far(trials))],
         failures=[f"{t.recipe} {percent(t.kv_ratio)}: {t.error}" for t in trials if t.status == records.FAILED],
-        promotion=_promotion(folder),
+        promotion=dict(Counter(entry["status"] for entry in promotion.get("candidates", {}).values())),
     )
 
 
 def so_far(trials: Iterable[TrialRecord]) -> list[TrialRecord]:
     """Trials as they stand: one that is under way counts with its last rung."""
     open_states = (records.RUNNING, records.WAITING, records.KILLED)
-    return [TrialRecord(**{**asdict(t), "status": records.STOPPED}) if t.status in open_states else t for t in trials]
+    return [replace(t, status=records.STOPPED) if t.status in open_states else t for t in trials]
 
 
 def hours_spent(trials: Iterable[TrialRecord], config: SearchConfig | None) -> tuple[str, float]:
@@ -115,11 +119,10 @@ def hours_spent(trials: Iterable[TrialRecord], config: SearchConfig | None) -> t
     if config is None:
         return "CPU", sum(sum(t.seconds.values()) + _trained(t) for t in trials) / 3600
     gpus, train = config.train.gpus_per_worker, config.train
-    worker = train.num_workers * (gpus or train.cpus_per_worker)
-    driver = config.resources.trial_gpus if gpus else max(1.0, config.resources.trial_cpus)
-    return ("GPU" if gpus else "CPU"), sum(
-        driver * sum(t.seconds.values()) + worker * _trained(t) for t in trials
-    ) / 3600
+    workers = train.num_workers * (gpus or train.cpus_per_worker)
+    own = config.resources.trial_gpus if gpus else max(1.0, config.resources.trial_cpus)
+    seconds = sum(own * sum(t.seconds.values()) + workers * _trained(t) for t in trials)
+    return "GPU" if gpus else "CPU", seconds / 3600
 
 
 def _trained(trial: TrialRecord) -> float:
@@ -175,12 +178,6 @@ def _point(trial: TrialRecord, original_loss: float | None) -> dict[str, Any]:
     }
 
 
-def _promotion(folder: SearchFolder) -> dict[str, int]:
-    record = read_json(folder.promotion) if folder.promotion.exists() else {}
-    states = [entry["status"] for entry in record.get("candidates", {}).values()]
-    return {name: states.count(name) for name in dict.fromkeys(states)}
-
-
 # ---- on a terminal, and elsewhere -------------------------------------------------------------------------------
 
 
@@ -188,23 +185,25 @@ def facts(view: View) -> dict[str, str]:
     """The view's numbers in words, by what they are about; what is not known is left out."""
     ended = sum(view.trials[name] for name in records.ENDED)
     states = ", ".join(f"{count} {name}" for name, count in view.trials.items() if count) or "none yet"
-    told = {"state": view.state}
+    words = {"state": view.state}
     if view.seconds is not None:
         left = "" if view.seconds_left is None else f", about {clock(view.seconds_left)} left"
-        told["time"] = clock(view.seconds) + left
-    told["trials"] = f"{ended}/{view.expected or '?'} ended: {states}" + (
+        words["time"] = clock(view.seconds) + left
+    words["trials"] = f"{ended}/{view.expected or '?'} ended: {states}" + (
         f" ({view.probes} probes)" if view.probes else ""
     )
     rate = f", {compact(view.tokens_per_second)}/s now" if view.tokens_per_second else ""
-    told["tokens"] = f"{compact(view.tokens)}{rate}"
-    left = "" if view.hours_left is None else f", about {view.hours_left:.2f} left"
-    told["spent"] = f"{view.hours_spent:.2f} {view.unit}-hours{left}"
+    words["tokens"] = f"{compact(view.tokens)}{rate}"
+    words["spent"] = f"{view.hours_spent:.2f} {view.unit}-hours{_left(view.hours_left)}"
     if view.money_spent is not None:
-        left = "" if view.money_left is None else f", about {view.money_left:.2f} left"
-        told["money"] = f"{view.money_spent:.2f}{left}"
+        words["money"] = f"{view.money_spent:.2f}{_left(view.money_left)}"
     if view.promotion:
-        told["promotion"] = ", ".join(f"{count} {name}" for name, count in view.promotion.items())
-    return told
+        words["promotion"] = ", ".join(f"{count} {name}" for name, count in view.promotion.items())
+    return words
+
+
+def _left(amount: float | None) -> str:
+    return "" if amount is None else f", about {amount:.2f} left"
 
 
 def picture(view: View) -> Group:
@@ -241,24 +240,18 @@ def watch(
 ) -> View:
     """Show a search until it ends: in place on a terminal, else a line whenever something has changed."""
     out = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    view = read_status(folder)
-    if not out.is_terminal:
-        told = ""
+    shown = ""
+    with Live(console=out, auto_refresh=False) if out.is_terminal and not once else nullcontext() as live:
         while True:
+            view = read_status(folder)
             fixed = json.dumps({k: v for k, v in view.to_dict().items() if not k.startswith("seconds")})
-            if fixed != told:
+            if live is not None:
+                live.update(picture(view), refresh=True)
+            elif out.is_terminal:
+                out.print(picture(view))
+            elif fixed != shown:
                 out.print(line(view), markup=False)
-                told = fixed
+                shown = fixed
             if once or view.state != "running":
                 return view
             sleep(every)
-            view = read_status(folder)
-    if once:
-        out.print(picture(view))
-        return view
-    with Live(picture(view), console=out, auto_refresh=False) as live:
-        while view.state == "running":
-            sleep(every)
-            view = read_status(folder)
-            live.update(picture(view), refresh=True)
-    return view

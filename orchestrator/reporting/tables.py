@@ -87,7 +87,7 @@ def trial_table(trials: Sequence[TrialRecord], base: Mapping[str, Any], most: in
     if any(t.relaxes for t in drawn):
         notes.append(f"{records.POOLED_NOTE}.")
     if copies := sum(t.copy_of is not None for t in candidates):
-        notes.append(f"{copies} led to the same model as another trial and were not trained again.")
+        notes.append(f"Led to the same model as another trial, and not trained again: {copies}.")
     if probes := [t for t in trials if t.probe]:
         notes.append(f"And {len(probes)} probes of the searcher, measured untrained ({probes[0].recipe}).")
     marked = frozenset(i for i, t in enumerate(drawn) if t.trial_id in on_front)

@@ -17,7 +17,7 @@ from trainers.loop import train
 from trainers.losses import objective
 from trainers.relaxations.stage import RelaxationSpec, relaxed_objective
 from trainers.settings import TrainSettings
-from trainers.text.stream import BatchStream
+from trainers.text.data import BatchStream
 
 LENGTH, BATCH = 128, 4  # tokens of a sequence and sequences of a step: small, so that all arms fit into minutes
 

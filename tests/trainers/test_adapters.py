@@ -26,8 +26,7 @@ from trainers.loop import train
 from trainers.losses import objective
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
-from trainers.text.data import write_sequences
-from trainers.text.stream import BatchStream
+from trainers.text.data import BatchStream, write_sequences
 
 STEPS = 6
 UNEVEN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)

@@ -16,7 +16,7 @@ from trainers.engine import Engine
 from trainers.loop import train
 from trainers.losses import objective
 from trainers.settings import TrainSettings
-from trainers.text.stream import BatchStream
+from trainers.text.data import BatchStream
 
 STEPS = 4
 MAPS = (LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0)))

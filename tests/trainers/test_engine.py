@@ -19,8 +19,7 @@ from trainers.evaluation import evaluate
 from trainers.loop import TrainingDiverged, train
 from trainers.losses import objective
 from trainers.settings import TrainSettings
-from trainers.text.data import load_sequences
-from trainers.text.stream import BatchStream
+from trainers.text.data import BatchStream, load_sequences
 
 STEPS = 6
 KINDS = [

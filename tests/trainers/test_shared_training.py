@@ -18,7 +18,7 @@ from trainers.engine import Engine
 from trainers.loop import train
 from trainers.losses import objective
 from trainers.settings import TrainSettings
-from trainers.text.stream import BatchStream
+from trainers.text.data import BatchStream
 
 STEPS = 4
 # Layer 1 borrows and lends; layer 2 owns no head.

@@ -1,7 +1,8 @@
-"""The training checkpoints of one run, with the digests of their files and the reports that came with them.
+"""The training checkpoints of one run, with digests and reports, and the weights of its best measured step.
 
     <storage_path>/<run_name>/checkpoints.json     reports so far; checkpoints that are kept, oldest first
     <storage_path>/<run_name>/checkpoint_000024/   what all workers wrote at step 24
+    <out_dir>.best/step-000024/                    a finished checkpoint; if the last step is the best one, <out_dir>
 
 `checkpoints.json` names a checkpoint only once all of it is there, and is replaced as a whole, so that a kill at any
 moment leaves the checkpoints before. One whose files have changed since is passed over for the one before it.
@@ -12,15 +13,18 @@ Legend: W workers; all of them make every call together, each with its own rank.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from attention.io import checkpoint
 from attention.io.files import sha256, write_whole
 
 INDEX = "checkpoints.json"
@@ -122,3 +126,40 @@ class CheckpointStore:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
+
+
+# ---- the best measured step ---------------------------------------------------------------------------------------
+
+# Each report names the best step so far and where its weights lie. What the report of a kept training checkpoint names
+# is there as long as the checkpoint, so a job that goes on from one ends with the same best as one never stopped.
+BEST = ("best_step", "best_loss", "best_kl", "best_dir")
+"""What a report says of the best step so far: which, its held-out loss and KL (nats a token), where its weights lie."""
+
+
+def is_better(loss: float, known: dict[str, Any]) -> bool:
+    """Whether a measured loss beats the best of a report. Of equal steps the earlier one stays."""
+    return math.isfinite(loss) and loss < known.get("best_loss", math.inf)
+
+
+def best_folder(out_dir: str, step: int) -> str:
+    return str(_bests(out_dir) / f"step-{step:06d}")
+
+
+def best_is_there(report: dict[str, Any], out_dir: str) -> bool:
+    """Whether the best weights that a report names are as they were written. Those in `out_dir` can be made again."""
+    place = report.get("best_dir")
+    return place in (None, out_dir) or checkpoint.intact(place)
+
+
+def remove_other_bests(out_dir: str, reports: Iterable[dict[str, Any]]) -> None:
+    """Remove what none of the reports names."""
+    named = {report.get("best_dir") for report in reports}
+    root = _bests(out_dir)
+    for folder in [found for found in root.glob("*") if str(found) not in named]:
+        shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # not empty, or never made
+        root.rmdir()
+
+
+def _bests(out_dir: str) -> Path:
+    return Path(f"{out_dir}.best")

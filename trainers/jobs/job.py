@@ -25,17 +25,15 @@ class TrainJob:
     from `start_step`. `seed` orders the data. `storage_path` and `out_dir` must be absolute.
 
     `relaxation`: a stage before all this: from `model_dir`, which is not converted yet, to a collapsed checkpoint (in
-    the reports: `relaxed_dir`), where the training then starts. Its steps are not counted in the milestones; its tokens
-    are in the report. One learning-rate schedule spans both, unless the relaxation has its own: stage i is trained from
-    position `i steps` on, the training after them from `relaxation.total_steps` on. A stage that ends early leaves the
-    rest of its positions unused, so that the rate of a step depends on the job alone and the schedule ends where it was
-    planned to. `schedule_offset`: the schedule's steps that lie before step 0, for a job that goes on behind the
-    relaxation of an earlier one.
+    the reports: `relaxed_dir`), where the training then starts. Its tokens are in the report, its steps not in the
+    milestones; milestones (0,) measure the collapsed model and end there. One learning-rate schedule spans both, unless
+    the relaxation has its own: stage i starts at position `i steps`, the training after them at
+    `relaxation.total_steps`. What a stage that ends early leaves of its positions stays unused, so that the rate of a
+    step depends on the job alone. `schedule_offset`: the schedule's steps before step 0, for a job that goes on behind
+    the relaxation of an earlier one.
 
-    `keep_best`: also keep the weights of the milestone with the lowest held-out loss (`trainers.jobs.best_step`); the
+    `keep_best`: also keep the weights of the milestone with the lowest held-out loss (`trainers.jobs.checkpoints`); the
     reports then have `best_step`, `best_loss`, `best_kl` and `best_dir`.
-
-    Milestones (0,) after a relaxation measure the collapsed model and end there: no recovery.
 
     A `run_name` that already exists under `storage_path` continues that run: the same job run twice does nothing
     twice, and two different jobs need two names.

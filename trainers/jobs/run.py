@@ -18,14 +18,13 @@ from attention import garbage
 from attention.io import checkpoint
 from attention.messages import reason
 from trainers.evaluation import Evaluation, evaluate
-from trainers.jobs import best_step, memory
+from trainers.jobs import checkpoints, memory
 from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.job import TrainJob
 from trainers.loop import TrainingDiverged, train
 from trainers.losses import objective
 from trainers.models import DTYPES, load_teacher
-from trainers.text.data import read_sequences
-from trainers.text.stream import BatchStream
+from trainers.text.data import BatchStream, read_sequences
 
 if TYPE_CHECKING:
     from trainers.engine import Engine
@@ -76,7 +75,7 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
     store = CheckpointStore(job.storage_path, job.run_name, link.rank, link.world_size)
     newest, reports, damage = store.newest_whole()
     last = job.milestones[-1]
-    if newest is not None and not _agreed(link, link.rank == 0 and best_step.is_there(reports[-1], job.out_dir)):
+    if newest is not None and not _agreed(link, link.rank == 0 and checkpoints.best_is_there(reports[-1], job.out_dir)):
         damage.append(
             f"the weights of the best step {reports[-1]['best_step']} are damaged: trained from the beginning"
         )
@@ -232,7 +231,9 @@ class _Worker:
         if job.keep_best and self.link.rank == 0:
             kept, reports = self.store.read()
             going_on = {k.step for k in kept}
-            best_step.remove_others(job.out_dir, [metrics] if last else [r for r in reports if r["step"] in going_on])
+            checkpoints.remove_other_bests(
+                job.out_dir, [metrics] if last else [r for r in reports if r["step"] in going_on]
+            )
         self.metrics = metrics
         self.stopped = not self.link.report(metrics, last)
         self._lap()
@@ -248,10 +249,10 @@ class _Worker:
 
     def _keep_if_best(self, metrics: dict[str, Any], last: bool) -> None:
         """Write the weights down if none were better so far, and add to the report which are the best."""
-        known, step = {key: self.metrics[key] for key in best_step.KEYS if key in self.metrics}, metrics["step"]
-        if best_step.is_better(metrics["loss"], known):
-            out = self.job.out_dir if last else best_step.folder_of(self.job.out_dir, step)
-            known = dict(zip(best_step.KEYS, (step, metrics["loss"], metrics["kl"], out), strict=True))
+        known, step = {key: self.metrics[key] for key in checkpoints.BEST if key in self.metrics}, metrics["step"]
+        if checkpoints.is_better(metrics["loss"], known):
+            out = self.job.out_dir if last else checkpoints.best_folder(self.job.out_dir, step)
+            known = dict(zip(checkpoints.BEST, (step, metrics["loss"], metrics["kl"], out), strict=True))
             if not last:  # the finished weights are written in any case
                 self._write(out)
         metrics |= known

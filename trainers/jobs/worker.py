@@ -39,9 +39,9 @@ def run_training(job: TrainJob, *, callbacks: Sequence[Any] = ()) -> TrainOutcom
 
     At each milestone rank 0 reports loss, kl (None without a teacher), step, tokens, train_loss (mean since the last
     milestone), tokens_per_second (of training alone), seconds (of the job, start-up of processes not counted) and
-    checkpoint_path. A job with a relaxation goes through it first; its tokens and seconds count, and the report has
-    relaxation_steps, collapsed_loss (before any recovery), relaxation_history and relaxed_dir besides; `notes` tell of
-    a smaller micro-batch or a damaged checkpoint. A job that is started again first repeats its earlier reports.
+    checkpoint_path; of a relaxation, whose tokens and seconds count, also relaxation_steps, collapsed_loss (before any
+    recovery), relaxation_history and relaxed_dir; `notes` tell of a smaller micro-batch or a damaged checkpoint. A job
+    that is started again first repeats its earlier reports.
     `callbacks` are Ray Train's. Inside a Tune trial pass `TuneReportCallback()`.
 
     Raises TrainingDiverged when the loss is no longer finite, and Ray's TrainingFailedError when workers failed more
@@ -118,27 +118,18 @@ def _trainer(
     )
 
 
-class _Own:
-    """The link of a worker whose Ray Train run is this one job."""
+class _RayLink:
+    """The link of a worker. In a standing group all workers wait at a milestone for the desk's answer."""
 
-    def __init__(self) -> None:
-        context = ray.train.get_context()
-        self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
-
-    def report(self, metrics: dict[str, Any], last: bool) -> bool:
-        ray.train.report(metrics)
-        return True
-
-
-class _Standing:
-    """The link of a worker of a standing group. At a milestone all workers wait for the answer."""
-
-    def __init__(self, desk: Any, group: str) -> None:
+    def __init__(self, desk: Any = None, group: str = "") -> None:
         context = ray.train.get_context()
         self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
         self.desk, self.group = desk, group
 
     def report(self, metrics: dict[str, Any], last: bool) -> bool:
+        if self.desk is None:
+            ray.train.report(metrics)
+            return True
         go = [ray.get(self.desk.report.remote(self.group, metrics, last)) if self.rank == 0 else None]
         if self.world_size > 1:
             dist.broadcast_object_list(go, src=0)
@@ -158,7 +149,7 @@ def _work(config: dict[str, Any]) -> dict[str, Any]:
     from trainers.jobs.run import run_job
 
     _prepare_worker()
-    return run_job(TrainJob.from_json(config["job"]), _Own())
+    return run_job(TrainJob.from_json(config["job"]), _RayLink())
 
 
 def _stand(config: dict[str, Any]) -> None:
@@ -169,7 +160,7 @@ def _stand(config: dict[str, Any]) -> None:
 
     _prepare_worker()
     desk, group = config["desk"], config["group"]
-    link, worker = _Standing(desk, group), ray.get_runtime_context().current_actor
+    link, worker = _RayLink(desk, group), ray.get_runtime_context().current_actor
     for number in itertools.count():
         given: Any = ray.get(desk.next.remote(group, link.rank, number, worker))
         if given is None:

@@ -1,4 +1,4 @@
-"""Relaxations: trained ways from a checkpoint's heads to a plan's. One file a part, collected by the axis."""
+"""Relaxations: trained ways from a checkpoint's heads to a plan's. One file a part, a class, collected by the axis."""
 
 from trainers.relaxations.base import RELAXATION, Relaxation, is_coarser, lifted
 

@@ -26,7 +26,7 @@ from attention.heads import LayerHeads
 from attention.modeling.grouped import attach
 from attention.modeling.modeling import check_fits, plan_of
 from attention.plan import AttentionPlan, LayerPlan, PlanError, groups_of
-from trainers.parameter_groups import ParameterGroup
+from trainers.loop import ParameterGroup
 
 RELAXATION = Axis("relaxation", "trainers.relaxations")
 Groups = tuple[tuple[int, ...], ...]

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from attention.conversion.relaxation_knobs import HARD_CONCRETE
 from attention.plan import AttentionPlan, PlanError
-from trainers.parameter_groups import ParameterGroup
+from trainers.loop import ParameterGroup
 from trainers.relaxations.base import RELAXATION, Groups, HeadProjection, Learned, Relaxation, opened, put_in_place
 
 SOURCE = "Jin 2024 (paper 001), sec. 3.5, Eq. 25 to 29; Louizos 2017, Eq. 10 to 13"

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from attention.conversion.relaxation_knobs import LAGRANGIAN
 from attention.plan import AttentionPlan
-from trainers.parameter_groups import ParameterGroup
+from trainers.loop import ParameterGroup
 from trainers.relaxations.base import RELAXATION, Groups, HeadProjection, Learned, Relaxation, opened, put_in_place
 
 SOURCE = "Chen 2024 (paper 000), sec. 4.2, Eq. 5 to 8, and App. B.2"

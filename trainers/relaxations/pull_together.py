@@ -31,7 +31,7 @@ from attention.conversion.relaxation_knobs import PULL_TOGETHER
 from attention.modeling.shared_heads import SharedSite, shared_sites
 from attention.modeling.shared_weights import SharedColumns, SharedProjection, stored
 from attention.plan import AttentionPlan, PlanError
-from trainers.parameter_groups import ParameterGroup
+from trainers.loop import ParameterGroup
 from trainers.relaxations.base import RELAXATION, Learned, Relaxation, opened
 
 Block = tuple[int, int]  # layer, head
@@ -86,13 +86,6 @@ def _lines(projection: Any, columns: bool) -> Tensor:
     return projection.weight.detach() if bias is None else torch.cat([projection.weight, bias[:, None]], 1).detach()
 
 
-def _stars_of(site: SharedSite) -> dict[Block, list[Block]]:
-    found: dict[Block, list[Block]] = {}
-    for share in site.shares:
-        found.setdefault((share.source_layer, share.source_head), []).append((share.layer, share.head))
-    return found
-
-
 def _centre(projection: Any, block: int, size: int, mean: Tensor, columns: bool) -> None:
     """Make `mean` `[size, width]` the weight of a block that `projection` owns."""
     start = projection.offset(block) if isinstance(projection, SharedProjection) else block * size
@@ -107,8 +100,11 @@ def _centre(projection: Any, block: int, size: int, mean: Tensor, columns: bool)
 def _part(site: SharedSite, plain: SharedSite) -> Iterator[Star]:
     """Move the lent blocks of one projection to the means of their stars and put the differences beside them."""
     columns, size = site.kind is SharedColumns, site.size
+    borrowers: dict[Block, list[Block]] = {}
+    for share in site.shares:
+        borrowers.setdefault((share.source_layer, share.source_head), []).append((share.layer, share.head))
     parts: dict[int, dict[int, tuple[Star, int]]] = {}
-    for earlier, later in _stars_of(site).items():
+    for earlier, later in borrowers.items():
         members = [earlier, *later]
         blocks = torch.stack([_lines(plain.projection(i), columns)[b * size : (b + 1) * size] for i, b in members])
         star = Star(blocks[1:] - blocks[0])

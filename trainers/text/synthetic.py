@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from attention.modeling.running import evaluating
 from trainers.text.synthetic_words import DOMAINS, PEOPLE, Domain
 
 Encode = Callable[[str], Sequence[int]]
@@ -218,6 +217,8 @@ def evaluate_tasks(model: Any, items: Sequence[Example], encode: Encode, *, batc
 
     Padded on the right, which a causal model does not see. The answer is encoded with its leading space.
     """
+    from attention.modeling.running import evaluating  # brings all of transformers
+
     if not items:
         raise ValueError("expected at least one example, got none")
     device = next(model.parameters()).device

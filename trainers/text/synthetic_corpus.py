@@ -14,16 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers.text.synthetic import (
-    PATTERNS,
-    Score,
-    Task,
-    all_tasks,
-    episode,
-    evaluate_tasks,
-    examples,
-    split_tasks,
-)
+from trainers.text.synthetic import PATTERNS, Score, Task, all_tasks, episode, evaluate_tasks, examples, split_tasks
 from trainers.text.synthetic_words import DOMAINS, PEOPLE
 
 PREFIX = "synthetic:"

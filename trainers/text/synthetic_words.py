@@ -112,12 +112,7 @@ DOMAINS: dict[str, Domain] = {
             "{person} felt {item}.",
             "On the chart: {items}.",
             "",
-            {
-                "opposite": (
-                    "its opposite is",
-                    {word: _OPPOSITES[place ^ 1] for place, word in enumerate(_OPPOSITES)},
-                )
-            },
+            {"opposite": ("its opposite is", {word: _OPPOSITES[place ^ 1] for place, word in enumerate(_OPPOSITES)})},
         ),
         _domain(
             "number",

@@ -108,13 +108,13 @@ def _arms(rows: Sequence[Row], points: bool = False) -> dict[str, list[Row]]:
 
     Of the searcher's own candidates, each with a name of its own, only the best at each budget is drawn.
     """
-    found: dict[str, dict[float, Row]] = {}
+    best: dict[str, dict[float, Row]] = {}
     for row in sorted(rows, key=lambda r: (not r["last"], r["loss"]["mean"] or 0.0)):
         drawn = row["curve"] if points else row["loss"]["mean"] is not None and row["kv_bytes_per_token"]
         if drawn:
-            found.setdefault(family(row["recipe"]), {}).setdefault(row["kv_ratio"], row)
+            best.setdefault(family(row["recipe"]), {}).setdefault(row["kv_ratio"], row)
     names = dict.fromkeys(family(row["recipe"]) for row in rows)
-    return {name: [found[name][b] for b in sorted(found[name])] for name in names if name in found}
+    return {name: [best[name][b] for b in sorted(best[name])] for name in names if name in best}
 
 
 def _first_trained(arms: Mapping[str, Sequence[Row]]) -> int | None:

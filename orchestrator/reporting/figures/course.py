@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from scipy.stats import rankdata, spearmanr
@@ -95,21 +96,17 @@ def phases_figure(trials: Sequence[TrialRecord]) -> Figure | None:
     if not arms:
         return None
     names = list(dict.fromkeys(n for found in arms.values() for one in found for n in one if n != "train"))
-    means = {
-        arm: {n: statistics.fmean(one.get(n, 0.0) for one in found) for n in (*names, "train")}
-        for arm, found in arms.items()
-    }
-    shown = [n for n in (*names, "train") if any(m[n] > SHORT * sum(m.values()) for m in means.values())]
+    names.append("train")
+    means = np.array([[statistics.fmean(t.get(n, 0.0) for t in mine) for n in names] for mine in arms.values()])
+    is_long = (means > SHORT * means.sum(1, keepdims=True)).any(0)
+    widths = {name: means[:, i] for i, name in enumerate(names) if is_long[i]} | {"other": means[:, ~is_long].sum(1)}
     figure, axes = one_axes(1.3 + 0.28 * len(arms))
-    handles, left = {}, dict.fromkeys(arms, 0.0)
-    rest = {arm: {"other": sum(v for n, v in m.items() if n not in shown)} for arm, m in means.items()}
-    for place, name in enumerate([*shown, "other"]):
-        widths = [means[arm][name] if name in shown else rest[arm]["other"] for arm in arms]
-        if not any(widths):
-            continue
-        colour = "#bbbbbb" if name == "other" else COLOURS[place % len(COLOURS)]
-        handles[name] = axes.barh(range(len(arms)), widths, left=list(left.values()), color=colour, height=0.7)
-        left = {arm: start + width for (arm, start), width in zip(left.items(), widths, strict=True)}
+    handles, left = {}, np.zeros(len(arms))
+    for place, (name, width) in enumerate(widths.items()):
+        if width.any():
+            colour = "#bbbbbb" if name == "other" else COLOURS[place % len(COLOURS)]
+            handles[name] = axes.barh(range(len(arms)), width, left=left, color=colour, height=0.7)
+            left = left + width
     axes.set_yticks(range(len(arms)), list(arms), fontsize=9)
     axes.set_ylim(len(arms) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)

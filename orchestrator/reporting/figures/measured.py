@@ -68,44 +68,38 @@ def _span(axes: Any, place: int, raw: float, aligned: float) -> None:
     axes.plot(aligned, place, color=COLOURS[0], marker="o", ms=5.5, zorder=3)
 
 
+@matplotlib.rc_context({**STYLE, "font.size": 9})
 def relaxation_figure(trials: Sequence[TrialRecord]) -> Figure | None:
     """Each arm's relaxation over its steps: one row an arm, one panel a quantity, one line a trial, a colour a budget.
 
     The mean mask has its target beside it, dashed. None if no trial was relaxed.
     """
     arms: dict[str, list[TrialRecord]] = {}
-    for t in (t for t in trials if t.relaxation):
-        arms.setdefault(family(t.recipe), []).append(t)
-    names = {arm: [k for k in PANELS if any(k in p for t in mine for p in t.relaxation)] for arm, mine in arms.items()}
-    names = {arm: found for arm, found in names.items() if found}
-    if not names:
+    for t in trials:
+        if any(name in point for point in t.relaxation for name in PANELS):
+            arms.setdefault(family(t.recipe), []).append(t)
+    if not arms:
         return None
-    budgets = sorted({t.kv_ratio for arm in names for t in arms[arm]}, reverse=True)
+    names = {arm: [k for k in PANELS if any(k in p for t in mine for p in t.relaxation)] for arm, mine in arms.items()}
+    budgets = sorted({t.kv_ratio for mine in arms.values() for t in mine}, reverse=True)
     colours = {budget: COLOURS[i % len(COLOURS)] for i, budget in enumerate(budgets)}
-    columns = max(len(found) for found in names.values())
-    with matplotlib.rc_context({**STYLE, "font.size": 9}):
-        figure = Figure(figsize=(7, 0.6 + 1.9 * len(names)), layout="constrained")
-        grid = figure.subplots(len(names), columns, squeeze=False)
-        for (arm, found), row in zip(names.items(), grid, strict=True):
-            for axes, name in zip(row, found, strict=False):
-                for trial in arms[arm]:
-                    _over_steps(axes, trial, name, colours[trial.kv_ratio])
-                axes.set_title(
-                    f"{arm}\n{PANELS[name]}" if name == found[0] else f"\n{PANELS[name]}", loc="left", fontsize=9
-                )
-                axes.tick_params(labelsize=8)
-                if name in LOGARITHMIC and _positive(arms[arm], name):
-                    axes.set_yscale("log")
-            for axes in row[len(found) :]:
-                axes.set_visible(False)
-        figure.supxlabel("step of the relaxation", fontsize=9)
-        handles = {
-            f"{percent(b)} of the checkpoint's KV": Line2D([], [], color=colour) for b, colour in colours.items()
-        }
-        figure.legend(
-            list(handles.values()), list(handles), loc="outside upper right", ncols=len(handles), frameon=False
-        )
-        return figure
+    figure = Figure(figsize=(7, 0.6 + 1.9 * len(names)), layout="constrained")
+    grid = figure.subplots(len(names), max(map(len, names.values())), squeeze=False)
+    for (arm, measured), row in zip(names.items(), grid, strict=True):
+        for axes, name in zip(row, measured, strict=False):
+            for trial in arms[arm]:
+                _over_steps(axes, trial, name, colours[trial.kv_ratio])
+            axes.set_title(f"{arm if name == measured[0] else ''}\n{PANELS[name]}", loc="left", fontsize=9)
+            axes.tick_params(labelsize=8)
+            if name in LOGARITHMIC and _positive(arms[arm], name):
+                axes.set_yscale("log")
+        for axes in row[len(measured) :]:
+            axes.set_visible(False)
+    figure.supxlabel("step of the relaxation", fontsize=9)
+    lines = [Line2D([], [], color=colour) for colour in colours.values()]
+    labels = [f"{percent(budget)} of the checkpoint's KV" for budget in colours]
+    figure.legend(lines, labels, loc="outside upper right", ncols=len(lines), frameon=False)
+    return figure
 
 
 def _over_steps(axes: Any, trial: TrialRecord, name: str, colour: str) -> None:

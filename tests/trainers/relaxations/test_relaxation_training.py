@@ -14,13 +14,12 @@ from torch import Tensor
 import trainers.engine
 from attention.plan import AttentionPlan, HeadShare, LayerPlan
 from trainers.engine import Engine
-from trainers.loop import train
+from trainers.loop import ParameterGroup, train
 from trainers.losses import objective
-from trainers.parameter_groups import ParameterGroup
 from trainers.relaxations import RELAXATION
 from trainers.relaxations.stage import relaxed_objective
 from trainers.settings import TrainSettings
-from trainers.text.stream import BatchStream
+from trainers.text.data import BatchStream
 
 STEPS = 20
 GROUPED = AttentionPlan((LayerPlan((0, 0, 1, 0), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)

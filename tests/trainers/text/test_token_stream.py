@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainers.text.stream import BatchStream
+from trainers.text.data import BatchStream
 
 
 def rows(count: int) -> torch.Tensor:
