@@ -356,6 +356,8 @@ class Killer:
     def run(self, plan: Sequence[tuple[str, float]]) -> None:
         place = self.place
         place.start()
+        begun = place.search / "search.yaml"  # killed before it is there, a search has not begun and another one begins
+        wait_for("the search", lambda: begun.exists() or not place.running)
         for kind, delay in plan:
             self._something_happens()
             time.sleep(delay)
