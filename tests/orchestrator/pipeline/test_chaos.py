@@ -221,7 +221,7 @@ def test_a_search_under_kills_ends_as_one_that_was_left_alone(
         check_mlflow(place)
         assert unfinished_files(place) == []
         if "interrupt" in killer.done:  # Ctrl-C says how the search goes on
-            assert "headfold: interrupted" in place.log.read_text() and "--resume" in place.log.read_text()
+            assert "interrupted" in place.log.read_text() and "--resume chaos" in place.log.read_text()
         assert place.nodes.leftovers() == []
 
 
