@@ -9,8 +9,8 @@ import pytest
 import torch
 from parameters import extended
 from sizes import parameters
+from zero_three import split_small_weights
 
-import trainers.engine
 from attention.conversion.conversion import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, HeadShare, LayerPlan
@@ -29,20 +29,10 @@ SHARES = (
 PLAN = AttentionPlan((LayerPlan.identity(4),) * 3, 8, SHARES, mlp_shares=SHARES)
 
 
-_config = trainers.engine._config
-
-
-def split_everything(settings: TrainSettings) -> dict[str, Any]:
-    """ZeRO 3 keeps small weights whole, and a tiny model has no others; here none is kept between its uses."""
-    config = _config(settings)
-    config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
-    return config
-
-
 @pytest.mark.parametrize("stage", [extended(0), 1, extended(2), 3])
 def test_trains_as_plain_torch_does(tiny_model: Any, tmp_path: Any, monkeypatch: Any, stage: Any) -> None:
     """Same losses and weights; saved and read back with every weight once."""
-    monkeypatch.setattr(trainers.engine, "_config", split_everything)
+    split_small_weights(monkeypatch)
     ids = torch.randint(0, 64, (20, 16), generator=torch.Generator().manual_seed(0))
     start: Any = convert(tiny_model("llama", num_hidden_layers=3), PLAN)
     settings, loss_fn = TrainSettings(learning_rate=3e-3, zero_stage=stage), objective()

@@ -32,12 +32,12 @@ TOO_FAST = 1e38
 SEARCH = [
     "name=chaos",
     "search.kv_ratios=[0.25]",
-    "rungs.steps=[0,1,3]",
     "promotion.steps=2",
     *LITTLE,
 ]
 SMALL = [
     *SEARCH,
+    "rungs.steps=[0,3]",  # nothing to stop in training, so that one process takes trial after trial
     "search.searcher=grid",
     "search.recipes=[gqa, least_squares, {recipe: gqa, label: again}]",  # the third is stopped where it begins
     f"search.learning_rates=[3e-4,{TOO_FAST}]",
@@ -45,6 +45,7 @@ SMALL = [
 ]
 LARGE = [
     *SEARCH,
+    "rungs.steps=[0,1,3]",
     "search.searcher=optuna",
     "search.recipes=[gqa, least_squares]",
     "search.learning_rates=[3e-4,1e-3]",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,7 +78,7 @@ def test_what_cannot_fit_is_warned_of(tmp_path: Path, monkeypatch: pytest.Monkey
     config = config_of("demo")
     assert of(config, tmp_path).warnings == ()
     monkeypatch.setattr(estimate, "available_bytes", lambda: 2**28)
-    monkeypatch.setattr(estimate, "_free", lambda storage: 2**20)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=2**20))
     memory, disk = of(config, tmp_path).warnings
     assert "memory" in memory and "resources.max_concurrent" in memory
     assert "disk" in disk and str(tmp_path) in disk

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from attention.conversion.fusion import costs as fusion_costs
 from search_spaces.costs import GroupCost
 from search_spaces.grouping.subsets import exact_partition
 from search_spaces.planning.planning import PlanningContext, make_plan
@@ -20,20 +19,6 @@ from search_spaces.recipes.recipes import recipe
 from search_spaces.site import Site
 
 FREE = {"together": False, "grouping.equal_sizes": False}
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many groups each call of the least-squares costs has priced."""
-    counts: list[int] = []
-    for kind in (fusion_costs.KeyCost, fusion_costs.ValueCost):
-
-        def counted(self: Any, groups: Any, price: Callable[..., Any] = kind._batch) -> Any:
-            counts.append(len(groups))
-            return price(self, groups)
-
-        monkeypatch.setattr(kind, "_batch", counted)
-    yield counts
 
 
 def plan_json(context: PlanningContext, ratio: float, seed: int = 0, **changes: Any) -> str:
@@ -45,30 +30,33 @@ def site_of(context: PlanningContext, layer: int = 0, side: str = "value") -> Si
 
 
 @pytest.mark.parametrize("changes", [{}, FREE], ids=["equal", "free"])
-def test_the_next_plan_prices_nothing_and_is_the_same(
-    changes: dict[str, Any], make_context, asked: list[int], tmp_path: Path
-) -> None:
+def test_the_next_plan_prices_nothing_and_is_the_same(changes: dict[str, Any], make_context, tmp_path: Path) -> None:
     context = make_context("llama", num_attention_heads=8, num_key_value_heads=8, hidden_size=64)
     alone = {ratio: plan_json(context, ratio, **changes) for ratio in (0.5, 0.25)}
     kept = replace(context, cache_dir=tmp_path)
     assert plan_json(kept, 0.5, **changes) == alone[0.5]
-    asked.clear()
+    priced = contents(tmp_path)
     assert plan_json(kept, 0.5, seed=1, **changes) == alone[0.5]
-    assert sum(asked) <= 2 * context.geometry.num_layers  # the scales, where keys and values count together
+    assert contents(tmp_path) == priced
     assert plan_json(kept, 0.25, **changes) == alone[0.25]  # larger groups, of which none is known yet
-    assert sum(asked) > 2 * context.geometry.num_layers
+    assert all(content != priced[name] for name, content in contents(tmp_path).items())
+    for file in tmp_path.glob("prices-*.safetensors"):
+        save_file({size: np.roll(prices, 1) for size, prices in load_file(file).items()}, file)
+    assert plan_json(kept, 0.25, **changes) != alone[0.25]  # it is these prices that are believed
 
 
-def test_a_damaged_file_is_made_anew(make_context, asked: list[int], tmp_path: Path) -> None:
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.glob("prices-*.safetensors")}
+
+
+def test_a_damaged_file_is_made_anew(make_context, tmp_path: Path) -> None:
     context = replace(make_context("llama"), cache_dir=tmp_path)
     plan = plan_json(context, 0.5, **FREE)
     files = sorted(tmp_path.glob("prices-*.safetensors"))
     assert len(files) == 2 * context.geometry.num_layers
     whole = files[0].read_bytes()
     files[0].write_bytes(whole[: len(whole) // 2])
-    asked.clear()
     assert plan_json(context, 0.5, **FREE) == plan
-    assert asked
     assert files[0].read_bytes() == whole
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from parameters import extended
 from torch import Tensor
+from zero_three import split_small_weights
 
-import trainers.engine
 from attention.plan import AttentionPlan, HeadShare, LayerPlan
 from trainers.engine import Engine
 from trainers.loop import ParameterGroup, train
@@ -44,15 +44,8 @@ def ids() -> Tensor:
 @pytest.fixture
 def make(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Any, Engine]]]:
     """`make(name, **settings) -> (relaxation, engine)`. With ZeRO 3 even the smallest parameter is split."""
-    engines, config = [], trainers.engine._config
-
-    def split_all(settings: TrainSettings) -> dict[str, Any]:
-        result = config(settings)
-        if settings.zero_stage == 3:
-            result["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-        return result
-
-    monkeypatch.setattr(trainers.engine, "_config", split_all)
+    engines = []
+    split_small_weights(monkeypatch)
 
     def build(name: str, **settings: Any) -> tuple[Any, Engine]:
         part = RELAXATION.get(name)
