@@ -87,7 +87,11 @@ TINY_SETTINGS: dict[str, Any] = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first, those that may take longest before all: else the last runs beside an idle core."""
+    """Files with slow tests first, those that may take longest before all: else the last runs beside an idle core.
+
+    A file stays on one of pytest-xdist's workers, and those that share a Ray cluster and its training workers stay on
+    the same one: each of them would start half a dozen processes.
+    """
 
     def patience(item: pytest.Item) -> float:
         limit = item.get_closest_marker("timeout")
@@ -98,6 +102,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         longest[item.path] = max(longest.get(item.path, 0.0), patience(item))
     items.sort(key=lambda item: -longest[item.path])
+    on_ray = {item.path for item in items if "ray_cluster" in getattr(item, "fixturenames", ())}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("ray" if item.path in on_ray else item.path.stem))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -247,5 +254,5 @@ def on_group(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
     for processes. Jobs of 0.4 CPUs a worker leave room for groups of one and of two, and for a run of its own."""
     from orchestrator.cluster.pool_client import open_pool, train_on_pool
 
-    with open_pool(str(tmp_path_factory.mktemp("groups")), idle_seconds=40) as pool:
+    with open_pool(str(tmp_path_factory.mktemp("groups")), idle_seconds=120) as pool:
         yield lambda job: train_on_pool(pool, job, lambda report: None)

@@ -234,7 +234,8 @@ def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
         TrainSettings(**wrong)
 
 
-def test_a_job_of_two_workers_writes_a_plain_checkpoint(on_group: Any, tiny_model: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, extended(2)])
+def test_a_job_writes_a_plain_checkpoint(on_group: Any, tiny_model: Any, tmp_path: Path, workers: int) -> None:
     """Through Ray Train; ZeRO 3, a relaxation before it, and the held-out loss of the written weights."""
     sequences = (torch.randint(0, 64, (60, 1), generator=generator()) + 3 * torch.arange(32)) % 64
     write_sequences(sequences[:40], tmp_path / "train.safetensors")
@@ -248,7 +249,7 @@ def test_a_job_of_two_workers_writes_a_plain_checkpoint(on_group: Any, tiny_mode
         storage_path=str(tmp_path / "store"),
         run_name="lora",
         milestones=(5, 20),
-        settings=TrainSettings(**LORA, num_workers=2, zero_stage=3, cpus_per_worker=0.4),
+        settings=TrainSettings(**LORA, num_workers=workers, zero_stage=3, cpus_per_worker=0.4),
         relaxation=RelaxationSpec("lagrangian", (UNEVEN.to_json(),), 5),
         max_failures=0,
     )

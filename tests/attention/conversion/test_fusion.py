@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from head_references import Seen, activations, as_mha, lifted, logits, watch, with_heads
+from parameters import extended
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -482,7 +483,7 @@ def test_a_pooled_calibration_is_still_far_better_than_the_mean(
     assert errors[0] < errors[1] < errors[2] / 4
 
 
-@pytest.mark.parametrize(("width", "aligned_gain"), [(2, 0.8), (4, 0.8)])
+@pytest.mark.parametrize(("width", "aligned_gain"), [extended(2, 0.8), (4, 0.8)])
 def test_the_order_on_the_demo_checkpoint(
     width: int,
     aligned_gain: float,

@@ -44,7 +44,7 @@ class Alone:
 
 @pytest.fixture(scope="module")
 def pool(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    assert wait_until(lambda: not any(actors("RayTrainWorker", "TrainController").values())), "other tests' groups"
+    assert wait_until(lambda: not any(actors("RayTrainWorker", "TrainController").values()), 180), "other tests' groups"
     with open_pool(str(tmp_path_factory.mktemp("groups")), lost_seconds=LOST_SECONDS) as name:
         yield name
 
@@ -132,6 +132,7 @@ def test_a_job_ends_where_its_holder_leaves_it_and_goes_on_later(
     assert state(pool)["leases"] == []
 
 
+@pytest.mark.extended
 def test_a_job_that_fails_tells_why_and_the_next_one_runs(pool: str, job: TrainJob, whole: dict[str, Any]) -> None:
     broken = other(job, "broken", model_dir=str(Path(job.model_dir).parent / "gone"))
     with pytest.raises(GroupError, match="gone"):
@@ -156,7 +157,7 @@ def test_a_killed_worker_is_replaced_and_its_job_goes_on(pool: str, job: TrainJo
     assert before not in actors("RayTrainWorker")["RayTrainWorker"]
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_the_group_of_a_holder_that_died_is_free_again(pool: str, job: TrainJob) -> None:
     @ray.remote(num_cpus=0, max_retries=0)
     def hold_and_die(given: str) -> None:

@@ -35,7 +35,7 @@ def test_every_part_comes_up_and_nothing_impossible(problem: SearchProblem) -> N
     rng, seen = np.random.default_rng(0), {}
     geometry = problem.space.joint.geometry
     assert geometry is not None
-    for _ in range(1500):
+    for _ in range(700):
         candidate = problem.space.candidate(problem.space.sample(rng))
         chosen = candidate.recipe
         assert not broken_rules(chosen.to_dict() | {"kv_ratio": candidate.kv_ratio})

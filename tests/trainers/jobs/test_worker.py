@@ -42,8 +42,21 @@ def job(ray_cluster: None, tiny_job: Any, tmp_path_factory: pytest.TempPathFacto
     return tiny_job(folder, PLAN, patterns(200, 0), patterns(21, 1), settings, milestones=milestones, max_failures=0)
 
 
+def controllers() -> set[str]:
+    """Ray Train's runs that are alive."""
+    from ray.util.state import list_actors
+
+    return {a.actor_id for a in list_actors(filters=[("class_name", "=", "TrainController"), ("state", "=", "ALIVE")])}
+
+
 @pytest.fixture(scope="module")
-def whole(job: TrainJob) -> TrainOutcome:
+def others(ray_cluster: None) -> set[str]:
+    """The runs of other tests that are still alive."""
+    return controllers()
+
+
+@pytest.fixture(scope="module")
+def whole(job: TrainJob, others: set[str]) -> TrainOutcome:
     """The job without interruption, by workers of its own."""
     before = signal.getsignal(signal.SIGINT)
     outcome = run_training(job)
@@ -56,11 +69,9 @@ def other(job: TrainJob, name: str, **changes: Any) -> TrainJob:
     return replace(job, run_name=name, out_dir=str(Path(job.out_dir).parent.parent / name / "out"), **changes)
 
 
-def test_with_its_run_a_job_s_processes_end(whole: TrainOutcome) -> None:
-    from ray.util.state import list_actors
-
+def test_with_its_run_a_job_s_processes_end(whole: TrainOutcome, others: set[str]) -> None:
     deadline = time.monotonic() + 60
-    while left := list_actors(filters=[("class_name", "=", "TrainController"), ("state", "=", "ALIVE")]):
+    while left := controllers() - others:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
 

@@ -34,13 +34,10 @@ KNOBS: dict[str, dict[str, Any]] = {
 }
 SPLITS = [(0, 1), (3, 2)]  # ZeRO stage, workers
 ALL = [(part.name, *split) for part in RELAXATION for split in SPLITS]
-FEW = [case for index, case in enumerate(ALL) if index % 4 in (0, 3)]  # each part once, with one split or the other
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "cases", [FEW, pytest.param([c for c in ALL if c not in FEW], marks=pytest.mark.extended)], ids=["few", "others"]
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("cases", [ALL[::2], ALL[1::2]], ids=["one_worker", "two_workers"])
 def test_a_killed_relaxation_goes_on_to_the_same_numbers(
     cases: list[tuple[str, int, int]], tiny_model: Any, tmp_path: Path
 ) -> None:
