@@ -70,7 +70,7 @@ class LayerwiseConversion:
     """What all layers share. `counts`, `generators`: of all layers (`search_spaces.planning.planning`); `calibration`:
     C;
     `plain`: whether layers are written in the plain family's form; `dtype`: what is computed in, `written`: what
-    layers are rounded to before the converted stream runs through them. `mixed`, `sample_tokens`: as in `calibrate`."""
+    layers are rounded to before the converted stream runs through them. `sample_tokens`: as in `calibrate`."""
 
     weights: LazyWeights
     config: PretrainedConfig
@@ -83,7 +83,6 @@ class LayerwiseConversion:
     written: torch.dtype
     device: torch.device
     batch_size: int = 8
-    mixed: str = "head"
     sample_tokens: int = 16_384
 
     def convert(self, layer: int, original: Tensor, converted: Tensor, phases: Phases) -> Layer:
@@ -119,7 +118,6 @@ class LayerwiseConversion:
                     rows,
                     sample_tokens=self.sample_tokens,
                     batch_size=self.batch_size,
-                    mixed=self.mixed,
                     progress=silent,
                 )
         geometry = geometry_of(window.config)

@@ -179,13 +179,13 @@ class ValueCost(_Cost):
     @cached_property
     def _weighted(self) -> Tensor:
         """R_i G_hij R_j^T `[H, H, H, d, d]` float32, where R^T R is a head's metric; made head by head."""
-        root, pooled = symmetric_root(self.metrics), self.statistics.is_pooled
+        root = symmetric_root(self.metrics)
         count, dim = self.metrics.shape[:2]
-        made = torch.empty(1 if pooled else count, count, count, dim, dim, device=root.device)
+        made = torch.empty(count, count, count, dim, dim, device=root.device)
         for head, weighted in enumerate(made):
             (gram,) = mixed_gram(self.heads, self.statistics, under=(head,))
             weighted.copy_(torch.einsum("iab,ijbc,jdc->ijad", root, gram, root))
-        return made.expand(count, *made.shape[1:])  # a pooled moment is that of every head
+        return made
 
     @cached_property
     def _energy(self) -> Tensor:
