@@ -113,22 +113,12 @@ def _agreement(gram: Tensor, rotations: Tensor) -> float:
     return torch.einsum("iab,ijbc,jac->", rotations, gram, rotations).item()
 
 
-def _turn(rotations: Tensor, rows: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    turned = (rotations @ rows.double()).to(rows.dtype)
-    return turned, None if bias is None else (rotations @ bias.double()[..., None])[..., 0].to(bias.dtype)
-
-
 def rotate_keys(heads: LayerHeads, rotations: Tensor) -> LayerHeads:
     """Turn key head h and query head h by `rotations[h]` `[d, d]`: q^T k is unchanged (paper 001, eq. 15 to 17)."""
-    rotations = rotations.to(heads.k.device)
-    k, k_bias = _turn(rotations, heads.k, heads.k_bias)
-    q, q_bias = _turn(rotations, heads.q, heads.q_bias)
-    return replace(heads, q=q, k=k, q_bias=q_bias, k_bias=k_bias)
+    return heads.mapped(q=rotations, k=rotations)
 
 
 def rotate_values(heads: LayerHeads, rotations: Tensor) -> LayerHeads:
     """Turn value head h by `rotations[h]` and its output columns back (paper 001, eq. 12 and 13)."""
-    rotations = rotations.to(heads.v.device)
-    v, v_bias = _turn(rotations, heads.v, heads.v_bias)
-    o = (heads.o.double() @ rotations.transpose(1, 2)).to(heads.o.dtype)
-    return replace(heads, v=v, o=o, v_bias=v_bias)
+    o = (heads.o.double() @ rotations.transpose(1, 2).to(heads.o.device)).to(heads.o.dtype)
+    return replace(heads.mapped(v=rotations), o=o)

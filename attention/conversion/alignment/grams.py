@@ -12,6 +12,7 @@ from torch import Tensor
 from attention.calibration.moments import LayerStatistics, augmented
 from attention.geometry import RotaryLayout
 from attention.heads import LayerHeads
+from attention.modeling.rotary import pair_products
 
 CRITERIA = ("dist", "cos")
 SIDES = ("key", "value")
@@ -45,11 +46,9 @@ def head_gram(heads: LayerHeads, statistics: LayerStatistics, side: str, criteri
 
 def _best_inner(gram: Tensor, layout: RotaryLayout) -> Tensor:
     """Greatest mean <P k_j, k_i> over admissible P, `[H, H]`: moduli of rotary pairs plus nuclear norm of free dims."""
-    first, second, free = list(layout.first), list(layout.second), torch.tensor(layout.free)
-    real = gram[..., first, first] + gram[..., second, second]
-    imaginary = gram[..., second, first] - gram[..., first, second]
-    inner = torch.hypot(real, imaginary).sum(-1)
-    if len(free):
+    inner = torch.hypot(*pair_products(gram, layout)).sum(-1)
+    if layout.free:
+        free = torch.tensor(layout.free)
         inner = inner + torch.linalg.svdvals(gram[..., free[:, None], free]).sum(-1)
     return inner
 

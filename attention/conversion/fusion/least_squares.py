@@ -17,9 +17,10 @@ from attention.axes import FUSION, Knob
 from attention.calibration.moments import LayerStatistics
 from attention.conversion.fusion.costs import ValueCost, free_parts
 from attention.conversion.fusion.pooled import Groups, check_lifted, mean_fuse
-from attention.conversion.fusion.rank import as_real, complex_gram, fit_complex, fit_real, pair_energy
+from attention.conversion.fusion.rank import complex_gram, fit_complex, fit_real, pair_energy
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
+from attention.modeling.rotary import pair_maps
 from attention.plan import LayerPlan
 
 SWEEPS = Knob("sweeps", "int", "rounds that fit the shared value head to the members' own covariances", low=0, high=50)
@@ -86,7 +87,7 @@ def key_maps(
     )
     gram = statistics.key_gram(heads)
     mix, scale = fit_complex(complex_gram(gram, layout), pair_energy(statistics.query_gram(heads), layout))
-    into, onto = as_real(mix.conj(), layout), as_real(scale.conj(), layout)
+    into, onto = (pair_maps(numbers.real.T, -numbers.imag.T, layout) for numbers in (mix, scale))
     if layout.free:
         free_gram, moment = free_parts(heads, statistics, geometry)
         fit = fit_real(free_gram.expand(len(group), *free_gram.shape), moment)
