@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-from fractions import Fraction
 from typing import Any, TypeVar
 
 from attention.plan_parts import (
@@ -133,17 +132,12 @@ class AttentionPlan:
         return sum(layer.key_heads + layer.value_heads for layer in self.layers)
 
     @property
-    def kv_fraction(self) -> Fraction:
-        """`kv_ratio` without rounding."""
-        return Fraction(self.kv_heads, 2 * self.num_layers * self.num_heads)
-
-    @property
     def kv_ratio(self) -> float:
         """Kept key and value heads over those of multi-head attention, which a plan alone knows of; 1 for MHA.
 
         What a user gives and reads is relative to the checkpoint's own cache: `attention.ratios.ratio_of`.
         """
-        return float(self.kv_fraction)
+        return self.kv_heads / (2 * self.num_layers * self.num_heads)
 
     def kv_bytes_per_token(self, dtype: Any = "bfloat16") -> int:
         """Bytes that one token occupies in the KV cache. `dtype` is a torch dtype or its name.

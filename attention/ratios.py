@@ -25,7 +25,7 @@ def own_heads(geometry: HeadGeometry) -> int:
 
 def ratio_of(plan: AttentionPlan, own: int) -> float:
     """The share that `plan` keeps of the `own_heads` of a checkpoint."""
-    return float(Fraction(plan.kv_heads, own))
+    return plan.kv_heads / own
 
 
 def whole_heads(kv_ratio: float | Fraction, heads: int) -> int:

@@ -9,11 +9,6 @@ from search_spaces.allocation.problem import AllocationProblem, Counts
 from search_spaces.axes import ALLOCATION
 
 
-def admissible_ratios(stored: int, counts: Sequence[int]) -> list[float]:
-    """The KV ratios of head counts among `stored`, ascending."""
-    return [count / stored for count in sorted(counts)]
-
-
 def uniform(
     num_layers: int,
     stored: int,
@@ -32,7 +27,7 @@ def uniform(
     exact = float(kv_ratio) * stored
     count = round(exact)
     if abs(exact - count) > 1e-6 or count not in admissible:
-        ratios = ", ".join(f"{ratio:.8g}" for ratio in admissible_ratios(stored, admissible))
+        ratios = ", ".join(f"{kept / stored:.8g}" for kept in sorted(admissible))
         raise ValueError(
             f"kv_ratio {float(kv_ratio):.4g} of {stored} heads is {exact:.4g} heads a layer, which this grouping "
             f"cannot make; the admissible ratios are {ratios}"

@@ -251,7 +251,7 @@ class _Planner:
 
         seed = str([_seeds(g) for g in self.curve_generators[:1]])
         name = curve_name(self.recipe, self.context, knobs, seed)
-        folder = self.context.cache_dir if self.context.measure is None else None
+        folder = self.context.cache_dir
         file = None if folder is None else Path(folder) / f"curves-{name}.json"
         return Curves(group, measure, self.context.curves.setdefault(name, {}), file)
 

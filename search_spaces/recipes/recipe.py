@@ -41,7 +41,7 @@ class RecipeError(ValueError):
 
 @dataclass(frozen=True)
 class Recipe:
-    """One point of the joint space, but for the budget. Hashable, JSON, equal recipes have equal JSON.
+    """One point of the joint space, but for the KV ratio. Hashable.
 
     `objective` and `similarity` are None where the grouping does not use them. `together`: one grouping for keys and
     values, judged `by` the key side, the value side or both (ignored when apart). `settings`: knob values by
@@ -113,9 +113,8 @@ class Recipe:
         """What the recovery changes of a training's settings."""
         return RECOVERY.get(self.recovery)(**self.knobs("recovery"))
 
-    # ---- JSON -------------------------------------------------------------------------------------------------
-
     def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, the same for equal recipes."""
         return {**asdict(self), "settings": dict(self.settings)}
 
     @classmethod
@@ -129,20 +128,6 @@ class Recipe:
         if not isinstance(settings, Mapping):
             raise RecipeError(f"recipe {record['name']}: settings must map 'axis.knob' to values, got {settings!r}")
         return cls(**{**record, "settings": tuple(sorted(settings.items()))})
-
-    def to_json(self) -> str:
-        """Canonical JSON."""
-        return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> Recipe:
-        try:
-            record = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise RecipeError(f"a recipe must be JSON: {error}") from None
-        if not isinstance(record, dict):
-            raise RecipeError(f"a recipe must be a JSON object, got {type(record).__name__}")
-        return cls.from_dict(record)
 
     @property
     def digest(self) -> str:

@@ -61,10 +61,6 @@ class _Cost:
             raise ValueError(f"members must be distinct heads of 0..{self.num_heads - 1}, got {tuple(members)}")
         return key
 
-    def effort(self, members: int) -> float:
-        """Multiply-adds of the cost of one group, nearly: those of its eigenvalue problems."""
-        raise NotImplementedError
-
     def _batch(self, groups: Tensor) -> Tensor:
         """Costs of groups of equal size, `[n, g]` -> `[n]`."""
         raise NotImplementedError
@@ -93,6 +89,7 @@ class KeyCost(_Cost):
         self.free_gram, self.free_moment = free_parts(heads, statistics, geometry)
 
     def effort(self, members: int) -> float:
+        """Multiply-adds of the cost of one group, nearly: those of its eigenvalue problems."""
         free = 0 if self.qk_norm else EIGEN * (members * len(self.layout.free)) ** 3
         return free + EIGEN * self.layout.dims / 2 * members**3
 
@@ -132,28 +129,22 @@ class KeyCost(_Cost):
 class ValueCost(_Cost):
     """Mean squared change of the attention output, head by head, summed over the members and output dims.
 
-    Exact for what `least_squares_fuse` builds with the same `sweeps`: each head under the covariance of what its own
-    attention weights let through. Without sweeps it is several times faster and a bound from above. Errors of
-    different heads are taken as uncorrelated. With an output bias the means cost nothing, since the bias takes up what
-    is constant.
+    Each head counts under the covariance of what its own attention weights let through. Exact for what
+    `least_squares_fuse` builds without sweeps, a bound from above with them. Errors of different heads are taken as
+    uncorrelated. With an output bias the means cost nothing, since the bias takes up what is constant.
     """
 
-    def __init__(
-        self, heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeometry | None = None, *, sweeps: int = 0
-    ) -> None:
+    def __init__(self, heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeometry | None = None) -> None:
         super().__init__(heads.num_heads)
-        self.sweeps, self.heads, self.statistics = sweeps, heads, statistics
+        self.heads, self.statistics = heads, statistics
         self.metrics = output_metrics(heads)
 
     def effort(self, members: int) -> float:
+        """As `KeyCost.effort`."""
         return (EIGEN + 1) * float(members * self.metrics.shape[-1]) ** 3
 
     def _batch(self, groups: Tensor) -> Tensor:
-        price = self._error_of_fit if self.sweeps else self._error
-        return torch.stack([price(group.to(self.metrics.device)) for group in groups])
-
-    def _error_of_fit(self, group: Tensor) -> Tensor:
-        return self.fit(group).errors.sum()
+        return torch.stack([self._error(group.to(self.metrics.device)) for group in groups])
 
     def _error(self, group: Tensor) -> Tensor:
         """The errors of `fit` without sweeps, without building it: in coordinates in which every metric is 1.
@@ -193,10 +184,10 @@ class ValueCost(_Cost):
         each = torch.arange(self.num_heads, device=self.metrics.device)
         return torch.einsum("haa->h", self._weighted[each, each, each].double())
 
-    def fit(self, group: Tensor) -> RealFit:
-        """The fit of one group, `[g]` head indices."""
+    def fit(self, group: Tensor, sweeps: int = 0) -> RealFit:
+        """The fit of one group, `[g]` head indices (see `fit_real`)."""
         own = mixed_gram(self.heads, self.statistics, group.tolist(), group.tolist())
-        return fit_real(own, self.metrics[group.to(self.metrics.device)], sweeps=self.sweeps)
+        return fit_real(own, self.metrics[group.to(self.metrics.device)], sweeps=sweeps)
 
 
 def free_parts(heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeometry) -> tuple[Tensor, Tensor]:

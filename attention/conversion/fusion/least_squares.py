@@ -116,7 +116,7 @@ def _fuse_keys(heads: LayerHeads, groups: Groups, statistics: LayerStatistics, g
 
 
 def _fuse_values(heads: LayerHeads, groups: Groups, statistics: LayerStatistics, sweeps: int) -> LayerHeads:
-    cost = ValueCost(heads, statistics, sweeps=sweeps)
+    cost = ValueCost(heads, statistics)
     mean = statistics.mixed_value_mean(heads)
     o, shift = heads.o.clone(), heads.o.new_zeros(heads.hidden_size, dtype=torch.float64)
     v: list[Tensor | None] = []
@@ -127,7 +127,7 @@ def _fuse_values(heads: LayerHeads, groups: Groups, statistics: LayerStatistics,
             v_bias.append(None if heads.v_bias is None else heads.v_bias[group[0]])
             continue
         index = torch.tensor(group)
-        fit = cost.fit(index)
+        fit = cost.fit(index, sweeps)
         into = fit.basis.transpose(1, 2)
         v.append(_mixed(heads.v[index], into, heads.v))
         v_bias.append(_mixed(_pick(heads.v_bias, group), into, heads.v))
