@@ -26,7 +26,7 @@ from attention.io.sources import CheckpointError, only_cached
 from attention.io.stock_files import put_tokenizer, write_both_forms
 from attention.messages import reason
 from attention.modeling import modeling
-from attention.modeling.modeling import PREFIX, plan_of
+from attention.modeling.modeling import PREFIX, family_fields, plan_of
 from attention.plan import AttentionPlan
 
 PLAN_FILE = "headfold.json"
@@ -65,13 +65,8 @@ def put_in_place(fresh: Path, folder: Path, *, overwrite: bool = True) -> None:
 def plain_form(config: PretrainedConfig, plan: AttentionPlan) -> PretrainedConfig | None:
     """The config of the plain family that carries out `plan`, once query heads are permuted; None if it has none."""
     family = family_of(config)
-    found = family.plain_config(config, plan.layers[0].key_heads) if plan.is_uniform_gqa else None
-    if found is None:
-        return None
-    fields = found.to_dict()
-    for key in ("model_type", "architectures", "attention_plan"):
-        fields.pop(key, None)
-    return family.config_class(**fields)
+    plain = family.plain_config(config, plan.layers[0].key_heads) if plan.is_uniform_gqa else None
+    return None if plain is None else family.config_class(**family_fields(plain))
 
 
 def to_plain(model: PreTrainedModel) -> PreTrainedModel:

@@ -21,7 +21,7 @@ from attention.heads import LayerHeads
 from attention.io import checkpoint
 from attention.io.export import TARGETS, Lowered
 from attention.io.stock_form import pairs_of, stock_shape
-from attention.modeling.modeling import plan_of
+from attention.modeling.modeling import family_fields, plan_of
 from attention.plan import AttentionPlan, LayerPlan
 
 
@@ -60,10 +60,7 @@ def _stock_model(model: PreTrainedModel, heads: int, kv_heads: int) -> PreTraine
     config = family.plain_config(model.config, kv_heads)
     if config is None or family.plain_config(model.config, 1) is None:
         raise ValueError(f"the {family.name} family has no stock GQA form")
-    fields = config.to_dict()
-    for key in ("model_type", "architectures", "attention_plan"):
-        fields.pop(key, None)
-    fields |= {"num_attention_heads": heads, "head_dim": geometry_of(model.config).head_dim}
+    fields = family_fields(config) | {"num_attention_heads": heads, "head_dim": geometry_of(model.config).head_dim}
     if family.name != "llama" or config.hidden_size % heads == 0:
         return family.model_class._from_config(family.config_class(**fields), dtype=model.dtype)
     if fields.pop("attention_bias", False) or fields.pop("mlp_bias", False):
