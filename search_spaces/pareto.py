@@ -24,14 +24,12 @@ FEW = 8
 
 
 def ranks(values: Sequence[Sequence[float]]) -> list[int]:
-    """The rank of each point: 0 on the front, 1 on the front of the others, and so on.
+    """The rank of each point of one or two objectives: 0 on the front, 1 on the front of the others, and so on.
 
-    One or two objectives take O(n log n) (Jensen 2003, sec. III); more take O(n^2).
+    O(n log n) (Jensen 2003, sec. III). Raises ValueError for more objectives.
     """
-    if not len(values):
-        return []
-    if len(values[0]) > 2:
-        return _ranks_by_peeling(values)
+    if any(len(point) > 2 for point in values):
+        raise ValueError(f"points are ranked by one or two objectives, got {max(map(len, values))}")
     order = sorted(range(len(values)), key=lambda i: tuple(values[i]))
     found, lowest, previous = [0] * len(values), [], None
     for i in order:
@@ -45,17 +43,6 @@ def ranks(values: Sequence[Sequence[float]]) -> list[int]:
         lowest[rank : rank + 1] = [last]
         found[i], previous = rank, i
     return found
-
-
-def _ranks_by_peeling(values: Sequence[Sequence[float]]) -> list[int]:
-    points = np.asarray(values, dtype=float)
-    found, left, rank = np.full(len(points), -1), np.ones(len(points), dtype=bool), 0
-    beats = np.all(points[:, None] <= points[None], axis=2) & np.any(points[:, None] < points[None], axis=2)
-    while left.any():
-        front = left & ~beats[left].any(0)
-        found[front], rank = rank, rank + 1
-        left &= ~front
-    return found.tolist()
 
 
 def crowding(values: Sequence[Sequence[float]]) -> list[float]:

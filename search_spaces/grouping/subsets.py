@@ -32,7 +32,7 @@ def exact_partition(
     Raises ValueError above 16 heads, or for a G that cannot be.
     """
     if not 1 <= num_heads <= LIMIT:
-        raise ValueError(f"exact grouping takes 1 to {LIMIT} heads, got {num_heads}; use merge_and_anneal above")
+        raise ValueError(f"exact grouping takes 1 to {LIMIT} heads, got {num_heads}; use merge_anneal above")
     possible = [g for g in range(1, num_heads + 1) if not equal_sizes or num_heads % g == 0]
     wanted = possible if groups is None else list(groups)
     wrong = [g for g in wanted if g not in possible]

@@ -52,7 +52,7 @@ def test_overrides_drop_what_the_new_choice_does_not_use() -> None:
 @pytest.mark.parametrize(
     ("name", "overrides", "words"),
     [
-        ("least_squares", {"alignment": "procrustes"}, ["alignment=procrustes", "pointless", "alignment=none"]),
+        ("least_squares", {"alignment": "procrustes"}, ["alignment=procrustes", "pointless", "must be none"]),
         ("least_squares", {"objective": "layer"}, ["additive", "objective=layer"]),
         ("gqa", {"objective": "pairs"}, ["neighbour", "scores nothing"]),
         ("gqa", {"grouping": "exact"}, ["needs an objective", "least_squares"]),
