@@ -222,15 +222,11 @@ def _part(sizes: Sequence[int], start: int) -> int:
     raise ValueError(f"no part of {sizes} starts at {start}")
 
 
-def shared_projections(model: nn.Module) -> list[SharedProjection]:
-    """The projections of a model that borrow blocks, in order."""
-    return [module for module in model.modules() if isinstance(module, SharedProjection)]
-
-
 def sharing_modules(model: nn.Module) -> set[str]:
     """Names of the projections that borrow or lend blocks.
 
     An adapter on one of these would change some users of a weight and, once merged, all of them: adapt others only.
     """
-    involved = {id(m) for shared in shared_projections(model) for m in (shared, *shared._lenders)}
+    borrowers = [module for module in model.modules() if isinstance(module, SharedProjection)]
+    involved = {id(m) for borrower in borrowers for m in (borrower, *borrower._lenders)}
     return {name for name, module in model.named_modules() if id(module) in involved}

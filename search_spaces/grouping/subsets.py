@@ -5,7 +5,7 @@ Legend: n heads, G groups, c[S] cost of the subset S as a group, f[S, G] least c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -107,17 +107,10 @@ def _first_groups(mask: int, size: int | None) -> np.ndarray:
     """All subsets of `mask` that hold its lowest bit (of `size` members), ascending."""
     rest = mask & (mask - 1)
     subsets = np.zeros(1, dtype=np.int64)
-    for bit in _bits(rest):
+    for bit in (1 << head for head in range(mask.bit_length()) if rest >> head & 1):
         subsets = np.concatenate([subsets, subsets | bit])
         if size is not None:
             subsets = subsets[np.bitwise_count(subsets) < size]
     if size is not None:
         subsets = subsets[np.bitwise_count(subsets) == size - 1]
     return subsets | (mask ^ rest)
-
-
-def _bits(mask: int) -> Iterator[int]:
-    while mask:
-        low = mask & -mask
-        yield low
-        mask ^= low

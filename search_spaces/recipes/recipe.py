@@ -21,7 +21,7 @@ from search_spaces.axes import (
     SHARING,
     SIMILARITY,
 )
-from search_spaces.recipes.rules import RULE_FIELDS, broken_rules, used
+from search_spaces.recipes.rules import broken_rules, used
 from search_spaces.site import SIDES
 
 AXES: dict[str, Axis] = {
@@ -86,7 +86,7 @@ class Recipe:
                 f"there are {sorted(full) or 'none'}"
             )
         object.__setattr__(self, "settings", tuple(sorted(full.items())))
-        for reason in broken_rules({name: getattr(self, name) for name in RULE_FIELDS}):
+        for reason in broken_rules(vars(self)):
             raise RecipeError(f"recipe {self.name}: {reason}")
 
     def parts(self) -> dict[str, Part]:

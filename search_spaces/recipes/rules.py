@@ -143,7 +143,3 @@ RULES: tuple[Rule, ...] = (
     (("objective", "allocation"), _no_cost_for_allocation),
     (("together", "allocation"), _split_counts),
 )
-RULE_FIELDS = (
-    "grouping", "objective", "similarity", "allocation", "alignment", "fusion", "together", "sharing", "refinement",
-    "composition", "relaxation", "recovery",
-)  # fmt: skip

@@ -200,14 +200,13 @@ class JointSpace:
         }
 
     def _knob_domains(self, full: Point) -> list[Domain]:
-        return [
-            Domain(_knob_name(name, full), name, knob.kind, knob.low, knob.high, knob.choices, knob.default)
-            for name, knob in sorted(self._knobs(full).items())
-            if knob.searched and name not in self.settings
-        ]
-
-    def _all_knobs(self) -> set[str]:
-        return {f"{axis.name}.{knob.name}" for axis in AXES.values() for part in axis for knob in part.knobs}
+        domains = []
+        for name, knob in sorted(self._knobs(full).items()):
+            if knob.searched and name not in self.settings:
+                # Knobs of one name on different parts of an axis are different domains: their ranges may differ.
+                label = f"{name}:{full[name.partition('.')[0]]}"
+                domains.append(Domain(label, name, knob.kind, knob.low, knob.high, knob.choices, knob.default))
+        return domains
 
     def _domain(self, name: str, allowed: Sequence[Any]) -> Domain:
         everything = [option for option in self._options[name] if option is not None]
@@ -221,19 +220,14 @@ class JointSpace:
             axis, _, knob = name.partition(".")
             owners = [k for part in AXES[axis] for k in part.knobs if k.name == knob] if axis in AXES else []
             if not owners:
-                near = get_close_matches(str(name), self._all_knobs(), n=3) or sorted(self._all_knobs())
+                known = sorted({f"{a.name}.{knob.name}" for a in AXES.values() for part in a for knob in part.knobs})
+                near = get_close_matches(str(name), known, n=3) or known
                 raise ValueError(f"settings: {str(name)[:100]!r} is no 'axis.knob'; there are e.g. {', '.join(near)}")
             for owner in owners:
                 try:
                     owner.check(value)
                 except ValueError as error:
                     raise ValueError(f"settings: {axis}.{error}") from None
-
-
-def _knob_name(name: str, full: Point) -> str:
-    """Knobs of one name on different parts of an axis are different domains: their ranges may differ."""
-    axis, _, knob = name.partition(".")
-    return f"{axis}.{knob}:{full[axis]}"
 
 
 def _twice_the_same(full: Point) -> list[str]:

@@ -137,7 +137,8 @@ class ValueCost(_Cost):
     def __init__(self, heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeometry | None = None) -> None:
         super().__init__(heads.num_heads)
         self.heads, self.statistics = heads, statistics
-        self.metrics = output_metrics(heads)
+        o = heads.o.double()
+        self.metrics = o.transpose(1, 2) @ o  # [H, d, d]: how an error of a head counts in the layer's output
 
     def effort(self, members: int) -> float:
         """As `KeyCost.effort`."""
@@ -217,9 +218,3 @@ def mixed_gram(
     mean = mean if under is None else mean[list(under)]
     mean = mean if members is None else mean[:, list(members)]
     return gram - torch.einsum("hia,hjb->hijab", mean, mean)
-
-
-def output_metrics(heads: LayerHeads) -> Tensor:
-    """O_h^T O_h `[H, d, d]` float64: how an error of head h counts in the layer's output."""
-    o = heads.o.double()
-    return o.transpose(1, 2) @ o

@@ -105,17 +105,14 @@ def _rates(module: nn.Module) -> dict[nn.Parameter, float]:
     A matrix of F inputs: its root mean square over the root of F. A bias goes with its matrix; a norm's weight, which
     has none, with the mean of the matrices.
     """
-    matrices = {p: float(p.detach().square().mean().sqrt()) / math.sqrt(p[0].numel()) for p in _matrices(module)}
+    sizes = ((p, float(p.detach().square().mean().sqrt())) for p in module.parameters() if p.dim() > 1)
+    matrices = {p: size / math.sqrt(p[0].numel()) for p, size in sizes}
     mean = sum(matrices.values()) / len(matrices)
     rates: dict[nn.Parameter, float] = {}
     for part in module.modules():
         beside = [matrices[p] for p in part.parameters(recurse=False) if p in matrices]
         rates |= {p: matrices.get(p, (beside or [mean])[0]) for p in part.parameters(recurse=False)}
     return rates
-
-
-def _matrices(module: nn.Module) -> list[nn.Parameter]:
-    return [p for p in module.parameters() if p.dim() > 1]
 
 
 def _batches(count: int, batch: int, steps: int, generator: torch.Generator) -> Iterator[Tensor]:
