@@ -13,31 +13,7 @@ import json
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
-from attention.plan_parts import (
-    Composition,
-    HeadShare,
-    LayerPlan,
-    PlanError,
-    dense,
-    groups_of,
-    map_of,
-    resolve_shares,
-    shortened,
-)
-
-__all__ = [
-    "BYTES",
-    "SHARES",
-    "AttentionPlan",
-    "Composition",
-    "HeadShare",
-    "LayerPlan",
-    "PlanError",
-    "dense",
-    "groups_of",
-    "map_of",
-    "resolve_shares",
-]
+from attention.plan_parts import Composition, HeadShare, LayerPlan, PlanError, resolve_shares, shortened
 
 FORMAT = 1
 SHARES = ("shares", "mlp_shares", "query_shares", "key_shares", "value_shares", "output_shares")  # fields of a plan

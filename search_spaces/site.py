@@ -17,7 +17,8 @@ import numpy as np
 from attention.calibration.moments import LayerStatistics
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
-from attention.plan import AttentionPlan, LayerPlan, groups_of
+from attention.plan import AttentionPlan, LayerPlan
+from attention.plan_parts import groups_of
 from search_spaces.partitions import Partition, expand
 
 SIDES = ("key", "value")

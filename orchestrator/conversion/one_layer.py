@@ -93,7 +93,7 @@ class LayerwiseConversion:
         new, plan = self._converted(window, layer, rows, phases)
         feed(new, converted)
         with phases("refine"):
-            fits = refine_with(self.recipe, window, new, rows, first=layer).fits
+            fits = refine_with(self.recipe, window, new, rows, first=layer)
         round_weights(new, self.written)
         with phases("carry on"):
             advance(window, original, self.batch_size)

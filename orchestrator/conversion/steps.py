@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attention.calibration.moments import Calibration
 from attention.conversion import conversion
-from attention.conversion.refinement.refine import RefinementReport, refine
+from attention.conversion.refinement.refine import LayerFit, refine
 from attention.families import geometry_of
 from attention.io import checkpoint
 from attention.io.stock_form import format_of
@@ -40,7 +40,7 @@ def convert_with(
 
 def refine_with(
     recipe: Recipe, original: PreTrainedModel, converted: PreTrainedModel, sequences: Tensor | None, first: int = 0
-) -> RefinementReport:
+) -> tuple[LayerFit, ...]:
     """Refine a converted model in place as the recipe says. `first`: as in `attention.conversion.refinement.refine`."""
     return refine(recipe.refinement, original, converted, sequences, recipe.knobs("refinement"), first=first)
 

@@ -23,7 +23,8 @@ from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.modeling.losses import language_loss
 from attention.modeling.mlp import MlpWeights, mlp_sites, read
-from attention.plan import AttentionPlan, groups_of
+from attention.plan import AttentionPlan
+from attention.plan_parts import groups_of
 from search_spaces.planning.loss_increases import LayerTrials
 from search_spaces.recipes.recipe import AXES, Recipe
 

@@ -8,17 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention.plan import (
-    AttentionPlan,
-    Composition,
-    HeadShare,
-    LayerPlan,
-    PlanError,
-    dense,
-    groups_of,
-    map_of,
-    resolve_shares,
-)
+from attention.plan import AttentionPlan, Composition, HeadShare, LayerPlan, PlanError, resolve_shares
+from attention.plan_parts import dense, groups_of, map_of
 
 
 @st.composite

@@ -23,7 +23,7 @@ from attention.axes import Knob
 from attention.conversion.refinement.capture import Record, held_out, recorded
 from attention.conversion.refinement.healing import HEAL_KNOBS, heal
 from attention.conversion.refinement.parallel import ONE_AT_A_TIME, each_layer
-from attention.conversion.refinement.refine import REFINEMENT, LayerFit, RefinementReport
+from attention.conversion.refinement.refine import REFINEMENT, LayerFit
 from attention.families import family_of
 from attention.modeling.modeling import plan_of
 from attention.modeling.running import entered_by, entering
@@ -229,7 +229,7 @@ def fit_heal(
     fit_batch: int = FIT_BATCH,
     fit_tokens: int = FIT_TOKENS,
     **knobs: Any,
-) -> RefinementReport:
+) -> tuple[LayerFit, ...]:
     """Local fit of every layer, small ones side by side, then heal from the first layer to the last."""
     models, used = (original, converted), sequences[: max(2, fit_tokens // sequences.shape[1])]
     modules = family_of(converted.config).attention_modules(converted)
@@ -239,4 +239,4 @@ def fit_heal(
         return fit_layer(models, used, layer, first + layer, fit_steps, fit_rate, fit_batch)
 
     fits = each_layer(len(modules), fit, largest, converted.device)
-    return RefinementReport((*fits, *heal(original, converted, sequences, first=first, **knobs).fits))
+    return (*fits, *heal(original, converted, sequences, first=first, **knobs))
