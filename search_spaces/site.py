@@ -30,8 +30,7 @@ class Site:
 
     `sides` are the projections that the partition applies to, `by` those that the pair similarity and the group cost
     look at. `heads` are lifted. `units[u]`: the query heads of unit u; partitions are over units. `similarity`
-    `[U, U]` if the recipe has one; `fusion_distance` `[U, U]` where DHA's search phase was run. `attention_module`
-    holds q/k norms and `rotary` (cos, sin) where a model is there.
+    `[U, U]` if the recipe has one; `fusion_distance` `[U, U]` where DHA's search phase was run.
     `plan_with(partition)` is the plan with this site grouped so and the sites before it as already found;
     `measure(plan)` its loss in nats a token, lower is better.
     """

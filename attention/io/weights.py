@@ -24,12 +24,12 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.initialization import no_init_weights
 from transformers.utils.loading_report import LoadStateDictInfo
 
+from attention.io.precision import STORED
 from attention.io.safetensors_files import Stored, WeightsError, listed, opened, stored_tensors
 
 __all__ = ["WeightsError", "check", "check_finite", "check_loaded", "without_report"]
 
 logger = logging.getLogger(__name__)
-FLOATS = ("F64", "F32", "F16", "BF16")
 TIED_APART = (
     "config.json ties the output matrix to the embedding (tie_word_embeddings), but the weights hold two that differ; "
     "set tie_word_embeddings to false in config.json"
@@ -165,7 +165,7 @@ def _check_dtypes(folder: Path, places: Mapping[str, Stored], state: Mapping[str
     odd = {
         name
         for name, place in places.items()
-        if (place.dtype not in FLOATS if name in state and state[name].is_floating_point() else QUANTISED.search(name))
+        if (place.dtype not in STORED if name in state and state[name].is_floating_point() else QUANTISED.search(name))
     }
     if odd:
         kinds = sorted({places[name].dtype for name in odd})

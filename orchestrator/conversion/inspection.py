@@ -226,7 +226,7 @@ def _measured_counts(chosen: Recipe, geometry: HeadGeometry) -> int:
 
     counts = admissible_counts(chosen, geometry)
     stored = geometry.num_kv_heads
-    problem = AllocationProblem(geometry.num_layers, geometry.num_heads, stored, 1, counts)
+    problem = AllocationProblem(geometry.num_layers, stored, 1, counts)
     return len(considered(problem, chosen.knobs("allocation")["counts"])) - 1  # all heads kept is 0 by definition
 
 

@@ -1,6 +1,6 @@
 """Which KV ratios a recipe can keep, as far as can be told without weights.
 
-Legend: L layers, H query heads, U stored KV heads a layer (units).
+Legend: L layers, U stored KV heads a layer (units).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def problem_of(
     recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry, **measures: Any
 ) -> AllocationProblem:
     """What the recipe's allocation is handed. `measures`: `loss`, `curve` and `final` of the problem."""
-    layers, heads, stored = geometry.num_layers, geometry.num_heads, geometry.num_kv_heads
-    return AllocationProblem(layers, heads, stored, kv_ratio, admissible_counts(recipe, geometry), **measures)
+    counts = admissible_counts(recipe, geometry)
+    return AllocationProblem(geometry.num_layers, geometry.num_kv_heads, kv_ratio, counts, **measures)
 
 
 def check_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry, dtype: Any = None) -> None:

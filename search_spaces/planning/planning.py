@@ -9,6 +9,7 @@ its own, spawned in a fixed order, so that the draws of one site do not depend o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, partial
 from pathlib import Path
@@ -60,7 +61,7 @@ def plan_layer(
     """
     planner = _Planner(recipe, 1, context, generators, [])
     planner.group_layer(0, counts)
-    return planner.plan_of(planner.found).layers[0]
+    return planner.plan_of(planner.partitions).layers[0]
 
 
 def measure_curves(
@@ -94,44 +95,36 @@ def relaxed_stages(recipe: Recipe, plan: AttentionPlan) -> tuple[AttentionPlan, 
     return AXES["relaxation"].get(recipe.relaxation)(plan, **recipe.knobs("relaxation"))
 
 
+@dataclass
 class _Planner:
-    """One call of `make_plan`: the groups found so far, and what is still to be found."""
+    """One call of `make_plan`; `partitions`: the groups found so far."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        kv_ratio: float | Fraction,
-        context: PlanningContext,
-        generators: list[np.random.Generator],
-        curve_generators: list[np.random.Generator],
-    ) -> None:
-        self.recipe, self.kv_ratio, self.context = recipe, kv_ratio, context
-        self.units = context.units
-        self.found: dict[tuple[int, str], Partition] = {}
-        self.generators, self.curve_generators = generators, curve_generators
-        self._last_objective: tuple[Any, Objective] | None = None
+    recipe: Recipe
+    kv_ratio: float | Fraction
+    context: PlanningContext
+    generators: list[np.random.Generator]
+    curve_generators: list[np.random.Generator]
+    partitions: dict[tuple[int, str], Partition] = field(default_factory=dict)
+    _last_objective: tuple[Any, Objective] | None = None
 
     def plan(self) -> AttentionPlan:
         for layer, counts in enumerate(self.counts()):
             self.group_layer(layer, counts)
-        plan = self.share(self.plan_of(self.found))
-        return AXES["composition"].get(self.recipe.composition)(plan, **self.recipe.knobs("composition"))
+        recipe, context = self.recipe, self.context
+        shares = AXES["sharing"].get(recipe.sharing)(
+            SharingProblem(context.heads, context.mlps), **recipe.knobs("sharing")
+        )
+        plan = shares.on(self.plan_of(self.partitions))
+        return AXES["composition"].get(recipe.composition)(plan, **recipe.knobs("composition"))
 
     def group_layer(self, layer: int, counts: tuple[int, int]) -> None:
         """Find the partitions of one layer with these (key heads, value heads)."""
         if self.recipe.together:
             partition = self.group(layer, SIDES, counts[0], self.generators[2 * layer])
-            self.found[layer, "key"] = self.found[layer, "value"] = partition
+            self.partitions[layer, "key"] = self.partitions[layer, "value"] = partition
             return
         for index, (side, groups) in enumerate(zip(SIDES, counts, strict=True)):
-            self.found[layer, side] = self.group(layer, (side,), groups, self.generators[2 * layer + index])
-
-    def share(self, plan: AttentionPlan) -> AttentionPlan:
-        """The plan with the heads and MLP blocks that the recipe shares."""
-        recipe, context = self.recipe, self.context
-        part = AXES["sharing"].get(recipe.sharing)
-        found = part(SharingProblem(context.heads, context.mlps), **recipe.knobs("sharing"))
-        return found.on(plan)
+            self.partitions[layer, side] = self.group(layer, (side,), groups, self.generators[2 * layer + index])
 
     def counts(self) -> Counts:
         """(key heads, value heads) of each layer, from the allocation part, checked against the budget."""
@@ -145,7 +138,7 @@ class _Planner:
 
     def group(self, layer: int, sides: tuple[str, ...], groups: int, generator: np.random.Generator) -> Partition:
         """The recipe's partition of the units at one site."""
-        count = len(self.units)
+        count = len(self.context.units)
         if groups in (1, count):  # nothing to choose
             return neighbour_partition(count, groups)
         if "measure" in AXES["allocation"].get(self.recipe.allocation).needs:
@@ -159,12 +152,12 @@ class _Planner:
         part = AXES["grouping"].get(self.recipe.grouping)
         site = self._site(layer, sides)
         objective = self._objective(site) if "objective" in part.needs else None
-        problem = GroupingProblem(len(self.units), groups, site.similarity, objective)
+        problem = GroupingProblem(len(self.context.units), groups, site.similarity, objective)
         return part(problem, generator, **self.recipe.knobs("grouping")).partition
 
-    def plan_of(self, found: dict[tuple[int, str], Partition]) -> AttentionPlan:
+    def plan_of(self, partitions: dict[tuple[int, str], Partition]) -> AttentionPlan:
         """The plan of partitions of units; sites without one keep what the checkpoint has."""
-        return plan_of_sites(found, self.context.geometry)
+        return plan_of_sites(partitions, self.context.geometry)
 
     def _site(self, layer: int, sides: tuple[str, ...]) -> Site:
         context, recipe = self.context, self.recipe
@@ -176,14 +169,14 @@ class _Planner:
             layer=layer,
             sides=sides,
             by=by,
-            units=self.units,
+            units=self.context.units,
             heads=context.heads[layer],
             geometry=context.geometry,
             statistics=context.calibration.layers[layer] if context.calibration else None,
             similarity=similarity,
             fusion_distance=context.fusion_distance(layer, by),
             model=context.model,
-            plan_with=lambda partition: self.plan_of(self.found | {(layer, side): partition for side in sides}),
+            plan_with=lambda partition: self.plan_of(self.partitions | {(layer, side): partition for side in sides}),
             measure=partial(context.loss_of, recipe),
         )
 
@@ -206,7 +199,7 @@ class _Planner:
         objective = self._objective(self._site(layer, (side,)))
         if not isinstance(objective, GroupCost):
             raise ValueError(f"objective={self.recipe.objective} has no group cost to allocate by")
-        return objective.cost(tuple(range(len(self.units))))
+        return objective.cost(tuple(range(len(self.context.units))))
 
     def _curve(self, layer: int, side: str, counts: Sequence[int]) -> dict[int, float]:
         """Measured increase of the loss if only this site is grouped, for each count. `side` may be "both"."""
@@ -214,7 +207,7 @@ class _Planner:
             keys, values = (self._curve(layer, each, counts) for each in SIDES)
             return {count: keys[count] + values[count] for count in counts}
         sides = SIDES if side == "both" else (side,)
-        return self.curves.curve(layer, sides, counts, len(self.units))
+        return self.curves.curve(layer, sides, counts, len(self.context.units))
 
     def _final(self, counts: Counts) -> float:
         """Measured loss of the model that these counts lead to, refined in few steps: enough to rank the finalists."""
@@ -226,7 +219,7 @@ class _Planner:
         def measure() -> float:
             for layer, of_layer in enumerate(counts):
                 self.group_layer(layer, of_layer)
-            return self.context.loss_of(recipe, self.plan_of(self.found), knobs)
+            return self.context.loss_of(recipe, self.plan_of(self.partitions), knobs)
 
         return self.curves.whole([counts, recipe.refinement, knobs], measure)
 
@@ -239,7 +232,7 @@ class _Planner:
 
         def group(layer: int, sides: tuple[str, ...], groups: int) -> Partition:
             if groups == 1:
-                return neighbour_partition(len(self.units), 1)
+                return neighbour_partition(len(self.context.units), 1)
             # A generator of its own for each point, so that no point depends on which others are measured.
             generator = self.curve_generators[2 * layer + SIDES.index(sides[0])]
             fresh = np.random.default_rng([*_seeds(generator), groups])
