@@ -26,7 +26,7 @@ from attention.modeling.mlp import MlpWeights, mlp_sites, read
 from attention.plan import AttentionPlan
 from attention.plan_parts import groups_of
 from search_spaces.planning.loss_increases import LayerTrials
-from search_spaces.recipes.recipe import AXES, Recipe
+from search_spaces.recipes.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,7 @@ class PlanningContext:
         heads, layer_plan = self.heads[layer], plan.layers[layer]
         statistics = self.calibration.layers[layer] if self.calibration else None
         for axis in ("alignment", "fusion"):
-            part = AXES[axis].get(getattr(recipe, axis))
-            heads = part(heads, layer_plan, statistics, self.geometry, **recipe.knobs(axis))
+            heads = recipe.apply(axis, heads, layer_plan, statistics, self.geometry)
         if not fit_steps:
             return trials.increase(layer, heads.expand(layer_plan.key_map, layer_plan.value_map))
         module = trials.module(layer, heads, layer_plan)
@@ -136,12 +135,10 @@ class PlanningContext:
 
     def similarity(self, recipe: Recipe, layer: int, side: str) -> np.ndarray:
         """The recipe's similarity of the units of one side, `[U, U]`, kept for the next recipe that asks."""
-        knobs = recipe.knobs("similarity")
-        key = (recipe.similarity, tuple(sorted(knobs.items())), layer, side)
+        key = (recipe.similarity, tuple(sorted(recipe.knobs("similarity").items())), layer, side)
         if key not in self._similarities:
             statistics = self.calibration.layers[layer] if self.calibration else None
-            part = AXES["similarity"].get(str(recipe.similarity))
-            full = part(self.heads[layer], statistics, self.geometry, side, **knobs)
+            full = recipe.apply("similarity", self.heads[layer], statistics, self.geometry, side)
             first = [unit[0] for unit in self.units]  # the heads of a unit are identical
             self._similarities[key] = full.double().cpu().numpy()[np.ix_(first, first)]
         return self._similarities[key]

@@ -84,7 +84,7 @@ def measure_curves(
 
     check_budget(recipe, kv_ratio, geometry)
     problem = problem_of(recipe, kv_ratio, geometry, loss=lambda *_: 1.0, curve=flat)
-    AXES["allocation"].get(recipe.allocation)(problem, **recipe.knobs("allocation"))
+    recipe.apply("allocation", problem)
     planner = _Planner(recipe, kv_ratio, context, *site_generators(generator, geometry.num_layers))
     mine = {site: counts for site, counts in asked.items() if site[0] in layers}
     return sum(len(planner._curve(*site, counts)) for site, counts in sorted(mine.items()))
@@ -92,7 +92,7 @@ def measure_curves(
 
 def relaxed_stages(recipe: Recipe, plan: AttentionPlan) -> tuple[AttentionPlan, ...]:
     """The plans that the recipe's relaxation reaches one after the other, `plan` being the last; none without one."""
-    return AXES["relaxation"].get(recipe.relaxation)(plan, **recipe.knobs("relaxation"))
+    return recipe.apply("relaxation", plan)
 
 
 @dataclass
@@ -110,12 +110,8 @@ class _Planner:
     def plan(self) -> AttentionPlan:
         for layer, counts in enumerate(self.counts()):
             self.group_layer(layer, counts)
-        recipe, context = self.recipe, self.context
-        shares = AXES["sharing"].get(recipe.sharing)(
-            SharingProblem(context.heads, context.mlps), **recipe.knobs("sharing")
-        )
-        plan = shares.on(self.plan_of(self.partitions))
-        return AXES["composition"].get(recipe.composition)(plan, **recipe.knobs("composition"))
+        shares = self.recipe.apply("sharing", SharingProblem(self.context.heads, self.context.mlps))
+        return self.recipe.apply("composition", shares.on(self.plan_of(self.partitions)))
 
     def group_layer(self, layer: int, counts: tuple[int, int]) -> None:
         """Find the partitions of one layer with these (key heads, value heads)."""
@@ -130,7 +126,7 @@ class _Planner:
         """(key heads, value heads) of each layer, from the allocation part, checked against the budget."""
         recipe, measures = self.recipe, {"loss": self._loss_of_one_group, "curve": self._curve, "final": self._final}
         problem = problem_of(recipe, self.kv_ratio, self.context.geometry, **measures)
-        counts = AXES["allocation"].get(recipe.allocation)(problem, **recipe.knobs("allocation"))
+        counts = recipe.apply("allocation", problem)
         total = sum(keys + values for keys, values in counts)
         if total != problem.total:
             raise ValueError(f"allocation={recipe.allocation} gave {total} heads, expected exactly {problem.total}")
@@ -149,11 +145,10 @@ class _Planner:
         return self._grouped(layer, sides, groups, generator)
 
     def _grouped(self, layer: int, sides: tuple[str, ...], groups: int, generator: np.random.Generator) -> Partition:
-        part = AXES["grouping"].get(self.recipe.grouping)
         site = self._site(layer, sides)
-        objective = self._objective(site) if "objective" in part.needs else None
+        objective = None if self.recipe.objective is None else self._objective(site)
         problem = GroupingProblem(len(self.context.units), groups, site.similarity, objective)
-        return part(problem, generator, **self.recipe.knobs("grouping")).partition
+        return self.recipe.apply("grouping", problem, generator).partition
 
     def plan_of(self, partitions: dict[tuple[int, str], Partition]) -> AttentionPlan:
         """The plan of partitions of units; sites without one keep what the checkpoint has."""
@@ -182,12 +177,11 @@ class _Planner:
 
     def _objective(self, site: Site) -> Objective:
         """The recipe's objective at a site; of the last site only, since it holds the site's moments."""
-        key = (site.layer, site.sides)
-        additive = "whole_partition" not in AXES["objective"].get(str(self.recipe.objective)).needs
+        key, name, knobs = (site.layer, site.sides), str(self.recipe.objective), self.recipe.knobs("objective")
+        additive = "whole_partition" not in AXES["objective"].get(name).needs
         if additive and self._last_objective is not None and self._last_objective[0] == key:
             return self._last_objective[1]
-        name, knobs = str(self.recipe.objective), self.recipe.knobs("objective")
-        made = AXES["objective"].get(name)(site, **knobs)
+        made = self.recipe.apply("objective", site)
         folder, calibration = self.context.cache_dir, self.context.calibration
         if isinstance(made, GroupCost) and made.has_effort and folder is not None and calibration is not None:
             made.kept = prices_of_site(folder, name, knobs, site, calibration.digest)

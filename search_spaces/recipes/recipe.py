@@ -98,6 +98,10 @@ class Recipe:
         """Settings of the part on `axis`, defaults included."""
         return {k.removeprefix(f"{axis}."): v for k, v in self.settings if k.startswith(f"{axis}.")}
 
+    def apply(self, axis: str, *arguments: Any) -> Any:
+        """What the part on `axis` makes of these arguments, with its settings."""
+        return AXES[axis].get(getattr(self, axis))(*arguments, **self.knobs(axis))
+
     @property
     def needs(self) -> frozenset[str]:
         """What the parts must be handed: of "statistics", "model", "sequences" and internal marks."""
@@ -111,7 +115,7 @@ class Recipe:
     @property
     def training(self) -> dict[str, Any]:
         """What the recovery changes of a training's settings."""
-        return RECOVERY.get(self.recovery)(**self.knobs("recovery"))
+        return self.apply("recovery")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, the same for equal recipes."""

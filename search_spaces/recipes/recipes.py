@@ -12,7 +12,7 @@ from search_spaces.recipes.recipe import AXES, BY, Recipe, RecipeError
 
 __all__ = ["AXES", "BY", "RECIPES", "Recipe", "RecipeError", "recipe"]
 
-LEAST_SQUARES = {"grouping": "exact", "objective": "least_squares", "fusion": "least_squares"}
+LEAST_SQUARES: dict[str, Any] = {"grouping": "exact", "objective": "least_squares", "fusion": "least_squares"}
 NAMED = (
     Recipe("gqa", source="Ainslie 2023, sec. 2: neighbours pooled by their mean"),
     Recipe("mqa", allocation="single", source="Shazeer 2019; Ainslie 2023: GQA with one group in every layer"),
