@@ -22,7 +22,8 @@ from orchestrator.conversion import loading
 from orchestrator.conversion.dha_distances import NEED, measure
 from orchestrator.conversion.loading import Phases
 from orchestrator.conversion.request import Inputs
-from orchestrator.conversion.steps import convert_with, planning_context, refine_with, what_it_is
+from orchestrator.conversion.steps import planning_context, refine_with, what_it_is
+from search_spaces.planning.context import convert_with
 from search_spaces.planning.planning import PlanningContext, make_plan
 from search_spaces.recipes.recipe import Recipe
 from trainers.settings import TrainSettings

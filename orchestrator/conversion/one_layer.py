@@ -38,8 +38,9 @@ from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.conversion import loading
 from orchestrator.conversion.limits import LOGIT_BYTES
 from orchestrator.conversion.loading import Phases
-from orchestrator.conversion.steps import convert_with, refine_with
+from orchestrator.conversion.steps import refine_with
 from search_spaces.allocation.problem import Counts
+from search_spaces.planning.context import convert_with
 from search_spaces.planning.planning import PlanningContext, plan_layer
 from search_spaces.recipes.recipe import Recipe
 from trainers.losses import kl, language_modelling

@@ -23,21 +23,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def convert_with(
-    recipe: Recipe, model: PreTrainedModel, plan: AttentionPlan, calibration: Calibration | None
-) -> PreTrainedModel:
-    """Carry out a plan as the recipe's alignment and fusion say; `refine_with` comes after it."""
-    return conversion.convert(
-        model,
-        plan,
-        alignment=recipe.alignment,
-        fusion=recipe.fusion,
-        calibration=calibration,
-        alignment_settings=recipe.knobs("alignment"),
-        fusion_settings=recipe.knobs("fusion"),
-    )
-
-
 def refine_with(
     recipe: Recipe, original: PreTrainedModel, converted: PreTrainedModel, sequences: Tensor | None, first: int = 0
 ) -> tuple[LayerFit, ...]:

@@ -73,15 +73,7 @@ class PlanningContext:
         if that is given settings (`refinement`). Raises ValueError without a model or sequences."""
         if self.model is None or self.sequences is None:
             raise ValueError(f"recipe {recipe.name} measures whole models; the context needs a model and sequences")
-        converted = convert(
-            self.model,
-            plan,
-            alignment=recipe.alignment,
-            fusion=recipe.fusion,
-            calibration=self.calibration,
-            alignment_settings=recipe.knobs("alignment"),
-            fusion_settings=recipe.knobs("fusion"),
-        )
+        converted = convert_with(recipe, self.model, plan, self.calibration)
         if refinement is not None:
             refine(recipe.refinement, self.model, converted, self.sequences, refinement)
         return language_loss(converted, self.sequences)
@@ -142,3 +134,18 @@ class PlanningContext:
             first = [unit[0] for unit in self.units]  # the heads of a unit are identical
             self._similarities[key] = full.double().cpu().numpy()[np.ix_(first, first)]
         return self._similarities[key]
+
+
+def convert_with(
+    recipe: Recipe, model: PreTrainedModel, plan: AttentionPlan, calibration: Calibration | None
+) -> PreTrainedModel:
+    """Carry out a plan as the recipe's alignment and fusion say; refinement comes after it."""
+    return convert(
+        model,
+        plan,
+        alignment=recipe.alignment,
+        fusion=recipe.fusion,
+        calibration=calibration,
+        alignment_settings=recipe.knobs("alignment"),
+        fusion_settings=recipe.knobs("fusion"),
+    )
