@@ -1,13 +1,12 @@
 """Fronts of points that are to be small in every objective: ranks, which points to keep, hypervolume.
 
-Legend: n points, m objectives; `values` [n, m], every entry finite, smaller is better. Point a dominates b if it is
-nowhere larger and somewhere smaller; equal points do not dominate each other.
+Legend: n points, m objectives; `values` [n, m], every entry finite. Point a dominates b if it is nowhere larger and
+somewhere smaller.
 
-The order in which points are kept is that of NSGA-II (Deb 2002, sec. III): by rank first. Inside the one rank that does
-not fit in whole, by crowding distance (Deb 2002, sec. III-B), or by an epsilon-net, the farthest point from those
-already taken coming next (Schmucker 2021, sec. 3.2). What the papers leave open: ties go to the earlier point; the
-epsilon-net starts at the point that is smallest in the first objective; objectives are scaled to the range of the
-points of that rank.
+Points are kept in the order of NSGA-II (Deb 2002, sec. III): by rank; inside the rank that does not fit in whole by
+crowding distance (sec. III-B), or by an epsilon-net, the farthest point from those already taken coming next (Schmucker
+2021, sec. 3.2). What the papers leave open: ties go to the earlier point; the epsilon-net starts at the point that is
+smallest in the first objective; objectives are scaled to the range of the points of that rank.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Searching by exchanging two heads of different groups on an additive group cost; group sizes are kept.
-
-Two published schedules: simulated annealing, and swaps that only improve, from many random starts.
-"""
+"""Exchanging two heads of different groups on an additive group cost, by two published schedules: simulated annealing,
+and swaps that only improve, from many random starts."""
 
 from __future__ import annotations
 

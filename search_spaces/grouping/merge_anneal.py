@@ -1,7 +1,4 @@
-"""Merging, then annealing from there, on an additive group cost: for more heads than the exact programme takes.
-
-Legend: n heads, G groups. Every step rescores the two groups that it changes and nothing else.
-"""
+"""Merging, then annealing from there, on an additive group cost: for more heads than the exact programme takes."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class PlanningContext:
         return language_loss(converted, self.sequences)
 
     def measured_on(self, tokens: int) -> Tensor:
-        """The first sequences, about `tokens` tokens and at least one. Raises ValueError without sequences."""
+        """The first sequences, about `tokens` tokens and at least one. Raises ValueError without model or sequences."""
         if self.model is None or self.sequences is None:
             raise ValueError("measuring the increase of the loss needs a model and sequences in the context")
         return self.sequences[: max(1, tokens // self.sequences.shape[1])]

@@ -2,8 +2,7 @@
 
 Legend: U stored KV heads a layer (units).
 
-A curve does not depend on the budget, so all budgets share it, in memory and on disk: a list of ratios costs one
-measurement.
+A curve does not depend on the KV ratio, so all ratios share it, in memory and on disk.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""From a recipe and a budget to a plan.
+"""From a recipe and a KV ratio to a plan.
 
 Legend: L layers, H query heads, U stored KV heads a layer (units).
 
-The same recipe, budget, model, calibration and seed give the same plan in any process: every site has a generator of
-its own, spawned in a fixed order, so that the draws of one site do not depend on those of another.
+The same recipe, KV ratio, model, calibration and seed give the same plan in any process: every site has a generator of
+its own, spawned in a fixed order.
 """
 
 from __future__ import annotations
@@ -45,20 +45,15 @@ def make_plan(
 
 
 def site_generators(generator: np.random.Generator, layers: int) -> tuple[list[np.random.Generator], ...]:
-    """Generators of the sites for grouping, and for measured curves: two a layer each.
-
-    Spawned first and in order: a site's draws do not depend on the other sites.
-    """
+    """Generators of the sites for grouping, and for measured curves: two a layer each."""
     return generator.spawn(2 * layers), generator.spawn(2 * layers)
 
 
 def plan_layer(
     recipe: Recipe, counts: tuple[int, int], context: PlanningContext, generators: list[np.random.Generator]
 ) -> LayerPlan:
-    """The plan of a single layer, which is all that `context` holds, keeping `counts` (key heads, value heads).
-
-    `generators`: its two of `site_generators` for the whole checkpoint. Then the plan is the layer's in `make_plan`.
-    """
+    """The plan of the single layer that `context` holds, keeping `counts` (key heads, value heads). With its two
+    `generators` of `site_generators` for the whole checkpoint the plan is the layer's in `make_plan`."""
     planner = _Planner(recipe, 1, context, generators, [])
     planner.group_layer(0, counts)
     return planner.plan_of(planner.partitions).layers[0]

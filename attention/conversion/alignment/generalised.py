@@ -15,6 +15,7 @@ from attention.axes import ALIGNMENT, Knob
 from attention.calibration.moments import LayerStatistics
 from attention.conversion.alignment.grams import CRITERIA, head_gram
 from attention.conversion.alignment.rotations import rotation_from_cross
+from attention.conversion.fusion.pooled import check_lifted
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
 from attention.plan import LayerPlan
@@ -61,11 +62,7 @@ def align(
     """
     if statistics is None:
         raise ValueError("alignment=procrustes needs a calibration; pass the layer's statistics")
-    if not heads.k.shape[0] == heads.v.shape[0] == heads.num_heads:
-        raise ValueError(
-            f"alignment takes lifted heads, one key and value head a query head ({heads.num_heads}), got "
-            f"{heads.k.shape[0]} and {heads.v.shape[0]}; use LayerHeads.expand"
-        )
+    check_lifted(heads, plan)
     if not geometry.qk_norm:
         gram = head_gram(heads, statistics, "key", criterion)
         heads = rotate_keys(heads, align_heads(gram, plan.key_groups, geometry.rotary, iterations=iterations))
