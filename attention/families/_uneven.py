@@ -1,8 +1,7 @@
 """What families share whose stock attention only takes as many keys and values as queries.
 
-Their stock forward splits a fused projection into equal thirds, or views keys and values with the number of query heads
-(which, with fewer of them, would fold time into heads without an error). A subclass with projections of its own for
-queries, keys and values stands in wherever a plan is not the identity.
+Their stock forward splits a fused projection into thirds, or views keys and values with the number of query heads. A
+subclass with projections of its own for queries, keys and values stands in wherever a plan is not the identity.
 
 Legend: B batch, T tokens, d head dim, D model dim.
 """

@@ -1,8 +1,4 @@
-"""The dtype of a checkpoint: what a folder is stored in, and rounding to it.
-
-What is written has a checkpoint's own dtype unless another is asked for. What is worked on is wider where that is a
-16-bit one, so weights are rounded once, at the end.
-"""
+"""The dtype of a checkpoint: what a folder is stored in, and rounding to it, once, after the work in a wider one."""
 
 from __future__ import annotations
 

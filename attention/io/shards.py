@@ -1,7 +1,7 @@
 """A checkpoint that is written piece by piece: one safetensors file a piece, and an index over all at the end.
 
-A piece that is there is whole: it is written beside its place and renamed. So a killed conversion goes on with the
-pieces that it has. Pieces are the embedding, one a layer, and what lies above the layers.
+A piece that is there is whole, so a killed conversion goes on with the pieces that it has. Pieces are the embedding,
+one a layer, and what lies above the layers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Whether the weights of a checkpoint are those that its config describes: every parameter by name and shape.
 
 transformers fills what a checkpoint lacks at random and goes on. Here that is an error, told from the headers of the
-safetensors files before any weight is read (`check`), and once more by what transformers has loaded (`check_loaded`),
-which is all that can be done for hub names.
+safetensors files before any weight is read (`check`), and for hub names from what was loaded (`check_loaded`).
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 Legend: B batch, H query heads in n groups of h, R rank, D model dim, T query tokens, S key tokens, d head dim, G^K kept
 key heads; A `[B, H, T, S]` are scores before softmax or weights after it.
 
-Composition acts on the H query heads, after the maps have given each of them its scores; so it does not care how many
-key and value heads are kept. The weights of one side of one place are packed in `[B, T, H(2R+1)]`: that is what the
-cache holds of the key side, once a token.
+Composition acts on the scores of the H query heads, however many key and value heads are kept. The weights of one side
+of one place are packed in `[B, T, H(2R+1)]`: that is what the cache holds of the key side.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Legend: B batch, G^K / G^V kept key / value heads, T new tokens, S cached tokens, d head dim.
 
-The stock dynamic layer concatenates: every new token copies all that is cached, which at 4,096 tokens costs as much as
-reading it does. This one copies once every `ROOM` tokens and writes in place between.
+The stock dynamic layer copies all that is cached for every new token. This one copies once every `ROOM` tokens and
+writes in place between.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Heads and MLP blocks of later layers that use the weights of earlier ones (paper 004, head-wise sharing).
 
-A shared head takes over query, key and value rows with their biases; norms and position embedding stay the layer's own,
-and so do its columns of the output projection unless the plan shares them too. A shared MLP block takes over its
-neurons: rows of the input projections with their biases, and columns of the output projection.
+A shared head takes over query, key and value rows with their biases, and its columns of the output projection if the
+plan shares them; norms and position embedding stay the layer's own. A shared MLP block takes over its neurons: rows of
+the input projections with their biases, and columns of the output projection.
 """
 
 from __future__ import annotations

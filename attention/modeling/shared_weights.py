@@ -4,9 +4,8 @@ Legend: n output (or input) features in H blocks, D the other side; x `[..., D]`
 
 A block is a head's d rows of a q, k or v projection, or a slice of an MLP's neurons. The earlier projection *lends*
 the block; the later one keeps a plain reference to that module (not a submodule of it) and registers as parameters only
-what it owns. So `parameters()`, `state_dict()`, the optimiser and safetensors see every weight once, and autograd adds
-up the gradients of all users. Blocks are multiplied where they lie, none is copied into an assembled weight. A lender's
-weight is read as its attribute in each forward pass, which is where ZeRO 3 notices the use and gathers it.
+what it owns, so that `parameters()`, `state_dict()`, the optimiser and safetensors see every weight once. Blocks are
+multiplied where they lie. A lender's weight is read as its attribute in each forward pass, where ZeRO 3 gathers it.
 """
 
 from __future__ import annotations

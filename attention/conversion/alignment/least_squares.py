@@ -1,8 +1,7 @@
 """Coordinates in which the least-squares shared head of a group is what each member looks like.
 
-Orthogonal alignment leaves every head its size. Least-squares fusion (`attention.conversion.fusion.least_squares`)
-stretches too: member i reads the shared key k' as E_i^T k'. Here the same E_i are folded into the heads *before*
-anything is fused, so that the model stays what it was and training towards shared heads starts from there.
+In least-squares fusion (`attention.conversion.fusion.least_squares`) member i reads the shared key k' as E_i^T k'. Here
+the same E_i are folded into the heads *before* anything is fused: training towards shared heads starts from there.
 
 Legend: H heads, g members of a group, d head dim.
 """

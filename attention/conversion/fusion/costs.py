@@ -1,7 +1,7 @@
 """What fusing a group by least squares costs, for any group of heads of a layer, without building the heads.
 
-Legend: H heads, g members, d head dim, f free dims, P rotary pairs. Costs are additive over the groups of a partition,
-zero for a group of one, and of one unit within a layer and side, as exact grouping needs. Grams are computed once.
+Legend: H heads, g members, d head dim, f free dims. Costs are additive over the groups of a partition, zero for a group
+of one, and of one unit within a layer and side, as exact grouping needs.
 """
 
 from __future__ import annotations

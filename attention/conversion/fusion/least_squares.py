@@ -1,8 +1,7 @@
 """Least-squares fusion: one shared head a group, and for each member the linear map that reads it best.
 
-Legend: H heads, g members, d head dim, f free dims, P rotary pairs. Alignment followed by a mean restricts each member
-to an orthogonal map (to a phase in each rotary pair); here the map is free and still costs nothing at run time, since
-it is folded into the member's query rows (keys) and output columns (values).
+Legend: H heads, g members, d head dim, D model dim. The maps cost nothing at run time: they are folded into query rows
+(keys) and output columns (values).
 """
 
 from __future__ import annotations
@@ -43,12 +42,10 @@ def least_squares_fuse(
     """Shared heads by rank-constrained least squares on calibration moments.
 
     Values: the best shared head under the group's mean covariance of attention-mixed inputs, then each member's output
-    columns refitted under its own, and `sweeps` rounds of both. The constant that biases contribute is one more input;
-    an output bias, where there is one, takes up the means instead. Keys: in each rotary pair one shared complex key and
-    one complex scale a member, folded into its query; in free dims a shared key and a map a member. With a norm on
-    queries and keys: mean keys. The shared heads have the root-mean-square norm of their members. A group of one is
-    copied.
-    Raises ValueError without statistics or if the heads are not lifted.
+    columns refitted under its own, and `sweeps` rounds of both. Biases are one more input; an output bias takes up the
+    means instead. Keys: in each rotary pair one shared complex key and one complex scale a member, folded into its
+    query; in free dims a shared key and a map a member; mean keys with a norm on queries and keys. Shared heads have
+    the root-mean-square norm of their members. Raises ValueError without statistics or if the heads are not lifted.
     """
     if statistics is None:
         raise ValueError("fusion=least_squares needs a calibration; pass the layer's statistics")

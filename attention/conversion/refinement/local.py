@@ -1,8 +1,7 @@
 """Local fit: each converted attention layer is trained alone towards the original layer's output.
 
-No language-model loss and no backward pass through the model: the inputs are those of the *original* model at that
-layer, so layers do not depend on each other. Small batches and many steps: for the same time they end lower than few
-steps on all tokens.
+The inputs are those of the *original* model at that layer, so layers do not depend on each other. For the same time
+small batches and many steps end lower than few steps on all tokens.
 
 Legend: N sequences, T tokens, D model dim, B sequences a step.
 """
@@ -186,12 +185,9 @@ def fit_layer(
     rate: float,
     batch: int,
 ) -> LayerFit:
-    """Train one attention layer of the second of `models` (original, converted) in place, if that helps on held-out
-    sequences.
-
-    `number`: of the layer in its checkpoint, by which it is seeded. Works on a float32 copy of the layer whatever the
-    dtype of the model. Raises ValueError for a model with shared heads, whose weights serve other layers as well.
-    """
+    """Train one attention layer of the second of `models` (original, converted), in float32, and put it in place if
+    that helps on held-out sequences. `number`: of the layer in its checkpoint, by which it is seeded. Raises ValueError
+    for a model with shared heads, whose weights serve other layers as well."""
     original, converted = models
     if shares := plan_of(converted).head_shares:
         raise ValueError(

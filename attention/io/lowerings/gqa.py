@@ -1,8 +1,8 @@
 """Stock GQA: one KV head count in all layers, equal groups, loadable by any server of the family.
 
-Every plan without composition has such a form. Uniform plans only permute their heads. Others are padded: a KV head
-for each distinct (key, value) pair, zero query heads to even out groups, zero KV heads to even out layers. Padding is
-exact (a zero query head feeds zero columns of the output projection); what it costs in cache is reported.
+Uniform plans only permute their heads. Others are padded: a KV head for each distinct (key, value) pair, zero query
+heads to even out groups, zero KV heads to even out layers. A zero query head feeds zero columns of the output
+projection, so padding is exact.
 
 Legend: H query heads, P KV heads and m query heads a KV head of the stock model (so P·m query heads).
 """
