@@ -31,6 +31,7 @@ from attention.io.layer_models import Head, LazyWeights, embed, stored_outer_nam
 from attention.io.replacing import check_folder, parents_made
 from attention.io.shards import complete
 from attention.io.stock_files import GENERATION, TOKENIZER_FILES
+from attention.io.stock_form import format_of
 from attention.messages import reason
 from attention.modeling.modeling import headfold_config, plan_of_config
 from attention.plan import AttentionPlan, LayerPlan
@@ -41,7 +42,6 @@ from orchestrator.conversion.limits import batch_size, check_layerwise
 from orchestrator.conversion.one_layer import LayerwiseConversion, score
 from orchestrator.conversion.progress import Stage, check_stage
 from orchestrator.conversion.request import Inputs
-from orchestrator.conversion.steps import what_it_is
 from orchestrator.reporting.durations import clock
 from orchestrator.storage.outputs import Interrupted
 from search_spaces.planning.budgets import counts_of
@@ -186,7 +186,7 @@ class LayerwiseJob:
             "fits": [fit for layer in stage.layers for fit in layer["fits"]],
             "layerwise": True,
             "peak_memory": loading.memory_peak(),
-            **what_it_is(self.out, self.inputs.dtype),
+            **format_of(self.out, self.inputs.dtype),
             "out": str(self.out),
             "seconds": dict(phases),
         }

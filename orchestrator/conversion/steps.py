@@ -1,10 +1,10 @@
-"""The steps of a conversion, as a recipe says them: what a plan is made from, convert, refine, and what was written."""
+"""The steps of a conversion, as a recipe says them: what a plan is made from, and how it is refined."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -13,8 +13,6 @@ from attention.calibration.moments import Calibration
 from attention.conversion import conversion
 from attention.conversion.refinement.refine import LayerFit, refine
 from attention.families import geometry_of
-from attention.io import checkpoint
-from attention.io.stock_form import format_of
 from attention.plan import AttentionPlan
 from search_spaces.planning.planning import PlanningContext
 from search_spaces.recipes.recipe import Recipe
@@ -62,9 +60,3 @@ def planning_context(
         cache_dir=cache_dir,
         fusion_distances=fusion_distances,
     )
-
-
-def what_it_is(folder: str | Path, dtype: str) -> dict[str, Any]:
-    """What a written checkpoint is (`format`: stock or headfold), what loads it, and both in a line for people."""
-    found = format_of(checkpoint.load_config(folder), dtype)
-    return {"format": found.format, "loads_in": list(found.loads_in), "format_note": found.note}

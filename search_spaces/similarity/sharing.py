@@ -20,9 +20,9 @@ from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
 from attention.plan import AttentionPlan
 from search_spaces.similarity.projections import projection
+from search_spaces.site import SIDES
 
 TOKENS = 4096
-SIDES = ("key", "value")
 
 
 @dataclass(frozen=True)
