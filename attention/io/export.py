@@ -80,10 +80,9 @@ def export(
 
     Computed in float32 and rounded once to `dtype` (None: the checkpoint's own). `tokenizer`: as in `checkpoint.save`.
     The written folder is read back with plain transformers and compared in float32 with the source, whose weights are
-    rounded alike. Raises, before weights are read, OutputError if `out` must not be written (see
-    `attention.io.replacing.check_folder`) and LargerCacheError if the stock form takes more KV bytes a token than the
-    plan and that is not allowed; ValueError if the target is unknown or cannot hold the plan, or if the copy that came
-    back differs.
+    rounded alike. Raises, before weights are read, OutputError as `attention.io.replacing.check_folder` does and
+    LargerCacheError unless a larger cache is allowed; ValueError if the target is unknown or cannot hold the plan, or
+    if the copy that came back differs.
     """
     lowering = TARGETS.get(target)
     check_folder(out, overwrite=overwrite, reads=[source])

@@ -1,8 +1,7 @@
 """The joint space: every axis and every searched knob, read from their one declaration.
 
-A point is decided field by field, in a fixed order. `next` says which decision comes next given those made so far, so
-that a choice that would lead to an impossible combination, or to the same plan twice, is never offered. Any sampler
-that can draw one plain `Domain` at a time can drive it.
+A point is decided field by field, in a fixed order, and a choice that would lead to an impossible combination, or to
+the same plan twice, is never offered. Any sampler that can draw one plain `Domain` at a time can drive it.
 """
 
 from __future__ import annotations

@@ -56,9 +56,8 @@ def align(
     """Align the keys of each key group and the values of each value group of lifted heads; an equivalent layer.
 
     Keys turn within their rotary pairs and queries turn with them; values turn freely and the output projection turns
-    back (paper 001, eq. 12 to 16); biases turn along. With a norm on queries or keys after the projection, keys cannot
-    turn without changing the model: only values are aligned then. A group of one stays as it is.
-    Raises ValueError without statistics or if the heads are not lifted.
+    back (paper 001, eq. 12 to 16). With a norm on queries or keys after the projection only values turn. A group of one
+    stays as it is. Raises ValueError without statistics or if the heads are not lifted.
     """
     if statistics is None:
         raise ValueError("alignment=procrustes needs a calibration; pass the layer's statistics")

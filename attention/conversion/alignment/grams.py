@@ -1,7 +1,6 @@
 """Gram matrices of a layer's heads under either criterion, and the similarity of every pair after alignment.
 
-Legend: H heads, d head dim, N tokens. A Gram is `[H, H, d, d]` float64: mean over tokens of k_i k_j^T. All pairs come
-from this one matrix instead of H^2 passes over tokens.
+Legend: H heads, d head dim. A Gram is `[H, H, d, d]` float64: mean over tokens of k_i k_j^T.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ SIDES = ("key", "value")
 def head_gram(heads: LayerHeads, statistics: LayerStatistics, side: str, criterion: str = "dist") -> Tensor:
     """Gram of the key or value activations (keys before RoPE), `[H, H, d, d]` float64.
 
-    `dist` takes the activations as they are, over all calibration tokens; `cos` makes each token's vector one unit long
-    first (paper 001, eq. 7 and 8), which needs the tokens themselves: it uses the sampled inputs.
-    Raises ValueError for an unknown side or criterion, or if `cos` finds no sample.
+    `dist` takes the activations as they are, over all calibration tokens; `cos` makes each vector one unit long first
+    (paper 001, eq. 7 and 8), on the sampled inputs. Raises ValueError for an unknown side or criterion, or if `cos`
+    finds no sample.
     """
     if side not in SIDES:
         raise ValueError(f"side must be one of {SIDES}, got {side!r}")
