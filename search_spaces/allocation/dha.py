@@ -74,7 +74,7 @@ def dha_greedy(
 def dha(
     problem: AllocationProblem, *, small: int = 0, large: int = 0, first: int = 1, key_share: float = 0.5
 ) -> Counts:
-    """Greedy, once for keys and once for values (paper 000, sec. 3.2 and 4.3); `key_share` of the total is for the keys,
+    """Greedy, once for keys and once for values (paper 000, sec. 3.2 and 4.3); `key_share` of the total goes to keys,
     with what is no whole head. **Silent** in the paper is the split of the total.
 
     The default quanta are the paper's 4 and 16 of 32 heads in proportion, less where the total or the heads ask for it.

@@ -58,7 +58,7 @@ def towards_even(curves: Sequence[Mapping[int, float]], budget: int, at_most: in
 
     Errors of single sites add up only roughly: where many come down to one head the model loses more than their sum.
     Each plan minimises the sum of the errors plus w x log(G / even)^2 over the sites, even = budget / sites, for a
-    weight w that grows from 0; `at_most` of them stay, the first and the last included. Raises ValueError as `knapsack`.
+    weight w that grows from 0; `at_most` of them stay, first and last included. Raises ValueError as `knapsack`.
     """
     errors = [error for curve in curves for error in curve.values() if error > 0]
     scale, even = float(np.mean(errors)) if errors else 1.0, budget / len(curves)

@@ -41,7 +41,8 @@ def pair_cosines(
     """Cosines of the pairs of lifted heads of a layer, on the first sampled sequences that hold `tokens` tokens.
 
     Each pair has a map of its own, so `aligned` is what paper 001, eq. 18 and 19 score pairs by; one map a head for a
-    group of three or more reaches less. With a norm on the keys theirs is only what a rotation could do. Raises ValueError without sampled inputs, or for a side that is neither "key" nor "value".
+    group of three or more reaches less. With a norm on the keys theirs is only what a rotation could do. Raises
+    ValueError without sampled inputs, or for a side that is neither "key" nor "value".
     """
     inputs = statistics.inputs
     if inputs.dim() == 3 and len(inputs):

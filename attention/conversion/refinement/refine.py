@@ -38,7 +38,8 @@ def refine(
     """Run the refinement `name` on `converted` in place: one entry a layer and step, in the order in which they ran.
 
     `sequences` `[N, T]` are calibration tokens. `first`: the number in its checkpoint of the models' first layer, where
-    they are a window of a larger model; layers are seeded and reported by their numbers there. Raises ValueError for an unknown name or setting, or if the part needs sequences and there are fewer than two.
+    they are a window of a larger model; layers are seeded and reported by their numbers there. Raises ValueError for an
+    unknown name or setting, or if the part needs sequences and there are fewer than two.
     """
     part = REFINEMENT.get(name)
     knobs = part.settings(settings)
