@@ -45,23 +45,18 @@ class GroupCost:
         remembered: int = REMEMBERED,
         effort: Callable[[int], float] | None = None,
     ) -> None:
-        self._cost, self._many, self.remembered, self._effort = cost, many, remembered, effort
+        self._cost, self._many, self.remembered, self.effort_of_one = cost, many, remembered, effort
         self._known: dict[Members, float] = {}
         self._table: np.ndarray | None = None
         self.programmes: dict[Any, Any] = {}
         self.kept: KeptPrices | None = None
         self.priced = 0
 
-    @property
-    def has_effort(self) -> bool:
-        """Whether a price takes time that is worth a thought."""
-        return self._effort is not None
-
     def effort(self, num_heads: int, sizes: Iterable[int]) -> float:
         """Multiply-adds to price every group of these sizes; 0 if nobody has said what one takes."""
-        if self._effort is None:
+        if self.effort_of_one is None:
             return 0.0
-        return sum(comb(num_heads, size) * self._effort(size) for size in sizes)
+        return sum(comb(num_heads, size) * self.effort_of_one(size) for size in sizes)
 
     def cost(self, members: Members) -> float:
         """Cost of one group. `members` ascend."""
@@ -89,7 +84,7 @@ class GroupCost:
 
     def afresh(self) -> GroupCost:
         """The same cost, with a count of its own of what is priced: how far a search gets must not depend on others."""
-        return GroupCost(self.cost, self._many, effort=self._effort)
+        return GroupCost(self.cost, self._many, effort=self.effort_of_one)
 
     def score(self, partition: Partition) -> float:
         return -sum(self.cost(group) for group in partition)

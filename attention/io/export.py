@@ -58,9 +58,6 @@ class ExportReport:
     max_logit_difference: float
     max_logit: float
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, sort_keys=True)
-
 
 class LargerCacheError(ValueError):
     """An export that would take more KV cache than the plan. The message has both numbers."""
@@ -122,7 +119,7 @@ def export(
         report = replace(report, max_logit_difference=difference, max_logit=largest)
         if lowered.exact and difference > tolerance(dtype, lowered.folded) * max(largest, 1.0):
             raise ValueError(f"the exported logits differ from the source by {difference:.3g}; nothing was written")
-        (fresh / REPORT_FILE).write_text(report.to_json() + "\n")
+        (fresh / REPORT_FILE).write_text(json.dumps(asdict(report), indent=1, sort_keys=True) + "\n")
         if own is not None:
             checkpoint.write_note(fresh, after, checkpoint.carried(source))
 

@@ -85,11 +85,6 @@ def measure_curves(
     return sum(len(planner._curve(*site, counts)) for site, counts in sorted(mine.items()))
 
 
-def relaxed_stages(recipe: Recipe, plan: AttentionPlan) -> tuple[AttentionPlan, ...]:
-    """The plans that the recipe's relaxation reaches one after the other, `plan` being the last; none without one."""
-    return recipe.apply("relaxation", plan)
-
-
 @dataclass
 class _Planner:
     """One call of `make_plan`; `partitions`: the groups found so far."""
@@ -178,7 +173,7 @@ class _Planner:
             return self._last_objective[1]
         made = self.recipe.apply("objective", site)
         folder, calibration = self.context.cache_dir, self.context.calibration
-        if isinstance(made, GroupCost) and made.has_effort and folder is not None and calibration is not None:
+        if isinstance(made, GroupCost) and made.effort_of_one and folder is not None and calibration is not None:
             made.kept = prices_of_site(folder, name, knobs, site, calibration.digest)
         self._last_objective = (key, made)
         return made

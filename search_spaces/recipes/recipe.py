@@ -112,11 +112,6 @@ class Recipe:
         """True if the grouping only makes groups of one size: its knob says so, or the part can do no other."""
         return "equal_groups" in GROUPING.get(self.grouping).needs or bool(self.knobs("grouping").get("equal_sizes"))
 
-    @property
-    def training(self) -> dict[str, Any]:
-        """What the recovery changes of a training's settings."""
-        return self.apply("recovery")
-
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, the same for equal recipes."""
         return {**asdict(self), "settings": dict(self.settings)}

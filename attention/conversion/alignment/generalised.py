@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attention.axes import ALIGNMENT, Knob
 from attention.calibration.moments import LayerStatistics
-from attention.conversion.alignment.grams import CRITERIA, head_gram
+from attention.conversion.alignment.grams import CRITERION, head_gram
 from attention.conversion.alignment.rotations import rotation_from_cross
 from attention.conversion.fusion.pooled import check_lifted
 from attention.geometry import HeadGeometry, RotaryLayout
@@ -33,13 +33,7 @@ def unaligned(
     "procrustes",
     source="paper 001 (Align Attention Heads Before Merging Them), sec. 3.2 to 3.3, eq. 4 to 22, alg. 1",
     knobs=(
-        Knob(
-            "criterion",
-            "choice",
-            "dist: activations as they are; cos: unit length",
-            choices=CRITERIA,
-            searched=True,
-        ),
+        CRITERION,
         Knob("iterations", "int", "most rounds of generalised Procrustes", low=1, high=10_000),
     ),
     needs=("statistics",),

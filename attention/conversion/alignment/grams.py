@@ -8,12 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attention.axes import Knob
 from attention.calibration.moments import LayerStatistics, augmented
 from attention.geometry import RotaryLayout
 from attention.heads import LayerHeads
 from attention.modeling.rotary import pair_products
 
 CRITERIA = ("dist", "cos")
+CRITERION = Knob(
+    "criterion", "choice", "dist: activations as they are; cos: unit length", choices=CRITERIA, searched=True
+)
 SIDES = ("key", "value")
 
 
