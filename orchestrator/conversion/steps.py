@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
+from attention.axes import ALIGNMENT
 from attention.calibration.moments import Calibration
 from attention.conversion import conversion
 from attention.conversion.refinement.refine import LayerFit, refine
@@ -36,9 +37,8 @@ def relaxation_start(
     Every query head has a key and a value head of its own, whatever the checkpoint shares.
     """
     geometry = geometry_of(model.config)
-    heads = conversion.align_layers(
-        conversion.lift(model), plan, recipe.alignment, calibration, geometry, recipe.knobs("alignment")
-    )
+    align, knobs = ALIGNMENT.get(recipe.alignment), recipe.knobs("alignment")
+    heads = conversion.through(align, conversion.lift(model), plan, calibration, geometry, knobs)
     whole = AttentionPlan.identity(geometry.num_layers, geometry.num_heads, geometry.head_dim)
     return conversion.assemble(model, whole, heads)
 

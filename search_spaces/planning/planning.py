@@ -9,7 +9,7 @@ its own, spawned in a fixed order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, partial
 from pathlib import Path
@@ -101,7 +101,7 @@ class _Planner:
         for layer, counts in enumerate(self.counts()):
             self.group_layer(layer, counts)
         shares = self.recipe.apply("sharing", SharingProblem(self.context.heads, self.context.mlps))
-        return self.recipe.apply("composition", shares.on(self.plan_of(self.partitions)))
+        return self.recipe.apply("composition", replace(self.plan_of(self.partitions), **shares))
 
     def group_layer(self, layer: int, counts: tuple[int, int]) -> None:
         """Find the partitions of one layer with these (key heads, value heads)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -155,13 +156,14 @@ def test_the_six_matching_functions() -> None:
         return (HeadShare(1, 0, 0, head),)
 
     # ‖: the lengths decide, as 1, 3 and 4 are concatenated
-    assert {m: found(m).shares for m in ("q", "k", "v", "qk", "qkv")} == {
+    assert {m: found(m)["shares"] for m in ("q", "k", "v", "qk", "qkv")} == {
         "q": to(0), "k": to(1), "v": to(2), "qk": to(1), "qkv": to(2),
     }  # fmt: skip
     apart = found("apart", output=True)
-    assert (apart.shares, apart.query_shares, apart.key_shares, apart.value_shares) == ((), to(0), to(1), to(2))
-    assert apart.output_shares == to(2)  # the output reads the values
-    assert found("qk", output=True).output_shares == to(1) and found("qk").output_shares == ()
+    assert apart == {  # the output reads the values
+        "query_shares": to(0), "key_shares": to(1), "value_shares": to(2), "output_shares": to(2), "mlp_shares": (),
+    }  # fmt: skip
+    assert found("qk", output=True)["output_shares"] == to(1) and found("qk")["output_shares"] == ()
 
 
 @pytest.mark.parametrize("name", SHARING.names())
@@ -171,8 +173,7 @@ def test_every_part_gives_shares_that_a_plan_takes(name: str, tiny_model) -> Non
     part = SHARING.get(name)
     knobs = part.settings({"mlp": True} if part.knobs else {})
     found = part(SharingProblem(random_layers(3, 4, 1), lambda: mlps), **knobs)
-    plan = AttentionPlan.identity(3, 4, 8)
-    plan = AttentionPlan(plan.layers, 8, found.shares, mlp_shares=found.mlp_shares)
+    plan = replace(AttentionPlan.identity(3, 4, 8), **found)
     assert AttentionPlan.from_json(plan.to_json()) == plan
     assert len(plan.shares) == len(plan.mlp_shares) == (0 if name == "none" else 3)  # 0.3 · 12 = 3.6
 
