@@ -1,10 +1,8 @@
 """Axes of the joint space, the parts on them, and the knobs of each part.
 
 An *axis* is one orthogonal choice (how heads are fused, how they are grouped, ...). A *part* is one option on an
-axis: a function with a citation. A *knob* is a parameter of a part, declared once, beside the function that it turns;
-the search space, the config check and the docs all derive from that declaration.
-
-A part lives in one file of the package of its axis and is collected by `Axis.discover`, so adding one is adding a file.
+axis: a function with a citation, in a file of the axis' package. A *knob* is a parameter of a part, declared once; the
+search space, the config check and the docs derive from that declaration.
 """
 
 from __future__ import annotations

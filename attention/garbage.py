@@ -13,11 +13,8 @@ _settled = False
 
 
 def settle() -> None:
-    """Leave what is alive now out of later collections; only the first call in a process does something.
-
-    To be called after the imports and before models are made: what is alive here and refers to itself is never
-    collected.
-    """
+    """Leave what is alive now out of later collections, for ever: call it after the imports and before models are made.
+    Only the first call in a process does something."""
     global _settled
     if _settled:
         return

@@ -48,6 +48,16 @@ class LayerHeads:
             self, **{f.name: t.to(*args, **kwargs) for f in fields(self) if (t := getattr(self, f.name)) is not None}
         )
 
+    def mapped(self, **maps: Tensor) -> LayerHeads:
+        """The heads of the projections named (q, k, v) times maps `[heads, d, d]`, with their biases; in float64."""
+        changes: dict[str, Tensor | None] = {}
+        for name, own in maps.items():
+            rows, bias = getattr(self, name), getattr(self, f"{name}_bias")
+            own = own.to(rows.device)
+            changes[name] = (own @ rows.double()).to(rows.dtype)
+            changes[f"{name}_bias"] = None if bias is None else (own @ bias.double()[..., None])[..., 0].to(bias.dtype)
+        return replace(self, **changes)
+
     def expand(self, key_map: Sequence[int], value_map: Sequence[int]) -> LayerHeads:
         """One key and one value head a query head, by repeating: the lossless lift to MHA (paper 000, App. D)."""
         keys = torch.as_tensor(key_map, device=self.k.device)

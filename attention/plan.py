@@ -1,9 +1,7 @@
 """What a plan is: which key head and which value head each query head reads, in every layer.
 
-Legend: L layers, H query heads a layer, G^K / G^V kept key / value heads of a layer, d head dim.
-
-A plan holds integers and names only; it is frozen, canonical, JSON, and has a digest. Tensors live in safetensors
-beside it. MHA, MQA, GQA, uneven groups and different groups for keys and values are all one pair of maps.
+A plan holds integers and names only; it is frozen, canonical, JSON, and has a digest. MHA, MQA, GQA, uneven groups and
+different groups for keys and values are all one pair of maps.
 """
 
 from __future__ import annotations
@@ -11,34 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-from fractions import Fraction
 from typing import Any, TypeVar
 
-from attention.plan_parts import (
-    Composition,
-    HeadShare,
-    LayerPlan,
-    PlanError,
-    dense,
-    groups_of,
-    map_of,
-    resolve_shares,
-    shortened,
-)
-
-__all__ = [
-    "BYTES",
-    "SHARES",
-    "AttentionPlan",
-    "Composition",
-    "HeadShare",
-    "LayerPlan",
-    "PlanError",
-    "dense",
-    "groups_of",
-    "map_of",
-    "resolve_shares",
-]
+from attention.plan_parts import Composition, HeadShare, LayerPlan, PlanError, resolve_shares, shortened
 
 FORMAT = 1
 SHARES = ("shares", "mlp_shares", "query_shares", "key_shares", "value_shares", "output_shares")  # fields of a plan
@@ -133,24 +106,14 @@ class AttentionPlan:
         return sum(layer.key_heads + layer.value_heads for layer in self.layers)
 
     @property
-    def kv_fraction(self) -> Fraction:
-        """`kv_ratio` without rounding."""
-        return Fraction(self.kv_heads, 2 * self.num_layers * self.num_heads)
-
-    @property
     def kv_ratio(self) -> float:
-        """Kept key and value heads over those of multi-head attention, which a plan alone knows of; 1 for MHA.
-
-        What a user gives and reads is relative to the checkpoint's own cache: `attention.ratios.ratio_of`.
-        """
-        return float(self.kv_fraction)
+        """Kept key and value heads over those of multi-head attention; 1 for MHA. What a user gives and reads is
+        relative to the checkpoint's own cache: `attention.ratios.ratio_of`."""
+        return self.kv_heads / (2 * self.num_layers * self.num_heads)
 
     def kv_bytes_per_token(self, dtype: Any = "bfloat16") -> int:
-        """Bytes that one token occupies in the KV cache. `dtype` is a torch dtype or its name.
-
-        With composition the key-side weights, cached beside the keys and values, are included (`kv_ratio` counts
-        heads only).
-        """
+        """Bytes that one token occupies in the KV cache, the key-side weights of composition included. `dtype` is a
+        torch dtype or its name."""
         name = str(dtype).removeprefix("torch.")
         if name not in BYTES:
             raise ValueError(f"dtype must be one of {sorted(BYTES)}, got {name!r}")

@@ -149,15 +149,14 @@ class Composition:
     `rank`: R of the low-rank branch, of each group. `query_side`, `key_side`: the branches made from the query token
     and from the key token. `before_softmax`, `after_softmax`: where heads are composed, each place with its own
     parameters. `static_base`: a learned H x H matrix in place of the skip; with both sides off this is Talking-Heads
-    attention. `projection`, `gate`: the low-rank branches and the gates, of whichever sides are on (Table 9: "dyn.
-    proj." and "dyn. gate"). `groups`: heads are composed within this many groups of neighbouring query heads (section
-    3.2).
-    `qk_norm`: queries and keys are divided by their root mean square over the head dim, each query head with one
-    learned scale. **Silent** in the paper is which norm; this one commutes with RoPE, so its place does not matter.
+    attention. `projection`, `gate`: the low-rank branches and the gates (Table 9: "dyn. proj." and "dyn. gate").
+    `groups`: heads are composed within this many groups of neighbouring query heads (section 3.2). `qk_norm`: queries
+    and keys are divided by their root mean square over the head dim, each query head with one learned scale; which norm
+    is **silent** in the paper, this one commutes with RoPE.
 
     `window`: 0 for none; else in local layers a token sees itself and the `window - 1` before it. `window_pattern` p:
-    p local layers to every global one (1, 3, 7 in the paper's Table 10). **Silent** is the phase: here the second
-    layer of every p + 1 is global. The window masks attention; the cache keeps all tokens.
+    p local layers to every global one (1, 3, 7 in Table 10), the second layer of every p + 1 being global (**silent**).
+    The window masks attention; the cache keeps all tokens.
     """
 
     rank: int = 2

@@ -1,10 +1,9 @@
 """Shares of a checkpoint's own KV cache: the one place where ratios and numbers of heads are turned into each other.
 
-Legend: L layers, H query heads a layer, U KV heads a layer that the checkpoint stores (H for a multi-head one).
+Legend: L layers, U KV heads a layer that the checkpoint stores.
 
-A *KV ratio*, wherever a user gives or reads one, is kept key and value heads over the 2 L U of the checkpoint: 0.5
-halves the cache that is there, whether the checkpoint shares heads already (U < H) or not. What composition caches
-besides heads is not in it, but in the bytes.
+A *KV ratio*, wherever a user gives or reads one, is kept key and value heads over the 2 L U of the checkpoint. What
+composition caches besides heads is not in it, but in the bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def own_heads(geometry: HeadGeometry) -> int:
 
 def ratio_of(plan: AttentionPlan, own: int) -> float:
     """The share that `plan` keeps of the `own_heads` of a checkpoint."""
-    return float(Fraction(plan.kv_heads, own))
+    return plan.kv_heads / own
 
 
 def whole_heads(kv_ratio: float | Fraction, heads: int) -> int:

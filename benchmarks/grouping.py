@@ -14,7 +14,7 @@ from benchmarks.models import llama, random_model, tokens
 from benchmarks.report import Row, Scale, benchmark, medians
 from search_spaces.costs import GroupCost, PairCost
 from search_spaces.grouping.exact import exact
-from search_spaces.grouping.merge_anneal import merge_and_anneal
+from search_spaces.grouping.merge_anneal import merge_anneal
 from search_spaces.grouping.problem import GroupingProblem
 from search_spaces.grouping.subsets import exact_partition
 
@@ -74,7 +74,8 @@ def _many_heads(scale: Scale) -> Iterator[Row]:
 
         def work(price: KeyCost | ValueCost = price) -> None:
             cost = GroupCost(price.cost, lambda groups: price.costs(groups).numpy())
-            merge_and_anneal(cost, heads, heads // 4 or 1, generator=np.random.default_rng(0))
+            problem = GroupingProblem(heads, heads // 4 or 1, objective=cost)
+            merge_anneal(problem, np.random.default_rng(0), equal_sizes=False)
 
         taken = medians({"ours": work}, 1)["ours"]
         yield Row(f"{heads} {side} heads of {dim} into {heads // 4 or 1}", taken, None, "s", "at most 30 s, one core")

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from attention.plan import AttentionPlan, LayerPlan, dense
+from attention.plan import AttentionPlan, LayerPlan
+from attention.plan_parts import dense
 
 DEMO = {"num_attention_heads": 8, "head_dim": 32, "intermediate_size": 688, "vocab_size": 2048}
 LLAMA_7B = {"num_attention_heads": 32, "head_dim": 128, "intermediate_size": 11_008, "vocab_size": 32_000}

@@ -1,10 +1,6 @@
-"""What a grouping optimises. One small protocol, two kinds of objective.
+"""What a grouping optimises: a score of whole partitions, which for a `GroupCost` is additive over their groups.
 
-Legend: n heads (or units) to group, D[i, j] cost of having i and j in one group.
-
-Every objective scores a whole partition, higher is better. A `GroupCost` is also *additive*: the score is minus the sum
-of the costs of the groups, so that moving a head changes two terms only (docs/methods.md) and the exact subset
-programme applies.
+Legend: n heads (or units) to group.
 """
 
 from __future__ import annotations
@@ -26,10 +22,7 @@ REMEMBERED = 1 << 17  # groups: some 30 MB
 
 
 class Objective(Protocol):
-    """A score of whole partitions, higher is better: of the layer's output, of the whole model, or an additive cost.
-
-    `scores` gives the same numbers as `score` one by one, in less time where partitions have groups in common.
-    """
+    """A score of whole partitions, higher is better; `scores` gives the same numbers as `score` one by one."""
 
     def score(self, partition: Partition) -> float: ...
 
@@ -39,10 +32,10 @@ class Objective(Protocol):
 class GroupCost:
     """An additive objective from `cost(members) -> float`, lower is better; each group is computed once.
 
-    `many(list of members of one size) -> array` computes a batch at once where that is faster. `remembered` groups are
-    kept at most, the latest; `priced` counts those computed so far. `programmes`: what exact grouping has worked out,
-    for the next number of groups. `effort`: multiply-adds to price one group of a size, where that is worth a thought.
-    `kept`: where the prices of whole sizes are found and left, if that is somewhere.
+    `many(list of members of one size) -> array` computes a batch at once. `remembered` groups are kept at most, the
+    latest; `priced` counts those computed. `programmes`: what exact grouping has worked out, for the next number of
+    groups. `effort`: multiply-adds to price one group of a size, where that is worth a thought. `kept`: where the
+    prices of whole sizes are found and left, if that is somewhere.
     """
 
     def __init__(
@@ -52,23 +45,18 @@ class GroupCost:
         remembered: int = REMEMBERED,
         effort: Callable[[int], float] | None = None,
     ) -> None:
-        self._cost, self._many, self.remembered, self._effort = cost, many, remembered, effort
+        self._cost, self._many, self.remembered, self.effort_of_one = cost, many, remembered, effort
         self._known: dict[Members, float] = {}
         self._table: np.ndarray | None = None
         self.programmes: dict[Any, Any] = {}
         self.kept: KeptPrices | None = None
         self.priced = 0
 
-    @property
-    def has_effort(self) -> bool:
-        """Whether a price takes time that is worth a thought."""
-        return self._effort is not None
-
     def effort(self, num_heads: int, sizes: Iterable[int]) -> float:
         """Multiply-adds to price every group of these sizes; 0 if nobody has said what one takes."""
-        if self._effort is None:
+        if self.effort_of_one is None:
             return 0.0
-        return sum(comb(num_heads, size) * self._effort(size) for size in sizes)
+        return sum(comb(num_heads, size) * self.effort_of_one(size) for size in sizes)
 
     def cost(self, members: Members) -> float:
         """Cost of one group. `members` ascend."""
@@ -96,7 +84,7 @@ class GroupCost:
 
     def afresh(self) -> GroupCost:
         """The same cost, with a count of its own of what is priced: how far a search gets must not depend on others."""
-        return GroupCost(self.cost, self._many, effort=self._effort)
+        return GroupCost(self.cost, self._many, effort=self.effort_of_one)
 
     def score(self, partition: Partition) -> float:
         return -sum(self.cost(group) for group in partition)

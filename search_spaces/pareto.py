@@ -1,13 +1,12 @@
 """Fronts of points that are to be small in every objective: ranks, which points to keep, hypervolume.
 
-Legend: n points, m objectives; `values` [n, m], every entry finite, smaller is better. Point a dominates b if it is
-nowhere larger and somewhere smaller; equal points do not dominate each other.
+Legend: n points, m objectives; `values` [n, m], every entry finite. Point a dominates b if it is nowhere larger and
+somewhere smaller.
 
-The order in which points are kept is that of NSGA-II (Deb 2002, sec. III): by rank first. Inside the one rank that does
-not fit in whole, by crowding distance (Deb 2002, sec. III-B), or by an epsilon-net, the farthest point from those
-already taken coming next (Schmucker 2021, sec. 3.2). What the papers leave open: ties go to the earlier point; the
-epsilon-net starts at the point that is smallest in the first objective; objectives are scaled to the range of the
-points of that rank.
+Points are kept in the order of NSGA-II (Deb 2002, sec. III): by rank; inside the rank that does not fit in whole by
+crowding distance (sec. III-B), or by an epsilon-net, the farthest point from those already taken coming next (Schmucker
+2021, sec. 3.2). What the papers leave open: ties go to the earlier point; the epsilon-net starts at the point that is
+smallest in the first objective; objectives are scaled to the range of the points of that rank.
 """
 
 from __future__ import annotations
@@ -24,14 +23,12 @@ FEW = 8
 
 
 def ranks(values: Sequence[Sequence[float]]) -> list[int]:
-    """The rank of each point: 0 on the front, 1 on the front of the others, and so on.
+    """The rank of each point of one or two objectives: 0 on the front, 1 on the front of the others, and so on.
 
-    One or two objectives take O(n log n) (Jensen 2003, sec. III); more take O(n^2).
+    O(n log n) (Jensen 2003, sec. III). Raises ValueError for more objectives.
     """
-    if not len(values):
-        return []
-    if len(values[0]) > 2:
-        return _ranks_by_peeling(values)
+    if any(len(point) > 2 for point in values):
+        raise ValueError(f"points are ranked by one or two objectives, got {max(map(len, values))}")
     order = sorted(range(len(values)), key=lambda i: tuple(values[i]))
     found, lowest, previous = [0] * len(values), [], None
     for i in order:
@@ -45,17 +42,6 @@ def ranks(values: Sequence[Sequence[float]]) -> list[int]:
         lowest[rank : rank + 1] = [last]
         found[i], previous = rank, i
     return found
-
-
-def _ranks_by_peeling(values: Sequence[Sequence[float]]) -> list[int]:
-    points = np.asarray(values, dtype=float)
-    found, left, rank = np.full(len(points), -1), np.ones(len(points), dtype=bool), 0
-    beats = np.all(points[:, None] <= points[None], axis=2) & np.any(points[:, None] < points[None], axis=2)
-    while left.any():
-        front = left & ~beats[left].any(0)
-        found[front], rank = rank, rank + 1
-        left &= ~front
-    return found.tolist()
 
 
 def crowding(values: Sequence[Sequence[float]]) -> list[float]:

@@ -1,10 +1,9 @@
 """Scores of whole partitions: the layer-output score and the full-model score.
 
-Legend: H query heads, S sequences of T tokens, d head dim, D model dim; x the input of the projections.
+Legend: H query heads, S sequences of T tokens, d head dim, D model dim.
 
-The layer-output score is incremental by construction: a group's effect on the layer's output depends on its members
-alone, so it is computed once for each group met, from the query heads of that group only. A move changes two groups.
-The memory is bounded whatever the number of partitions: the groups met last are remembered.
+A group's effect on the layer's output depends on its members alone, so it is computed once for each group met, from the
+query heads of that group only; the groups met last are remembered.
 """
 
 from __future__ import annotations
@@ -36,14 +35,13 @@ Norm = Callable[[Tensor], Tensor]
 
 @dataclass
 class LayerOutputScore:
-    """Minus the relative squared error of one layer's attention output on cached inputs, when heads are mean-pooled.
+    """Minus the relative squared error of one layer's attention output on cached inputs, when heads are mean-pooled: 0
+    is the original layer, -1 an error as large as the output.
 
     `heads` are lifted, `inputs` `[S, T, D]` float32, `rotary` the tables (cos, sin) `[T, r]`, `query_norm` and
     `key_norm` act on `[..., d]` after the projection. Partitions are over `units` (tuples of query heads); `sides` says
     what is pooled: keys, values or both. The memory held is `inputs`, four times `[H, S, T, d]` and at most
     `cache_bytes` of remembered groups (never fewer than those of one partition).
-
-    0 is the untouched layer, -1 an error as large as the output.
     """
 
     heads: LayerHeads
@@ -94,7 +92,7 @@ class LayerOutputScore:
 
     @torch.no_grad()
     def scores(self, partitions: Sequence[Partition]) -> list[float]:
-        """`score` of each: the groups that are new are computed together, as many as may be remembered at a time."""
+        """`score` of each; new groups are computed together, as many as may be remembered at a time."""
         found = []
         for some in self._fitting(partitions):
             self._make_known(dict.fromkeys(group for partition in some for group in partition if len(group) > 1))

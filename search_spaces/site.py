@@ -1,9 +1,6 @@
 """One thing to group: the keys, the values, or both, of one layer, with all that an objective may need to judge it.
 
-Legend: H query heads, U units (stored KV heads), d head dim, D model dim.
-
-Heads that share a stored KV head are identical and stay together, so the unit of grouping is the stored KV head. For a
-multi-head checkpoint units and heads are the same.
+Legend: U units: stored KV heads, since query heads that share one are identical and stay together.
 """
 
 from __future__ import annotations
@@ -17,7 +14,8 @@ import numpy as np
 from attention.calibration.moments import LayerStatistics
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
-from attention.plan import AttentionPlan, LayerPlan, groups_of
+from attention.plan import AttentionPlan, LayerPlan
+from attention.plan_parts import groups_of
 from search_spaces.partitions import Partition, expand
 
 SIDES = ("key", "value")
@@ -25,14 +23,12 @@ SIDES = ("key", "value")
 
 @dataclass(frozen=True)
 class Site:
-    """What an objective part is handed.
+    """What an objective part is handed. `heads` are lifted; `units[u]`: the query heads of unit u.
 
     `sides` are the projections that the partition applies to, `by` those that the pair similarity and the group cost
-    look at. `heads` are lifted. `units[u]`: the query heads of unit u; partitions are over units. `similarity`
-    `[U, U]` if the recipe has one; `fusion_distance` `[U, U]` where DHA's search phase was run. `attention_module`
-    holds q/k norms and `rotary` (cos, sin) where a model is there.
-    `plan_with(partition)` is the plan with this site grouped so and the sites before it as already found;
-    `measure(plan)` its loss in nats a token, lower is better.
+    look at. Partitions are over units. `similarity` `[U, U]` if the recipe has one; `fusion_distance` `[U, U]` where
+    DHA's search phase was run. `plan_with(partition)` is the plan with this site grouped so and the sites before it as
+    already found; `measure(plan)` its loss in nats a token.
     """
 
     layer: int

@@ -5,8 +5,8 @@ Legend: L layers, H query heads, d head dim, D model dim, B sequences a batch, T
 The pass reads two things in each attention module: its input x (a forward pre-hook) and the queries and keys after RoPE
 (an attention function of our own, registered with transformers), from which it has the attention weights. Only one
 layer's weights of one batch live at a time, so the memory does not grow with the tokens. With S stored inputs and
-E = D + 1 the statistics take `L (8 E^2 + 4 E^2 H + 8 H d^2 + 4 D S)` bytes (pooled: without the second H); while the
-pass runs, one layer of one batch adds `4 B T (2 H T + 3 E)` to it and to the model's own activations.
+E = D + 1 the statistics take `L (8 E^2 + 4 E^2 H + 8 H d^2 + 4 D S)` bytes; while the pass runs, one layer of one batch
+adds `4 B T (2 H T + 3 E)` to it and to the model's own activations.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from attention.modeling.modeling import plan_of
 from attention.modeling.running import evaluating
 
 SAMPLE_TOKENS = 16_384
-MIXED = ("head", "pooled")
 ProgressFn = Callable[[int, int], None]
 
 
@@ -47,21 +46,18 @@ def calibrate(
     *,
     sample_tokens: int = SAMPLE_TOKENS,
     batch_size: int = 8,
-    mixed: str = "head",
     progress: ProgressFn | None = None,
 ) -> Calibration:
     """Statistics of every layer of `model` over `sequences` (`[N, T]` token ids, no padding), on the CPU.
 
-    `sample_tokens` bounds the stored inputs (whole sequences, from the first on; 0 stores none). `mixed="pooled"` keeps
-    the mean of the heads' mixed moments instead of one a head: H times less memory, for wide models. The model runs in
-    its own dtype and evaluation mode, without gradients, and is left as it was; sums are taken in float32 and collected
-    in float64 (the mixed moments in float32). `progress(done, total)` counts sequences; by default a line on stderr.
+    `sample_tokens` bounds the stored inputs (whole sequences, from the first on; 0 stores none). The model runs in its
+    own dtype and evaluation mode, without gradients, and is left as it was; sums are taken in float32 and collected in
+    float64 (the mixed moments in float32). `progress(done, total)` counts sequences; by default a line on stderr.
 
     Raises ValueError if the tokens do not fit the model, for an unsupported model and for a composed one.
     """
     geometry = geometry_of(model.config)
     check_sequences(sequences, geometry, sample_tokens)
-    _checked_mixed(mixed)
     if plan_of(model).composition is not None:
         raise ValueError(
             "a composed model (dcmha) cannot be calibrated: its attention weights are mixed across heads; "
@@ -69,7 +65,7 @@ def calibrate(
         )
     sampled = min(sample_tokens // sequences.shape[1], len(sequences))
     batches = sequences.split(batch_size)
-    with collecting(model, geometry, mixed, sampled) as collectors, evaluating(model), _shown(progress) as show:
+    with collecting(model, geometry, sampled) as collectors, evaluating(model), _shown(progress) as show:
         done = 0
         show(0, len(sequences))
         for batch in batches:
@@ -78,7 +74,7 @@ def calibrate(
             done += len(batch)
             show(done, len(sequences))
         layers = tuple(collector.finish() for collector in collectors)
-    return Calibration(layers, sequences.numel(), calibration_digest(model, sequences, sample_tokens, mixed))
+    return Calibration(layers, sequences.numel(), calibration_digest(model, sequences, sample_tokens))
 
 
 def cached_calibration(
@@ -99,10 +95,10 @@ def cached_calibration(
     folder = Path(cache_dir) / f"calibration-{digest}"
     if folder.exists():
         try:
-            found = Calibration.load(folder)
-            if found.digest == digest:
-                return found
-            print(f"{folder} holds calibration {found.digest}, expected {digest}; calibrating again", file=sys.stderr)
+            kept = Calibration.load(folder)
+            if kept.digest == digest:
+                return kept
+            print(f"{folder} holds calibration {kept.digest}, expected {digest}; calibrating again", file=sys.stderr)
         except CalibrationError as error:
             print(f"{error}: calibrating again", file=sys.stderr)
     Path(cache_dir).mkdir(parents=True, exist_ok=True)
@@ -113,7 +109,7 @@ def cached_calibration(
     return made
 
 
-def calibration_digest(model: PreTrainedModel, sequences: Tensor, sample_tokens: int, mixed: str = "head") -> str:
+def calibration_digest(model: PreTrainedModel, sequences: Tensor, sample_tokens: int) -> str:
     """Digest of all that a calibration depends on: weights, config, tokens, settings. 16 hex digits.
 
     The batch size is left out: it changes the result by rounding alone.
@@ -122,7 +118,7 @@ def calibration_digest(model: PreTrainedModel, sequences: Tensor, sample_tokens:
     config = {
         k: v for k, v in model.config.to_diff_dict().items() if k not in ("transformers_version", "_name_or_path")
     }
-    settings = {"sample_tokens": sample_tokens, "mixed": mixed, "shape": list(sequences.shape), "config": config}
+    settings = {"sample_tokens": sample_tokens, "shape": list(sequences.shape), "config": config}
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     for name, tensor in (*model.named_parameters(), ("tokens", sequences.long())):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -149,12 +145,6 @@ def check_sequences(sequences: Tensor, geometry: HeadGeometry, sample_tokens: in
         )
     if sample_tokens < 0 or 0 < sample_tokens < length:
         raise ValueError(f"sample_tokens must be 0 or hold a sequence of {length} tokens, got {sample_tokens}")
-
-
-def _checked_mixed(mixed: str) -> str:
-    if mixed not in MIXED:
-        raise ValueError(f"mixed must be one of {MIXED}, got {mixed!r}")
-    return mixed
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,22 +27,21 @@ _collectors: dict[nn.Module, Collector] = {}
 
 
 class Collector:
-    """Sums of one layer. `see_input` and `see_attention` are called by the model as it runs."""
+    """Sums of one layer. `see_call` and `see_attention` are called by the model as it runs."""
 
-    def __init__(self, module: nn.Module, geometry: HeadGeometry, heads: LayerHeads, mixed: str, sampled: int) -> None:
+    def __init__(self, module: nn.Module, geometry: HeadGeometry, heads: LayerHeads, sampled: int) -> None:
         wide = geometry.hidden_size + 1
-        matrices = geometry.num_heads if mixed == "head" else 1
         self.num_heads, self.sampled, self.tokens = geometry.num_heads, sampled, 0
         self.heads = heads
         self.norm = getattr(module, families()[geometry.family].query_norm) if geometry.qk_norm else None
         self.input_sum = torch.zeros(wide, wide, dtype=torch.float64)
-        self.mixed_sum = torch.zeros(matrices, wide, wide)
+        self.mixed_sum = torch.zeros(geometry.num_heads, wide, wide)
         self.query_sum = torch.zeros(geometry.num_heads, geometry.head_dim, geometry.head_dim, dtype=torch.float64)
         self.samples: list[Tensor] = []
         self.x_BTe: Tensor | None = None
 
-    def see_input(self, x_BTD: Tensor) -> None:
-        x_BTD = x_BTD.float()
+    def see_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x_BTD = entering(args, kwargs).float()
         if (missing := self.sampled - sum(map(len, self.samples))) > 0:
             self.samples.append(x_BTD[:missing].cpu())
         self.x_BTe = torch.cat([x_BTD, x_BTD.new_ones(*x_BTD.shape[:2], 1)], dim=-1)
@@ -70,16 +68,15 @@ class Collector:
         for head in range(self.num_heads):
             # The rows of the weights sum to 1, so the appended constant stays 1.
             mixed = (weights_BHTS[:, head] @ self.x_BTe).flatten(0, 1)
-            self.mixed_sum[head % len(self.mixed_sum)] += (mixed.T @ mixed).cpu()
+            self.mixed_sum[head] += (mixed.T @ mixed).cpu()
         self.x_BTe = None
 
     def finish(self) -> LayerStatistics:
-        mixed = self.mixed_sum.div_(self.tokens * self.num_heads / len(self.mixed_sum))
         empty = torch.zeros(0, 0, self.heads.hidden_size)
         return LayerStatistics(
             tokens=self.tokens,
             input_moment=self.input_sum / self.tokens,
-            mixed_moment=mixed.expand(self.num_heads, -1, -1),
+            mixed_moment=self.mixed_sum.div_(self.tokens),
             query_moment=self.query_sum / self.tokens,
             inputs=torch.cat(self.samples) if self.samples else empty,
         )
@@ -125,7 +122,7 @@ AttentionMaskInterface.register(NAME, eager_mask)
 
 
 @contextmanager
-def collecting(model: PreTrainedModel, geometry: HeadGeometry, mixed: str, sampled: int) -> Iterator[list[Collector]]:
+def collecting(model: PreTrainedModel, geometry: HeadGeometry, sampled: int) -> Iterator[list[Collector]]:
     """Hooks and our attention function in place; both gone afterwards, also after an error."""
     family = family_of(model.config)
     modules = list(family.attention_modules(model))
@@ -134,9 +131,9 @@ def collecting(model: PreTrainedModel, geometry: HeadGeometry, mixed: str, sampl
     try:
         for module in modules:
             heads = family.read(module, geometry).to(torch.float32)
-            collectors.append(Collector(module, geometry, heads, mixed, sampled))
+            collectors.append(Collector(module, geometry, heads, sampled))
             _collectors[module] = collectors[-1]
-            handles.append(module.register_forward_pre_hook(partial(_hook, collectors[-1]), with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(collectors[-1].see_call, with_kwargs=True))
         model.set_attn_implementation(NAME)
         yield collectors
     finally:
@@ -145,7 +142,3 @@ def collecting(model: PreTrainedModel, geometry: HeadGeometry, mixed: str, sampl
             handle.remove()
         for module in modules:
             _collectors.pop(module, None)
-
-
-def _hook(collector: Collector, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    collector.see_input(entering(args, kwargs))

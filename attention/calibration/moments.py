@@ -9,10 +9,8 @@ without another pass over the tokens. Results lie on the device of the heads.
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from attention.heads import LayerHeads
-from attention.io.files import honour_umask, sha256
+from attention.io.files import sha256, write_whole, written_whole
 
 TENSORS, META, FORMAT = "calibration.safetensors", "calibration.json", 1
+STATISTICS = ("input_moment", "mixed_moment", "query_moment", "inputs")
 
 
 class CalibrationError(ValueError):
@@ -48,9 +47,9 @@ class LayerStatistics:
     """Statistics of one layer over `tokens` tokens.
 
     input_moment `[D+1, D+1]` float64: mean of x~ x~^T. mixed_moment `[H, D+1, D+1]` float32: the same of what the
-    values of head h really see, [sum_s a_hts x_s; 1] with its attention weights a (all heads are views of one matrix
-    if the calibration was pooled). query_moment `[H, d, d]` float64: mean of q q^T before RoPE, after bias and query
-    norm. inputs `[S, T, D]` float32: x of the first sequences, in corpus order.
+    values of head h really see, [sum_s a_hts x_s; 1] with its attention weights a. query_moment `[H, d, d]` float64:
+    mean of q q^T before RoPE, after bias and query norm. inputs `[S, T, D]` float32: x of the first sequences, in
+    corpus order.
     """
 
     tokens: int
@@ -58,11 +57,6 @@ class LayerStatistics:
     mixed_moment: Tensor
     query_moment: Tensor
     inputs: Tensor
-
-    @property
-    def is_pooled(self) -> bool:
-        """True if all heads share one mixed moment (one matrix in memory and on disk)."""
-        return self.mixed_moment.shape[0] > 1 and self.mixed_moment.stride(0) == 0
 
     def key_gram(self, heads: LayerHeads) -> Tensor:
         """`[G, G, d, d]` float64: mean of k_i k_j^T before RoPE (and before a key norm), biases included."""
@@ -100,9 +94,6 @@ class LayerStatistics:
         rows = augmented(heads.v, heads.v_bias)
         rows = rows if members is None else rows[list(members)]
         which = range(len(self.mixed_moment)) if under is None else under
-        if self.is_pooled:
-            gram = _gram(rows, self.mixed_moment[0])
-            return gram.expand(len(which), *gram.shape)
         grams = rows.new_empty(len(which), len(rows), len(rows), rows.shape[1], rows.shape[1])
         for gram, head in zip(grams, which, strict=True):
             gram.copy_(_gram(rows, self.mixed_moment[head]))
@@ -123,29 +114,24 @@ class Calibration:
     digest: str
 
     def save(self, directory: str | Path) -> None:
-        """Write `calibration.safetensors` and `calibration.json`. Atomic: a killed save leaves the old files.
+        """Write `calibration.safetensors` and then `calibration.json`, each in one step; `load` refuses the two of
+        different calibrations, which a kill between them leaves.
 
-        Raises OSError if the folder above `directory` cannot be written.
+        Raises OSError if `directory` cannot be written.
         """
         target = Path(directory)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        try:
-            save_file(_tensors(self.layers), scratch / TENSORS)
-            meta = {
-                "format": FORMAT,
-                "digest": self.digest,
-                "tokens": self.tokens,
-                "layers": len(self.layers),
-                "layer_tokens": [layer.tokens for layer in self.layers],
-                "heads": [layer.mixed_moment.shape[0] for layer in self.layers],
-                "sha256": sha256(scratch / TENSORS),
-            }
-            (scratch / META).write_text(json.dumps(meta, indent=1))
-            honour_umask(scratch)
-            _replace_directory(scratch, target)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+        tensors = {f"{i}.{name}": getattr(layer, name) for i, layer in enumerate(self.layers) for name in STATISTICS}
+        with written_whole(target / TENSORS) as fresh:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, fresh)
+            checksum = sha256(fresh)
+        meta = {
+            "format": FORMAT,
+            "digest": self.digest,
+            "tokens": self.tokens,
+            "layer_tokens": [layer.tokens for layer in self.layers],
+            "sha256": checksum,
+        }
+        write_whole(target / META, json.dumps(meta, indent=1))
 
     @classmethod
     def load(cls, directory: str | Path) -> Calibration:
@@ -164,41 +150,10 @@ class Calibration:
                     "the file is damaged: delete the folder and calibrate again"
                 )
             tensors = load_file(source / TENSORS)
-            layers = tuple(_layer(tensors, meta, index) for index in range(meta["layers"]))
+            layers = tuple(
+                LayerStatistics(tokens, **{name: tensors[f"{index}.{name}"] for name in STATISTICS})
+                for index, tokens in enumerate(meta["layer_tokens"])
+            )
         except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
             raise CalibrationError(f"{source} holds no readable calibration ({error}); calibrate again") from None
         return cls(layers, meta["tokens"], meta["digest"])
-
-
-def _tensors(layers: tuple[LayerStatistics, ...]) -> dict[str, Tensor]:
-    found = {}
-    for index, layer in enumerate(layers):
-        for field in fields(layer):
-            value = getattr(layer, field.name)
-            if isinstance(value, Tensor):
-                if field.name == "mixed_moment" and layer.is_pooled:
-                    value = value[:1]
-                found[f"{index}.{field.name}"] = value.contiguous()
-    return found
-
-
-def _layer(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], index: int) -> LayerStatistics:
-    names = [field.name for field in fields(LayerStatistics) if field.name != "tokens"]
-    values = {name: tensors[f"{index}.{name}"] for name in names}
-    values["mixed_moment"] = values["mixed_moment"].expand(meta["heads"][index], -1, -1)
-    return LayerStatistics(tokens=meta["layer_tokens"][index], **values)
-
-
-def _replace_directory(new: Path, target: Path) -> None:
-    """Put `new` at `target`. A folder cannot replace a non-empty one in one step, so the old one steps aside first."""
-    if not target.exists():
-        new.replace(target)
-        return
-    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-    target.replace(aside)
-    try:
-        new.replace(target)
-    except OSError:
-        aside.replace(target)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)

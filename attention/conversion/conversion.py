@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from attention.axes import ALIGNMENT, FUSION
+from attention.axes import ALIGNMENT, FUSION, Part
 from attention.calibration.moments import Calibration
 from attention.families import family_of, geometry_of
 from attention.geometry import HeadGeometry
@@ -104,32 +104,26 @@ def convert(
     check_fits(plan, geometry)
     check_composition(plan_of(model), plan)
     align, fuse = ALIGNMENT.get(alignment), FUSION.get(fusion)
-    fuse_knobs = fuse.settings(fusion_settings)
+    align_knobs, fuse_knobs = align.settings(alignment_settings), fuse.settings(fusion_settings)
     for part in (align, fuse):
         if "statistics" in part.needs and calibration is None:
             raise ValueError(f"{part.axis}={part.name} needs a calibration; pass calibration=calibrate(model, tokens)")
     if calibration is not None and len(calibration.layers) != plan.num_layers:
         raise ValueError(f"the calibration has {len(calibration.layers)} layers, the plan {plan.num_layers}")
-    aligned = align_layers(lift(model), plan, alignment, calibration, geometry, alignment_settings)
-    fused = [
-        fuse(heads, layer, calibration.layers[index] if calibration else None, geometry, **fuse_knobs)
-        for index, (heads, layer) in enumerate(zip(aligned, plan.layers, strict=True))
-    ]
-    return assemble(model, plan, fused)
+    aligned = through(align, lift(model), plan, calibration, geometry, align_knobs)
+    return assemble(model, plan, through(fuse, aligned, plan, calibration, geometry, fuse_knobs))
 
 
-def align_layers(
+def through(
+    part: Part,
     heads: Sequence[LayerHeads],
     plan: AttentionPlan,
-    alignment: str,
     calibration: Calibration | None,
     geometry: HeadGeometry,
-    settings: Mapping[str, Any] | None = None,
+    knobs: Mapping[str, Any],
 ) -> list[LayerHeads]:
-    """Lifted heads of every layer, turned towards each other within the plan's groups; no logit changes."""
-    align = ALIGNMENT.get(alignment)
-    knobs = align.settings(settings)
+    """What a part of alignment or fusion makes of the lifted heads of every layer."""
     return [
-        align(own, layer, calibration.layers[index] if calibration else None, geometry, **knobs)
+        part(own, layer, calibration.layers[index] if calibration else None, geometry, **knobs)
         for index, (own, layer) in enumerate(zip(heads, plan.layers, strict=True))
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +18,23 @@ from attention.modeling.shared_weights import SharedColumns, SharedRows
 from attention.plan import LayerPlan
 
 
-def geometry(config: Any, *, family: str, qkv_bias: bool, output_bias: bool, qk_norm: bool = False) -> HeadGeometry:
-    """Geometry of a config with Llama's field names. Rotary covers `partial_rotary_factor` of the head dim."""
+def geometry(
+    config: Any,
+    *,
+    family: str,
+    qkv_bias: bool | None = None,
+    output_bias: bool | None = None,
+    qk_norm: bool = False,
+) -> HeadGeometry:
+    """Geometry of a config with Llama's field names. Rotary covers `partial_rotary_factor` of the head dim. Biases that
+    are not given follow one switch of the config, `attention_bias`."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {}
     rotary = int(head_dim * float(rope.get("partial_rotary_factor", 1.0)))
+    switch = bool(getattr(config, "attention_bias", False))
+    biases = (switch if bias is None else bias for bias in (qkv_bias, output_bias))
     return geometry_with(
-        config, family, config.num_key_value_heads, RotaryLayout(head_dim, rotary), qkv_bias, output_bias, qk_norm
+        config, family, config.num_key_value_heads, RotaryLayout(head_dim, rotary), *biases, qk_norm=qk_norm
     )
 
 
@@ -144,13 +155,8 @@ def family(
     geometry_of: Callable[[Any], HeadGeometry] | None = None,
     **others: Any,
 ) -> Family:
-    """A family of this layout. `geometry_of`: by default one switch, `attention_bias`, for the biases of all four
-    projections. `others`: the fields of `Family` in which it differs."""
-
-    def plain(config: Any) -> HeadGeometry:
-        biases = bool(getattr(config, "attention_bias", False))
-        return geometry(config, family=name, qkv_bias=biases, output_bias=biases)
-
+    """A family of this layout, with the geometry of `geometry` unless given. `others`: the fields of `Family` in which
+    it differs."""
     layout: dict[str, Any] = {"attention_modules": attention_modules, "read": read, "reshape": reshape, "write": write}
     layout |= {"plain_config": plain_config, **others}
-    return Family(name, config_class, model_class, geometry_of or plain, **layout)
+    return Family(name, config_class, model_class, geometry_of or partial(geometry, family=name), **layout)

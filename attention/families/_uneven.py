@@ -1,8 +1,7 @@
 """What families share whose stock attention only takes as many keys and values as queries.
 
-Their stock forward splits a fused projection into equal thirds, or views keys and values with the number of query heads
-(which, with fewer of them, would fold time into heads without an error). A subclass with projections of its own for
-queries, keys and values stands in wherever a plan is not the identity.
+Their stock forward splits a fused projection into thirds, or views keys and values with the number of query heads. A
+subclass with projections of its own for queries, keys and values stands in wherever a plan is not the identity.
 
 Legend: B batch, T tokens, d head dim, D model dim.
 """
@@ -29,7 +28,7 @@ def geometry(config: Any, family: str, rotary_dims: int, bias: bool) -> HeadGeom
     return geometry_with(config, family, heads, layout, bias, bias)
 
 
-def separate(module: Any, fused: str, uneven: type[nn.Module], geometry: HeadGeometry, plan: LayerPlan) -> None:
+def separate(fused: str, uneven: type[nn.Module], module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
     """Replace the projection called `fused` by `q_proj`, `k_proj` and `v_proj` of the plan's counts; become `uneven`.
 
     The class changes in place because hooks, caches and checkpoints know the module by its place in the model.
@@ -44,6 +43,12 @@ def separate(module: Any, fused: str, uneven: type[nn.Module], geometry: HeadGeo
     ):
         setattr(module, name, nn.Linear(geometry.hidden_size, heads * geometry.head_dim, bias=bias, **like))
     module.__class__ = uneven
+
+
+def reshape(fused: str, uneven: type[nn.Module], module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
+    """`separate` where the plan is not the identity."""
+    if not plan.is_identity:
+        separate(fused, uneven, module, geometry, plan)
 
 
 def project(module: Any, x_BTD: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,12 +17,7 @@ def geometry(config: Any) -> HeadGeometry:
     """Raises ValueError for bidirectional attention, which keeps no cache."""
     if config.use_bidirectional_attention:
         raise ValueError("a Gemma with use_bidirectional_attention=true is not supported; expected causal attention")
-    return _separate.geometry(
-        config,
-        family="gemma",
-        qkv_bias=bool(config.attention_bias),
-        output_bias=bool(config.attention_bias),
-    )
+    return _separate.geometry(config, family="gemma")
 
 
 FAMILY = _separate.family("gemma", GemmaConfig, GemmaForCausalLM, geometry)

@@ -6,6 +6,7 @@ Legend: H heads, d head dim, D model dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from attention.families import Family, _separate, _uneven
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
-from attention.plan import LayerPlan
 
 
 def geometry(config: Any) -> HeadGeometry:
@@ -68,19 +68,10 @@ def read(module: Any, geometry: HeadGeometry) -> LayerHeads:
     o_bias = module.c_proj.bias.detach()
     if isinstance(module, UnevenGPT2Attention):
         (q, k, v), (q_bias, k_bias, v_bias) = _separate.read_qkv(module, d)
-        return LayerHeads(q, k, v, o, q_bias, k_bias, v_bias, o_bias)
-    q, k, v = module.c_attn.weight.detach().T.view(3, H, d, D).unbind(0)
-    q_bias, k_bias, v_bias = module.c_attn.bias.detach().view(3, H, d).unbind(0)
+    else:
+        q, k, v = module.c_attn.weight.detach().T.view(3, H, d, D).unbind(0)
+        q_bias, k_bias, v_bias = module.c_attn.bias.detach().view(3, H, d).unbind(0)
     return LayerHeads(q, k, v, o, q_bias, k_bias, v_bias, o_bias)
-
-
-def separate(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
-    _uneven.separate(module, "c_attn", UnevenGPT2Attention, geometry, plan)
-
-
-def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
-    if not plan.is_identity:
-        separate(module, geometry, plan)
 
 
 @torch.no_grad()
@@ -104,8 +95,8 @@ FAMILY = Family(
     geometry=geometry,
     attention_modules=attention_modules,
     read=read,
-    reshape=reshape,
+    reshape=partial(_uneven.reshape, "c_attn", UnevenGPT2Attention),
     write=write,
     plain_config=_uneven.plain_config,
-    separate=separate,
+    separate=partial(_uneven.separate, "c_attn", UnevenGPT2Attention),
 )

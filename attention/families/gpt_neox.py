@@ -6,6 +6,7 @@ Legend: H heads, d head dim, D model dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention, app
 from attention.families import Family, _separate, _uneven
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
-from attention.plan import LayerPlan
 
 
 def geometry(config: Any) -> HeadGeometry:
@@ -72,15 +72,6 @@ def read(module: Any, geometry: HeadGeometry) -> LayerHeads:
     return LayerHeads(q, k, v, o, q_bias, k_bias, v_bias, None if dense.bias is None else dense.bias.detach())
 
 
-def separate(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
-    _uneven.separate(module, "query_key_value", UnevenGPTNeoXAttention, geometry, plan)
-
-
-def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
-    if not plan.is_identity:
-        separate(module, geometry, plan)
-
-
 @torch.no_grad()
 def write(module: Any, heads: LayerHeads) -> None:
     if isinstance(module, UnevenGPTNeoXAttention):
@@ -100,8 +91,8 @@ FAMILY = Family(
     geometry=geometry,
     attention_modules=attention_modules,
     read=read,
-    reshape=reshape,
+    reshape=partial(_uneven.reshape, "query_key_value", UnevenGPTNeoXAttention),
     write=write,
     plain_config=_uneven.plain_config,
-    separate=separate,
+    separate=partial(_uneven.separate, "query_key_value", UnevenGPTNeoXAttention),
 )

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from attention.families import _separate
-from attention.geometry import HeadGeometry
 
-
-def geometry(config: Any) -> HeadGeometry:
-    return _separate.geometry(config, family="qwen2", qkv_bias=True, output_bias=False)
-
-
-FAMILY = _separate.family("qwen2", Qwen2Config, Qwen2ForCausalLM, geometry)
+GEOMETRY = partial(_separate.geometry, family="qwen2", qkv_bias=True, output_bias=False)
+FAMILY = _separate.family("qwen2", Qwen2Config, Qwen2ForCausalLM, GEOMETRY)

@@ -21,12 +21,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from attention.families import family_of, geometry_of
 from attention.io import weights
 from attention.io.files import honour_umask, sha256
-from attention.io.replacing import DIGESTS, parents_made, recover, resolved, swap, unused
+from attention.io.replacing import DIGESTS, digests, parents_made, recover, resolved, swap, unused
 from attention.io.sources import CheckpointError, only_cached
 from attention.io.stock_files import put_tokenizer, write_both_forms
 from attention.messages import reason
 from attention.modeling import modeling
-from attention.modeling.modeling import PREFIX, plan_of
+from attention.modeling.modeling import PREFIX, family_fields, plan_of
 from attention.plan import AttentionPlan
 
 PLAN_FILE = "headfold.json"
@@ -65,13 +65,8 @@ def put_in_place(fresh: Path, folder: Path, *, overwrite: bool = True) -> None:
 def plain_form(config: PretrainedConfig, plan: AttentionPlan) -> PretrainedConfig | None:
     """The config of the plain family that carries out `plan`, once query heads are permuted; None if it has none."""
     family = family_of(config)
-    found = family.plain_config(config, plan.layers[0].key_heads) if plan.is_uniform_gqa else None
-    if found is None:
-        return None
-    fields = found.to_dict()
-    for key in ("model_type", "architectures", "attention_plan"):
-        fields.pop(key, None)
-    return family.config_class(**fields)
+    plain = family.plain_config(config, plan.layers[0].key_heads) if plan.is_uniform_gqa else None
+    return None if plain is None else family.config_class(**family_fields(plain))
 
 
 def to_plain(model: PreTrainedModel) -> PreTrainedModel:
@@ -137,8 +132,8 @@ def write_model(model: PreTrainedModel, folder: Path, tokenizer: Any = None) -> 
 
 def write_digests(folder: str | Path) -> None:
     """Put the SHA-256 of every file of a finished folder beside them, for `intact`."""
-    found = {name: sha256(path) for name, path in _files(Path(folder)).items()}
-    (Path(folder) / DIGESTS).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    listed = {name: sha256(path) for name, path in _files(Path(folder)).items()}
+    (Path(folder) / DIGESTS).write_text(json.dumps(listed, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def intact(folder: str | Path) -> bool:
@@ -146,10 +141,9 @@ def intact(folder: str | Path) -> bool:
     folder = Path(folder)
     try:
         recover(folder)
-        wanted = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
-        files = _files(folder)
-        return files.keys() == wanted.keys() and all(sha256(path) == wanted[name] for name, path in files.items())
-    except (OSError, ValueError):
+        listed = digests(folder)
+        return bool(listed) and listed == {name: sha256(path) for name, path in _files(folder).items()}
+    except OSError:
         return False
 
 

@@ -58,9 +58,6 @@ class ExportReport:
     max_logit_difference: float
     max_logit: float
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, sort_keys=True)
-
 
 class LargerCacheError(ValueError):
     """An export that would take more KV cache than the plan. The message has both numbers."""
@@ -80,10 +77,9 @@ def export(
 
     Computed in float32 and rounded once to `dtype` (None: the checkpoint's own). `tokenizer`: as in `checkpoint.save`.
     The written folder is read back with plain transformers and compared in float32 with the source, whose weights are
-    rounded alike. Raises, before weights are read, OutputError if `out` must not be written (see
-    `attention.io.replacing.check_folder`) and LargerCacheError if the stock form takes more KV bytes a token than the
-    plan and that is not allowed; ValueError if the target is unknown or cannot hold the plan, or if the copy that came
-    back differs.
+    rounded alike. Raises, before weights are read, OutputError as `attention.io.replacing.check_folder` does and
+    LargerCacheError unless a larger cache is allowed; ValueError if the target is unknown or cannot hold the plan, or
+    if the copy that came back differs.
     """
     lowering = TARGETS.get(target)
     check_folder(out, overwrite=overwrite, reads=[source])
@@ -123,7 +119,7 @@ def export(
         report = replace(report, max_logit_difference=difference, max_logit=largest)
         if lowered.exact and difference > tolerance(dtype, lowered.folded) * max(largest, 1.0):
             raise ValueError(f"the exported logits differ from the source by {difference:.3g}; nothing was written")
-        (fresh / REPORT_FILE).write_text(report.to_json() + "\n")
+        (fresh / REPORT_FILE).write_text(json.dumps(asdict(report), indent=1, sort_keys=True) + "\n")
         if own is not None:
             checkpoint.write_note(fresh, after, checkpoint.carried(source))
 

@@ -4,8 +4,7 @@ Legend: L layers, N sequences of T tokens, D model dim, V vocabulary.
 
 A *window* is a model of the checkpoint's own class with a single layer. Its vocabulary are sequences: token id n stands
 for the hidden states of sequence n on their way into that layer, the *streams* `[N, T, D]`. So all that works on a
-model (calibration, conversion, refinement, the scores of grouping) works on a window as it is, and the whole model is
-never in memory. Layer-wise quantisers carry their calibration forward in the same way (Frantar 2022, GPTQ).
+model works on a window, and the whole model is never in memory (as in layer-wise quantisers: Frantar 2022, GPTQ).
 """
 
 from __future__ import annotations

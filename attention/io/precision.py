@@ -1,17 +1,16 @@
-"""The dtype of a checkpoint: what a folder is stored in, and rounding to it.
-
-What is written has a checkpoint's own dtype unless another is asked for. What is worked on is wider where that is a
-16-bit one, so weights are rounded once, at the end.
-"""
+"""The dtype of a checkpoint: what a folder is stored in, and rounding to it, once, after the work in a wider one."""
 
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from attention.io.safetensors_files import WeightsError, tensors_of_file
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes that a checkpoint is worked on and written in, by name."""
@@ -36,17 +35,11 @@ def own_dtype(config: Any, source: str | Path) -> torch.dtype:
 
 def _most_stored(folder: Path) -> str | None:
     """The floating-point dtype of most numbers in a folder's safetensors; None if there are none."""
-    from safetensors import SafetensorError, safe_open
-
     counts: Counter[str] = Counter()
     for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (not a dict)
-                    part = file.get_slice(name)
-                    counts[part.get_dtype()] += torch.Size(part.get_shape()).numel()
-        except (OSError, SafetensorError):
-            continue  # a file that cannot be read is told of when it is loaded
+        with suppress(WeightsError):  # a file that cannot be read is told of when it is loaded
+            for tensor in tensors_of_file(folder, path.name).values():
+                counts[tensor.dtype] += tensor.numbers
     known = [kind for kind, _ in counts.most_common() if kind in STORED]
     return STORED[known[0]] if known else None
 

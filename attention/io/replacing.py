@@ -1,8 +1,7 @@
 """Folders that are written, and what may be replaced by them: only what Headfold has written itself.
 
-Whatever `checkpoint.write_atomically` puts in place holds `digests.json`, the SHA-256 of every other file. What that
-list names is ours; anything else there is somebody's own, and a folder that holds any of it is never replaced. Even
-then no file is removed that the list does not name.
+Whatever `checkpoint.write_atomically` puts in place holds `digests.json`, the SHA-256 of every other file. A folder
+with anything that its list does not name is never replaced, and no such file is ever removed.
 """
 
 from __future__ import annotations

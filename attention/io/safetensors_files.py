@@ -6,6 +6,7 @@ A file that cannot be read is told by name, with what it is instead and what to 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,10 @@ class Stored:
     name: str
     shape: tuple[int, ...]
     dtype: str
+
+    @property
+    def numbers(self) -> int:
+        return math.prod(self.shape)
 
 
 def listed(names: Iterable[str], most: int = 3) -> str:
@@ -64,7 +69,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
             "`save_pretrained` into a folder of its own"
         )
     if (folder / SINGLE).is_file():
-        return _of_file(folder, SINGLE)
+        return tensors_of_file(folder, SINGLE)
     if not (folder / INDEX).is_file():
         raise WeightsError(_nothing_in(folder))
     places = _index(folder / INDEX)
@@ -77,7 +82,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         )
     found: dict[str, Stored] = {}
     for file in files:
-        for name, tensor in _of_file(folder, file).items():
+        for name, tensor in tensors_of_file(folder, file).items():
             if name in found:
                 raise WeightsError(f"{folder}: {name} lies in both {found[name].file} and {file}; save the model anew")
             found[name] = tensor
@@ -90,7 +95,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     return found
 
 
-def _of_file(folder: Path, file: str) -> dict[str, Stored]:
+def tensors_of_file(folder: Path, file: str) -> dict[str, Stored]:
+    """The tensors of one file by name. Raises WeightsError if it cannot be read."""
     found = {}
     with opened(folder / file) as weights:
         for name in weights.keys():  # noqa: SIM118 (not a dict)

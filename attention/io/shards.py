@@ -1,19 +1,17 @@
 """A checkpoint that is written piece by piece: one safetensors file a piece, and an index over all at the end.
 
-A piece that is there is whole: it is written beside its place and renamed. So a killed conversion goes on with the
-pieces that it has. Pieces are the embedding, one a layer, and what lies above the layers.
+A piece that is there is whole, so a killed conversion goes on with the pieces that it has. Pieces are the embedding,
+one a layer, and what lies above the layers.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -21,7 +19,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from attention.io import checkpoint
 from attention.io.files import written_whole
 from attention.io.layer_models import LazyWeights, stored_outer_names
-from attention.io.safetensors_files import INDEX
+from attention.io.precision import STORED
+from attention.io.safetensors_files import INDEX, tensors_of_file
 from attention.io.stock_files import copy_files, write_both_forms
 from attention.modeling.modeling import headfold_config
 from attention.plan import AttentionPlan
@@ -47,13 +46,10 @@ def write_index(folder: Path) -> dict[str, int]:
     places: dict[str, str] = {}
     parameters = size = 0
     for path in sorted(folder.glob(PARTS)):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a dict)
-                places[name] = path.name
-                part = file.get_slice(name)
-                kind, count = part.get_dtype(), math.prod(part.get_shape())
-                parameters += count if kind in ("F64", "F32", "F16", "BF16") else 0
-                size += count * BYTES[kind]
+        for name, tensor in tensors_of_file(folder, path.name).items():
+            places[name] = path.name
+            parameters += tensor.numbers if tensor.dtype in STORED else 0
+            size += tensor.numbers * BYTES[tensor.dtype]
     record = {"metadata": {"total_size": size, "total_parameters": parameters}, "weight_map": places}
     (folder / INDEX).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return {"parameters": parameters, "bytes": size}

@@ -6,10 +6,11 @@ one for each distinct pair of its widest layer (`attention.io.lowerings.gqa`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from attention.families import family_of
+from attention.io.checkpoint import load_config
 from attention.modeling.modeling import PREFIX, plan_of_config
 from attention.plan import BYTES, AttentionPlan, LayerPlan
 
@@ -46,26 +47,20 @@ def has_stock_form(config: Any, target: str) -> bool:
     return family.plain_config(config, 1) is not None
 
 
-@dataclass(frozen=True)
-class Format:
-    """What a checkpoint folder is. `format`: "stock" or "headfold"; `loads_in`: software that loads it; `note`: both
-    in one line for people."""
-
-    format: str
-    loads_in: tuple[str, ...]
-    note: str
-
-
-def format_of(config: Any, dtype: Any) -> Format:
-    """What a folder with this config is, its KV cache being held in `dtype`."""
+def format_of(folder: str | Path, dtype: Any) -> dict[str, Any]:
+    """What a checkpoint is, its KV cache being held in `dtype`: `format` ("stock" or "headfold"), `loads_in` (software
+    that loads it), and both in one line for people (`format_note`)."""
+    config = load_config(folder)
     plan = plan_of_config(config)
     if not config.model_type.startswith(PREFIX):
         readers = _readers(config, plan)
-        told = " and ".join(filter(None, (", ".join(readers[:-1]), readers[-1])))
+        software = " and ".join(filter(None, (", ".join(readers[:-1]), readers[-1])))
         name = family_of(config).model_class.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
-        return Format("stock", readers, f"a stock {name} checkpoint: {told} load{'s' * (len(readers) == 1)} it")
-    own = f"Headfold's own format ({_reason(plan)}): attention.io.checkpoint.load loads it, stock software does not"
-    return Format("headfold", ("headfold",), f"{own}; {_way_out(config, plan, dtype)}")
+        note = f"a stock {name} checkpoint: {software} load{'s' * (len(readers) == 1)} it"
+        return {"format": "stock", "loads_in": list(readers), "format_note": note}
+    note = f"Headfold's own format ({_reason(plan)}): attention.io.checkpoint.load loads it, stock software does not"
+    way_out = _way_out(config, plan, dtype)
+    return {"format": "headfold", "loads_in": ["headfold"], "format_note": f"{note}; {way_out}"}
 
 
 def _readers(config: Any, plan: AttentionPlan) -> tuple[str, ...]:

@@ -1,8 +1,7 @@
 """Whether the weights of a checkpoint are those that its config describes: every parameter by name and shape.
 
 transformers fills what a checkpoint lacks at random and goes on. Here that is an error, told from the headers of the
-safetensors files before any weight is read (`check`), and once more by what transformers has loaded (`check_loaded`),
-which is all that can be done for hub names.
+safetensors files before any weight is read (`check`), and for hub names from what was loaded (`check_loaded`).
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.initialization import no_init_weights
 from transformers.utils.loading_report import LoadStateDictInfo
 
+from attention.io.precision import STORED
 from attention.io.safetensors_files import Stored, WeightsError, listed, opened, stored_tensors
 
 __all__ = ["WeightsError", "check", "check_finite", "check_loaded", "without_report"]
 
 logger = logging.getLogger(__name__)
-FLOATS = ("F64", "F32", "F16", "BF16")
 TIED_APART = (
     "config.json ties the output matrix to the embedding (tie_word_embeddings), but the weights hold two that differ; "
     "set tie_word_embeddings to false in config.json"
@@ -165,7 +164,7 @@ def _check_dtypes(folder: Path, places: Mapping[str, Stored], state: Mapping[str
     odd = {
         name
         for name, place in places.items()
-        if (place.dtype not in FLOATS if name in state and state[name].is_floating_point() else QUANTISED.search(name))
+        if (place.dtype not in STORED if name in state and state[name].is_floating_point() else QUANTISED.search(name))
     }
     if odd:
         kinds = sorted({places[name].dtype for name in odd})

@@ -5,6 +5,8 @@ Legend: B batch, S cached tokens, C values a token (`Composition.cached_values`)
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
@@ -25,19 +27,17 @@ class ComposedLayer(GrowingLayer):
         self.key_weights = new if held is None else torch.cat([held, new], dim=1)
         return self.key_weights
 
-    def _map_batch(self, index: Tensor) -> None:
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.key_weights is not None:
-            self.key_weights = self.key_weights.index_select(0, index.to(self.key_weights.device))
+            self.key_weights = change(self.key_weights)
 
     def offload(self) -> None:
         super().offload()
-        if self.key_weights is not None:
-            self.key_weights = self.key_weights.to("cpu", non_blocking=True)
+        self._change(lambda held: held.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
         super().prefetch()
-        if self.key_weights is not None:
-            self.key_weights = self.key_weights.to(self.device, non_blocking=True)
+        self._change(lambda held: held.to(self.device, non_blocking=True))
 
     def reset(self) -> None:
         super().reset()
@@ -45,22 +45,20 @@ class ComposedLayer(GrowingLayer):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
-        self._map_batch(beam_idx)
+        self._change(lambda held: held.index_select(0, beam_idx.to(held.device)))
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
-        if tokens_to_remove and self.key_weights is not None:
-            self.key_weights = self.key_weights[:, : -abs(tokens_to_remove)]
+        if tokens_to_remove:
+            self._change(lambda held: held[:, : -abs(tokens_to_remove)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        if self.key_weights is not None:
-            self.key_weights = self.key_weights.repeat_interleave(repeats, dim=0)
+        self._change(lambda held: held.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        if self.key_weights is not None:
-            self.key_weights = self.key_weights[indices]
+        self._change(lambda held: held[indices])
 
 
 def composed_layer(cache: Cache, index: int) -> ComposedLayer:

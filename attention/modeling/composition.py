@@ -3,9 +3,8 @@
 Legend: B batch, H query heads in n groups of h, R rank, D model dim, T query tokens, S key tokens, d head dim, G^K kept
 key heads; A `[B, H, T, S]` are scores before softmax or weights after it.
 
-Composition acts on the H query heads, after the maps have given each of them its scores; so it does not care how many
-key and value heads are kept. The weights of one side of one place are packed in `[B, T, H(2R+1)]`: that is what the
-cache holds of the key side, once a token.
+Composition acts on the scores of the H query heads, however many key and value heads are kept. The weights of one side
+of one place are packed in `[B, T, H(2R+1)]`: that is what the cache holds of the key side.
 """
 
 from __future__ import annotations
@@ -156,23 +155,16 @@ class Compose(nn.Module):
         self.key = DynamicWeights(num_heads, hidden_size, settings) if settings.key_side else None
         size = num_heads // settings.groups
         self.base = nn.Parameter(torch.empty(settings.groups, size, size)) if settings.static_base else None
-        self.reset_base()
+        self.reset()
 
     @torch.no_grad()
-    def reset_base(self, *, identity: bool = False, generator: torch.Generator | None = None) -> None:
-        """Xavier normal as the rest (paper 002, sec. 4), or the unit matrix."""
+    def reset(self, *, identity: bool = False, generator: torch.Generator | None = None) -> None:
+        """The static base alone: Xavier normal as the rest (paper 002, sec. 4), or the unit matrix."""
         if self.base is not None:
             if identity:
                 self.base.copy_(torch.eye(self.base.shape[-1], device=self.base.device, dtype=self.base.dtype))
             else:
                 self.base.normal_(std=math.sqrt(1 / self.base.shape[-1]), generator=generator)
-
-    def reset(self, *, identity: bool = False, generator: torch.Generator | None = None) -> None:
-        """All parameters afresh: the paper's initialisation, or an exact identity."""
-        for side in (self.query, self.key):
-            if side is not None:
-                side.reset(identity=identity, generator=generator)
-        self.reset_base(identity=identity, generator=generator)
 
     def key_weights(self, x: Tensor) -> Tensor | None:
         """`[B, S, D]` -> `[B, S, H(2R+1)]`, what the cache keeps of these tokens; None without a key side."""
@@ -192,7 +184,7 @@ class QueryKeyNorm(nn.Module):
         self.scale = nn.Parameter(torch.ones(num_heads))
 
     @torch.no_grad()
-    def reset(self) -> None:
+    def reset(self, *, identity: bool = False, generator: torch.Generator | None = None) -> None:
         self.scale.fill_(1.0)
 
     def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,13 +206,6 @@ class HeadComposition(nn.Module):
     def places(self) -> list[Compose]:
         """The compose functions that are on, in order of use."""
         return [place for place in (self.before, self.after) if place is not None]
-
-    def reset(self, *, identity: bool = False, generator: torch.Generator | None = None) -> None:
-        """All parameters afresh, see `Compose.reset`. The norm's scales become 1."""
-        for place in self.places:
-            place.reset(identity=identity, generator=generator)
-        if self.norm is not None:
-            self.norm.reset()
 
     def key_weights(self, x: Tensor) -> Tensor | None:
         """Key-side weights of new tokens for all places, `[B, T, places H(2R+1)]`, as they are cached; None without."""
@@ -244,6 +229,10 @@ class HeadComposition(nn.Module):
         if self.after is not None:
             weights = self.after(weights, x, next(halves, None))
         return F.dropout(weights, dropout, training=dropout > 0)
+
+
+OWNERS = (DynamicWeights, Compose, QueryKeyNorm)
+"""The modules that own parameters of a composition, each with a `reset` for these."""
 
 
 def masked(scores: Tensor, mask: Tensor | None, window: int = 0) -> Tensor:
@@ -271,20 +260,20 @@ def compositions(model: nn.Module) -> list[HeadComposition]:
 
 def reset(model: nn.Module, *, identity: bool, generator: torch.Generator | None = None) -> None:
     """New composition parameters in every layer: the paper's initialisation, or an exact identity for retrofits."""
-    for module in compositions(model):
-        module.reset(identity=identity, generator=generator)
+
+    def afresh(module: nn.Module) -> None:
+        if isinstance(module, OWNERS):
+            module.reset(identity=identity, generator=generator)
+
+    model.apply(afresh)
 
 
 def reset_missing(model: nn.Module) -> None:
     """The paper's initialisation for what transformers did not find in a checkpoint (it would stay garbage)."""
-    for composition in compositions(model):
-        for module in composition.modules():
-            own = list(module.parameters(recurse=False))
-            if own and not all(getattr(parameter, "_is_hf_initialized", False) for parameter in own):
-                if isinstance(module, Compose):
-                    module.reset_base()
-                else:
-                    cast(DynamicWeights | QueryKeyNorm, module).reset()
+    for module in (part for composition in compositions(model) for part in composition.modules()):
+        parameters = list(module.parameters(recurse=False))
+        if isinstance(module, OWNERS) and not all(getattr(p, "_is_hf_initialized", False) for p in parameters):
+            module.reset()
 
 
 # ---- in an attention module --------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from attention.modeling import kernels
-from attention.plan import LayerPlan, groups_of
+from attention.plan import LayerPlan
+from attention.plan_parts import groups_of
 
 # Numbers in a kept head's part of the cache, S·d, from which one product a group is faster than one padded product for
 # all groups (benchmarks/LOG.md).

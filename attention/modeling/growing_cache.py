@@ -2,13 +2,13 @@
 
 Legend: B batch, G^K / G^V kept key / value heads, T new tokens, S cached tokens, d head dim.
 
-The stock dynamic layer concatenates: every new token copies all that is cached, which at 4,096 tokens costs as much as
-reading it does. This one copies once every `ROOM` tokens and writes in place between.
+The stock dynamic layer copies all that is cached for every new token. This one copies once every `ROOM` tokens and
+writes in place between.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 # Tokens that there is room for after a copy. At S tokens a step copies S / ROOM of them on average.
 ROOM = 64
-Kind = TypeVar("Kind", bound="GrowingLayer")
 
 
 class GrowingLayer(DynamicLayer):
@@ -64,7 +63,7 @@ def _writable(tensor: Tensor) -> bool:
     return torch.is_inference_mode_enabled() or not tensor.is_inference()
 
 
-def own_layer(cache: Cache, index: int, kind: type[Kind]) -> Any:
+def own_layer(cache: Cache, index: int, kind: type[GrowingLayer]) -> Any:
     """The layer of a cache, swapped for one of `kind` if it is a fresh dynamic one; None if there is no such layer."""
     while cache.layer_class_to_replicate is DynamicLayer and len(cache.layers) <= index:
         cache.layers.append(kind())

@@ -102,13 +102,15 @@ def register() -> None:
 
 def headfold_config(config: PretrainedConfig, plan: AttentionPlan) -> PretrainedConfig:
     """The config of `config`'s model with `plan`. Raises PlanError if the plan does not fit the checkpoint."""
-    family = family_of(config)
     check_fits(plan, geometry_of(config))
-    fields = config.to_dict()
-    for key in ("model_type", "architectures", "attention_plan", "transformers_version"):
-        fields.pop(key, None)
-    make: Any = headfold_classes(family.name)[0]
-    return make(**fields, attention_plan=plan.to_dict())
+    make: Any = headfold_classes(family_of(config).name)[0]
+    return make(**family_fields(config), attention_plan=plan.to_dict())
+
+
+def family_fields(config: PretrainedConfig) -> dict[str, Any]:
+    """The fields of a config that its family's stock and Headfold forms have in common."""
+    of_one_form = ("model_type", "architectures", "attention_plan", "transformers_version")
+    return {name: value for name, value in config.to_dict().items() if name not in of_one_form}
 
 
 def plan_of(model: PreTrainedModel) -> AttentionPlan:

@@ -1,6 +1,6 @@
 """Rotary position embedding on plain tensors, for the layouts of `attention.geometry`.
 
-Legend: T tokens, d head dim, r rotary dims, P = r/2 pairs.
+Legend: T tokens, d head dim, r rotary dims, P = r/2 pairs; z = first + i second, a pair as a complex number.
 """
 
 from __future__ import annotations
@@ -41,4 +41,20 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> T
     result = x.clone()
     result[..., first] = x[..., first] * cos_TP - x[..., second] * sin_TP
     result[..., second] = x[..., second] * cos_TP + x[..., first] * sin_TP
+    return result
+
+
+def pair_products(gram: Tensor, layout: RotaryLayout) -> tuple[Tensor, Tensor]:
+    """Real and imaginary part of the mean of z_x conj(z_y) in each pair, `[..., P]`; gram `[..., d, d]`: of x y^T."""
+    first, second = list(layout.first), list(layout.second)
+    real = gram[..., first, first] + gram[..., second, second]
+    return real, gram[..., second, first] - gram[..., first, second]
+
+
+def pair_maps(real: Tensor, imaginary: Tensor, layout: RotaryLayout) -> Tensor:
+    """Maps `[..., d, d]` that multiply each pair by a complex number, in parts `[..., P]`; zero in the free dims."""
+    first, second = list(layout.first), list(layout.second)
+    result = real.new_zeros(*real.shape[:-1], layout.head_dim, layout.head_dim)
+    result[..., first, first] = result[..., second, second] = real
+    result[..., second, first], result[..., first, second] = imaginary, -imaginary
     return result

@@ -1,8 +1,8 @@
 """Heads and MLP blocks of later layers that use the weights of earlier ones (paper 004, head-wise sharing).
 
-A shared head takes over query, key and value rows with their biases; norms and position embedding stay the layer's own,
-and so do its columns of the output projection unless the plan shares them too. A shared MLP block takes over its
-neurons: rows of the input projections with their biases, and columns of the output projection.
+A shared head takes over query, key and value rows with their biases, and its columns of the output projection if the
+plan shares them; norms and position embedding stay the layer's own. A shared MLP block takes over its neurons: rows of
+the input projections with their biases, and columns of the output projection.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from attention.families import family_of
+from attention.families._separate import OUTPUT_NAMES
 from attention.modeling.mlp import block_size, mlp_sites
 from attention.modeling.shared_weights import SharedColumns, SharedProjection, SharedRows
 from attention.plan import AttentionPlan, HeadShare
 
 PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
-OUTPUTS = ("o_proj", "out_proj", "dense")
 
 
 def by_layer(shares: Iterable[HeadShare]) -> dict[int, dict[int, tuple[int, int]]]:
@@ -78,12 +78,12 @@ def shared_sites(model: PreTrainedModel, plan: AttentionPlan) -> list[SharedSite
 
 
 def _output_name(module: Any, family: str) -> str:
-    for name in OUTPUTS:
+    for name in OUTPUT_NAMES:
         if isinstance(getattr(module, name, None), nn.Linear | SharedProjection):
             return name
     raise ValueError(
         f"the output projections of {family} cannot be shared: expected a linear projection called one of "
-        f"{OUTPUTS}; leave output_shares empty (sharing.output=false)"
+        f"{OUTPUT_NAMES}; leave output_shares empty (sharing.output=false)"
     )
 
 

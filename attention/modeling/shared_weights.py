@@ -4,9 +4,8 @@ Legend: n output (or input) features in H blocks, D the other side; x `[..., D]`
 
 A block is a head's d rows of a q, k or v projection, or a slice of an MLP's neurons. The earlier projection *lends*
 the block; the later one keeps a plain reference to that module (not a submodule of it) and registers as parameters only
-what it owns. So `parameters()`, `state_dict()`, the optimiser and safetensors see every weight once, and autograd adds
-up the gradients of all users. Blocks are multiplied where they lie, none is copied into an assembled weight. A lender's
-weight is read as its attribute in each forward pass, which is where ZeRO 3 notices the use and gathers it.
+what it owns, so that `parameters()`, `state_dict()`, the optimiser and safetensors see every weight once. Blocks are
+multiplied where they lie. A lender's weight is read as its attribute in each forward pass, where ZeRO 3 gathers it.
 """
 
 from __future__ import annotations
@@ -222,15 +221,11 @@ def _part(sizes: Sequence[int], start: int) -> int:
     raise ValueError(f"no part of {sizes} starts at {start}")
 
 
-def shared_projections(model: nn.Module) -> list[SharedProjection]:
-    """The projections of a model that borrow blocks, in order."""
-    return [module for module in model.modules() if isinstance(module, SharedProjection)]
-
-
 def sharing_modules(model: nn.Module) -> set[str]:
     """Names of the projections that borrow or lend blocks.
 
     An adapter on one of these would change some users of a weight and, once merged, all of them: adapt others only.
     """
-    involved = {id(m) for shared in shared_projections(model) for m in (shared, *shared._lenders)}
+    borrowers = [module for module in model.modules() if isinstance(module, SharedProjection)]
+    involved = {id(m) for borrower in borrowers for m in (borrower, *borrower._lenders)}
     return {name for name, module in model.named_modules() if id(module) in involved}

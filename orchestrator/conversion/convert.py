@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from attention.io.export import export
 from attention.io.replacing import check_folder
+from attention.io.stock_form import format_of
 from orchestrator.conversion import loading
 from orchestrator.conversion.in_memory import Source
-from orchestrator.conversion.steps import what_it_is
 from search_spaces.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -57,4 +57,4 @@ def export_checkpoint(
     dtype = loading.written_dtype(source)
     allowed = {"allow_larger_cache": allow_larger_cache, "overwrite": overwrite}
     made = export(source, target, out, source, dtype=loading.dtype_of(dtype), **allowed)
-    return asdict(made) | what_it_is(out, dtype)
+    return asdict(made) | format_of(out, dtype)

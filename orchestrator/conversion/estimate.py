@@ -108,7 +108,7 @@ class Estimate:
 @dataclass(frozen=True)
 class Conversion:
     """What is estimated: everything that the formulas read. `kv_ratio`: of the checkpoint's own KV cache; `dtype`: of
-    what is written, `working`: of what is computed in; `mixed`: as in `attention.calibration.calibration.calibrate`."""
+    what is written, `working`: of what is computed in."""
 
     config: PretrainedConfig
     recipe: Recipe
@@ -117,7 +117,6 @@ class Conversion:
     eval_tokens: int
     sequence_length: int
     dtype: torch.dtype
-    mixed: str = "head"
     working: torch.dtype = torch.float32
 
     @property
@@ -135,9 +134,9 @@ class Conversion:
         if "statistics" not in self.recipe.needs:
             return 0
         g = self.geometry
-        wide, matrices = (g.hidden_size + 1) ** 2, g.num_heads if self.mixed == "head" else 1
+        wide = (g.hidden_size + 1) ** 2
         sample = FLOAT * g.hidden_size * min(self.used_tokens, 16_384)
-        return DOUBLE * wide + FLOAT * wide * matrices + DOUBLE * g.num_heads * g.head_dim**2 + sample
+        return DOUBLE * wide + FLOAT * wide * g.num_heads + DOUBLE * g.num_heads * g.head_dim**2 + sample
 
     def calibrating(self) -> int:
         """Bytes of a calibration pass besides the statistics: float32 heads, one batch of weights and activations."""
@@ -300,7 +299,6 @@ def estimate_conversion(
     recipe: str | Recipe,
     kv_ratio: float,
     *,
-    mixed: str = "head",
     nearest: bool = False,
     **settings: Any,
 ) -> Estimate:
@@ -314,7 +312,7 @@ def estimate_conversion(
     config = checkpoint.load_config(inputs.model)
     met = nearest_budget(inputs.recipe, kv_ratio, geometry_of(config)) if nearest else kv_ratio
     sizes = (inputs.calibration_tokens, inputs.eval_tokens, inputs.sequence_length)
-    kinds = DTYPES[inputs.dtype], mixed, DTYPES[loading.working_dtype(inputs.dtype, inputs.device)]
+    kinds = DTYPES[inputs.dtype], DTYPES[loading.working_dtype(inputs.dtype, inputs.device)]
     found = estimate(Conversion(config, inputs.recipe, float(met), *sizes, *kinds))
     return replace(found, kv_ratio_asked=float(kv_ratio), available=available_bytes(device_of(inputs.device)))
 

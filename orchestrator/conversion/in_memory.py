@@ -15,6 +15,7 @@ from torch import Tensor
 from attention.calibration.calibration import cached_calibration, calibrate
 from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
+from attention.io.stock_form import format_of
 from attention.modeling.modeling import plan_of
 from attention.plan import AttentionPlan
 from attention.ratios import own_heads
@@ -22,7 +23,8 @@ from orchestrator.conversion import loading
 from orchestrator.conversion.dha_distances import NEED, measure
 from orchestrator.conversion.loading import Phases
 from orchestrator.conversion.request import Inputs
-from orchestrator.conversion.steps import convert_with, planning_context, refine_with, what_it_is
+from orchestrator.conversion.steps import planning_context, refine_with
+from search_spaces.planning.context import convert_with
 from search_spaces.planning.planning import PlanningContext, make_plan
 from search_spaces.recipes.recipe import Recipe
 from trainers.settings import TrainSettings
@@ -139,5 +141,5 @@ class Source:
             with phases("save"):
                 about = {"recipe": record["recipe"], "seed": self.seed, **checkpoint.original_note(own)}
                 checkpoint.save(converted, out, self.model, record=about, overwrite=overwrite)
-            record |= what_it_is(out, self.dtype)
+            record |= format_of(out, self.dtype)
         return record | {"out": None if out is None else str(out), "seconds": dict(phases)}

@@ -28,11 +28,11 @@ from attention.ratios import ratio_of
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
 from orchestrator.conversion.request import Inputs
-from orchestrator.conversion.steps import convert_with, planning_context
+from orchestrator.conversion.steps import planning_context
 from orchestrator.storage.paths import check_writable
 from search_spaces.planning.agreement import agreement as measured_agreement
 from search_spaces.planning.budgets import nearest_budget
-from search_spaces.planning.context import PlanningContext
+from search_spaces.planning.context import PlanningContext, convert_with
 from search_spaces.planning.planning import make_plan
 from search_spaces.recipes.recipes import RECIPES, Recipe
 from search_spaces.recipes.recipes import recipe as named_recipe
@@ -226,7 +226,7 @@ def _measured_counts(chosen: Recipe, geometry: HeadGeometry) -> int:
 
     counts = admissible_counts(chosen, geometry)
     stored = geometry.num_kv_heads
-    problem = AllocationProblem(geometry.num_layers, geometry.num_heads, stored, 1, counts)
+    problem = AllocationProblem(geometry.num_layers, stored, 1, counts)
     return len(considered(problem, chosen.knobs("allocation")["counts"])) - 1  # all heads kept is 0 by definition
 
 

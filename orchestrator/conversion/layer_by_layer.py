@@ -31,6 +31,7 @@ from attention.io.layer_models import Head, LazyWeights, embed, stored_outer_nam
 from attention.io.replacing import check_folder, parents_made
 from attention.io.shards import complete
 from attention.io.stock_files import GENERATION, TOKENIZER_FILES
+from attention.io.stock_form import format_of
 from attention.messages import reason
 from attention.modeling.modeling import headfold_config, plan_of_config
 from attention.plan import AttentionPlan, LayerPlan
@@ -41,7 +42,6 @@ from orchestrator.conversion.limits import batch_size, check_layerwise
 from orchestrator.conversion.one_layer import LayerwiseConversion, score
 from orchestrator.conversion.progress import Stage, check_stage
 from orchestrator.conversion.request import Inputs
-from orchestrator.conversion.steps import what_it_is
 from orchestrator.reporting.durations import clock
 from orchestrator.storage.outputs import Interrupted
 from search_spaces.planning.budgets import counts_of
@@ -62,7 +62,6 @@ def convert_layerwise(
     kv_ratio: float,
     out: str | Path | None,
     *,
-    mixed: str = "head",
     progress: Callable[[str], None] = say,
     overwrite: bool = False,
     **settings: Any,
@@ -70,10 +69,9 @@ def convert_layerwise(
     """`orchestrator.conversion.convert.convert_checkpoint`, layer by layer from disk to disk: the same plan and
     weights, and the same record, up to rounding. `settings` are those of `Inputs.check`.
 
-    `mixed="pooled"` keeps one moment of mixed inputs for all heads of a layer, which takes less memory (see
-    `attention.calibration.calibration.calibrate`). Raises ConfigError, DataError, PlanError or ValueError for what a
-    user can mend, before any weight is read, and OutputError as `convert_checkpoint` does. With `overwrite` finished
-    layers of another conversion to `out` are given up.
+    Raises ConfigError, DataError, PlanError or ValueError for what a user can mend, before any weight is read, and
+    OutputError as `convert_checkpoint` does. With `overwrite` finished layers of another conversion to `out` are given
+    up.
     """
     if out is None:
         raise ConfigError("out: a conversion layer by layer is written layer by layer; give it a folder with --out")
@@ -84,7 +82,7 @@ def convert_layerwise(
     check_layerwise(inputs.recipe, config)
     working = loading.dtype_of(loading.working_dtype(inputs.dtype, inputs.device))
     kinds = working, loading.dtype_of(inputs.dtype), loading.device_of(inputs.device)
-    job = LayerwiseJob(inputs, float(kv_ratio), place, config, mixed, *kinds, overwrite)
+    job = LayerwiseJob(inputs, float(kv_ratio), place, config, *kinds, overwrite)
     return job.run(*inputs.texts(), progress)
 
 
@@ -113,7 +111,6 @@ class LayerwiseJob:
     kv_ratio: float
     out: Path
     config: PretrainedConfig
-    mixed: str
     dtype: torch.dtype
     written: torch.dtype
     device: torch.device
@@ -189,7 +186,7 @@ class LayerwiseJob:
             "fits": [fit for layer in stage.layers for fit in layer["fits"]],
             "layerwise": True,
             "peak_memory": loading.memory_peak(),
-            **what_it_is(self.out, self.inputs.dtype),
+            **format_of(self.out, self.inputs.dtype),
             "out": str(self.out),
             "seconds": dict(phases),
         }
@@ -239,7 +236,6 @@ class LayerwiseJob:
             written=self.written,
             device=self.device,
             batch_size=batch_size(self.geometry.num_heads, length),
-            mixed=self.mixed,
         )
 
     def _has_plain(self, kept: int) -> bool:
@@ -259,7 +255,7 @@ class LayerwiseJob:
             "source": [str(source.absolute()), files],
             "recipe": self.recipe.to_dict(),
             "kv_ratio": self.kv_ratio,
-            "settings": [self.inputs.seed, self.inputs.dtype, self.mixed],
+            "settings": [self.inputs.seed, self.inputs.dtype],
             "tokens": [*tokens.shape, calibration, hashlib.sha256(tokens.numpy().tobytes()).hexdigest()],
         }
         return Stage.open(stage_of(self.out), identity, self.overwrite)

@@ -38,8 +38,9 @@ from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.conversion import loading
 from orchestrator.conversion.limits import LOGIT_BYTES
 from orchestrator.conversion.loading import Phases
-from orchestrator.conversion.steps import convert_with, refine_with
+from orchestrator.conversion.steps import refine_with
 from search_spaces.allocation.problem import Counts
+from search_spaces.planning.context import convert_with
 from search_spaces.planning.planning import PlanningContext, plan_layer
 from search_spaces.recipes.recipe import Recipe
 from trainers.losses import kl, language_modelling
@@ -70,7 +71,7 @@ class LayerwiseConversion:
     """What all layers share. `counts`, `generators`: of all layers (`search_spaces.planning.planning`); `calibration`:
     C;
     `plain`: whether layers are written in the plain family's form; `dtype`: what is computed in, `written`: what
-    layers are rounded to before the converted stream runs through them. `mixed`, `sample_tokens`: as in `calibrate`."""
+    layers are rounded to before the converted stream runs through them. `sample_tokens`: as in `calibrate`."""
 
     weights: LazyWeights
     config: PretrainedConfig
@@ -83,7 +84,6 @@ class LayerwiseConversion:
     written: torch.dtype
     device: torch.device
     batch_size: int = 8
-    mixed: str = "head"
     sample_tokens: int = 16_384
 
     def convert(self, layer: int, original: Tensor, converted: Tensor, phases: Phases) -> Layer:
@@ -94,7 +94,7 @@ class LayerwiseConversion:
         new, plan = self._converted(window, layer, rows, phases)
         feed(new, converted)
         with phases("refine"):
-            fits = refine_with(self.recipe, window, new, rows, first=layer).fits
+            fits = refine_with(self.recipe, window, new, rows, first=layer)
         round_weights(new, self.written)
         with phases("carry on"):
             advance(window, original, self.batch_size)
@@ -119,7 +119,6 @@ class LayerwiseConversion:
                     rows,
                     sample_tokens=self.sample_tokens,
                     batch_size=self.batch_size,
-                    mixed=self.mixed,
                     progress=silent,
                 )
         geometry = geometry_of(window.config)

@@ -1,20 +1,19 @@
-"""The steps of a conversion, as a recipe says them: what a plan is made from, convert, refine, and what was written."""
+"""The steps of a conversion, as a recipe says them: what a plan is made from, and how it is refined."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
+from attention.axes import ALIGNMENT
 from attention.calibration.moments import Calibration
 from attention.conversion import conversion
-from attention.conversion.refinement.refine import RefinementReport, refine
+from attention.conversion.refinement.refine import LayerFit, refine
 from attention.families import geometry_of
-from attention.io import checkpoint
-from attention.io.stock_form import format_of
 from attention.plan import AttentionPlan
 from search_spaces.planning.planning import PlanningContext
 from search_spaces.recipes.recipe import Recipe
@@ -23,24 +22,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def convert_with(
-    recipe: Recipe, model: PreTrainedModel, plan: AttentionPlan, calibration: Calibration | None
-) -> PreTrainedModel:
-    """Carry out a plan as the recipe's alignment and fusion say; `refine_with` comes after it."""
-    return conversion.convert(
-        model,
-        plan,
-        alignment=recipe.alignment,
-        fusion=recipe.fusion,
-        calibration=calibration,
-        alignment_settings=recipe.knobs("alignment"),
-        fusion_settings=recipe.knobs("fusion"),
-    )
-
-
 def refine_with(
     recipe: Recipe, original: PreTrainedModel, converted: PreTrainedModel, sequences: Tensor | None, first: int = 0
-) -> RefinementReport:
+) -> tuple[LayerFit, ...]:
     """Refine a converted model in place as the recipe says. `first`: as in `attention.conversion.refinement.refine`."""
     return refine(recipe.refinement, original, converted, sequences, recipe.knobs("refinement"), first=first)
 
@@ -53,9 +37,8 @@ def relaxation_start(
     Every query head has a key and a value head of its own, whatever the checkpoint shares.
     """
     geometry = geometry_of(model.config)
-    heads = conversion.align_layers(
-        conversion.lift(model), plan, recipe.alignment, calibration, geometry, recipe.knobs("alignment")
-    )
+    align, knobs = ALIGNMENT.get(recipe.alignment), recipe.knobs("alignment")
+    heads = conversion.through(align, conversion.lift(model), plan, calibration, geometry, knobs)
     whole = AttentionPlan.identity(geometry.num_layers, geometry.num_heads, geometry.head_dim)
     return conversion.assemble(model, whole, heads)
 
@@ -77,9 +60,3 @@ def planning_context(
         cache_dir=cache_dir,
         fusion_distances=fusion_distances,
     )
-
-
-def what_it_is(folder: str | Path, dtype: str) -> dict[str, Any]:
-    """What a written checkpoint is (`format`: stock or headfold), what loads it, and both in a line for people."""
-    found = format_of(checkpoint.load_config(folder), dtype)
-    return {"format": found.format, "loads_in": list(found.loads_in), "format_note": found.note}

@@ -32,7 +32,6 @@ from orchestrator.conversion.steps import planning_context, relaxation_start
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.duplicates import work_digest
 from orchestrator.storage.records import read_json, write_json
-from search_spaces.planning.planning import relaxed_stages
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.relaxation.stages import OWN
 from search_spaces.similarity.sharing import sharing_similarity, similarity_pairs
@@ -80,7 +79,7 @@ class TrialContext:
 
     def settings(self, recipe: Recipe, learning_rate: float) -> TrainSettings:
         """How a recipe is trained: the search's settings with what the recipe's recovery changes."""
-        return TrainSettings.model_validate(self.train | recipe.training | {"learning_rate": learning_rate})
+        return TrainSettings.model_validate(self.train | recipe.apply("recovery") | {"learning_rate": learning_rate})
 
     def relaxation_steps(self, recipe: Recipe) -> int:
         """Training steps of a trial that its relaxation takes, of those up to the last rung; 0 without one.
@@ -300,7 +299,7 @@ def relaxation_spec(recipe: Recipe, plan: str, steps: int, settings: TrainSettin
 
     `settings`: of the trial's training, of which the recipe may change batch and rate for the relaxation.
     """
-    plans = relaxed_stages(recipe, AttentionPlan.from_json(plan))
+    plans = recipe.apply("relaxation", AttentionPlan.from_json(plan))
     knobs = recipe.knobs("relaxation")
     changed = {name: knobs[name] for name in ("batch_size", "learning_rate") if knobs.get(name)}
     own = None

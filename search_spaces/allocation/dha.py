@@ -74,9 +74,8 @@ def dha_greedy(
 def dha(
     problem: AllocationProblem, *, small: int = 0, large: int = 0, first: int = 1, key_share: float = 0.5
 ) -> Counts:
-    """Greedy, once for keys and once for values, each with a budget of its own: `key_share` of the total for the keys
-    (what is no whole head goes to the keys). The paper has the keys and values of a layer apart (sec. 3.2 and 4.3: more
-    for critical keys) and is **silent** on the split of the total; half each is the default.
+    """Greedy, once for keys and once for values (paper 000, sec. 3.2 and 4.3); `key_share` of the total goes to keys,
+    with what is no whole head. **Silent** in the paper is the split of the total.
 
     The default quanta are the paper's 4 and 16 of 32 heads in proportion, less where the total or the heads ask for it.
     Raises ValueError if a side has fewer heads than layers, or more than the checkpoint.

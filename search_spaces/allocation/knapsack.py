@@ -56,10 +56,9 @@ def knapsack(curves: Sequence[Mapping[int, float]], budget: int, *, exact: bool 
 def towards_even(curves: Sequence[Mapping[int, float]], budget: int, at_most: int) -> list[tuple[int, ...]]:
     """Plans of exactly `budget` heads from the one of least summed error to the most even one, each once.
 
-    Errors are measured one site at a time and add up only roughly: where many sites come down to a single head the
-    model loses more than their sum. Each plan minimises the sum of the errors plus w x log(G / even)^2 over the sites,
-    even = budget / sites, for a weight w that grows from 0. Of more than `at_most` plans the first, the last and some
-    between them stay. Raises ValueError as `knapsack`.
+    Errors of single sites add up only roughly: where many come down to one head the model loses more than their sum.
+    Each plan minimises the sum of the errors plus w x log(G / even)^2 over the sites, even = budget / sites, for a
+    weight w that grows from 0; `at_most` of them stay, first and last included. Raises ValueError as `knapsack`.
     """
     errors = [error for curve in curves for error in curve.values() if error > 0]
     scale, even = float(np.mean(errors)) if errors else 1.0, budget / len(curves)
@@ -109,8 +108,8 @@ def best_measured(
 ) -> Counts:
     """The plan of least measured loss among `finalists` of `towards_even`; without a measure the first of them.
 
-    `sides` of each layer have counts of their own: ("key", "value"), or ("both",). `tokens`, `fit_steps` and
-    `finalist_steps` are for whoever measures. Raises ValueError without error curves.
+    `sides` with counts of their own: ("key", "value"), or ("both",). The other knobs are for whoever measures. Raises
+    ValueError without error curves.
     """
     if problem.curve is None:
         raise ValueError("this allocation needs measured error curves: a model and token sequences")

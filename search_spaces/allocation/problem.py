@@ -1,6 +1,6 @@
 """What an allocation part is handed.
 
-Legend: L layers, H query heads a layer, U stored KV heads a layer (H for a multi-head checkpoint).
+Legend: L layers, U stored KV heads a layer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ class AllocationProblem:
     """
 
     num_layers: int
-    num_heads: int
     stored: int
     kv_ratio: float | Fraction
     admissible: tuple[int, ...]

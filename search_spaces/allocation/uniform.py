@@ -9,11 +9,6 @@ from search_spaces.allocation.problem import AllocationProblem, Counts
 from search_spaces.axes import ALLOCATION
 
 
-def admissible_ratios(stored: int, counts: Sequence[int]) -> list[float]:
-    """The KV ratios of head counts among `stored`, ascending."""
-    return [count / stored for count in sorted(counts)]
-
-
 def uniform(
     num_layers: int,
     stored: int,
@@ -23,16 +18,15 @@ def uniform(
 ) -> Counts:
     """`kv_ratio * stored` key heads and as many value heads in each layer (Ainslie 2023).
 
-    `stored`: KV heads a layer of the checkpoint (all query heads' of a multi-head one), which the ratio is a share of.
-    `admissible`: the head counts that the grouping can make; by default the divisors of `stored`, which give groups
-    of equal size. Raises ValueError naming ratio, heads and the admissible ratios for any other budget.
+    `stored`: KV heads a layer of the checkpoint. `admissible`: the head counts that the grouping can make; by default
+    the divisors of `stored`. Raises ValueError naming ratio, heads and the admissible ratios for any other ratio.
     """
     if admissible is None:
         admissible = [g for g in range(1, stored + 1) if stored % g == 0]
     exact = float(kv_ratio) * stored
     count = round(exact)
     if abs(exact - count) > 1e-6 or count not in admissible:
-        ratios = ", ".join(f"{ratio:.8g}" for ratio in admissible_ratios(stored, admissible))
+        ratios = ", ".join(f"{kept / stored:.8g}" for kept in sorted(admissible))
         raise ValueError(
             f"kv_ratio {float(kv_ratio):.4g} of {stored} heads is {exact:.4g} heads a layer, which this grouping "
             f"cannot make; the admissible ratios are {ratios}"

@@ -1,7 +1,5 @@
-"""Searching by exchanging two heads of different groups on an additive group cost; group sizes are kept.
-
-Two published schedules: simulated annealing, and swaps that only improve, from many random starts.
-"""
+"""Exchanging two heads of different groups on an additive group cost, by two published schedules: simulated annealing,
+and swaps that only improve, from many random starts."""
 
 from __future__ import annotations
 
@@ -117,25 +115,6 @@ def anneal_part(
     return anneal(problem.need_cost(), problem.num_heads, problem.groups, generator=generator, **knobs)
 
 
-def anneal_restarts(
-    cost: GroupCost | np.ndarray | Callable[[Members], float],
-    num_heads: int,
-    groups: int,
-    *,
-    generator: np.random.Generator,
-    moves: int = 1000,
-    restarts: int = 10,
-) -> Grouping:
-    """A partition of low total cost (paper 001, sec. 3.4, Alg. 2): the best of `restarts` runs of `moves` swaps.
-
-    `cost` as in `anneal`. A swap is kept only if it lowers the cost. Silent: the paper names neither number of moves
-    nor of runs. Raises ValueError for an impossible number of groups.
-    """
-    if moves < 0 or restarts < 1:
-        raise ValueError(f"moves must be at least 0 and restarts at least 1, got {moves} and {restarts}")
-    return best_of_runs(as_cost(cost), num_heads, groups, [[0.0] * moves] * restarts, generator)
-
-
 @GROUPING.part(
     "anneal_restarts",
     source="Jin 2024 (paper 001), sec. 3.4, Alg. 2",
@@ -145,12 +124,20 @@ def anneal_restarts(
         EQUAL_SIZES,
     ),
     needs=("objective", "group_cost"),
-    passes_to=anneal_restarts,
 )
-def anneal_restarts_part(
-    problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool = True, **knobs: Any
+def anneal_restarts(
+    problem: GroupingProblem,
+    generator: np.random.Generator,
+    *,
+    equal_sizes: bool = True,
+    moves: int = 1000,
+    restarts: int = 10,
 ) -> Grouping:
-    """Improving swaps from random starts. Without `equal_sizes` sizes may differ by one."""
+    """The best of `restarts` runs of `moves` swaps from random starts, each kept only if it lowers the cost.
+
+    Silent: the paper names neither number. Without `equal_sizes` sizes may differ by one.
+    """
     if equal_sizes:
         problem.check_equal()
-    return anneal_restarts(problem.need_cost(), problem.num_heads, problem.groups, generator=generator, **knobs)
+    schedules = [[0.0] * moves] * restarts
+    return best_of_runs(problem.need_cost(), problem.num_heads, problem.groups, schedules, generator)

@@ -2,9 +2,8 @@
 
 Legend: L layers, U stored KV heads a layer (units).
 
-Sites are searched in the order of paper 003, from the first layer to the last, the keys of a layer before its values.
-**Silent** in the paper is what the sites of later layers look like meanwhile: as in `make_plan` they keep all heads,
-so that only the plans of the last site meet the budget.
+Sites are searched from the first layer to the last, as in paper 003, the keys of a layer before its values. **Silent**
+in the paper is what later sites look like meanwhile: they keep all heads, so only plans of the last one meet the ratio.
 """
 
 from __future__ import annotations
@@ -42,9 +41,8 @@ class Chain:
     """Walks one site after another; one plan at a time waits for its score.
 
     `counts`: (key heads, value heads) of each layer. `iterations`: moves at each of the `searched_sites`, at least one.
-    `settings`: probabilities, neighbours and `symmetric` of `Walk`. Every site has a generator of its own, spawned from
-    `generator` as `make_plan` does, so that a chain and `make_plan` with the same score make the same decisions. Plain
-    values: pickled and read back, the chain goes on as if nothing had happened.
+    `settings`: probabilities, neighbours and `symmetric` of `Walk`. A chain and `make_plan` with the same generator and
+    score make the same decisions. Plain values: pickled and read back, the chain goes on as if nothing had happened.
 
     Raises ValueError for counts that the checkpoint's heads cannot make, or if `iterations` does not fit the sites.
     """

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from search_spaces.axes import GROUPING
-from search_spaces.grouping.merge_anneal import merge_and_anneal
+from search_spaces.grouping.merge_anneal import merge_anneal
 from search_spaces.grouping.problem import EQUAL_SIZES, Grouping, GroupingProblem
 from search_spaces.grouping.subsets import LIMIT, shared_exact_partition
 
@@ -27,5 +27,5 @@ def exact(problem: GroupingProblem, generator: np.random.Generator, *, equal_siz
     cost, heads, groups = problem.need_cost(), problem.num_heads, problem.groups
     sizes = [heads // groups] if equal_sizes else range(2, heads - groups + 2)
     if heads > LIMIT or cost.effort(heads, sizes) > AFFORDABLE:
-        return merge_and_anneal(cost, heads, groups, generator=generator, equal_sizes=equal_sizes)
+        return merge_anneal(problem, generator, equal_sizes=equal_sizes)
     return shared_exact_partition(cost, heads, groups, equal_sizes=equal_sizes)

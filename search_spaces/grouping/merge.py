@@ -5,7 +5,7 @@ Legend: n heads, G groups, c(S) cost of the group S.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 
@@ -13,34 +13,11 @@ import numpy as np
 
 from attention.axes import Knob
 from search_spaces.axes import GROUPING
-from search_spaces.costs import GroupCost, Members, as_cost, exchanged
+from search_spaces.costs import GroupCost, Members, exchanged
 from search_spaces.grouping.problem import EQUAL_SIZES, Grouping, GroupingProblem
-from search_spaces.partitions import canonical, check_groups
+from search_spaces.partitions import canonical
 
 Groups = list[Members]
-
-
-def merge_and_improve(
-    cost: GroupCost | np.ndarray | Callable[[Members], float],
-    num_heads: int,
-    groups: int,
-    *,
-    equal_sizes: bool = False,
-    max_passes: int = 100,
-) -> Grouping:
-    """A partition of low total cost, without chance: merge the cheapest pair until G groups are left, then improve.
-
-    `cost` as in `anneal`. Improving takes the best single move (not with `equal_sizes`) or swap of two groups until
-    none lowers the cost, `max_passes` times at most. Raises ValueError if the groups cannot be, or not equal.
-    """
-    check_groups(num_heads, groups)
-    if equal_sizes and num_heads % groups:
-        raise ValueError(f"{num_heads} heads cannot form {groups} groups of equal size")
-    group_cost = as_cost(cost)
-    found = _merged(group_cost, num_heads, groups, num_heads // groups if equal_sizes else num_heads)
-    found = improved(group_cost, found, not equal_sizes, max_passes)
-    partition = canonical(found)
-    return Grouping(partition, group_cost.score(partition))
 
 
 def _merged(cost: GroupCost, num_heads: int, groups: int, largest: int) -> Groups:
@@ -111,6 +88,14 @@ def _changes(cost: GroupCost, found: Groups, may_move: bool) -> Iterator[tuple[f
 def merge(
     problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool = True, max_passes: int = 100
 ) -> Grouping:
-    """Merging and local search; draws nothing."""
-    cost = problem.need_cost()
-    return merge_and_improve(cost, problem.num_heads, problem.groups, equal_sizes=equal_sizes, max_passes=max_passes)
+    """Without chance: merge the cheapest pair until G groups are left, then improve.
+
+    Improving takes the best single move (not with `equal_sizes`) or swap of two groups until none lowers the cost,
+    `max_passes` times at most.
+    """
+    if equal_sizes:
+        problem.check_equal()
+    cost, heads, groups = problem.need_cost(), problem.num_heads, problem.groups
+    merged = _merged(cost, heads, groups, heads // groups if equal_sizes else heads)
+    partition = canonical(improved(cost, merged, not equal_sizes, max_passes))
+    return Grouping(partition, cost.score(partition))

@@ -1,20 +1,16 @@
-"""Merging, then annealing from there, on an additive group cost: for more heads than the exact programme takes.
-
-Legend: n heads, G groups. Every step rescores the two groups that it changes and nothing else.
-"""
+"""Merging, then annealing from there, on an additive group cost: for more heads than the exact programme takes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
 from attention.axes import Knob
 from search_spaces.axes import GROUPING
-from search_spaces.costs import GroupCost, Members, as_cost, exchanged
-from search_spaces.grouping.merge import improved, merge_and_improve
+from search_spaces.costs import GroupCost, Members, exchanged
+from search_spaces.grouping.merge import improved, merge
 from search_spaces.grouping.problem import EQUAL_SIZES, Grouping, GroupingProblem
 from search_spaces.grouping.unions import regrouped
 from search_spaces.partitions import canonical, random_partition
@@ -25,47 +21,6 @@ COLDEST = 0.02  # last temperature, relative to the first: below it hardly a ste
 PRICES = 6000  # groups that are priced after merging, at most: where a cost is dear this is what takes the time
 SHARE = 0.75  # of what is left of them, for one local search
 PROBES = 64  # random steps from which the first temperature is taken
-
-
-def merge_and_anneal(
-    cost: GroupCost | np.ndarray | Callable[[Members], float],
-    num_heads: int,
-    groups: int,
-    *,
-    generator: np.random.Generator,
-    equal_sizes: bool = False,
-    steps: int = STEPS,
-) -> Grouping:
-    """`merge_and_improve`, then rounds of annealing, each ended by local search; the best partition counts.
-
-    Steps are swaps, and moves too if sizes may differ. The temperature starts at the mean change of cost over random
-    steps, so that no unit of the cost matters, and falls geometrically; it starts again in each round, by turns from
-    the best partition so far and from a random one. Local search ends with exact re-partitions of a few groups at a
-    time (`search_spaces.grouping.unions`). At most `PRICES` groups are priced on top of those of the plain local
-    searches at both ends. Raises ValueError if the groups cannot be, or not equal.
-    """
-    group_cost = as_cost(cost).afresh()
-    start = merge_and_improve(group_cost, num_heads, groups, equal_sizes=equal_sizes)
-    if groups in (1, num_heads) or not steps:
-        return start
-    limit = group_cost.priced + PRICES
-
-    def settled(found: list[Members]) -> list[Members]:
-        prices = int(SHARE * (limit - group_cost.priced))
-        return regrouped(group_cost, found, equal_sizes=equal_sizes, generator=generator, prices=prices)
-
-    best = settled(list(start.partition))
-    rounds = max(ROUNDS, steps // ROUND)
-    for turn in range(rounds):
-        if group_cost.priced >= limit:
-            break
-        begin = list(random_partition(num_heads, groups, generator)) if turn % 2 else list(best)
-        share = steps * (turn + 1) // rounds - steps * turn // rounds
-        found = _annealed(group_cost, begin, not equal_sizes, share, generator, limit)
-        best = min(best, settled(found), key=lambda groups: -group_cost.score(canonical(groups)))
-    # Unions that were too large to be tried: the best single steps there.
-    partition = canonical(improved(group_cost, best, not equal_sizes, 100))
-    return Grouping(partition, group_cost.score(partition))
 
 
 def _annealed(
@@ -117,8 +72,33 @@ def _step(
 def merge_anneal(
     problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool = True, steps: int = STEPS
 ) -> Grouping:
-    """Merging and annealing."""
-    cost = problem.need_cost()
-    return merge_and_anneal(
-        cost, problem.num_heads, problem.groups, generator=generator, equal_sizes=equal_sizes, steps=steps
-    )
+    """`merge`, then rounds of annealing, each ended by local search; the best partition counts.
+
+    Steps are swaps, and moves too if sizes may differ. The temperature starts at the mean change of cost over random
+    steps, so that no unit of the cost matters, and falls geometrically; it starts again in each round, by turns from
+    the best partition so far and from a random one. Local search ends with exact re-partitions of a few groups at a
+    time (`search_spaces.grouping.unions`). At most `PRICES` groups are priced on top of those of the plain local
+    searches at both ends.
+    """
+    cost, groups = problem.need_cost().afresh(), problem.groups
+    start = merge(replace(problem, objective=cost), generator, equal_sizes=equal_sizes)
+    if groups in (1, problem.num_heads) or not steps:
+        return start
+    limit = cost.priced + PRICES
+
+    def settled(found: list[Members]) -> list[Members]:
+        prices = int(SHARE * (limit - cost.priced))
+        return regrouped(cost, found, equal_sizes=equal_sizes, generator=generator, prices=prices)
+
+    best = settled(list(start.partition))
+    rounds = max(ROUNDS, steps // ROUND)
+    for turn in range(rounds):
+        if cost.priced >= limit:
+            break
+        begin = list(random_partition(problem.num_heads, groups, generator)) if turn % 2 else list(best)
+        share = steps * (turn + 1) // rounds - steps * turn // rounds
+        annealed = _annealed(cost, begin, not equal_sizes, share, generator, limit)
+        best = min(best, settled(annealed), key=lambda groups: -cost.score(canonical(groups)))
+    # Unions that were too large to be tried: the best single steps there.
+    partition = canonical(improved(cost, best, not equal_sizes, 100))
+    return Grouping(partition, cost.score(partition))

@@ -24,11 +24,9 @@ class Grouping(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupingProblem:
-    """Put `num_heads` heads into `groups` groups.
+    """Put `num_heads` heads into `groups` groups. Raises ValueError if so many groups cannot be.
 
     `similarity` `[n, n]` and `objective` are there if the part needs them.
-
-    Raises ValueError if so many groups cannot be.
     """
 
     num_heads: int

@@ -1,6 +1,6 @@
 """One walk, step by step: what the walk of paper 003 does between two scores, for callers that have to wait for them.
 
-Legend: n heads, a the head that moves, b one of the k heads most similar to it in other groups.
+Legend: n heads.
 """
 
 from __future__ import annotations
@@ -65,10 +65,9 @@ def propose(
 class Walk:
     """The state of one walk: where it is, the best so far, and the partition whose score it waits for.
 
-    `propose_next` and `tell` alternate; together they are the body of the loop of paper 003, Alg. 1 and 2. Plain
-    values and a generator: pickled and read back, the walk goes on with the same decisions. `count` heads are put into
-    `groups` groups, at least two and fewer than `count`; it starts at random ones of `full_sizes`. Probabilities and
-    `neighbours` as in `asym_walk`.
+    `propose_next` and `tell` alternate: the body of the loop of paper 003, Alg. 1 and 2. Pickled and read back, the
+    walk goes on with the same decisions. `count` heads are put into `groups` groups, at least two and fewer than
+    `count`; it starts at random ones of `full_sizes`. Probabilities and `neighbours` as in `asym_walk`.
     """
 
     count: int

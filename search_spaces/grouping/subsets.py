@@ -5,7 +5,7 @@ Legend: n heads, G groups, c[S] cost of the subset S as a group, f[S, G] least c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -32,7 +32,7 @@ def exact_partition(
     Raises ValueError above 16 heads, or for a G that cannot be.
     """
     if not 1 <= num_heads <= LIMIT:
-        raise ValueError(f"exact grouping takes 1 to {LIMIT} heads, got {num_heads}; use merge_and_anneal above")
+        raise ValueError(f"exact grouping takes 1 to {LIMIT} heads, got {num_heads}; use merge_anneal above")
     possible = [g for g in range(1, num_heads + 1) if not equal_sizes or num_heads % g == 0]
     wanted = possible if groups is None else list(groups)
     wrong = [g for g in wanted if g not in possible]
@@ -107,17 +107,10 @@ def _first_groups(mask: int, size: int | None) -> np.ndarray:
     """All subsets of `mask` that hold its lowest bit (of `size` members), ascending."""
     rest = mask & (mask - 1)
     subsets = np.zeros(1, dtype=np.int64)
-    for bit in _bits(rest):
+    for bit in (1 << head for head in range(mask.bit_length()) if rest >> head & 1):
         subsets = np.concatenate([subsets, subsets | bit])
         if size is not None:
             subsets = subsets[np.bitwise_count(subsets) < size]
     if size is not None:
         subsets = subsets[np.bitwise_count(subsets) == size - 1]
     return subsets | (mask ^ rest)
-
-
-def _bits(mask: int) -> Iterator[int]:
-    while mask:
-        low = mask & -mask
-        yield low
-        mask ^= low

@@ -25,8 +25,7 @@ def regrouped(
     """`found` after exact re-partitions of pairs and triples of groups, until none helps or means are spent.
 
     The number of groups stays, and their sizes with `equal_sizes`. A union of m heads is work of `2^m` subsets, and may
-    be as many new groups to price, of which there are at most `prices`. The smallest unions come first, in random
-    order.
+    be as many groups to price, at most `prices` in all. The smallest unions come first, in random order.
     """
     limit = cost.priced + prices
     settled: set[frozenset[Members]] = set()  # sets of groups that are the best partition of their union

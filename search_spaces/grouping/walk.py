@@ -1,6 +1,6 @@
 """The accept / reset / preserve walk over groupings, symmetric (sizes kept) and asymmetric.
 
-Legend: n heads, a the head that moves, b one of the k heads most similar to it in other groups.
+Legend: n heads.
 """
 
 from __future__ import annotations

@@ -63,10 +63,9 @@ def agreement(
 ) -> list[Agreement]:
     """Score random swaps from neighbour groups both ways, at every layer, for keys and for values.
 
-    Heads are mean-pooled as in the walk's paper; all other sites stay as they are. `groups`: half of the units by
-    default. `moves`: different partitions a site, fewer if there are not so many. `tokens`: calibration tokens for
-    either score. `progress(done, total)` counts moves. Raises ValueError without model, sequences or calibration, or
-    if there is nothing to swap.
+    Heads are mean-pooled; all other sites stay as they are. `groups`: half of the units by default. `moves`: different
+    partitions a site, at most. `tokens`: calibration tokens for either score. `progress(done, total)` counts moves.
+    Raises ValueError without model, sequences or calibration, or if there is nothing to swap.
     """
     count = len(context.units)
     groups = count // 2 if groups is None else groups

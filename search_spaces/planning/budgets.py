@@ -1,6 +1,6 @@
 """Which KV ratios a recipe can keep, as far as can be told without weights.
 
-Legend: L layers, H query heads, U stored KV heads a layer (units).
+Legend: L layers, U stored KV heads a layer (units).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def counts_of(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry
     if part.needs & LOOKS_AT_WEIGHTS:
         raise ValueError(f"allocation={recipe.allocation} looks at the weights of all layers")
     check_budget(recipe, kv_ratio, geometry)
-    return part(problem_of(recipe, kv_ratio, geometry), **recipe.knobs("allocation"))
+    return recipe.apply("allocation", problem_of(recipe, kv_ratio, geometry))
 
 
 def admissible_counts(recipe: Recipe, geometry: HeadGeometry) -> tuple[int, ...]:
@@ -38,8 +38,8 @@ def problem_of(
     recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry, **measures: Any
 ) -> AllocationProblem:
     """What the recipe's allocation is handed. `measures`: `loss`, `curve` and `final` of the problem."""
-    layers, heads, stored = geometry.num_layers, geometry.num_heads, geometry.num_kv_heads
-    return AllocationProblem(layers, heads, stored, kv_ratio, admissible_counts(recipe, geometry), **measures)
+    counts = admissible_counts(recipe, geometry)
+    return AllocationProblem(geometry.num_layers, geometry.num_kv_heads, kv_ratio, counts, **measures)
 
 
 def check_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry, dtype: Any = None) -> None:
@@ -103,7 +103,7 @@ def require_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeo
             f"kv_ratio {float(kv_ratio):g} is {problem.total} heads, fewer than one key and one value head in each of "
             f"{geometry.num_layers} layers; the least is {1 / geometry.num_kv_heads:g}"
         )
-    part(problem, **recipe.knobs("allocation"))
+    recipe.apply("allocation", problem)
 
 
 def nearest_budget(recipe: Recipe, kv_ratio: float, geometry: HeadGeometry) -> Fraction:

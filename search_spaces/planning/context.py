@@ -5,8 +5,8 @@ Legend: L layers, H query heads, U stored KV heads a layer (units).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,10 @@ from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.modeling.losses import language_loss
 from attention.modeling.mlp import MlpWeights, mlp_sites, read
-from attention.plan import AttentionPlan, LayerPlan, groups_of
+from attention.plan import AttentionPlan
+from attention.plan_parts import groups_of
 from search_spaces.planning.loss_increases import LayerTrials
-from search_spaces.recipes.recipe import AXES, Recipe
-
-Measure = Callable[[Recipe, AttentionPlan], float]
+from search_spaces.recipes.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -35,10 +34,8 @@ class PlanningContext:
     """What plans are made from.
 
     `heads`: lifted, one entry a layer (`attention.conversion.conversion.lift`). `calibration` for parts that need
-    statistics;
-    `model` for the layer-output score (rotary tables); `model` and `sequences` `[N, T]` for whole-model scores and
-    measured curves. `measure(recipe, plan)` is the loss in nats a token of the model converted so; by default the model
-    is converted and run on `sequences`. `cache_dir`: folder where measured curves are kept, beside `curves` in memory.
+    statistics; `model` for the layer-output score (rotary tables); `model` and `sequences` `[N, T]` for whole-model
+    scores and measured curves. `cache_dir`: folder where measured curves are kept, beside `curves` in memory.
     `fusion_distances`: of DHA's search phase, `[L, H, H]` for "key" and "value". Raises ValueError if heads or
     statistics do not fit the geometry.
     """
@@ -48,7 +45,6 @@ class PlanningContext:
     calibration: Calibration | None = None
     model: PreTrainedModel | None = None
     sequences: Tensor | None = None
-    measure: Measure | None = None
     cache_dir: str | Path | None = None
     fusion_distances: Mapping[str, np.ndarray] | None = None
     curves: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
@@ -73,30 +69,17 @@ class PlanningContext:
         return groups_of(self.geometry.kv_map)
 
     def loss_of(self, recipe: Recipe, plan: AttentionPlan, refinement: Mapping[str, Any] | None = None) -> float:
-        """Loss of the model converted with the recipe's alignment and fusion, and with its refinement if that is given
-        settings (`refinement`).
-
-        Raises ValueError without a model or sequences.
-        """
-        if self.measure is not None:
-            return self.measure(recipe, plan)
+        """Loss in nats a token of the model converted with the recipe's alignment and fusion, and with its refinement
+        if that is given settings (`refinement`). Raises ValueError without a model or sequences."""
         if self.model is None or self.sequences is None:
             raise ValueError(f"recipe {recipe.name} measures whole models; the context needs a model and sequences")
-        converted = convert(
-            self.model,
-            plan,
-            alignment=recipe.alignment,
-            fusion=recipe.fusion,
-            calibration=self.calibration,
-            alignment_settings=recipe.knobs("alignment"),
-            fusion_settings=recipe.knobs("fusion"),
-        )
+        converted = convert_with(recipe, self.model, plan, self.calibration)
         if refinement is not None:
             refine(recipe.refinement, self.model, converted, self.sequences, refinement)
         return language_loss(converted, self.sequences)
 
     def measured_on(self, tokens: int) -> Tensor:
-        """The first sequences, about `tokens` tokens and at least one. Raises ValueError without sequences."""
+        """The first sequences, about `tokens` tokens and at least one. Raises ValueError without model or sequences."""
         if self.model is None or self.sequences is None:
             raise ValueError("measuring the increase of the loss needs a model and sequences in the context")
         return self.sequences[: max(1, tokens // self.sequences.shape[1])]
@@ -105,14 +88,8 @@ class PlanningContext:
         """Rise of the loss in nats a token if only `layer` follows `plan`, with the recipe's alignment and fusion.
 
         With `fit_steps` the layer is first fitted to the original's output for so many steps, as refinement will do.
-        The layers below are not run again (`search_spaces.planning.loss_increases`). Raises ValueError without model or
-        sequences.
+        Raises ValueError without model or sequences.
         """
-        if self.measure is not None:
-            own = LayerPlan(self.geometry.kv_map, self.geometry.kv_map)
-            untouched = AttentionPlan((own,) * self.geometry.num_layers, self.geometry.head_dim)
-            alone = tuple(plan.layers[i] if i == layer else own for i in range(len(untouched.layers)))
-            return self.measure(recipe, replace(untouched, layers=alone)) - self.measure(recipe, untouched)
         trials = self._trials.get(tokens)
         if trials is None:
             trials = LayerTrials(self.model, self.measured_on(tokens))  # type: ignore[arg-type]
@@ -120,8 +97,7 @@ class PlanningContext:
         heads, layer_plan = self.heads[layer], plan.layers[layer]
         statistics = self.calibration.layers[layer] if self.calibration else None
         for axis in ("alignment", "fusion"):
-            part = AXES[axis].get(getattr(recipe, axis))
-            heads = part(heads, layer_plan, statistics, self.geometry, **recipe.knobs(axis))
+            heads = recipe.apply(axis, heads, layer_plan, statistics, self.geometry)
         if not fit_steps:
             return trials.increase(layer, heads.expand(layer_plan.key_map, layer_plan.value_map))
         module = trials.module(layer, heads, layer_plan)
@@ -151,12 +127,25 @@ class PlanningContext:
 
     def similarity(self, recipe: Recipe, layer: int, side: str) -> np.ndarray:
         """The recipe's similarity of the units of one side, `[U, U]`, kept for the next recipe that asks."""
-        knobs = recipe.knobs("similarity")
-        key = (recipe.similarity, tuple(sorted(knobs.items())), layer, side)
+        key = (recipe.similarity, tuple(sorted(recipe.knobs("similarity").items())), layer, side)
         if key not in self._similarities:
             statistics = self.calibration.layers[layer] if self.calibration else None
-            part = AXES["similarity"].get(str(recipe.similarity))
-            full = part(self.heads[layer], statistics, self.geometry, side, **knobs)
+            full = recipe.apply("similarity", self.heads[layer], statistics, self.geometry, side)
             first = [unit[0] for unit in self.units]  # the heads of a unit are identical
             self._similarities[key] = full.double().cpu().numpy()[np.ix_(first, first)]
         return self._similarities[key]
+
+
+def convert_with(
+    recipe: Recipe, model: PreTrainedModel, plan: AttentionPlan, calibration: Calibration | None
+) -> PreTrainedModel:
+    """Carry out a plan as the recipe's alignment and fusion say; refinement comes after it."""
+    return convert(
+        model,
+        plan,
+        alignment=recipe.alignment,
+        fusion=recipe.fusion,
+        calibration=calibration,
+        alignment_settings=recipe.knobs("alignment"),
+        fusion_settings=recipe.knobs("fusion"),
+    )

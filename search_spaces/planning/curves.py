@@ -2,8 +2,7 @@
 
 Legend: U stored KV heads a layer (units).
 
-A curve does not depend on the budget, so all budgets share it, in memory and on disk: a list of ratios costs one
-measurement.
+A curve does not depend on the KV ratio, so all ratios share it, in memory and on disk.
 """
 
 from __future__ import annotations
@@ -81,16 +80,16 @@ class Curves:
 
 
 def curve_name(recipe: Recipe, context: PlanningContext, knobs: dict[str, int], seed_of: str) -> str:
-    """A name that holds all that curves depend on but for a `measure` of the context's own.
+    """A name that holds all that curves depend on.
 
     `knobs` are those of the measurement; `seed_of` stands for the random generator of the grouping.
     """
-    own = context.measure is None and context.model is not None and context.sequences is not None
+    is_measured = context.model is not None and context.sequences is not None
     record = {
         "axes": {axis: [getattr(recipe, axis), recipe.knobs(axis)] for axis in DECIDES},
         "by": [recipe.together, recipe.by],
         "calibration": None if context.calibration is None else context.calibration.digest,
-        "measured on": calibration_digest(context.model, context.sequences, 0) if own else None,  # type: ignore[arg-type]
+        "measured on": calibration_digest(context.model, context.sequences, 0) if is_measured else None,  # type: ignore[arg-type]
         "knobs": knobs,
         "seed": seed_of,
     }

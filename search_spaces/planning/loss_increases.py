@@ -1,8 +1,6 @@
 """Loss of a model in which one attention layer has other heads: the layers below it are run once, not every time.
 
-Legend: L layers, B sequences a batch, T tokens, D model dim.
-
-Only what enters the layer that is being tried is kept, for all batches: `tokens x D` numbers, whatever the depth.
+Legend: T tokens, D model dim. Only what enters the layer that is being tried is kept, for all batches: `T x D` numbers.
 """
 
 from __future__ import annotations
@@ -49,11 +47,8 @@ class LayerTrials:
         self.base = self._loss(0)
 
     def increase(self, layer: int, heads: LayerHeads) -> float:
-        """How much the loss in nats a token increases with these `heads` (one key and one value a query head) in
-        `layer`.
-
-        The model is as before afterwards. Raises ValueError if the heads are not lifted.
-        """
+        """How much the loss in nats a token increases with these lifted `heads` in `layer`; the model is as before
+        afterwards. Raises ValueError if the heads are not lifted."""
         own = self.heads[layer]
         if heads.k.shape != own.k.shape or heads.v.shape != own.v.shape:
             raise ValueError(

@@ -1,14 +1,15 @@
-"""From a recipe and a budget to a plan.
+"""From a recipe and a KV ratio to a plan.
 
 Legend: L layers, H query heads, U stored KV heads a layer (units).
 
-The same recipe, budget, model, calibration and seed give the same plan in any process: every site has a generator of
-its own, spawned in a fixed order, so that the draws of one site do not depend on those of another.
+The same recipe, KV ratio, model, calibration and seed give the same plan in any process: every site has a generator of
+its own, spawned in a fixed order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, partial
 from pathlib import Path
@@ -44,23 +45,18 @@ def make_plan(
 
 
 def site_generators(generator: np.random.Generator, layers: int) -> tuple[list[np.random.Generator], ...]:
-    """Generators of the sites for grouping, and for measured curves: two a layer each.
-
-    Spawned first and in order: a site's draws do not depend on the other sites.
-    """
+    """Generators of the sites for grouping, and for measured curves: two a layer each."""
     return generator.spawn(2 * layers), generator.spawn(2 * layers)
 
 
 def plan_layer(
     recipe: Recipe, counts: tuple[int, int], context: PlanningContext, generators: list[np.random.Generator]
 ) -> LayerPlan:
-    """The plan of a single layer, which is all that `context` holds, keeping `counts` (key heads, value heads).
-
-    `generators`: its two of `site_generators` for the whole checkpoint. Then the plan is the layer's in `make_plan`.
-    """
+    """The plan of the single layer that `context` holds, keeping `counts` (key heads, value heads). With its two
+    `generators` of `site_generators` for the whole checkpoint the plan is the layer's in `make_plan`."""
     planner = _Planner(recipe, 1, context, generators, [])
     planner.group_layer(0, counts)
-    return planner.plan_of(planner.found).layers[0]
+    return planner.plan_of(planner.partitions).layers[0]
 
 
 def measure_curves(
@@ -83,61 +79,44 @@ def measure_curves(
 
     check_budget(recipe, kv_ratio, geometry)
     problem = problem_of(recipe, kv_ratio, geometry, loss=lambda *_: 1.0, curve=flat)
-    AXES["allocation"].get(recipe.allocation)(problem, **recipe.knobs("allocation"))
+    recipe.apply("allocation", problem)
     planner = _Planner(recipe, kv_ratio, context, *site_generators(generator, geometry.num_layers))
     mine = {site: counts for site, counts in asked.items() if site[0] in layers}
     return sum(len(planner._curve(*site, counts)) for site, counts in sorted(mine.items()))
 
 
-def relaxed_stages(recipe: Recipe, plan: AttentionPlan) -> tuple[AttentionPlan, ...]:
-    """The plans that the recipe's relaxation reaches one after the other, `plan` being the last; none without one."""
-    return AXES["relaxation"].get(recipe.relaxation)(plan, **recipe.knobs("relaxation"))
-
-
+@dataclass
 class _Planner:
-    """One call of `make_plan`: the groups found so far, and what is still to be found."""
+    """One call of `make_plan`; `partitions`: the groups found so far."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        kv_ratio: float | Fraction,
-        context: PlanningContext,
-        generators: list[np.random.Generator],
-        curve_generators: list[np.random.Generator],
-    ) -> None:
-        self.recipe, self.kv_ratio, self.context = recipe, kv_ratio, context
-        self.units = context.units
-        self.found: dict[tuple[int, str], Partition] = {}
-        self.generators, self.curve_generators = generators, curve_generators
-        self._last_objective: tuple[Any, Objective] | None = None
+    recipe: Recipe
+    kv_ratio: float | Fraction
+    context: PlanningContext
+    generators: list[np.random.Generator]
+    curve_generators: list[np.random.Generator]
+    partitions: dict[tuple[int, str], Partition] = field(default_factory=dict)
+    _last_objective: tuple[Any, Objective] | None = None
 
     def plan(self) -> AttentionPlan:
         for layer, counts in enumerate(self.counts()):
             self.group_layer(layer, counts)
-        plan = self.share(self.plan_of(self.found))
-        return AXES["composition"].get(self.recipe.composition)(plan, **self.recipe.knobs("composition"))
+        shares = self.recipe.apply("sharing", SharingProblem(self.context.heads, self.context.mlps))
+        return self.recipe.apply("composition", replace(self.plan_of(self.partitions), **shares))
 
     def group_layer(self, layer: int, counts: tuple[int, int]) -> None:
         """Find the partitions of one layer with these (key heads, value heads)."""
         if self.recipe.together:
             partition = self.group(layer, SIDES, counts[0], self.generators[2 * layer])
-            self.found[layer, "key"] = self.found[layer, "value"] = partition
+            self.partitions[layer, "key"] = self.partitions[layer, "value"] = partition
             return
         for index, (side, groups) in enumerate(zip(SIDES, counts, strict=True)):
-            self.found[layer, side] = self.group(layer, (side,), groups, self.generators[2 * layer + index])
-
-    def share(self, plan: AttentionPlan) -> AttentionPlan:
-        """The plan with the heads and MLP blocks that the recipe shares."""
-        recipe, context = self.recipe, self.context
-        part = AXES["sharing"].get(recipe.sharing)
-        found = part(SharingProblem(context.heads, context.mlps), **recipe.knobs("sharing"))
-        return found.on(plan)
+            self.partitions[layer, side] = self.group(layer, (side,), groups, self.generators[2 * layer + index])
 
     def counts(self) -> Counts:
         """(key heads, value heads) of each layer, from the allocation part, checked against the budget."""
         recipe, measures = self.recipe, {"loss": self._loss_of_one_group, "curve": self._curve, "final": self._final}
         problem = problem_of(recipe, self.kv_ratio, self.context.geometry, **measures)
-        counts = AXES["allocation"].get(recipe.allocation)(problem, **recipe.knobs("allocation"))
+        counts = recipe.apply("allocation", problem)
         total = sum(keys + values for keys, values in counts)
         if total != problem.total:
             raise ValueError(f"allocation={recipe.allocation} gave {total} heads, expected exactly {problem.total}")
@@ -145,7 +124,7 @@ class _Planner:
 
     def group(self, layer: int, sides: tuple[str, ...], groups: int, generator: np.random.Generator) -> Partition:
         """The recipe's partition of the units at one site."""
-        count = len(self.units)
+        count = len(self.context.units)
         if groups in (1, count):  # nothing to choose
             return neighbour_partition(count, groups)
         if "measure" in AXES["allocation"].get(self.recipe.allocation).needs:
@@ -156,15 +135,14 @@ class _Planner:
         return self._grouped(layer, sides, groups, generator)
 
     def _grouped(self, layer: int, sides: tuple[str, ...], groups: int, generator: np.random.Generator) -> Partition:
-        part = AXES["grouping"].get(self.recipe.grouping)
         site = self._site(layer, sides)
-        objective = self._objective(site) if "objective" in part.needs else None
-        problem = GroupingProblem(len(self.units), groups, site.similarity, objective)
-        return part(problem, generator, **self.recipe.knobs("grouping")).partition
+        objective = None if self.recipe.objective is None else self._objective(site)
+        problem = GroupingProblem(len(self.context.units), groups, site.similarity, objective)
+        return self.recipe.apply("grouping", problem, generator).partition
 
-    def plan_of(self, found: dict[tuple[int, str], Partition]) -> AttentionPlan:
+    def plan_of(self, partitions: dict[tuple[int, str], Partition]) -> AttentionPlan:
         """The plan of partitions of units; sites without one keep what the checkpoint has."""
-        return plan_of_sites(found, self.context.geometry)
+        return plan_of_sites(partitions, self.context.geometry)
 
     def _site(self, layer: int, sides: tuple[str, ...]) -> Site:
         context, recipe = self.context, self.recipe
@@ -176,27 +154,26 @@ class _Planner:
             layer=layer,
             sides=sides,
             by=by,
-            units=self.units,
+            units=self.context.units,
             heads=context.heads[layer],
             geometry=context.geometry,
             statistics=context.calibration.layers[layer] if context.calibration else None,
             similarity=similarity,
             fusion_distance=context.fusion_distance(layer, by),
             model=context.model,
-            plan_with=lambda partition: self.plan_of(self.found | {(layer, side): partition for side in sides}),
+            plan_with=lambda partition: self.plan_of(self.partitions | {(layer, side): partition for side in sides}),
             measure=partial(context.loss_of, recipe),
         )
 
     def _objective(self, site: Site) -> Objective:
         """The recipe's objective at a site; of the last site only, since it holds the site's moments."""
-        key = (site.layer, site.sides)
-        additive = "whole_partition" not in AXES["objective"].get(str(self.recipe.objective)).needs
+        key, name, knobs = (site.layer, site.sides), str(self.recipe.objective), self.recipe.knobs("objective")
+        additive = "whole_partition" not in AXES["objective"].get(name).needs
         if additive and self._last_objective is not None and self._last_objective[0] == key:
             return self._last_objective[1]
-        name, knobs = str(self.recipe.objective), self.recipe.knobs("objective")
-        made = AXES["objective"].get(name)(site, **knobs)
+        made = self.recipe.apply("objective", site)
         folder, calibration = self.context.cache_dir, self.context.calibration
-        if isinstance(made, GroupCost) and made.has_effort and folder is not None and calibration is not None:
+        if isinstance(made, GroupCost) and made.effort_of_one and folder is not None and calibration is not None:
             made.kept = prices_of_site(folder, name, knobs, site, calibration.digest)
         self._last_objective = (key, made)
         return made
@@ -206,7 +183,7 @@ class _Planner:
         objective = self._objective(self._site(layer, (side,)))
         if not isinstance(objective, GroupCost):
             raise ValueError(f"objective={self.recipe.objective} has no group cost to allocate by")
-        return objective.cost(tuple(range(len(self.units))))
+        return objective.cost(tuple(range(len(self.context.units))))
 
     def _curve(self, layer: int, side: str, counts: Sequence[int]) -> dict[int, float]:
         """Measured increase of the loss if only this site is grouped, for each count. `side` may be "both"."""
@@ -214,7 +191,7 @@ class _Planner:
             keys, values = (self._curve(layer, each, counts) for each in SIDES)
             return {count: keys[count] + values[count] for count in counts}
         sides = SIDES if side == "both" else (side,)
-        return self.curves.curve(layer, sides, counts, len(self.units))
+        return self.curves.curve(layer, sides, counts, len(self.context.units))
 
     def _final(self, counts: Counts) -> float:
         """Measured loss of the model that these counts lead to, refined in few steps: enough to rank the finalists."""
@@ -226,7 +203,7 @@ class _Planner:
         def measure() -> float:
             for layer, of_layer in enumerate(counts):
                 self.group_layer(layer, of_layer)
-            return self.context.loss_of(recipe, self.plan_of(self.found), knobs)
+            return self.context.loss_of(recipe, self.plan_of(self.partitions), knobs)
 
         return self.curves.whole([counts, recipe.refinement, knobs], measure)
 
@@ -239,7 +216,7 @@ class _Planner:
 
         def group(layer: int, sides: tuple[str, ...], groups: int) -> Partition:
             if groups == 1:
-                return neighbour_partition(len(self.units), 1)
+                return neighbour_partition(len(self.context.units), 1)
             # A generator of its own for each point, so that no point depends on which others are measured.
             generator = self.curve_generators[2 * layer + SIDES.index(sides[0])]
             fresh = np.random.default_rng([*_seeds(generator), groups])
@@ -251,7 +228,7 @@ class _Planner:
 
         seed = str([_seeds(g) for g in self.curve_generators[:1]])
         name = curve_name(self.recipe, self.context, knobs, seed)
-        folder = self.context.cache_dir if self.context.measure is None else None
+        folder = self.context.cache_dir
         file = None if folder is None else Path(folder) / f"curves-{name}.json"
         return Curves(group, measure, self.context.curves.setdefault(name, {}), file)
 

@@ -1,7 +1,7 @@
-"""Prices of groups that took time to work out, kept for the next plan: of another seed, budget, trial or process.
+"""Prices of groups, kept for the next plan: of another seed, KV ratio, trial or process.
 
-Exact grouping asks for the price of every group of some sizes at a site. That is most of the time that a plan takes
-(for heads of 64, seconds a site), and it is the same for every plan of one objective on one calibration.
+Exact grouping asks for the price of every group of some sizes at a site, which is most of the time that a plan takes,
+and the same for every plan of one objective on one calibration.
 """
 
 from __future__ import annotations
@@ -22,11 +22,8 @@ from search_spaces.site import Site
 
 
 class KeptPrices:
-    """The prices of one objective at one site by size of group, in a file that several processes add to.
-
-    Those of a size are kept all together, in the order of `itertools.combinations`: what was worked out in one batch
-    does not depend on what had been asked before.
-    """
+    """The prices of one objective at one site by size of group, all of a size in the order of `itertools.combinations`,
+    in a file that several processes add to."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -47,10 +44,7 @@ class KeptPrices:
 
 
 def prices_of_site(folder: str | Path, objective: str, knobs: Mapping[str, Any], site: Site, digest: str) -> KeptPrices:
-    """Where the prices of an objective at a site are kept; `digest` is that of the calibration, and so of the model.
-
-    The name holds all that an objective may price by, but for what only objectives of whole partitions look at.
-    """
+    """Where the prices of an objective at a site are kept; `digest` is that of the calibration, and so of the model."""
     record = {
         "objective": [objective, dict(knobs)],
         "site": [site.layer, site.by, site.units],

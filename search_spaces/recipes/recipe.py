@@ -21,7 +21,7 @@ from search_spaces.axes import (
     SHARING,
     SIMILARITY,
 )
-from search_spaces.recipes.rules import RULE_FIELDS, broken_rules, used
+from search_spaces.recipes.rules import broken_rules, used
 from search_spaces.site import SIDES
 
 AXES: dict[str, Axis] = {
@@ -41,7 +41,7 @@ class RecipeError(ValueError):
 
 @dataclass(frozen=True)
 class Recipe:
-    """One point of the joint space, but for the budget. Hashable, JSON, equal recipes have equal JSON.
+    """One point of the joint space, but for the KV ratio. Hashable.
 
     `objective` and `similarity` are None where the grouping does not use them. `together`: one grouping for keys and
     values, judged `by` the key side, the value side or both (ignored when apart). `settings`: knob values by
@@ -86,7 +86,7 @@ class Recipe:
                 f"there are {sorted(full) or 'none'}"
             )
         object.__setattr__(self, "settings", tuple(sorted(full.items())))
-        for reason in broken_rules({name: getattr(self, name) for name in RULE_FIELDS}):
+        for reason in broken_rules(vars(self)):
             raise RecipeError(f"recipe {self.name}: {reason}")
 
     def parts(self) -> dict[str, Part]:
@@ -98,6 +98,10 @@ class Recipe:
         """Settings of the part on `axis`, defaults included."""
         return {k.removeprefix(f"{axis}."): v for k, v in self.settings if k.startswith(f"{axis}.")}
 
+    def apply(self, axis: str, *arguments: Any) -> Any:
+        """What the part on `axis` makes of these arguments, with its settings."""
+        return AXES[axis].get(getattr(self, axis))(*arguments, **self.knobs(axis))
+
     @property
     def needs(self) -> frozenset[str]:
         """What the parts must be handed: of "statistics", "model", "sequences" and internal marks."""
@@ -108,14 +112,8 @@ class Recipe:
         """True if the grouping only makes groups of one size: its knob says so, or the part can do no other."""
         return "equal_groups" in GROUPING.get(self.grouping).needs or bool(self.knobs("grouping").get("equal_sizes"))
 
-    @property
-    def training(self) -> dict[str, Any]:
-        """What the recovery changes of a training's settings."""
-        return RECOVERY.get(self.recovery)(**self.knobs("recovery"))
-
-    # ---- JSON -------------------------------------------------------------------------------------------------
-
     def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, the same for equal recipes."""
         return {**asdict(self), "settings": dict(self.settings)}
 
     @classmethod
@@ -129,20 +127,6 @@ class Recipe:
         if not isinstance(settings, Mapping):
             raise RecipeError(f"recipe {record['name']}: settings must map 'axis.knob' to values, got {settings!r}")
         return cls(**{**record, "settings": tuple(sorted(settings.items()))})
-
-    def to_json(self) -> str:
-        """Canonical JSON."""
-        return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> Recipe:
-        try:
-            record = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise RecipeError(f"a recipe must be JSON: {error}") from None
-        if not isinstance(record, dict):
-            raise RecipeError(f"a recipe must be a JSON object, got {type(record).__name__}")
-        return cls.from_dict(record)
 
     @property
     def digest(self) -> str:

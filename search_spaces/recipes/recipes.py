@@ -12,6 +12,7 @@ from search_spaces.recipes.recipe import AXES, BY, Recipe, RecipeError
 
 __all__ = ["AXES", "BY", "RECIPES", "Recipe", "RecipeError", "recipe"]
 
+LEAST_SQUARES: dict[str, Any] = {"grouping": "exact", "objective": "least_squares", "fusion": "least_squares"}
 NAMED = (
     Recipe("gqa", source="Ainslie 2023, sec. 2: neighbours pooled by their mean"),
     Recipe("mqa", allocation="single", source="Shazeer 2019; Ainslie 2023: GQA with one group in every layer"),
@@ -57,33 +58,25 @@ NAMED = (
     ),
     Recipe(
         "dcformer",
-        grouping="exact",
-        objective="least_squares",
-        fusion="least_squares",
+        **LEAST_SQUARES,
         composition="dcmha",
         source="Xiao 2024 (paper 002), added to a converted model; from scratch: the verb train",
     ),
     Recipe(
         "least_squares",
-        grouping="exact",
-        objective="least_squares",
-        fusion="least_squares",
+        **LEAST_SQUARES,
         source="ours: exact grouping on the cost of least-squares fusion; in closed form, exports as plain GQA",
     ),
     Recipe(
         "headfold_gqa",
-        grouping="exact",
-        objective="least_squares",
-        fusion="least_squares",
+        **LEAST_SQUARES,
         refinement="fit_heal",
         source="ours: least_squares, then refined layer by layer; exports as plain GQA",
     ),
     Recipe(
         "headfold",
-        grouping="exact",
-        objective="least_squares",
+        **LEAST_SQUARES,
         allocation="knapsack",
-        fusion="least_squares",
         refinement="fit_heal",
         together=False,
         source="ours: keys and values apart, heads where their loss is measured to matter, refined layer by layer",

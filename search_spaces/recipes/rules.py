@@ -8,6 +8,7 @@ from typing import Any
 
 from search_spaces.axes import ALLOCATION, GROUPING, OBJECTIVE, SHARING, SIMILARITY
 
+Rule = tuple[tuple[str, ...], Callable[..., str | None]]
 FUSING = ("lagrangian", "hard_concrete")  # relaxations at whose end heads are fused
 
 
@@ -26,15 +27,6 @@ def used(axis: str, chosen: Mapping[str, Any]) -> bool:
     if axis == "similarity" and chosen["objective"] is not None:
         parts.append(OBJECTIVE.get(chosen["objective"]))
     return any(axis in part.needs for part in parts)
-
-
-def _aligned_for_nothing(fusion: str, alignment: str) -> str | None:
-    if fusion == "least_squares" and alignment != "none":
-        return (
-            f"alignment={alignment} is pointless before fusion=least_squares, which finds its own maps; "
-            "use alignment=none"
-        )
-    return None
 
 
 def _objective_unused(grouping: str, objective: str | None) -> str | None:
@@ -76,24 +68,24 @@ def _split_counts(together: bool, allocation: str) -> str | None:
     return None
 
 
-def _only_with(why: str, those: tuple[str, ...], choice: str, plain: str) -> Callable[[str, str], str | None]:
-    """A rule of two fields: a part of `those` goes only with `choice` = `plain`. `why` is a sentence for the user."""
+def _only_with(axis: str, parts: tuple[str, ...], why: str, choice: str, plain: str) -> Rule:
+    """These parts of an axis go only with `choice` = `plain`. `why`: what the message says of such a part."""
 
     def rule(part: str, chosen: str) -> str | None:
-        if part in those and chosen != plain:
-            return f"{why.format(part)}, so {choice} must be {plain}, got {choice}={chosen}"
+        if part in parts and chosen != plain:
+            return f"{axis}={part} {why}, so {choice} must be {plain}, got {choice}={chosen}"
         return None
 
-    return rule
+    return (axis, choice), rule
 
 
-def _shared_and(choice: str, plain: str) -> Callable[[str, str], str | None]:
-    those = tuple(name for name in SHARING.names() if name != "none")
-    return _only_with("sharing={} needs all heads as they are", those, choice, plain)
+def _shared_and(choice: str, plain: str) -> Rule:
+    shared = tuple(name for name in SHARING.names() if name != "none")
+    return _only_with("sharing", shared, "needs all heads as they are", choice, plain)
 
 
-def _fusing_and(choice: str, plain: str) -> Callable[[str, str], str | None]:
-    return _only_with("relaxation={} fuses heads itself", FUSING, choice, plain)
+def _fusing_and(choice: str, plain: str) -> Rule:
+    return _only_with("relaxation", FUSING, "fuses heads itself", choice, plain)
 
 
 def sharing_saves_no_cache(sharing: str, kv_ratio: float | Fraction) -> str | None:
@@ -114,12 +106,6 @@ def _drawn_together(sharing: str, relaxation: str) -> str | None:
     return None
 
 
-def _composition_trains(composition: str, recovery: str) -> str | None:
-    if composition != "none" and recovery != "full":
-        return f"composition={composition} has new weights to train; use recovery=full, got recovery={recovery}"
-    return None
-
-
 def nothing_to_fuse(relaxation: str, kv_ratio: float | Fraction) -> str | None:
     """Why a relaxation that fuses has nothing to do at the full cache, or None."""
     if relaxation in FUSING and kv_ratio == 1:
@@ -134,30 +120,26 @@ def keeps_everything(sharing: str, composition: str, kv_ratio: float | Fraction)
     return None
 
 
-RULES = (
+RULES: tuple[Rule, ...] = (
     (("relaxation", "kv_ratio"), nothing_to_fuse),
     (("sharing", "relaxation"), _drawn_together),
-    (("relaxation", "fusion"), _fusing_and("fusion", "mean")),
-    (("relaxation", "sharing"), _fusing_and("sharing", "none")),
-    (("relaxation", "refinement"), _fusing_and("refinement", "none")),
-    (("relaxation", "composition"), _fusing_and("composition", "none")),
-    (("sharing", "composition"), _shared_and("composition", "none")),
-    (("sharing", "recovery"), _shared_and("recovery", "full")),
-    (("composition", "recovery"), _composition_trains),
+    _fusing_and("fusion", "mean"),
+    _fusing_and("sharing", "none"),
+    _fusing_and("refinement", "none"),
+    _fusing_and("composition", "none"),
+    _shared_and("composition", "none"),
+    _shared_and("recovery", "full"),
+    _only_with("composition", ("dcmha",), "has new weights to train", "recovery", "full"),
     (("sharing", "kv_ratio"), sharing_saves_no_cache),
-    (("sharing", "fusion"), _shared_and("fusion", "mean")),
-    (("sharing", "alignment"), _shared_and("alignment", "none")),
-    (("sharing", "grouping"), _shared_and("grouping", "neighbour")),
-    (("sharing", "allocation"), _shared_and("allocation", "uniform")),
-    (("sharing", "refinement"), _shared_and("refinement", "none")),
-    (("fusion", "alignment"), _aligned_for_nothing),
+    _shared_and("fusion", "mean"),
+    _shared_and("alignment", "none"),
+    _shared_and("grouping", "neighbour"),
+    _shared_and("allocation", "uniform"),
+    _shared_and("refinement", "none"),
+    _only_with("fusion", ("least_squares",), "finds its own maps, to align is pointless", "alignment", "none"),
     (("grouping", "objective"), _objective_unused),
     (("grouping", "objective"), _not_additive),
     (("grouping", "objective", "similarity"), _similarity_unused),
     (("objective", "allocation"), _no_cost_for_allocation),
     (("together", "allocation"), _split_counts),
 )
-RULE_FIELDS = (
-    "grouping", "objective", "similarity", "allocation", "alignment", "fusion", "together", "sharing", "refinement",
-    "composition", "relaxation", "recovery",
-)  # fmt: skip

@@ -6,7 +6,6 @@ Legend: L layers, H heads (or MLP blocks) a layer, d head dim, D model dim, N sh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
@@ -20,14 +19,6 @@ from attention.plan import HeadShare, resolve_shares
 # Cosines that agree in so many decimals are ties, broken by lowest (layer, head): rounding must not decide.
 DECIMALS = 9
 CHUNK = 1 << 24  # numbers of the normalised Gram product held at once
-
-
-@dataclass(frozen=True)
-class Match:
-    """The best earlier head for one head, and how alike the two are (a cosine)."""
-
-    share: HeadShare
-    score: float
 
 
 def similarities(layers: Sequence[Sequence[Tensor]]) -> np.ndarray:
@@ -49,19 +40,19 @@ def similarities(layers: Sequence[Sequence[Tensor]]) -> np.ndarray:
     return (gram / norms[:, None] / norms).numpy()
 
 
-def best_matches(cosines: np.ndarray, num_heads: int) -> list[Match]:
+def best_matches(cosines: np.ndarray, num_heads: int) -> list[HeadShare]:
     """For every head of every layer but the first its best match among all earlier layers, best pairs first.
 
     `cosines` as from `similarities`. Ties go to the lowest (layer, head), among matches and in the order of pairs.
     """
     rounded = np.round(cosines, DECIMALS)
-    found = []
+    matches = []
     for index in range(num_heads, len(rounded)):
         layer, head = divmod(index, num_heads)
         earlier = rounded[index, : layer * num_heads]
         best = int(earlier.argmax())  # the first of equals
-        found.append(Match(HeadShare(layer, head, *divmod(best, num_heads)), float(earlier[best])))
-    return sorted(found, key=lambda match: (-match.score, match.share))
+        matches.append((-float(earlier[best]), HeadShare(layer, head, *divmod(best, num_heads))))
+    return [share for _, share in sorted(matches)]
 
 
 def share_count(alpha: float | Fraction, num_layers: int, num_heads: int) -> int:
@@ -85,7 +76,7 @@ def match_parts(layers: Sequence[Sequence[Tensor]], alpha: float | Fraction) -> 
     count = share_count(alpha, len(layers), heads)
     if not count:
         return ()
-    return resolve_shares(match.share for match in best_matches(similarities(layers), heads)[:count])
+    return resolve_shares(best_matches(similarities(layers), heads)[:count])
 
 
 def match_heads(heads: Sequence[LayerHeads], alpha: float | Fraction, sides: str = "qk") -> tuple[HeadShare, ...]:

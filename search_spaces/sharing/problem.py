@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 from attention.axes import Knob
 from attention.heads import LayerHeads
 from attention.modeling.mlp import MlpWeights
-from attention.plan import AttentionPlan, HeadShare
+from attention.plan import HeadShare
 from search_spaces.axes import SHARING
 from search_spaces.sharing.matching import match_blocks, match_heads
 
+Shares = dict[str, tuple[HeadShare, ...]]
+"""Shared heads and shared MLP blocks by field of a plan, each sorted and resolved to roots."""
 MATCHES = ("qk", "q", "k", "v", "qkv", "apart")
 
 
@@ -21,22 +23,6 @@ class SharingProblem:
 
     heads: Sequence[LayerHeads]
     mlps: Callable[[], Sequence[MlpWeights]]
-
-
-@dataclass(frozen=True)
-class Sharing:
-    """Shared heads and shared MLP blocks, each sorted and resolved to roots; fields are those of a plan."""
-
-    shares: tuple[HeadShare, ...] = ()
-    mlp_shares: tuple[HeadShare, ...] = ()
-    query_shares: tuple[HeadShare, ...] = ()
-    key_shares: tuple[HeadShare, ...] = ()
-    value_shares: tuple[HeadShare, ...] = ()
-    output_shares: tuple[HeadShare, ...] = ()
-
-    def on(self, plan: AttentionPlan) -> AttentionPlan:
-        """The plan with these shares."""
-        return replace(plan, **{f.name: getattr(self, f.name) for f in fields(self)})
 
 
 KNOBS = (
@@ -49,9 +35,9 @@ KNOBS = (
 
 
 @SHARING.part("none", source="the checkpoint as it is")
-def none(problem: SharingProblem) -> Sharing:
+def none(problem: SharingProblem) -> Shares:
     """Every layer owns its weights."""
-    return Sharing()
+    return {}
 
 
 # The plan is the same. "post" trains the heads towards each other first: a penalty pulls each pair together.
@@ -59,7 +45,7 @@ def none(problem: SharingProblem) -> Sharing:
 @SHARING.part("direct", source="Cao 2024 (paper 004), Eq. 3 and Alg. 1", knobs=KNOBS)
 def match(
     problem: SharingProblem, *, alpha: float = 0.3, mlp: bool = False, match: str = "qk", output: bool = False
-) -> Sharing:
+) -> Shares:
     """The best α·L·H matches of heads, and of MLP blocks if `mlp`.
 
     `match`: one of the six functions of the paper's ablation ("Head-wise Matching Functions"): W_q, W_k, W_v, each
@@ -68,7 +54,9 @@ def match(
     """
     blocks = match_blocks(problem.mlps(), problem.heads[0].num_heads, alpha) if mlp else ()
     if match == "apart":
-        q, k, v = (match_heads(problem.heads, alpha, side) for side in "qkv")
-        return Sharing((), blocks, q, k, v, v if output else ())
-    found = match_heads(problem.heads, alpha, match)
-    return Sharing(found, blocks, output_shares=found if output else ())
+        q, k, of_output = (match_heads(problem.heads, alpha, side) for side in "qkv")
+        shares = {"query_shares": q, "key_shares": k, "value_shares": of_output}
+    else:
+        of_output = match_heads(problem.heads, alpha, match)
+        shares = {"shares": of_output}
+    return shares | {"mlp_shares": blocks, "output_shares": of_output if output else ()}

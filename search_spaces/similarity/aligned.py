@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attention.axes import Knob
 from attention.calibration.moments import LayerStatistics
-from attention.conversion.alignment.grams import CRITERIA, head_gram, pair_similarity
+from attention.conversion.alignment.grams import CRITERION, head_gram, pair_similarity
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
 from search_spaces.axes import SIMILARITY
@@ -16,15 +15,7 @@ from search_spaces.similarity.projections import projection
 @SIMILARITY.part(
     "aligned",
     source="Jin 2024 (paper 001), sec. 3.3, Eq. 18, 19 and 22",
-    knobs=(
-        Knob(
-            "criterion",
-            "choice",
-            "dist: minus the distance of activations as they are; cos: mean cosine",
-            choices=CRITERIA,
-            searched=True,
-        ),
-    ),
+    knobs=(CRITERION,),
     needs=("statistics",),
 )
 def aligned(

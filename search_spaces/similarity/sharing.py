@@ -20,9 +20,9 @@ from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
 from attention.plan import AttentionPlan
 from search_spaces.similarity.projections import projection
+from search_spaces.site import SIDES
 
 TOKENS = 4096
-SIDES = ("key", "value")
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,9 @@ def pair_cosines(
 ) -> PairCosines:
     """Cosines of the pairs of lifted heads of a layer, on the first sampled sequences that hold `tokens` tokens.
 
-    Both come from one Gram matrix of unit vectors. Each pair has a map of its own, so `aligned` is what paper 001,
-    eq. 18 and 19 score pairs by; one map a head for a group of three or more reaches less. With a norm on the keys no
-    rotation leaves the model as it is, and theirs is then only what a rotation could do.
-    Raises ValueError without sampled inputs, or for a side that is neither "key" nor "value".
+    Each pair has a map of its own, so `aligned` is what paper 001, eq. 18 and 19 score pairs by; one map a head for a
+    group of three or more reaches less. With a norm on the keys theirs is only what a rotation could do. Raises
+    ValueError without sampled inputs, or for a side that is neither "key" nor "value".
     """
     inputs = statistics.inputs
     if inputs.dim() == 3 and len(inputs):

@@ -1,8 +1,7 @@
 """The joint space: every axis and every searched knob, read from their one declaration.
 
-A point is decided field by field, in a fixed order. `next` says which decision comes next given those made so far, so
-that a choice that would lead to an impossible combination, or to the same plan twice, is never offered. Any sampler
-that can draw one plain `Domain` at a time can drive it.
+A point is decided field by field, in a fixed order, and a choice that would lead to an impossible combination, or to
+the same plan twice, is never offered. Any sampler that can draw one plain `Domain` at a time can drive it.
 """
 
 from __future__ import annotations
@@ -200,14 +199,13 @@ class JointSpace:
         }
 
     def _knob_domains(self, full: Point) -> list[Domain]:
-        return [
-            Domain(_knob_name(name, full), name, knob.kind, knob.low, knob.high, knob.choices, knob.default)
-            for name, knob in sorted(self._knobs(full).items())
-            if knob.searched and name not in self.settings
-        ]
-
-    def _all_knobs(self) -> set[str]:
-        return {f"{axis.name}.{knob.name}" for axis in AXES.values() for part in axis for knob in part.knobs}
+        domains = []
+        for name, knob in sorted(self._knobs(full).items()):
+            if knob.searched and name not in self.settings:
+                # Knobs of one name on different parts of an axis are different domains: their ranges may differ.
+                label = f"{name}:{full[name.partition('.')[0]]}"
+                domains.append(Domain(label, name, knob.kind, knob.low, knob.high, knob.choices, knob.default))
+        return domains
 
     def _domain(self, name: str, allowed: Sequence[Any]) -> Domain:
         everything = [option for option in self._options[name] if option is not None]
@@ -221,19 +219,14 @@ class JointSpace:
             axis, _, knob = name.partition(".")
             owners = [k for part in AXES[axis] for k in part.knobs if k.name == knob] if axis in AXES else []
             if not owners:
-                near = get_close_matches(str(name), self._all_knobs(), n=3) or sorted(self._all_knobs())
+                known = sorted({f"{a.name}.{knob.name}" for a in AXES.values() for part in a for knob in part.knobs})
+                near = get_close_matches(str(name), known, n=3) or known
                 raise ValueError(f"settings: {str(name)[:100]!r} is no 'axis.knob'; there are e.g. {', '.join(near)}")
             for owner in owners:
                 try:
                     owner.check(value)
                 except ValueError as error:
                     raise ValueError(f"settings: {axis}.{error}") from None
-
-
-def _knob_name(name: str, full: Point) -> str:
-    """Knobs of one name on different parts of an axis are different domains: their ranges may differ."""
-    axis, _, knob = name.partition(".")
-    return f"{axis}.{knob}:{full[axis]}"
 
 
 def _twice_the_same(full: Point) -> list[str]:

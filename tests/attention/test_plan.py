@@ -8,17 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention.plan import (
-    AttentionPlan,
-    Composition,
-    HeadShare,
-    LayerPlan,
-    PlanError,
-    dense,
-    groups_of,
-    map_of,
-    resolve_shares,
-)
+from attention.plan import AttentionPlan, Composition, HeadShare, LayerPlan, PlanError, resolve_shares
+from attention.plan_parts import dense, groups_of, map_of
 
 
 @st.composite
@@ -41,7 +32,7 @@ def test_json_gives_the_same_plan_back(plan: AttentionPlan) -> None:
 def test_ratio_counts_kept_heads(plan: AttentionPlan) -> None:
     kept = sum(len(set(layer.key_map)) + len(set(layer.value_map)) for layer in plan.layers)
     assert plan.kv_heads == kept
-    assert plan.kv_fraction * 2 * plan.num_layers * plan.num_heads == kept
+    assert plan.kv_ratio == kept / (2 * plan.num_layers * plan.num_heads)
     assert plan.kv_bytes_per_token("float32") == kept * plan.head_dim * 4
 
 

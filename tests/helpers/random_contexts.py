@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from measured_contexts import MeasuredContext
 
 from attention.calibration.moments import Calibration, LayerStatistics
 from attention.geometry import HeadGeometry, RotaryLayout
@@ -44,7 +45,7 @@ def random_context(heads: int, stored: int, layers: int, *, dim: int = 3, width:
     calibration = Calibration(tuple(statistics), 12, "random")
     apart = normal(2, layers, heads, heads).abs().triu(1).double().numpy()
     distances = {side: matrix + matrix.swapaxes(1, 2) for side, matrix in zip(("key", "value"), apart, strict=True)}
-    return PlanningContext(geometry, lifted, calibration, measure=measure, fusion_distances=distances)
+    return MeasuredContext(geometry, lifted, calibration, measure=measure, fusion_distances=distances)
 
 
 def quick(recipe: Recipe, heads: int) -> Recipe:

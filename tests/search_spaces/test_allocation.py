@@ -128,7 +128,6 @@ def problem(heads: int, layers: int, ratio: float, admissible: list[int]) -> All
     return AllocationProblem(
         layers,
         heads,
-        heads,
         ratio,
         tuple(admissible),
         loss=lambda layer, side: float(losses[layer, ("key", "value").index(side)]),
@@ -200,7 +199,7 @@ def test_the_measured_best_of_the_finalists_is_taken() -> None:
         return {3: 2.7, 2: 2.5}[counts[0][0]]
 
     problem = AllocationProblem(
-        1, 4, 4, 0.5, (1, 2, 3), curve=lambda layer, side, counts: curves[side == "value"], final=final
+        1, 4, 0.5, (1, 2, 3), curve=lambda layer, side, counts: curves[side == "value"], final=final
     )
     part = ALLOCATION.get("knapsack")
     assert part(problem) == ((2, 2),)

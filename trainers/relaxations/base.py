@@ -25,7 +25,8 @@ from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.modeling.grouped import attach
 from attention.modeling.modeling import check_fits, plan_of
-from attention.plan import AttentionPlan, LayerPlan, PlanError, groups_of
+from attention.plan import AttentionPlan, LayerPlan, PlanError
+from attention.plan_parts import groups_of
 from trainers.loop import ParameterGroup
 
 RELAXATION = Axis("relaxation", "trainers.relaxations")

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from attention.axes import ALIGNMENT, Knob
 from attention.calibration.moments import LayerStatistics
-from attention.conversion.alignment.grams import CRITERIA, head_gram
+from attention.conversion.alignment.grams import CRITERION, head_gram
 from attention.conversion.alignment.rotations import rotation_from_cross
+from attention.conversion.fusion.pooled import check_lifted
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
 from attention.plan import LayerPlan
@@ -32,13 +33,7 @@ def unaligned(
     "procrustes",
     source="paper 001 (Align Attention Heads Before Merging Them), sec. 3.2 to 3.3, eq. 4 to 22, alg. 1",
     knobs=(
-        Knob(
-            "criterion",
-            "choice",
-            "dist: activations as they are; cos: unit length",
-            choices=CRITERIA,
-            searched=True,
-        ),
+        CRITERION,
         Knob("iterations", "int", "most rounds of generalised Procrustes", low=1, high=10_000),
     ),
     needs=("statistics",),
@@ -55,17 +50,12 @@ def align(
     """Align the keys of each key group and the values of each value group of lifted heads; an equivalent layer.
 
     Keys turn within their rotary pairs and queries turn with them; values turn freely and the output projection turns
-    back (paper 001, eq. 12 to 16); biases turn along. With a norm on queries or keys after the projection, keys cannot
-    turn without changing the model: only values are aligned then. A group of one stays as it is.
-    Raises ValueError without statistics or if the heads are not lifted.
+    back (paper 001, eq. 12 to 16). With a norm on queries or keys after the projection only values turn. A group of one
+    stays as it is. Raises ValueError without statistics or if the heads are not lifted.
     """
     if statistics is None:
         raise ValueError("alignment=procrustes needs a calibration; pass the layer's statistics")
-    if not heads.k.shape[0] == heads.v.shape[0] == heads.num_heads:
-        raise ValueError(
-            f"alignment takes lifted heads, one key and value head a query head ({heads.num_heads}), got "
-            f"{heads.k.shape[0]} and {heads.v.shape[0]}; use LayerHeads.expand"
-        )
+    check_lifted(heads, plan)
     if not geometry.qk_norm:
         gram = head_gram(heads, statistics, "key", criterion)
         heads = rotate_keys(heads, align_heads(gram, plan.key_groups, geometry.rotary, iterations=iterations))
@@ -113,22 +103,12 @@ def _agreement(gram: Tensor, rotations: Tensor) -> float:
     return torch.einsum("iab,ijbc,jac->", rotations, gram, rotations).item()
 
 
-def _turn(rotations: Tensor, rows: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    turned = (rotations @ rows.double()).to(rows.dtype)
-    return turned, None if bias is None else (rotations @ bias.double()[..., None])[..., 0].to(bias.dtype)
-
-
 def rotate_keys(heads: LayerHeads, rotations: Tensor) -> LayerHeads:
     """Turn key head h and query head h by `rotations[h]` `[d, d]`: q^T k is unchanged (paper 001, eq. 15 to 17)."""
-    rotations = rotations.to(heads.k.device)
-    k, k_bias = _turn(rotations, heads.k, heads.k_bias)
-    q, q_bias = _turn(rotations, heads.q, heads.q_bias)
-    return replace(heads, q=q, k=k, q_bias=q_bias, k_bias=k_bias)
+    return heads.mapped(q=rotations, k=rotations)
 
 
 def rotate_values(heads: LayerHeads, rotations: Tensor) -> LayerHeads:
     """Turn value head h by `rotations[h]` and its output columns back (paper 001, eq. 12 and 13)."""
-    rotations = rotations.to(heads.v.device)
-    v, v_bias = _turn(rotations, heads.v, heads.v_bias)
-    o = (heads.o.double() @ rotations.transpose(1, 2)).to(heads.o.dtype)
-    return replace(heads, v=v, o=o, v_bias=v_bias)
+    o = (heads.o.double() @ rotations.transpose(1, 2).to(heads.o.device)).to(heads.o.dtype)
+    return replace(heads.mapped(v=rotations), o=o)

@@ -1,7 +1,6 @@
 """Gram matrices of a layer's heads under either criterion, and the similarity of every pair after alignment.
 
-Legend: H heads, d head dim, N tokens. A Gram is `[H, H, d, d]` float64: mean over tokens of k_i k_j^T. All pairs come
-from this one matrix instead of H^2 passes over tokens.
+Legend: H heads, d head dim. A Gram is `[H, H, d, d]` float64: mean over tokens of k_i k_j^T.
 """
 
 from __future__ import annotations
@@ -9,20 +8,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attention.axes import Knob
 from attention.calibration.moments import LayerStatistics, augmented
 from attention.geometry import RotaryLayout
 from attention.heads import LayerHeads
+from attention.modeling.rotary import pair_products
 
 CRITERIA = ("dist", "cos")
+CRITERION = Knob(
+    "criterion", "choice", "dist: activations as they are; cos: unit length", choices=CRITERIA, searched=True
+)
 SIDES = ("key", "value")
 
 
 def head_gram(heads: LayerHeads, statistics: LayerStatistics, side: str, criterion: str = "dist") -> Tensor:
     """Gram of the key or value activations (keys before RoPE), `[H, H, d, d]` float64.
 
-    `dist` takes the activations as they are, over all calibration tokens; `cos` makes each token's vector one unit long
-    first (paper 001, eq. 7 and 8), which needs the tokens themselves: it uses the sampled inputs.
-    Raises ValueError for an unknown side or criterion, or if `cos` finds no sample.
+    `dist` takes the activations as they are, over all calibration tokens; `cos` makes each vector one unit long first
+    (paper 001, eq. 7 and 8), on the sampled inputs. Raises ValueError for an unknown side or criterion, or if `cos`
+    finds no sample.
     """
     if side not in SIDES:
         raise ValueError(f"side must be one of {SIDES}, got {side!r}")
@@ -45,11 +49,9 @@ def head_gram(heads: LayerHeads, statistics: LayerStatistics, side: str, criteri
 
 def _best_inner(gram: Tensor, layout: RotaryLayout) -> Tensor:
     """Greatest mean <P k_j, k_i> over admissible P, `[H, H]`: moduli of rotary pairs plus nuclear norm of free dims."""
-    first, second, free = list(layout.first), list(layout.second), torch.tensor(layout.free)
-    real = gram[..., first, first] + gram[..., second, second]
-    imaginary = gram[..., second, first] - gram[..., first, second]
-    inner = torch.hypot(real, imaginary).sum(-1)
-    if len(free):
+    inner = torch.hypot(*pair_products(gram, layout)).sum(-1)
+    if layout.free:
+        free = torch.tensor(layout.free)
         inner = inner + torch.linalg.svdvals(gram[..., free[:, None], free]).sum(-1)
     return inner
 

@@ -1,8 +1,7 @@
 """Coordinates in which the least-squares shared head of a group is what each member looks like.
 
-Orthogonal alignment leaves every head its size. Least-squares fusion (`attention.conversion.fusion.least_squares`)
-stretches too: member i reads the shared key k' as E_i^T k'. Here the same E_i are folded into the heads *before*
-anything is fused, so that the model stays what it was and training towards shared heads starts from there.
+In least-squares fusion (`attention.conversion.fusion.least_squares`) member i reads the shared key k' as E_i^T k'. Here
+the same E_i are folded into the heads *before* anything is fused: training towards shared heads starts from there.
 
 Legend: H heads, g members of a group, d head dim.
 """
@@ -21,6 +20,7 @@ from attention.conversion.fusion.least_squares import key_maps
 from attention.conversion.fusion.pooled import check_lifted
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
+from attention.modeling.rotary import pair_maps
 from attention.plan import LayerPlan
 
 FLOOR = Knob("floor", "float", "least stretch of a head over its greatest, so that maps can be undone", 1e-3, 1.0)
@@ -61,11 +61,8 @@ def fold(
     for group in plan.value_groups:
         if len(group) > 1:
             back[list(group)] = bounded(cost.fit(torch.tensor(group)).back.double(), free, floor)
-    q, q_bias = _apply(onto, heads.q, heads.q_bias)
-    k, k_bias = _apply(torch.linalg.inv(onto).mT, heads.k, heads.k_bias)
-    v, v_bias = _apply(torch.linalg.inv(back), heads.v, heads.v_bias)
     o = (heads.o.double() @ back.to(heads.o.device)).to(heads.o.dtype)
-    return replace(heads, q=q, k=k, v=v, o=o, q_bias=q_bias, k_bias=k_bias, v_bias=v_bias)
+    return replace(heads.mapped(q=onto, k=torch.linalg.inv(onto).mT, v=torch.linalg.inv(back)), o=o)
 
 
 def bounded(maps: Tensor, layout: RotaryLayout, floor: float) -> Tensor:
@@ -74,7 +71,6 @@ def bounded(maps: Tensor, layout: RotaryLayout, floor: float) -> Tensor:
     A rotary pair is a scaled rotation: its scale is raised. The free dims have singular values raised. Raises
     ValueError for maps that are zero.
     """
-    result = torch.zeros_like(maps)
     first, second, free = (torch.tensor(dims, dtype=torch.long) for dims in (layout.first, layout.second, layout.free))
     pairs = torch.complex(maps[:, first, first], maps[:, second, first])
     inner = maps[:, free[:, None], free]
@@ -83,14 +79,6 @@ def bounded(maps: Tensor, layout: RotaryLayout, floor: float) -> Tensor:
     if not bool((greatest > 0).all()):
         raise ValueError("a head's least-squares map is zero: its keys or values are silent in the calibration text")
     raised = torch.polar(pairs.abs().clamp(min=floor * greatest), pairs.angle())
-    result[:, first, first] = result[:, second, second] = raised.real
-    result[:, second, first], result[:, first, second] = raised.imag, -raised.imag
-    lifted = left @ torch.diag_embed(torch.maximum(stretch, floor * greatest)) @ right
-    result[:, free[:, None], free] = lifted
+    result = pair_maps(raised.real, raised.imag, layout)
+    result[:, free[:, None], free] = left @ torch.diag_embed(torch.maximum(stretch, floor * greatest)) @ right
     return result
-
-
-def _apply(maps: Tensor, rows: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    maps = maps.to(rows.device)
-    mapped = (maps @ rows.double()).to(rows.dtype)
-    return mapped, None if bias is None else (maps @ bias.double()[..., None])[..., 0].to(bias.dtype)

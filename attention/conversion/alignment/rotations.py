@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attention.geometry import RotaryLayout
+from attention.modeling.rotary import pair_maps, pair_products
 
 
 def _orthogonal(cross: Tensor) -> Tensor:
@@ -24,17 +25,12 @@ def rotation_from_cross(cross: Tensor, layout: RotaryLayout) -> Tensor:
     map of the free dims; without rotary embedding any orthogonal map (paper 001, eq. 6, 10 and 14).
     """
     cross = cross.double()
-    result = torch.zeros_like(cross)
-    first, second, free = list(layout.first), list(layout.second), list(layout.free)
-    if first:
-        # y = R(theta) x in the plane: theta = atan2(sum x1 y2 - x2 y1, sum x1 y1 + x2 y2); cross[a, b] is y_a x_b.
-        sine = cross[..., second, first] - cross[..., first, second]
-        cosine = cross[..., first, first] + cross[..., second, second]
-        angle = torch.atan2(sine, cosine)
-        result[..., first, first] = result[..., second, second] = angle.cos()
-        result[..., second, first], result[..., first, second] = angle.sin(), -angle.sin()
-    if free:
-        rows = torch.tensor(free)
+    # y = R(theta) x in the plane: theta = atan2(sum x1 y2 - x2 y1, sum x1 y1 + x2 y2); cross[a, b] is y_a x_b.
+    cosine, sine = pair_products(cross, layout)
+    angle = torch.atan2(sine, cosine)
+    result = pair_maps(angle.cos(), angle.sin(), layout)
+    if layout.free:
+        rows = torch.tensor(layout.free)
         result[..., rows[:, None], rows] = _orthogonal(cross[..., rows[:, None], rows])
     return result
 

@@ -1,7 +1,7 @@
 """What fusing a group by least squares costs, for any group of heads of a layer, without building the heads.
 
-Legend: H heads, g members, d head dim, f free dims, P rotary pairs. Costs are additive over the groups of a partition,
-zero for a group of one, and of one unit within a layer and side, as exact grouping needs. Grams are computed once.
+Legend: H heads, g members, d head dim, f free dims. Costs are additive over the groups of a partition, zero for a group
+of one, and of one unit within a layer and side, as exact grouping needs.
 """
 
 from __future__ import annotations
@@ -61,10 +61,6 @@ class _Cost:
             raise ValueError(f"members must be distinct heads of 0..{self.num_heads - 1}, got {tuple(members)}")
         return key
 
-    def effort(self, members: int) -> float:
-        """Multiply-adds of the cost of one group, nearly: those of its eigenvalue problems."""
-        raise NotImplementedError
-
     def _batch(self, groups: Tensor) -> Tensor:
         """Costs of groups of equal size, `[n, g]` -> `[n]`."""
         raise NotImplementedError
@@ -93,6 +89,7 @@ class KeyCost(_Cost):
         self.free_gram, self.free_moment = free_parts(heads, statistics, geometry)
 
     def effort(self, members: int) -> float:
+        """Multiply-adds of the cost of one group, nearly: those of its eigenvalue problems."""
         free = 0 if self.qk_norm else EIGEN * (members * len(self.layout.free)) ** 3
         return free + EIGEN * self.layout.dims / 2 * members**3
 
@@ -132,28 +129,23 @@ class KeyCost(_Cost):
 class ValueCost(_Cost):
     """Mean squared change of the attention output, head by head, summed over the members and output dims.
 
-    Exact for what `least_squares_fuse` builds with the same `sweeps`: each head under the covariance of what its own
-    attention weights let through. Without sweeps it is several times faster and a bound from above. Errors of
-    different heads are taken as uncorrelated. With an output bias the means cost nothing, since the bias takes up what
-    is constant.
+    Each head counts under the covariance of what its own attention weights let through. Exact for what
+    `least_squares_fuse` builds without sweeps, a bound from above with them. Errors of different heads are taken as
+    uncorrelated. With an output bias the means cost nothing, since the bias takes up what is constant.
     """
 
-    def __init__(
-        self, heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeometry | None = None, *, sweeps: int = 0
-    ) -> None:
+    def __init__(self, heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeometry | None = None) -> None:
         super().__init__(heads.num_heads)
-        self.sweeps, self.heads, self.statistics = sweeps, heads, statistics
-        self.metrics = output_metrics(heads)
+        self.heads, self.statistics = heads, statistics
+        o = heads.o.double()
+        self.metrics = o.transpose(1, 2) @ o  # [H, d, d]: how an error of a head counts in the layer's output
 
     def effort(self, members: int) -> float:
+        """As `KeyCost.effort`."""
         return (EIGEN + 1) * float(members * self.metrics.shape[-1]) ** 3
 
     def _batch(self, groups: Tensor) -> Tensor:
-        price = self._error_of_fit if self.sweeps else self._error
-        return torch.stack([price(group.to(self.metrics.device)) for group in groups])
-
-    def _error_of_fit(self, group: Tensor) -> Tensor:
-        return self.fit(group).errors.sum()
+        return torch.stack([self._error(group.to(self.metrics.device)) for group in groups])
 
     def _error(self, group: Tensor) -> Tensor:
         """The errors of `fit` without sweeps, without building it: in coordinates in which every metric is 1.
@@ -179,13 +171,13 @@ class ValueCost(_Cost):
     @cached_property
     def _weighted(self) -> Tensor:
         """R_i G_hij R_j^T `[H, H, H, d, d]` float32, where R^T R is a head's metric; made head by head."""
-        root, pooled = symmetric_root(self.metrics), self.statistics.is_pooled
+        root = symmetric_root(self.metrics)
         count, dim = self.metrics.shape[:2]
-        made = torch.empty(1 if pooled else count, count, count, dim, dim, device=root.device)
+        made = torch.empty(count, count, count, dim, dim, device=root.device)
         for head, weighted in enumerate(made):
             (gram,) = mixed_gram(self.heads, self.statistics, under=(head,))
             weighted.copy_(torch.einsum("iab,ijbc,jdc->ijad", root, gram, root))
-        return made.expand(count, *made.shape[1:])  # a pooled moment is that of every head
+        return made
 
     @cached_property
     def _energy(self) -> Tensor:
@@ -193,10 +185,10 @@ class ValueCost(_Cost):
         each = torch.arange(self.num_heads, device=self.metrics.device)
         return torch.einsum("haa->h", self._weighted[each, each, each].double())
 
-    def fit(self, group: Tensor) -> RealFit:
-        """The fit of one group, `[g]` head indices."""
+    def fit(self, group: Tensor, sweeps: int = 0) -> RealFit:
+        """The fit of one group, `[g]` head indices (see `fit_real`)."""
         own = mixed_gram(self.heads, self.statistics, group.tolist(), group.tolist())
-        return fit_real(own, self.metrics[group.to(self.metrics.device)], sweeps=self.sweeps)
+        return fit_real(own, self.metrics[group.to(self.metrics.device)], sweeps=sweeps)
 
 
 def free_parts(heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeometry) -> tuple[Tensor, Tensor]:
@@ -226,9 +218,3 @@ def mixed_gram(
     mean = mean if under is None else mean[list(under)]
     mean = mean if members is None else mean[:, list(members)]
     return gram - torch.einsum("hia,hjb->hijab", mean, mean)
-
-
-def output_metrics(heads: LayerHeads) -> Tensor:
-    """O_h^T O_h `[H, d, d]` float64: how an error of head h counts in the layer's output."""
-    o = heads.o.double()
-    return o.transpose(1, 2) @ o

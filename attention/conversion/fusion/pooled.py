@@ -25,7 +25,7 @@ def check_lifted(heads: LayerHeads, plan: LayerPlan) -> None:
     counts = (heads.num_heads, heads.k.shape[0], heads.v.shape[0])
     if counts != (plan.num_heads,) * 3:
         raise ValueError(
-            f"fusion takes lifted heads, {plan.num_heads} queries, keys and values as in the plan, got {counts}; "
+            f"expected lifted heads, {plan.num_heads} queries, keys and values as in the plan, got {counts}; "
             "use LayerHeads.expand"
         )
 

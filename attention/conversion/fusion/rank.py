@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attention.geometry import RotaryLayout
+from attention.modeling.rotary import pair_products
 
 # Relative size of an eigenvalue below which a direction counts as absent: moments are sums of float32 products.
 CUTOFF = 1e-10
@@ -154,10 +155,7 @@ def _size_factor(flat: Tensor, basis: Tensor) -> Tensor:
 
 def complex_gram(gram: Tensor, layout: RotaryLayout) -> Tensor:
     """Real Gram `[H, H, d, d]` -> `[P, H, H]` complex: mean of z_i conj(z_j), where z = y_first + i y_second."""
-    first, second = list(layout.first), list(layout.second)
-    real = gram[..., first, first] + gram[..., second, second]
-    imaginary = gram[..., second, first] - gram[..., first, second]
-    return torch.complex(real, imaginary).permute(2, 0, 1)
+    return torch.complex(*pair_products(gram, layout)).permute(2, 0, 1)
 
 
 def pair_energy(moment: Tensor, layout: RotaryLayout) -> Tensor:
@@ -197,13 +195,3 @@ def complex_error(gram: Tensor, energy: Tensor) -> Tensor:
     weight = energy.clamp_min(0).sqrt()
     values = torch.linalg.eigvalsh(weight[..., :, None] * gram * weight[..., None, :])
     return values[..., :-1].clamp_min(0).sum((-1, -2)) / 2
-
-
-def as_real(numbers: Tensor, layout: RotaryLayout) -> Tensor:
-    """Multiplication by complex numbers as real matrices: `[P, g]` -> `[g, d, d]`, zero in the free dims."""
-    first, second = list(layout.first), list(layout.second)
-    dim = layout.head_dim
-    result = torch.zeros(numbers.shape[1], dim, dim, dtype=numbers.real.dtype, device=numbers.device)
-    result[:, first, first] = result[:, second, second] = numbers.real.T
-    result[:, second, first], result[:, first, second] = numbers.imag.T, -numbers.imag.T
-    return result

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from attention.axes import Knob
 from attention.conversion.refinement.capture import Record, held_out, recorded
-from attention.conversion.refinement.refine import REFINEMENT, LayerFit, RefinementReport
+from attention.conversion.refinement.refine import REFINEMENT, LayerFit
 from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.modeling.modeling import plan_of
@@ -123,8 +123,7 @@ def heal(
     ridge: float = 1e-3,
     carry: float = 1.0,
     batch_size: int = 8,
-) -> RefinementReport:
+) -> tuple[LayerFit, ...]:
     """Refit every layer's output projection, from the first layer to the last."""
     models, layers = (original, converted), range(geometry_of(converted.config).num_layers)
-    fits = (heal_layer(models, sequences, i, first + i, ridge, carry, batch_size) for i in layers)
-    return RefinementReport(tuple(fits))
+    return tuple(heal_layer(models, sequences, i, first + i, ridge, carry, batch_size) for i in layers)

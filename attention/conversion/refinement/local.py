@@ -1,8 +1,7 @@
 """Local fit: each converted attention layer is trained alone towards the original layer's output.
 
-No language-model loss and no backward pass through the model: the inputs are those of the *original* model at that
-layer, so layers do not depend on each other. Small batches and many steps: for the same time they end lower than few
-steps on all tokens.
+The inputs are those of the *original* model at that layer, so layers do not depend on each other. For the same time
+small batches and many steps end lower than few steps on all tokens.
 
 Legend: N sequences, T tokens, D model dim, B sequences a step.
 """
@@ -23,7 +22,7 @@ from attention.axes import Knob
 from attention.conversion.refinement.capture import Record, held_out, recorded
 from attention.conversion.refinement.healing import HEAL_KNOBS, heal
 from attention.conversion.refinement.parallel import ONE_AT_A_TIME, each_layer
-from attention.conversion.refinement.refine import REFINEMENT, LayerFit, RefinementReport
+from attention.conversion.refinement.refine import REFINEMENT, LayerFit
 from attention.families import family_of
 from attention.modeling.modeling import plan_of
 from attention.modeling.running import entered_by, entering
@@ -105,17 +104,14 @@ def _rates(module: nn.Module) -> dict[nn.Parameter, float]:
     A matrix of F inputs: its root mean square over the root of F. A bias goes with its matrix; a norm's weight, which
     has none, with the mean of the matrices.
     """
-    matrices = {p: float(p.detach().square().mean().sqrt()) / math.sqrt(p[0].numel()) for p in _matrices(module)}
+    sizes = ((p, float(p.detach().square().mean().sqrt())) for p in module.parameters() if p.dim() > 1)
+    matrices = {p: size / math.sqrt(p[0].numel()) for p, size in sizes}
     mean = sum(matrices.values()) / len(matrices)
     rates: dict[nn.Parameter, float] = {}
     for part in module.modules():
         beside = [matrices[p] for p in part.parameters(recurse=False) if p in matrices]
         rates |= {p: matrices.get(p, (beside or [mean])[0]) for p in part.parameters(recurse=False)}
     return rates
-
-
-def _matrices(module: nn.Module) -> list[nn.Parameter]:
-    return [p for p in module.parameters() if p.dim() > 1]
 
 
 def _batches(count: int, batch: int, steps: int, generator: torch.Generator) -> Iterator[Tensor]:
@@ -189,12 +185,9 @@ def fit_layer(
     rate: float,
     batch: int,
 ) -> LayerFit:
-    """Train one attention layer of the second of `models` (original, converted) in place, if that helps on held-out
-    sequences.
-
-    `number`: of the layer in its checkpoint, by which it is seeded. Works on a float32 copy of the layer whatever the
-    dtype of the model. Raises ValueError for a model with shared heads, whose weights serve other layers as well.
-    """
+    """Train one attention layer of the second of `models` (original, converted), in float32, and put it in place if
+    that helps on held-out sequences. `number`: of the layer in its checkpoint, by which it is seeded. Raises ValueError
+    for a model with shared heads, whose weights serve other layers as well."""
     original, converted = models
     if shares := plan_of(converted).head_shares:
         raise ValueError(
@@ -232,7 +225,7 @@ def fit_heal(
     fit_batch: int = FIT_BATCH,
     fit_tokens: int = FIT_TOKENS,
     **knobs: Any,
-) -> RefinementReport:
+) -> tuple[LayerFit, ...]:
     """Local fit of every layer, small ones side by side, then heal from the first layer to the last."""
     models, used = (original, converted), sequences[: max(2, fit_tokens // sequences.shape[1])]
     modules = family_of(converted.config).attention_modules(converted)
@@ -242,4 +235,4 @@ def fit_heal(
         return fit_layer(models, used, layer, first + layer, fit_steps, fit_rate, fit_batch)
 
     fits = each_layer(len(modules), fit, largest, converted.device)
-    return RefinementReport((*fits, *heal(original, converted, sequences, first=first, **knobs).fits))
+    return (*fits, *heal(original, converted, sequences, first=first, **knobs))

@@ -26,13 +26,6 @@ class LayerFit:
         return self.after < self.before
 
 
-@dataclass(frozen=True)
-class RefinementReport:
-    """One entry a layer and step, in the order in which they ran."""
-
-    fits: tuple[LayerFit, ...] = ()
-
-
 def refine(
     name: str,
     original: PreTrainedModel,
@@ -41,13 +34,12 @@ def refine(
     settings: Mapping[str, Any] | None = None,
     *,
     first: int = 0,
-) -> RefinementReport:
-    """Run the refinement `name` on `converted` in place. `sequences` `[N, T]` are calibration tokens.
+) -> tuple[LayerFit, ...]:
+    """Run the refinement `name` on `converted` in place: one entry a layer and step, in the order in which they ran.
 
-    `first`: the number in its checkpoint of the models' first layer, where they are a window of a larger model; layers
-    are seeded and reported by their numbers there.
-
-    Raises ValueError for an unknown name or setting, or if the part needs sequences and there are fewer than two.
+    `sequences` `[N, T]` are calibration tokens. `first`: the number in its checkpoint of the models' first layer, where
+    they are a window of a larger model; layers are seeded and reported by their numbers there. Raises ValueError for an
+    unknown name or setting, or if the part needs sequences and there are fewer than two.
     """
     part = REFINEMENT.get(name)
     knobs = part.settings(settings)
@@ -60,6 +52,6 @@ def refine(
 @REFINEMENT.part("none", source="-")
 def keep(
     original: PreTrainedModel, converted: PreTrainedModel, sequences: Tensor | None, *, first: int = 0
-) -> RefinementReport:
+) -> tuple[LayerFit, ...]:
     """The closed-form conversion as it is."""
-    return RefinementReport()
+    return ()

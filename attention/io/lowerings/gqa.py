@@ -1,8 +1,8 @@
 """Stock GQA: one KV head count in all layers, equal groups, loadable by any server of the family.
 
-Every plan without composition has such a form. Uniform plans only permute their heads. Others are padded: a KV head
-for each distinct (key, value) pair, zero query heads to even out groups, zero KV heads to even out layers. Padding is
-exact (a zero query head feeds zero columns of the output projection); what it costs in cache is reported.
+Uniform plans only permute their heads. Others are padded: a KV head for each distinct (key, value) pair, zero query
+heads to even out groups, zero KV heads to even out layers. A zero query head feeds zero columns of the output
+projection, so padding is exact.
 
 Legend: H query heads, P KV heads and m query heads a KV head of the stock model (so P·m query heads).
 """
@@ -21,7 +21,7 @@ from attention.heads import LayerHeads
 from attention.io import checkpoint
 from attention.io.export import TARGETS, Lowered
 from attention.io.stock_form import pairs_of, stock_shape
-from attention.modeling.modeling import plan_of
+from attention.modeling.modeling import family_fields, plan_of
 from attention.plan import AttentionPlan, LayerPlan
 
 
@@ -60,10 +60,7 @@ def _stock_model(model: PreTrainedModel, heads: int, kv_heads: int) -> PreTraine
     config = family.plain_config(model.config, kv_heads)
     if config is None or family.plain_config(model.config, 1) is None:
         raise ValueError(f"the {family.name} family has no stock GQA form")
-    fields = config.to_dict()
-    for key in ("model_type", "architectures", "attention_plan"):
-        fields.pop(key, None)
-    fields |= {"num_attention_heads": heads, "head_dim": geometry_of(model.config).head_dim}
+    fields = family_fields(config) | {"num_attention_heads": heads, "head_dim": geometry_of(model.config).head_dim}
     if family.name != "llama" or config.hidden_size % heads == 0:
         return family.model_class._from_config(family.config_class(**fields), dtype=model.dtype)
     if fields.pop("attention_bias", False) or fields.pop("mlp_bias", False):

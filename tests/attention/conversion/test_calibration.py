@@ -109,21 +109,6 @@ def test_grams_of_heads_follow_from_the_moments(tiny_model: Tiny, tiny_tokens: T
         torch.testing.assert_close(statistics.mixed_value_mean(heads)[head], mixed.mean(1), **close)
 
 
-def test_pooled_moments_are_the_mean_and_stay_one_matrix(tiny_model: Tiny, tiny_tokens: Tensor, tmp_path: Path) -> None:
-    model = tiny_model("qwen2")
-    each = calibrate(model, tiny_tokens, progress=silent)
-    pooled = calibrate(model, tiny_tokens, mixed="pooled", progress=silent)
-    pooled.save(tmp_path / "c")
-    for one, other in zip(each.layers, Calibration.load(tmp_path / "c").layers, strict=True):
-        assert other.is_pooled and not one.is_pooled
-        wanted = one.mixed_moment.mean(0).expand_as(one.mixed_moment)
-        torch.testing.assert_close(other.mixed_moment, wanted, rtol=1e-5, atol=1e-6)
-        heads = lifted(model)[0]
-        torch.testing.assert_close(
-            other.mixed_value_gram(heads)[2], one.mixed_value_gram(heads).mean(0), rtol=1e-4, atol=1e-5
-        )
-
-
 def test_a_converted_model_is_seen_as_its_expanded_form(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     model = tiny_model("llama")
     plan = AttentionPlan((LayerPlan((0, 1, 0, 1), (0, 1, 2, 0)), LayerPlan((0, 0, 0, 1), (0, 0, 1, 1))), 8)
@@ -171,13 +156,12 @@ def test_the_model_is_left_as_it_was(tiny_model: Tiny, tiny_tokens: Tensor, monk
 def test_memory_is_what_the_docstring_says(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     model = tiny_model("llama")
     geometry = geometry_of(model.config)
-    for mixed in ("head", "pooled"):
-        result = calibrate(model, tiny_tokens, sample_tokens=96, mixed=mixed, progress=silent)
-        held = sum(t.untyped_storage().nbytes() for layer in result.layers for t in tensors(layer).values())
-        wide = (geometry.hidden_size + 1) ** 2
-        moments = 8 * wide + 4 * wide * (geometry.num_heads if mixed == "head" else 1)
-        queries, inputs = 8 * geometry.num_heads * geometry.head_dim**2, 4 * geometry.hidden_size * 96
-        assert held == geometry.num_layers * (moments + queries + inputs)
+    result = calibrate(model, tiny_tokens, sample_tokens=96, progress=silent)
+    held = sum(t.untyped_storage().nbytes() for layer in result.layers for t in tensors(layer).values())
+    wide = (geometry.hidden_size + 1) ** 2
+    moments = 8 * wide + 4 * wide * geometry.num_heads
+    queries, inputs = 8 * geometry.num_heads * geometry.head_dim**2, 4 * geometry.hidden_size * 96
+    assert held == geometry.num_layers * (moments + queries + inputs)
 
 
 def test_progress_counts_sequences(tiny_model: Tiny, tiny_tokens: Tensor, capsys: pytest.CaptureFixture[str]) -> None:
@@ -255,7 +239,6 @@ def test_the_digest_names_weights_tokens_and_settings(tiny_model: Tiny, tiny_tok
         calibration_digest(model, tiny_tokens.flip(0), 100),
         calibration_digest(model, tiny_tokens.view(6, 48), 100),
         calibration_digest(model, tiny_tokens, 200),
-        calibration_digest(model, tiny_tokens, 100, "pooled"),
         *(calibration_digest(m, tiny_tokens, 100) for m in windowed),
     ]
     assert len(set(digests)) == len(digests)
@@ -317,8 +300,6 @@ def test_settings_that_do_not_fit_are_refused(tiny_model: Tiny, tiny_tokens: Ten
     model = tiny_model("llama")
     with pytest.raises(ValueError, match="sample_tokens must be 0 or hold a sequence of 24 tokens, got 23"):
         calibrate(model, tiny_tokens, sample_tokens=23, progress=silent)
-    with pytest.raises(ValueError, match="mixed must be one of"):
-        calibrate(model, tiny_tokens, mixed="both", progress=silent)
     assert calibrate(model, tiny_tokens, sample_tokens=0, progress=silent).layers[0].inputs.numel() == 0
 
 

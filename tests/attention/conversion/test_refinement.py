@@ -47,8 +47,8 @@ def test_every_family_comes_closer(family: str, tiny_model: Tiny, tokens: Tensor
     original, converted = pair(tiny_model, tokens, family)
     before, untouched = weights(converted), weights(original)
     report = refine("fit_heal", original, converted, tokens, QUICK)
-    assert [(fit.step, fit.layer) for fit in report.fits] == [("fit", 0), ("fit", 1), ("heal", 0), ("heal", 1)]
-    assert all(fit.after < 0.97 * fit.before for fit in report.fits if fit.step == "fit")
+    assert [(fit.step, fit.layer) for fit in report] == [("fit", 0), ("fit", 1), ("heal", 0), ("heal", 1)]
+    assert all(fit.after < 0.97 * fit.before for fit in report if fit.step == "fit")
     assert not any(p.requires_grad or p.grad is not None for p in converted.parameters())
     after = weights(converted)
     own = set(family_of(converted.config).attention_modules(converted))
@@ -75,11 +75,11 @@ def test_nothing_is_kept_that_does_not_help(name: str, tiny_model: Tiny, tokens:
     before = weights(converted)
     knobs = {"fit_steps": 8, "fit_rate": 100.0} if name == "fit_heal" else {}
     report = refine(name, original, converted, tokens, knobs)
-    assert all(fit.after <= max(fit.before, 1e-10) for fit in report.fits)
+    assert all(fit.after <= max(fit.before, 1e-10) for fit in report)
     with torch.no_grad():
         assert (original(tokens).logits - converted(tokens).logits).abs().max() < 1e-3
     if name == "fit_heal":
-        assert not any(fit.kept for fit in report.fits if fit.step == "fit")
+        assert not any(fit.kept for fit in report if fit.step == "fit")
         assert all(torch.equal(converted.state_dict()[key], t) for key, t in before.items() if "q_proj" in key)
 
 
@@ -95,14 +95,14 @@ def test_a_fit_falls_back_to_the_best_state_it_met(tiny_model: Tiny, tokens: Ten
 def test_steps_that_are_too_large_are_made_smaller(tiny_model: Tiny, tokens: Tensor) -> None:
     original, converted = pair(tiny_model, tokens, "llama")
     report = refine("fit_heal", original, converted, tokens, {**QUICK, "fit_rate": 4.0})
-    assert all(fit.kept for fit in report.fits if fit.step == "fit")
+    assert all(fit.kept for fit in report if fit.step == "fit")
 
 
 def test_a_half_precision_model_is_fitted_in_single_precision(tiny_model: Tiny, tokens: Tensor) -> None:
     original, converted = pair(tiny_model, tokens, "llama", dtype=torch.bfloat16)
     report = refine("fit_heal", original, converted, tokens, QUICK)
     assert {p.dtype for p in converted.parameters()} == {torch.bfloat16}
-    assert all(fit.after < 0.97 * fit.before for fit in report.fits if fit.step == "fit")
+    assert all(fit.after < 0.97 * fit.before for fit in report if fit.step == "fit")
 
 
 def test_the_task_holds_what_the_layer_sees_and_gives(tiny_model: Tiny, tokens: Tensor) -> None:
@@ -143,7 +143,7 @@ def test_layers_side_by_side_are_those_one_after_the_other(tiny_model: Tiny, tok
         assert torch.get_num_threads() == 2, "as it was"
     finally:
         torch.set_num_threads(threads)
-    assert [(f.step, f.layer) for f in beside.fits] == [(f.step, f.layer) for f in alone.fits]
+    assert [(f.step, f.layer) for f in beside] == [(f.step, f.layer) for f in alone]
     for name, tensor in weights(one).items():
         torch.testing.assert_close(weights(other)[name], tensor, atol=1e-5, rtol=1e-4)
 

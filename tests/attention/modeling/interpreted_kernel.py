@@ -12,7 +12,8 @@ import torch
 from attention.modeling import kernels
 from attention.modeling.kernels import Tables, difference
 from attention.modeling.kernels.flash_decode import split_sizes
-from attention.plan import LayerPlan, dense
+from attention.plan import LayerPlan
+from attention.plan_parts import dense
 
 PLANS = {
     "mha": LayerPlan.identity(4),

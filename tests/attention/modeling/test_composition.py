@@ -196,7 +196,7 @@ def test_initialisation_is_the_papers() -> None:
 @every_variant
 def test_identity_start_is_exact(settings: Composition) -> None:
     compose = Compose(H, D, settings)
-    compose.reset(identity=True, generator=seeded())
+    reset(compose, identity=True, generator=seeded())
     scores, x = torch.randn(B, H, T, T, generator=seeded()), torch.randn(B, T, D)
     assert torch.equal(compose(scores, x, compose.key_weights(x)), scores)
 
@@ -204,7 +204,7 @@ def test_identity_start_is_exact(settings: Composition) -> None:
 def test_identity_start_can_learn() -> None:
     """With all of W_2 zero the low-rank branch would have no gradient, ever. It has one, and so have the gates."""
     compose = Compose(H, D, Composition())
-    compose.reset(identity=True, generator=seeded())
+    reset(compose, identity=True, generator=seeded())
     scores, x = torch.randn(B, H, T, T, generator=seeded()), torch.randn(B, T, D, generator=seeded(1))
     compose(scores, x, compose.key_weights(x)).square().sum().backward()
     for side in (compose.query, compose.key):

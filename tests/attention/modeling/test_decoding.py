@@ -16,7 +16,8 @@ from attention.modeling import decoding
 from attention.modeling.decoding import HeadMaps, decode, decode_by_group, decode_padded
 from attention.modeling.grouped import cache_bytes, expand
 from attention.modeling.growing_cache import ROOM, GrowingLayer
-from attention.plan import AttentionPlan, LayerPlan, dense
+from attention.plan import AttentionPlan, LayerPlan
+from attention.plan_parts import dense
 
 DECOUPLED = AttentionPlan((LayerPlan((0, 1, 0, 2), (0, 0, 0, 0)), LayerPlan((0, 0, 0, 1), (0, 1, 2, 3))), 8)
 WAYS = [decode, decode_by_group, decode_padded]

@@ -12,7 +12,8 @@ from attention.families import families
 from attention.heads import LayerHeads
 from attention.modeling.decoding import HeadMaps, Slots, decode
 from attention.modeling.grouped import cache_bytes
-from attention.plan import AttentionPlan, LayerPlan, dense
+from attention.plan import AttentionPlan, LayerPlan
+from attention.plan_parts import dense
 
 PLANS = {
     "uniform": ((LayerPlan((0, 1, 1, 0), (0, 1, 1, 0)),) * 2),

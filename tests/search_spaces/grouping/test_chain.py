@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from measured_contexts import MeasuredContext
 from transformers import LlamaConfig
 
 from attention.families import geometry_of
@@ -20,7 +21,7 @@ from search_spaces.grouping.chain import Chain, searched_sites
 from search_spaces.grouping.steps import Walk
 from search_spaces.grouping.walk import asym_walk
 from search_spaces.partitions import Partition
-from search_spaces.planning.planning import PlanningContext, make_plan
+from search_spaces.planning.planning import make_plan
 from search_spaces.recipes.recipes import recipe
 from search_spaces.site import SIDES
 
@@ -176,7 +177,7 @@ def test_a_chain_decides_as_make_plan_does() -> None:
     walk = recipe("asymgqa", objective="model", similarity="weight", settings={"grouping.iterations": 7})
     weights = [torch.zeros(8, 4, 32) for _ in range(3)]
     heads = [LayerHeads(w, w, w, torch.zeros(8, 32, 4)) for w in weights]
-    context = PlanningContext(geometry, heads, measure=lambda recipe, plan: -score_of(plan))
+    context = MeasuredContext(geometry, heads, measure=lambda recipe, plan: -score_of(plan))
     knobs = tuple(sorted(walk.knobs("similarity").items()))
     context._similarities.update({("weight", knobs, *site): matrix for site, matrix in near.items()})
     for seed in range(3):

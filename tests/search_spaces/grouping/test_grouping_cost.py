@@ -17,12 +17,13 @@ from attention.conversion.conversion import lift
 from attention.conversion.fusion.costs import KeyCost, ValueCost
 from attention.families import geometry_of
 from attention.heads import LayerHeads
+from search_spaces.axes import GROUPING
 from search_spaces.costs import GroupCost, PairCost
 from search_spaces.grouping import subsets
 from search_spaces.grouping.anneal import anneal, anneal_restarts
 from search_spaces.grouping.exact import AFFORDABLE, exact
-from search_spaces.grouping.merge import merge_and_improve
-from search_spaces.grouping.merge_anneal import merge_and_anneal
+from search_spaces.grouping.merge import merge
+from search_spaces.grouping.merge_anneal import merge_anneal
 from search_spaces.grouping.problem import GroupingProblem
 from search_spaces.grouping.subsets import exact_partition
 from search_spaces.partitions import canonical, random_partition
@@ -158,12 +159,12 @@ def test_pair_cost_shortcuts_agree_with_the_plain_sum(heads: int, seed: int) -> 
     assert pairs.swap_change(*partition, a, b) == pytest.approx(plain.swap_change(*partition, a, b), abs=1e-9)
 
 
-@pytest.mark.parametrize("method", [anneal, anneal_restarts])
-def test_swapping_methods_keep_sizes_and_report_their_cost(method) -> None:
+@pytest.mark.parametrize("method", ["anneal", "anneal_restarts"])
+def test_swapping_methods_keep_sizes_and_report_their_cost(method: str) -> None:
     rng = np.random.default_rng(0)
     for heads, groups in ((8, 2), (12, 4), (7, 3), (5, 1), (6, 6)):
         cost = random_cost(heads, heads)
-        found = method(cost, heads, groups, generator=rng)
+        found = GROUPING.get(method)(GroupingProblem(heads, groups, objective=cost), rng, equal_sizes=False)
         assert sorted(h for g in found.partition for h in g) == list(range(heads))
         assert sorted(len(g) for g in found.partition)[-1] - sorted(len(g) for g in found.partition)[0] <= 1
         assert found.score == pytest.approx(cost.score(found.partition))
@@ -197,16 +198,17 @@ def test_gap_to_exact_at_twelve_heads(seed: int) -> None:
     best = exact_partition(distance, 12, equal_sizes=True, groups=[4])[4]
     free = exact_partition(distance, 12, groups=[4])[4]
     assert best.score is not None and free.score is not None and free.score >= best.score - 1e-9
+    problem = GroupingProblem(12, 4, objective=PairCost(distance))
     found = {
-        "restarts": anneal_restarts(distance, 12, 4, generator=rng),
-        "merge": merge_and_improve(distance, 12, 4, equal_sizes=True),
+        "restarts": anneal_restarts(problem, rng),
+        "merge": merge(problem, rng),
     }
     for grouping in found.values():
         assert grouping.score is not None and grouping.score <= best.score + 1e-9
         assert {len(g) for g in grouping.partition} == {3}
     assert found["restarts"].score == pytest.approx(best.score)
     assert found["merge"].score >= 1.05 * best.score  # type: ignore[operator]
-    unequal = merge_and_improve(distance, 12, 4)
+    unequal = merge(problem, rng, equal_sizes=False)
     assert free.score >= unequal.score - 1e-9 >= 1.25 * free.score - 1e-9  # type: ignore[operator]
 
 
@@ -239,7 +241,8 @@ def test_annealing_is_within_one_percent_of_exact_at_twelve_heads(
         cost = GroupCost(twelve(demo_context, 1, kind).cost)
     exact = exact_partition(cost, 12, equal_sizes=equal_sizes, groups=[3, 4, 6])
     for groups, best in exact.items():
-        found = merge_and_anneal(cost, 12, groups, generator=rng, equal_sizes=equal_sizes, steps=10_000)
+        problem = GroupingProblem(12, groups, objective=cost)
+        found = merge_anneal(problem, rng, equal_sizes=equal_sizes, steps=10_000)
         assert best.score is not None and found.score is not None
         assert best.score + 1e-9 >= found.score >= 1.01 * best.score, (kind, groups)
 
@@ -249,7 +252,7 @@ def test_what_was_priced_before_changes_no_annealing() -> None:
     similarity = np.random.default_rng(30).normal(size=(30, 30))
     used = PairCost.from_similarity(similarity + similarity.T)
     found = [
-        merge_and_anneal(cost, 30, 6, generator=np.random.default_rng(7), equal_sizes=True)
+        merge_anneal(GroupingProblem(30, 6, objective=cost), np.random.default_rng(7))
         for cost in (used, used, PairCost(used.pairs))
     ]
     assert found[0] == found[1] == found[2]
@@ -266,11 +269,12 @@ def test_thirty_two_heads_beat_merging_and_neighbours(kind: str, equal_sizes: bo
     rng = np.random.default_rng(0)
     made = {"key": KeyCost, "value": ValueCost}
     cost = GroupCost(made[kind](heads, statistics, geometry).cost) if kind in made else clustered(32, rng)
-    found = merge_and_anneal(cost, 32, 8, generator=rng, equal_sizes=equal_sizes)
+    problem = GroupingProblem(32, 8, objective=cost)
+    found = merge_anneal(problem, rng, equal_sizes=equal_sizes)
     assert len(found.partition) == 8
     neighbours = canonical([range(4 * g, 4 * g + 4) for g in range(8)])
     assert found.score is not None and found.score > cost.score(neighbours)
-    assert found.score >= merge_and_improve(cost, 32, 8, equal_sizes=equal_sizes).score  # type: ignore[operator]
+    assert found.score >= merge(problem, rng, equal_sizes=equal_sizes).score  # type: ignore[operator]
 
 
 def clustered(heads: int, rng: np.random.Generator) -> PairCost:
@@ -286,7 +290,8 @@ def test_merging_meets_any_count(data: st.DataObject) -> None:
     counts = [g for g in range(1, heads + 1) if not equal or heads % g == 0]
     groups = data.draw(st.sampled_from(counts))
     matrix = np.random.default_rng(heads).uniform(size=(heads, heads))
-    found = merge_and_improve(matrix, heads, groups, equal_sizes=equal, max_passes=3)
+    problem = GroupingProblem(heads, groups, objective=PairCost(matrix))
+    found = merge(problem, np.random.default_rng(0), equal_sizes=equal, max_passes=3)
     assert sorted(h for g in found.partition for h in g) == list(range(heads))
     assert len(found.partition) == groups
     if equal:

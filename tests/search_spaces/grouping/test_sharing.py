@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_worked_example() -> None:
     two = layer(torch.tensor([[[3.0, 0.0]], [[0.0, 1.0]]]), torch.tensor([[[4.0, 0.0]], [[0.0, 1.0]]]))
     cosines = similarities([(h.q, h.k) for h in (one, two)])
     assert cosines[2:, :2].tolist() == pytest.approx(np.array([[0.6, 0], [0, math.sqrt(0.5)]]), abs=1e-12)
-    assert [m.share for m in best_matches(cosines, 2)] == [HeadShare(1, 1, 0, 1), HeadShare(1, 0, 0, 0)]
+    assert best_matches(cosines, 2) == [HeadShare(1, 1, 0, 1), HeadShare(1, 0, 0, 0)]
     assert match_heads([one, two], 0.25) == (HeadShare(1, 1, 0, 1),)
     assert match_heads([one, two], 0.5) == (HeadShare(1, 0, 0, 0), HeadShare(1, 1, 0, 1))
 
@@ -89,7 +90,7 @@ def test_ties_go_to_the_lowest_and_chains_to_their_roots() -> None:
     """All heads are copies up to scale: every later one goes to head 0 of layer 0, directly or by a chain."""
     x = torch.randn(1, 2, 3, generator=torch.Generator().manual_seed(0))
     layers = [layer(torch.cat([x, x * 3]) * (n + 1), torch.cat([x, x * 3]) * (n + 1)) for n in range(3)]
-    assert [m.share for m in best_matches(similarities([(h.q, h.k) for h in layers]), 2)] == [
+    assert best_matches(similarities([(h.q, h.k) for h in layers]), 2) == [
         HeadShare(i, j, 0, 0) for i in (1, 2) for j in (0, 1)
     ]
     # Layer 2 is nearest to layer 1, and that to layer 0.
@@ -155,13 +156,14 @@ def test_the_six_matching_functions() -> None:
         return (HeadShare(1, 0, 0, head),)
 
     # ‖: the lengths decide, as 1, 3 and 4 are concatenated
-    assert {m: found(m).shares for m in ("q", "k", "v", "qk", "qkv")} == {
+    assert {m: found(m)["shares"] for m in ("q", "k", "v", "qk", "qkv")} == {
         "q": to(0), "k": to(1), "v": to(2), "qk": to(1), "qkv": to(2),
     }  # fmt: skip
     apart = found("apart", output=True)
-    assert (apart.shares, apart.query_shares, apart.key_shares, apart.value_shares) == ((), to(0), to(1), to(2))
-    assert apart.output_shares == to(2)  # the output reads the values
-    assert found("qk", output=True).output_shares == to(1) and found("qk").output_shares == ()
+    assert apart == {  # the output reads the values
+        "query_shares": to(0), "key_shares": to(1), "value_shares": to(2), "output_shares": to(2), "mlp_shares": (),
+    }  # fmt: skip
+    assert found("qk", output=True)["output_shares"] == to(1) and found("qk")["output_shares"] == ()
 
 
 @pytest.mark.parametrize("name", SHARING.names())
@@ -171,8 +173,7 @@ def test_every_part_gives_shares_that_a_plan_takes(name: str, tiny_model) -> Non
     part = SHARING.get(name)
     knobs = part.settings({"mlp": True} if part.knobs else {})
     found = part(SharingProblem(random_layers(3, 4, 1), lambda: mlps), **knobs)
-    plan = AttentionPlan.identity(3, 4, 8)
-    plan = AttentionPlan(plan.layers, 8, found.shares, mlp_shares=found.mlp_shares)
+    plan = replace(AttentionPlan.identity(3, 4, 8), **found)
     assert AttentionPlan.from_json(plan.to_json()) == plan
     assert len(plan.shares) == len(plan.mlp_shares) == (0 if name == "none" else 3)  # 0.3 · 12 = 3.6
 

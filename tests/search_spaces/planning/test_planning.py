@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from measured_contexts import MeasuredContext
 
 from attention.conversion.conversion import lift
 from attention.families import geometry_of
@@ -123,7 +124,7 @@ def test_the_same_plan_in_any_process(tmp_path: Path) -> None:
         "    print(make_plan(recipe(name), 0.5, context, np.random.default_rng(3)).to_json())\n"
         "space = JointSpace([0.5, 1 / 3], geometry)\n"
         "point = space.sample(np.random.default_rng(5))\n"
-        "print(point, space.to_recipe(point)[0].to_json())\n"
+        "print(point, space.to_recipe(point)[0].to_dict())\n"
     )
     runs = []
     for seed in ("0", "4242"):
@@ -189,8 +190,8 @@ def test_the_walk_on_the_whole_model_lowers_the_loss(make_context) -> None:
         return seen[-1]
 
     loss_of = context.loss_of
-    counted = PlanningContext(
-        context.geometry, context.heads, context.calibration, context.model, context.sequences, measure
+    counted = MeasuredContext(
+        context.geometry, context.heads, context.calibration, context.model, context.sequences, measure=measure
     )
     plan = planned("asymgqa", 0.5, counted, objective="model")
     assert plan.kv_ratio == 0.5

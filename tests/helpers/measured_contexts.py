@@ -1,0 +1,27 @@
+"""A planning context that measures plans by a function of the test instead of by running a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from attention.plan import AttentionPlan, LayerPlan
+from search_spaces.planning.context import PlanningContext
+from search_spaces.recipes.recipes import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredContext(PlanningContext):
+    """`measure(recipe, plan)` stands for the loss of the model converted so."""
+
+    measure: Callable[[Recipe, AttentionPlan], float]
+
+    def loss_of(self, recipe: Recipe, plan: AttentionPlan, refinement: Mapping[str, Any] | None = None) -> float:
+        return self.measure(recipe, plan)
+
+    def increase_of(self, recipe: Recipe, plan: AttentionPlan, layer: int, *, tokens: int, fit_steps: int = 0) -> float:
+        own = LayerPlan(self.geometry.kv_map, self.geometry.kv_map)
+        original = AttentionPlan((own,) * self.geometry.num_layers, self.geometry.head_dim)
+        alone = tuple(plan.layers[i] if i == layer else own for i in range(plan.num_layers))
+        return self.measure(recipe, replace(original, layers=alone)) - self.measure(recipe, original)
