@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attention.io.export import export
 from attention.io.replacing import check_folder
@@ -12,9 +12,6 @@ from orchestrator.conversion import loading
 from orchestrator.conversion.in_memory import Source
 from orchestrator.conversion.steps import what_it_is
 from search_spaces.recipes.recipe import Recipe
-
-if TYPE_CHECKING:
-    pass
 
 
 def convert_checkpoint(
@@ -27,7 +24,7 @@ def convert_checkpoint(
     overwrite: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Convert, measure before and after, and save to `out` if given. `settings` are those of `Inputs.check`.
+    """Convert, measure before and after, and save to `out` if given. `settings` are those of `ConversionRequest.check`.
 
     `kv_ratio`: share of the checkpoint's own KV cache to keep, below 1 unless the recipe changes something else. `out`
     must be free, or with `overwrite` hold what we wrote (`attention.io.replacing.check_folder`, whose OutputError comes

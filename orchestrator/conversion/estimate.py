@@ -24,14 +24,12 @@ from transformers import PretrainedConfig
 
 from attention.families import geometry_of
 from attention.geometry import HeadGeometry
-from attention.io import checkpoint
 from attention.io.layer_models import empty, layer_prefix, window_config
-from attention.io.precision import DTYPES
 from attention.ratios import own_heads
 from orchestrator.conversion import loading
 from orchestrator.conversion.limits import LOGIT_BYTES, batch_size, check_layerwise
 from orchestrator.conversion.loading import device_of, kernel_field
-from orchestrator.conversion.request import Inputs
+from orchestrator.conversion.request import ConversionRequest
 from orchestrator.storage.records import percent, unmet
 from search_spaces.planning.budgets import nearest_budget
 from search_spaces.recipes.recipe import Recipe
@@ -108,7 +106,7 @@ class Estimate:
 @dataclass(frozen=True)
 class Conversion:
     """What is estimated: everything that the formulas read. `kv_ratio`: of the checkpoint's own KV cache; `dtype`: of
-    what is written, `working`: of what is computed in; `mixed`: as in `attention.calibration.calibration.calibrate`."""
+    what is written, `working`: of what is computed in."""
 
     config: PretrainedConfig
     recipe: Recipe
@@ -117,7 +115,6 @@ class Conversion:
     eval_tokens: int
     sequence_length: int
     dtype: torch.dtype
-    mixed: str = "head"
     working: torch.dtype = torch.float32
 
     @property
@@ -135,9 +132,9 @@ class Conversion:
         if "statistics" not in self.recipe.needs:
             return 0
         g = self.geometry
-        wide, matrices = (g.hidden_size + 1) ** 2, g.num_heads if self.mixed == "head" else 1
+        wide = (g.hidden_size + 1) ** 2
         sample = FLOAT * g.hidden_size * min(self.used_tokens, 16_384)
-        return DOUBLE * wide + FLOAT * wide * matrices + DOUBLE * g.num_heads * g.head_dim**2 + sample
+        return DOUBLE * wide + FLOAT * wide * g.num_heads + DOUBLE * g.num_heads * g.head_dim**2 + sample
 
     def calibrating(self) -> int:
         """Bytes of a calibration pass besides the statistics: float32 heads, one batch of weights and activations."""
@@ -300,7 +297,6 @@ def estimate_conversion(
     recipe: str | Recipe,
     kv_ratio: float,
     *,
-    mixed: str = "head",
     nearest: bool = False,
     **settings: Any,
 ) -> Estimate:
@@ -310,13 +306,11 @@ def estimate_conversion(
     `nearest`: of `convert_curve`, which rounds down what the recipe cannot meet.
     Raises ConfigError, RecipeError or ValueError as that does.
     """
-    inputs = Inputs.check(model, recipe, [kv_ratio], config_only=True, nearest=nearest, **settings)
-    config = checkpoint.load_config(inputs.model)
-    met = nearest_budget(inputs.recipe, kv_ratio, geometry_of(config)) if nearest else kv_ratio
-    sizes = (inputs.calibration_tokens, inputs.eval_tokens, inputs.sequence_length)
-    kinds = DTYPES[inputs.dtype], mixed, DTYPES[loading.working_dtype(inputs.dtype, inputs.device)]
-    found = estimate(Conversion(config, inputs.recipe, float(met), *sizes, *kinds))
-    return replace(found, kv_ratio_asked=float(kv_ratio), available=available_bytes(device_of(inputs.device)))
+    asked = ConversionRequest.check(model, recipe, [kv_ratio], config_only=True, nearest=nearest, **settings)
+    met = nearest_budget(asked.recipe, kv_ratio, asked.geometry) if nearest else kv_ratio
+    sizes = (asked.calibration_tokens, asked.eval_tokens, asked.sequence_length)
+    result = estimate(Conversion(asked.config, asked.recipe, float(met), *sizes, asked.written, asked.working))
+    return replace(result, kv_ratio_asked=float(kv_ratio), available=available_bytes(device_of(asked.device)))
 
 
 def needs_layerwise(model: str | Path, recipe: str | Recipe, kv_ratio: float, **settings: Any) -> bool:

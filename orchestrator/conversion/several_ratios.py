@@ -45,10 +45,9 @@ def convert_curve(
     if out is not None:
         check_curve(out, model, recipe, kv_ratios, overwrite, settings.get("recipe_settings"))
     source = Source.load(model, recipe, kv_ratios, nearest=True, **settings)
-    geometry = source.context.geometry
     budgets: dict[Any, float] = {}  # the budget that can be met -> the first ratio that asked for it
     for ratio in sorted(kv_ratios, reverse=True):
-        budgets.setdefault(nearest_budget(source.recipe, ratio, geometry), ratio)
+        budgets.setdefault(nearest_budget(source.request.recipe, ratio, source.request.geometry), ratio)
     record: dict[str, Any] = {"points": []}
     try:
         for budget, asked in budgets.items():
