@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,8 +62,8 @@ def measure(model: Any, sequences: Tensor, settings: TrainSettings, steps: int, 
     """Run the search phase on `model` with training text `sequences` `[N, T]` in this process."""
     from trainers.fusion_search import search_distances
 
-    found = search_distances(model, sequences, settings, steps=steps, rate=rate, seed=seed)
-    return {side: distances.float().numpy() for side, distances in found.items()}
+    by_side = search_distances(model, sequences, settings, steps=steps, rate=rate, seed=seed)
+    return {side: distances.float().numpy() for side, distances in by_side.items()}
 
 
 def read(file: str | Path) -> Distances:
@@ -98,10 +98,10 @@ def _measure_to(phase: SearchPhase, file: str) -> None:
     settings = TrainSettings.model_validate(phase.settings)
     torch.set_num_threads(max(1, int(settings.cpus_per_worker)))
     model = loading.load_model(phase.model, settings.dtype)
-    found = measure(model, read_sequences(phase.train_file), settings, phase.steps, phase.rate, phase.seed)
-    write(found, file)
+    distances = measure(model, read_sequences(phase.train_file), settings, phase.steps, phase.rate, phase.seed)
+    write(distances, file)
 
 
-def write(distances: Mapping[str, np.ndarray], file: str | Path) -> None:
+def write(distances: Distances, file: str | Path) -> None:
     with written_whole(file) as fresh:
-        save_file(dict(distances), str(fresh))
+        save_file(distances, str(fresh))

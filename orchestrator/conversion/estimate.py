@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +98,6 @@ class Estimate:
     flops: float
     rate: float
     seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -315,28 +312,28 @@ def estimate_conversion(
 
 def needs_layerwise(model: str | Path, recipe: str | Recipe, kv_ratio: float, **settings: Any) -> bool:
     """Whether a conversion does not fit into the memory that is available, but would layer by layer."""
-    found = estimate_conversion(model, recipe, kv_ratio, **settings)
-    if not found.available or found.resident <= SPARE * found.available:
+    estimated = estimate_conversion(model, recipe, kv_ratio, **settings)
+    if not estimated.available or estimated.resident <= SPARE * estimated.available:
         return False
-    words = describe(found)
+    words = describe(estimated)
     about = f"about {words['in memory']} in memory, {words['available now']} available; layer by layer: "
     print(f"this conversion would take {about}{words['layer by layer']}", file=sys.stderr)
-    return found.layerwise_possible
+    return estimated.layerwise_possible
 
 
-def describe(found: Estimate) -> Mapping[str, str]:
+def describe(estimated: Estimate) -> Mapping[str, str]:
     """The estimate in words, by what they are about."""
     giga = 2.0**30
-    largest = max(found.stages, key=lambda name: found.stages[name])
+    largest = max(estimated.stages, key=lambda name: estimated.stages[name])
     return {
-        "cache": f"{percent(found.kv_ratio)} of the checkpoint's{unmet(found.to_dict())}: "
-        f"{found.kv_bytes_per_token:,} of {found.kv_bytes_per_token_original:,} KV bytes a token",
-        "in memory": f"{found.resident / giga:.1f} GiB",
-        "layer by layer": f"{found.layerwise / giga:.1f} GiB (stage: {largest})"
-        if found.layerwise_possible
-        else found.why_not,
-        "available now": f"{found.available / giga:.1f} GiB" if found.available else "unknown",
-        "disk": f"{found.disk / giga:.2f} GiB, and {found.scratch / giga:.2f} GiB on the way (layer by layer)",
-        "work": f"{found.flops:.2g} operations; about {found.seconds / 60:.1f} min here on {os.cpu_count()} CPUs, "
-        "grouping left out",
+        "cache": f"{percent(estimated.kv_ratio)} of the checkpoint's{unmet(vars(estimated))}: "
+        f"{estimated.kv_bytes_per_token:,} of {estimated.kv_bytes_per_token_original:,} KV bytes a token",
+        "in memory": f"{estimated.resident / giga:.1f} GiB",
+        "layer by layer": f"{estimated.layerwise / giga:.1f} GiB (stage: {largest})"
+        if estimated.layerwise_possible
+        else estimated.why_not,
+        "available now": f"{estimated.available / giga:.1f} GiB" if estimated.available else "unknown",
+        "disk": f"{estimated.disk / giga:.2f} GiB, and {estimated.scratch / giga:.2f} GiB on the way (layer by layer)",
+        "work": f"{estimated.flops:.2g} operations; about {estimated.seconds / 60:.1f} min here on "
+        f"{os.cpu_count()} CPUs, grouping left out",
     }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedModel
 
 from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
@@ -11,9 +13,7 @@ from attention.modeling.modeling import plan_of
 from orchestrator.conversion import loading
 from orchestrator.conversion.loading import Phases
 from trainers.evaluation import decode_speed
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from trainers.text.data import load_sequences
 
 
 def compared_cache(model: PreTrainedModel, path: str | Path, original: PreTrainedModel | None) -> tuple[int, str]:
@@ -42,18 +42,19 @@ def evaluate_checkpoint(
 
     `kv_ratio` is of the original's cache; without one, of the cache that `kv_ratio_of` names.
     `dtype`: what the cache is held in, and what decodes for the speed (auto: the checkpoint's own); losses are computed
-    as `models.working_dtype` says. Raises ConfigError or DataError for what a user can mend.
+    as `loading.working_dtype` says. Raises ConfigError or DataError for what a user can mend.
     """
     phases = Phases()
     geometry = loading.geometry_of(str(path), sequence_length, key="checkpoint")
     if original is not None:
         other = loading.geometry_of(str(original), sequence_length, key="original")
         loading.check_same_words(other, geometry, "original", str(original))
-    recipe = loading.record_of(path).get("recipe")
     dtype = loading.written_dtype(path, dtype)
     tokenizer = loading.load_tokenizer(original if original is not None else path)
     with phases("data"):
-        sequences = loading.texts(eval_data, "eval", tokenizer, eval_tokens, sequence_length, seed)
+        sequences = load_sequences(
+            eval_data, tokenizer, split="eval", tokens=eval_tokens, sequence_length=sequence_length, seed=seed
+        )
     with phases("load"):
         model = loading.load_working(path, dtype, device)
         teacher = loading.load_working(original, dtype, device) if original is not None else None
@@ -75,7 +76,7 @@ def evaluate_checkpoint(
         "plan_digest": plan_of(model).digest,
         "dtype": dtype,
         "seed": seed,
-        "recipe": recipe,
+        "recipe": checkpoint.note_of(path).get("recipe"),
         "kv_ratio_of": kind,
         **loading.cache_facts(model, own),
     }

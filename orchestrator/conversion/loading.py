@@ -9,10 +9,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
 
 from attention import families
 from attention.geometry import HeadGeometry
@@ -24,11 +25,7 @@ from attention.modeling.modeling import check_fits, plan_of, plan_of_config
 from attention.ratios import own_heads, ratio_of
 from orchestrator.config.schema import ConfigError
 from trainers.evaluation import CachedTeacher, Evaluation, evaluate, measure_cache
-from trainers.text.data import Split, load_sequences
 from trainers.text.tokenizers import TokenizerError, read_tokenizer
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
 
 AUTO = "auto"  # the dtype of the checkpoint
 CACHE_TOKENS = 64
@@ -169,26 +166,12 @@ def load_working(path: str | Path, written: str, device: str = "cpu") -> PreTrai
     return load_model(path, working_dtype(written, device), device)
 
 
-def record_of(path: str | Path) -> dict[str, Any]:
-    """What was recorded beside the weights when a checkpoint was converted; empty for any other checkpoint."""
-    return checkpoint.note_of(path)
-
-
 def load_tokenizer(path: str | Path) -> Any:
     """Raises ConfigError if the checkpoint has none."""
     try:
         return read_tokenizer(path)
     except TokenizerError as error:
         raise ConfigError(str(error)) from None
-
-
-def texts(
-    source: str, split: Split, tokenizer: Any, tokens: int, sequence_length: int, seed: int, **more: Any
-) -> Tensor:
-    """Token sequences `[N, T]` of one split. Raises DataError naming the source."""
-    return load_sequences(
-        source, tokenizer, split=split, tokens=tokens, sequence_length=sequence_length, seed=seed, **more
-    )
 
 
 def parameters(model: PreTrainedModel) -> int:

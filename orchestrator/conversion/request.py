@@ -27,6 +27,7 @@ from search_spaces.planning.budgets import check_budget, nearest_budget
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.recipes.recipes import recipe as named_recipe
 from search_spaces.recipes.rules import keeps_everything
+from trainers.text.data import load_sequences
 
 Number = TypeVar("Number", int, float)
 
@@ -152,11 +153,13 @@ class ConversionRequest:
 
     def texts(self) -> tuple[Tensor, Tensor]:
         """Calibration and held-out token sequences. Raises DataError naming the source."""
-        cut = {"sequence_length": self.sequence_length, "seed": self.seed, "cache_dir": self.cache_dir}
+        cut: dict[str, Any] = {"sequence_length": self.sequence_length, "seed": self.seed, "cache_dir": self.cache_dir}
         with self.phases("data"):
             return (
-                loading.texts(self.calibration_data, "calibration", self.tokenizer, self.calibration_tokens, **cut),
-                loading.texts(self.eval_data, "eval", self.tokenizer, self.eval_tokens, **cut),
+                load_sequences(
+                    self.calibration_data, self.tokenizer, split="calibration", tokens=self.calibration_tokens, **cut
+                ),
+                load_sequences(self.eval_data, self.tokenizer, split="eval", tokens=self.eval_tokens, **cut),
             )
 
     def load_model(self) -> PreTrainedModel:

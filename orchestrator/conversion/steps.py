@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from attention.calibration.moments import Calibration
 from attention.conversion import conversion
@@ -18,9 +19,6 @@ from attention.io.stock_form import format_of
 from attention.plan import AttentionPlan
 from search_spaces.planning.planning import PlanningContext
 from search_spaces.recipes.recipe import Recipe
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def convert_with(
@@ -81,5 +79,5 @@ def planning_context(
 
 def what_it_is(folder: str | Path, dtype: str) -> dict[str, Any]:
     """What a written checkpoint is (`format`: stock or headfold), what loads it, and both in a line for people."""
-    found = format_of(checkpoint.load_config(folder), dtype)
-    return {"format": found.format, "loads_in": list(found.loads_in), "format_note": found.note}
+    form = format_of(checkpoint.load_config(folder), dtype)
+    return {"format": form.format, "loads_in": list(form.loads_in), "format_note": form.note}
