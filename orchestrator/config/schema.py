@@ -177,12 +177,6 @@ class SearchSection(Section):
         _distinct([arm.name for arm in arms])
         return arms
 
-    @property
-    def arms(self) -> list[ArmSection]:
-        """What runs, the baseline among it."""
-        named = [arm.name for arm in self.recipes]
-        return self.recipes if self.baseline in named else [ArmSection(recipe=self.baseline), *self.recipes]
-
 
 class RungsSection(Section):
     """Cumulative training steps at which trials are measured and the weaker ones stopped.
@@ -276,7 +270,9 @@ class SearchConfig(Section):
 
     @property
     def arms(self) -> list[ArmSection]:
-        return self.search.arms
+        """What runs, the baseline among it."""
+        recipes, baseline = self.search.recipes, self.search.baseline
+        return recipes if baseline in [arm.name for arm in recipes] else [ArmSection(recipe=baseline), *recipes]
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> SearchConfig:

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-import yaml
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
@@ -147,8 +146,8 @@ def seconds_left(
 
 def _config(folder: SearchFolder) -> SearchConfig | None:
     try:
-        return parse_config(yaml.safe_load(folder.snapshot.read_text(encoding="utf-8")), where=str(folder.snapshot))
-    except (ConfigError, yaml.YAMLError):
+        return parse_config(folder.stored(), where=str(folder.snapshot))
+    except ConfigError:
         return None  # of another version: what follows from the settings is left out
 
 

@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from attention.io.files import write_whole
-from attention.io.replacing import cannot_write, check_folder, checkpoint_around, parents_made, resolved, unused
+from attention.io.replacing import cannot_write, checkpoint_around, parents_made, resolved, unused
 from orchestrator.config.schema import ConfigError
 from orchestrator.storage.records import write_json
-
-__all__ = ["GENERATOR", "SOFTWARE", "Interrupted", "check_file", "check_folder", "check_results", "write_result"]
 
 Kind = Literal["json", "page", "picture"]
 EXAMPLES = {"json": "result.json", "page": "inspection.html", "picture": "curve.png"}

@@ -138,22 +138,6 @@ def number(value: float | None, form: str = ".3f") -> str:
     return "-" if value is None or not math.isfinite(value) else format(value, form)
 
 
-LOSSES = ("untrained", "best", "at step", "last", "baseline", "original")
-PROMOTION = ("recipe", "KV of the checkpoint's", "steps", *LOSSES, "state", "version")
-"""Columns of a promotion; losses are held out, in nats a token."""
-
-
-def promotion_cells(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    """An entry of `promotion.json` as text, one cell for each of PROMOTION."""
-    best = entry.get("best_step")
-    losses = (number(entry.get(f"{name}loss")) for name in ("untrained_", "", "last_", "baseline_", "original_"))
-    untrained, own, *others = losses
-    best_step = "-" if best is None else str(best)
-    share, steps = percent(entry["kv_ratio"]), str(entry.get("steps", "-"))
-    state, version = entry.get("status", "-"), str(entry.get("version") or "-")
-    return (entry["recipe"], share, steps, untrained, own, best_step, *others, state, version)
-
-
 def family(recipe: str) -> str:
     """The name that a trial is drawn under: candidates of the searcher's own (joint-...) share one."""
     return "joint" if recipe.startswith("joint-") else recipe
@@ -189,20 +173,10 @@ def read_json(path: str | Path, kind: type = dict) -> Any:
     return found
 
 
-def untrained_text(trial: TrialRecord) -> str:
-    """The loss at step 0 for a table; "pooled" where the trial's relaxation does not start from what was measured."""
-    first = trial.untrained
-    return "-" if first is None else number(first["loss"]) + (" pooled" if trial.relaxes else "")
-
-
 POOLED_NOTE = (
     "pooled: the closed-form conversion that was measured at step 0; the relaxation of such a trial starts from "
     "unfused heads and not from it"
 )
-
-
-def state_text(trial: TrialRecord) -> str:
-    return f"same as {trial.copy_of}" if trial.status == COPY else trial.status
 
 
 def without_probes(trials: Iterable[TrialRecord]) -> list[TrialRecord]:
