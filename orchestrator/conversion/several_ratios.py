@@ -40,7 +40,7 @@ def convert_curve(
     A ratio that the recipe cannot meet stands for the largest one below it, each once. With `out`: a
     checkpoint in `kv-RATIO`, `curve.json` and `curve.png` there; the ratios that lie there already stay, and join the
     curve. `overwrite`: those that are named again are replaced. Returns what all points of this call share, and
-    `points`, by falling budget. Raises as `convert_checkpoint` does.
+    `points`, by falling KV ratio. Raises as `convert_checkpoint` does.
     """
     if out is not None:
         check_curve(out, model, recipe, kv_ratios, overwrite, settings.get("recipe_settings"))

@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
 from orchestrator.reporting.comparison import Row
-from orchestrator.reporting.figures.drawing import legend_below, looks_of, one_axes, styled
+from orchestrator.reporting.figures.drawing import KV_BYTES, LOSS, legend_below, looks_of, one_axes, styled
 from orchestrator.storage.records import compact, family, percent
 
 APART, WIDEST = 0.025, 0.18  # how far arms of one budget stand apart sideways, and all of them, in shares of its bytes
@@ -26,7 +26,7 @@ def bytes_figure(rows: Sequence[Row], base: Mapping[str, Any]) -> Figure:
     from each other too. Arms of one budget stand a little apart sideways. Hollow: the row compares at an earlier rung
     than the others.
     """
-    figure, axes = one_axes(5.2)
+    figure, axes = one_axes(5.2, KV_BYTES)
     arms = _arms(rows)
     styles, handles = looks_of(arms), {}
     apart = min(APART, WIDEST / len(arms)) if arms else 0.0
@@ -39,7 +39,6 @@ def bytes_figure(rows: Sequence[Row], base: Mapping[str, Any]) -> Figure:
     axes.set_xscale("log", base=2)
     places = sorted({row["kv_bytes_per_token"] for row in drawn})
     axes.set_xticks(places, [f"{place:,}" for place in places])
-    axes.set_xlabel("KV cache, bytes a token")
     ends = [row["loss_increase"] + sign * (row["loss"]["sd"] or 0.0) for row in drawn for sign in (-1, 1)]
     _loss_increases(axes, base, min(ends, default=0.0), max(ends, default=1.0))
     if axes.get_ylim()[0] < 0:
@@ -98,7 +97,7 @@ def tokens_figure(rows: Sequence[Row], base: Mapping[str, Any]) -> Figure:
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
     for axes in grid[-1]:
         axes.set_xlabel("tokens trained on")
-    figure.supylabel("held-out loss, nats a token", fontsize=11)
+    figure.supylabel(LOSS, fontsize=11)
     legend_below(figure, handles)
     return figure
 

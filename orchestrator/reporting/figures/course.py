@@ -59,7 +59,7 @@ def proxy_figure(trials: Sequence[TrialRecord]) -> Figure | None:
     told = proxy_agreement(trials)
     if not told:
         return None
-    figure, axes = one_axes(4.6)
+    figure, axes = one_axes(4.6, "rank untrained (rung 0), 1 is best", "rank at the last rung")
     most, handles = 1, {}
     for (budget, agreement), look in zip(told.items(), looks_of(map(percent, told)).values(), strict=True):
         firsts, lasts = (rankdata(losses, "ordinal") for losses in zip(*_pairs(trials)[budget], strict=True))
@@ -68,8 +68,6 @@ def proxy_figure(trials: Sequence[TrialRecord]) -> Figure | None:
         handles[name] = Line2D([], [], ls="", **look)
         most = max(most, len(firsts))
     axes.plot([1, most], [1, most], color="#888888", lw=1, ls="--", zorder=0)
-    axes.set_xlabel("rank untrained (rung 0), 1 is best")
-    axes.set_ylabel("rank at the last rung")
     legend_below(figure, handles, columns=2)
     return figure
 
@@ -100,7 +98,7 @@ def phases_figure(trials: Sequence[TrialRecord]) -> Figure | None:
     means = np.array([[statistics.fmean(t.get(n, 0.0) for t in mine) for n in names] for mine in arms.values()])
     is_long = (means > SHORT * means.sum(1, keepdims=True)).any(0)
     widths = {name: means[:, i] for i, name in enumerate(names) if is_long[i]} | {"other": means[:, ~is_long].sum(1)}
-    figure, axes = one_axes(1.3 + 0.28 * len(arms))
+    figure, axes = one_axes(1.3 + 0.28 * len(arms), "seconds a trial, mean")
     handles, left = {}, np.zeros(len(arms))
     for place, (name, width) in enumerate(widths.items()):
         if width.any():
@@ -110,7 +108,6 @@ def phases_figure(trials: Sequence[TrialRecord]) -> Figure | None:
     axes.set_yticks(range(len(arms)), list(arms), fontsize=9)
     axes.set_ylim(len(arms) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel("seconds a trial, mean")
     legend_below(figure, handles)
     return figure
 
@@ -142,7 +139,7 @@ def timeline_figure(trials: Sequence[TrialRecord]) -> Figure | None:
     zero = min(found[0][0] for _, found in timed)
     looks = looks_of([family(t.recipe) for t, _ in timed])
     unit, name = _unit(max(found[-1][1] for _, found in timed) - zero)
-    figure, axes = one_axes(1.4 + 0.13 * len(timed))
+    figure, axes = one_axes(1.4 + 0.13 * len(timed), f"{name} since the first trial started", "trials")
     for row, (trial, found) in enumerate(timed):
         colour = looks[family(trial.recipe)]["color"]
         for start, end, step in found:
@@ -153,9 +150,7 @@ def timeline_figure(trials: Sequence[TrialRecord]) -> Figure | None:
             axes.plot((found[-1][1] - zero) / unit, row, marker=mark, color="#111111", ms=4, mfc="white", ls="")
     axes.set_ylim(len(timed) - 0.3, -0.7)
     axes.set_yticks([])
-    axes.set_ylabel("trials")
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel(f"{name} since the first trial started")
     handles: dict[str, object] = {n: Line2D([], [], color=look["color"], lw=5) for n, look in looks.items()}
     for status, mark in _ENDS.items():
         if any(t.status == status for t, _ in timed):
