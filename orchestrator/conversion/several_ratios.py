@@ -150,7 +150,8 @@ def _add(out: str | Path, point: Mapping[str, Any]) -> None:
 
 
 def _draw(out: str | Path) -> None:
-    from orchestrator.reporting.figures import curve_figure, save_png
+    from orchestrator.reporting.figures.drawing import save_png
+    from orchestrator.reporting.figures.search import curve_figure
 
     place = check_file(Path(out) / PICTURE, "picture", "out")
     with written_whole(place) as fresh:

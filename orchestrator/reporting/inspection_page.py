@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from attention.plan import AttentionPlan
-from orchestrator.reporting import figures
 from orchestrator.reporting.comparison import OF_THE_CHECKPOINT
 from orchestrator.reporting.console import console
 from orchestrator.reporting.durations import clock
+from orchestrator.reporting.figures import inspection, search
 from orchestrator.reporting.page import Section, render_page
 from orchestrator.reporting.tables import Table, facts_table
 from orchestrator.storage.outputs import write_page
@@ -54,14 +54,14 @@ def build_page(record: Mapping[str, Any]) -> str:
         f"{percent(b['kv_ratio'])} of the checkpoint's KV,": AttentionPlan.from_dict(b["plan"])
         for b in record["budgets"]
     }
-    drawn = len(figures.evenly(record["similarity"], figures.LAYERS))
+    drawn = len(inspection.evenly(record["similarity"], inspection.LAYERS))
     pairs = PAIRS if drawn == record["layers"] else f"{PAIRS} {drawn} of {record['layers']} layers are drawn."
     sections = [
-        Section("Where the loss is sensitive", figures.sensitivity_figure(record), SENSITIVITY),
-        Section("Heads kept at each budget", figures.budgets_figure(plans), BUDGETS),
-        Section("Which heads are alike", figures.pairs_figure(record), pairs),
+        Section("Where the loss is sensitive", inspection.sensitivity_figure(record), SENSITIVITY),
+        Section("Heads kept at each budget", search.budgets_figure(plans), BUDGETS),
+        Section("Which heads are alike", inspection.pairs_figure(record), pairs),
     ]
-    if (compared := figures.recipes_figure(record)) is not None:
+    if (compared := inspection.recipes_figure(record)) is not None:
         sections.append(Section("What each recipe costs", compared, RECIPES, table=recipe_table(record)))
     if record["agreement"]:
         title = "Cheap score against the whole model"
