@@ -43,8 +43,8 @@ def inspect(
     """Which heads matter and which are alike, what budgets would keep, what recipes would cost: one page."""
     from orchestrator.conversion.inspection import COMPARED, inspect_checkpoint
     from orchestrator.conversion.request import asked_ratios
-    from orchestrator.reporting.inspection_page import print_inspection, write_inspection
-    from orchestrator.storage.outputs import check_results
+    from orchestrator.reporting.inspection_page import build_page, print_inspection
+    from orchestrator.storage.outputs import check_results, write_page
 
     check_results(json, page=out)
     names = COMPARED if compare is None else [name.strip() for name in compare.split(",") if name.strip() != "none"]
@@ -67,5 +67,5 @@ def inspect(
         device=device,
     )
     print_inspection(record)
-    print(f"page: {write_inspection(record, out)}")
+    print(f"page: {write_page(out, build_page(record))}")
     options.finish(record, json)

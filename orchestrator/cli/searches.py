@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -82,10 +83,10 @@ def watch(
 
     folder = SearchFolder.existing(search)
     if json is not None and str(json) == "-":
-        print(encoder.dumps(status.read_status(folder).to_dict(), indent=1))
+        print(encoder.dumps(asdict(status.read_status(folder)), indent=1))
         return
     check_results(json)
-    options.finish(status.watch(folder, every=every, once=once or json is not None).to_dict(), json)
+    options.finish(asdict(status.watch(folder, every=every, once=once or json is not None)), json)
 
 
 def report(

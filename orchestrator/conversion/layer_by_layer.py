@@ -150,7 +150,7 @@ class LayerwiseJob:
             **scores,
             "eval_tokens": len(held_out) * (held_out.shape[1] - 1),
             "cache_bytes_measured": sum(layer["cache_bytes"] for layer in stage.layers),
-            "cache_tokens": stage.layers[0]["cache_tokens"],
+            "cache_tokens": tokens.shape[1],
             "parameters": sizes["parameters"],
         }
 

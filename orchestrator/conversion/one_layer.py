@@ -47,18 +47,17 @@ from trainers.losses import kl, language_modelling
 @dataclass(frozen=True)
 class Layer:
     """What became of one layer. `tensors`: its weights by their names in the whole model; `fits` of its refinement as
-    plain values; `cache_bytes`: what its cache holds after `cache_tokens` tokens."""
+    plain values; `cache_bytes`: what its cache holds after one sequence."""
 
     plan: LayerPlan
     tensors: dict[str, Tensor]
     fits: list[dict[str, Any]]
     cache_bytes: int
-    cache_tokens: int
 
     def facts(self) -> dict[str, Any]:
         """All but the tensors, as plain values."""
         maps = {"key_map": list(self.plan.key_map), "value_map": list(self.plan.value_map)}
-        return maps | {"fits": self.fits, "cache_bytes": self.cache_bytes, "cache_tokens": self.cache_tokens}
+        return maps | {"fits": self.fits, "cache_bytes": self.cache_bytes}
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class LayerwiseConversion:
             tensors = self._tensors(new, layer)
         del new
         loading.release_memory()  # a window and the hooks that feed it know each other too
-        return Layer(plan, tensors, [asdict(fit) for fit in fits], held, converted.shape[1])
+        return Layer(plan, tensors, [asdict(fit) for fit in fits], held)
 
     def _converted(self, window: PreTrainedModel, layer: int, rows: Tensor) -> tuple[PreTrainedModel, LayerPlan]:
         recipe, phases, calibration = self.request.recipe, self.request.phases, None

@@ -13,7 +13,6 @@ from orchestrator.reporting.durations import clock
 from orchestrator.reporting.figures import inspection, search
 from orchestrator.reporting.page import Section, render_page
 from orchestrator.reporting.tables import Table, facts_table
-from orchestrator.storage.outputs import write_page
 from orchestrator.storage.records import number, percent, unmet
 
 SENSITIVITY = (
@@ -42,13 +41,8 @@ AGREEMENT = (
 )
 
 
-def write_inspection(record: Mapping[str, Any], out: str | Path) -> Path:
-    """Write the page of a record of `inspect_checkpoint`; returns its path. Raises ConfigError for somebody's file."""
-    return write_page(out, build_page(record))
-
-
 def build_page(record: Mapping[str, Any]) -> str:
-    """The HTML of a record."""
+    """The HTML of a record of `inspect_checkpoint`."""
     name = Path(record["model"]).name or record["model"]
     plans = {
         f"{percent(b['kv_ratio'])} of the checkpoint's KV,": AttentionPlan.from_dict(b["plan"])

@@ -14,18 +14,11 @@ from orchestrator.reporting.figures import comparison, course, measured, search
 from orchestrator.reporting.page import Section, render_page
 from orchestrator.reporting.repeat_command import command_of
 from orchestrator.reporting.tables import comparison_table, facts_table, promotion_table, trial_table
+from orchestrator.storage import records
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.outputs import check_file, write_page
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import (
-    TrialRecord,
-    best_per_budget,
-    front,
-    number,
-    percent,
-    read_json,
-    without_probes,
-)
+from orchestrator.storage.records import TrialRecord, best_per_budget, number, percent, read_json
 
 MOST_POINTS = 30  # of the front, of which the page says how to make them again
 
@@ -95,7 +88,7 @@ def _build_page(
     """The HTML of a search as far as it has come."""
     sections, lead = [], "No trial has reported yet."
     if trials and base:
-        candidates = without_probes(trials)
+        candidates = records.without_probes(trials)
         by_kv_ratio = [
             f"{percent(ratio)} of the checkpoint's KV: {t.loss:.3f} ({t.loss - base['loss']:+.3f}) by {t.recipe}"
             for ratio, t in best_per_budget(candidates).items()
@@ -198,7 +191,7 @@ def _again_section(folder: SearchFolder, trials: Sequence[TrialRecord]) -> Secti
             "command": command_of(t, str(folder.snapshot)),
             "why_not": f"No command makes this plan; it lies in trials/{t.trial_id}/plan.json.",
         }
-        for t in front(trials)[:MOST_POINTS]
+        for t in records.front(trials)[:MOST_POINTS]
     ]
     return Section("Each point of the front again", text=AGAIN if points else "", again=points)
 

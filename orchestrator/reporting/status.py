@@ -64,9 +64,6 @@ class View:
     failures: list[str]
     promotion: dict[str, int]
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def read_status(folder: SearchFolder, now: datetime | None = None) -> View:
     """Where the search of a folder stands. Reads a few small files, writes none."""
@@ -243,7 +240,7 @@ def watch(
     with Live(console=out, auto_refresh=False) if out.is_terminal and not once else nullcontext() as live:
         while True:
             view = read_status(folder)
-            fixed = json.dumps({k: v for k, v in view.to_dict().items() if not k.startswith("seconds")})
+            fixed = json.dumps({k: v for k, v in asdict(view).items() if not k.startswith("seconds")})
             if live is not None:
                 live.update(picture(view), refresh=True)
             elif out.is_terminal:

@@ -162,15 +162,15 @@ def compact(count: float) -> str:
     return f"{count:.3g}"
 
 
-def read_json(path: str | Path, kind: type = dict) -> Any:
-    """The value in a JSON file. Raises ConfigError if it is none of `kind`: it was changed, or cut by a full disk."""
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ConfigError if it is none: it was changed, or cut by a full disk."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is not the JSON that was written there: {error}") from None
-    if not isinstance(found, kind):
-        raise ConfigError(f"{path} is not what was written there: expected a {kind.__name__}, got {shown(found)}")
-    return found
+    if not isinstance(record, dict):
+        raise ConfigError(f"{path} is not what was written there: expected a dict, got {shown(record)}")
+    return record
 
 
 POOLED_NOTE = (

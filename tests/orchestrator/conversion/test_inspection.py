@@ -15,7 +15,7 @@ import pytest
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.conversion.inspection import inspect_checkpoint
 from orchestrator.reporting.figures import drawing, inspection
-from orchestrator.reporting.inspection_page import build_page, print_inspection, write_inspection
+from orchestrator.reporting.inspection_page import build_page, print_inspection
 from search_spaces.planning.context import PlanningContext
 
 SMALL: dict[str, Any] = {
@@ -54,7 +54,7 @@ def test_what_is_told_of_the_demo_checkpoint(
     ranks = [site["spearman"] for site in record["agreement"] if site["side"] == "key"]
     assert np.mean(ranks) > 0.5
 
-    page = write_inspection(record, tmp_path / "deep" / "page.html").read_text()
+    page = build_page(record)
     assert "keys of layer 0" in page and "stdlib-llama" in page
     print_inspection(record)
     told = capsys.readouterr().out
