@@ -1,7 +1,6 @@
 """DHA's search phase for a search: measured once a seed on the cluster, kept in the cache, read by every trial.
 
-Distances depend on the checkpoint, the training text, how it is trained, the knobs of `objective=fusion_loss` and the
-seed; a file is named by the digest of all these.
+A file is named by the digest of all that the distances depend on.
 """
 
 from __future__ import annotations
@@ -77,12 +76,10 @@ def prepare(phases: Iterable[SearchPhase], cache: str | Path, cpus: float, gpus:
     missing = {phase.file(cache): phase for phase in phases if not phase.file(cache).exists()}
     if not missing:
         return
-    print(
-        f"search phase of dha: {len(missing)} to measure, {next(iter(missing.values())).steps} steps each", flush=True
-    )
+    total, steps = len(missing), next(iter(missing.values())).steps
+    print(f"search phase of dha: {total} to measure, {steps} steps each", flush=True)
     task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=1)(_measure_to)
     waiting = [task.remote(phase, str(file)) for file, phase in missing.items()]
-    total = len(waiting)
     while waiting:
         done, waiting = ray.wait(waiting, num_returns=1)
         ray.get(done)

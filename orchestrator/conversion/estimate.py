@@ -3,8 +3,8 @@
 Legend: L layers, H query heads, d head dim, D model dim, e = D + 1, V vocabulary, C calibration tokens, E held-out
 tokens, N = C + E, b bytes of a weight that is worked on (4 on the CPU), T tokens a sequence, B sequences a batch.
 
-Peaks are the largest of the stages of a conversion, each the sum of what it holds at once. What is not modelled are the
-small things: the token ids, one batch of activations where a layer's statistics are far larger.
+Peaks are the largest of the stages of a conversion, each the sum of what it holds at once; small things (token ids, one
+batch of activations) are left out.
 """
 
 from __future__ import annotations
@@ -190,8 +190,8 @@ def estimate(conversion: Conversion, *, base: int | None = None) -> Estimate:
         why_not = str(error)
     flops = operations(conversion, size, tokens)
     rate = matmul_rate(conversion.working)
-    saved = 2 * g.num_layers * g.num_kv_heads * g.head_dim * g.hidden_size
-    kept = size.total - saved + round(saved * conversion.kv_ratio)
+    projections = own_heads(g) * g.head_dim * g.hidden_size
+    kept = size.total - projections + round(projections * conversion.kv_ratio)
     own = own_heads(g) * g.head_dim * written
     return Estimate(
         kv_ratio=conversion.kv_ratio,
@@ -297,11 +297,9 @@ def estimate_conversion(
     nearest: bool = False,
     **settings: Any,
 ) -> Estimate:
-    """The estimate of `orchestrator.conversion.convert.convert_checkpoint` with these arguments; only config.json is
-    read.
+    """The estimate of `convert_checkpoint` with these arguments, from config.json alone. Raises as that does.
 
     `nearest`: of `convert_curve`, which rounds down what the recipe cannot meet.
-    Raises ConfigError, RecipeError or ValueError as that does.
     """
     asked = ConversionRequest.check(model, recipe, [kv_ratio], config_only=True, nearest=nearest, **settings)
     met = nearest_budget(asked.recipe, kv_ratio, asked.geometry) if nearest else kv_ratio

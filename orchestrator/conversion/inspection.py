@@ -142,8 +142,8 @@ def inspect_checkpoint(
 def sensitivity_recipe(
     name: str, counts: str | None, geometry: HeadGeometry, settings: Mapping[str, Any] | None = None
 ) -> Recipe:
-    """The named recipe with its budgets by knapsack, keys and values apart, of which the least sum of increases is
-    taken: to convert and refine finalists takes longer than all else here. Raises RecipeError."""
+    """The named recipe with a knapsack's head counts, keys and values apart, and no finalists: to convert and refine
+    these takes longer than all else here. Raises RecipeError."""
     counts = counts or ("any" if geometry.num_kv_heads <= MANY_HEADS else "powers_of_two")
     apart = {"together": False, "allocation": "knapsack", "relaxation": "none"}
     knobs = {"allocation.counts": counts, "allocation.finalists": 1}

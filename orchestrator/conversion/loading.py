@@ -114,10 +114,10 @@ def device_of(name: str) -> torch.device:
 def geometry_of(
     path: str, sequence_length: int | None = None, key: str = "model.path", *, weights: bool = True
 ) -> HeadGeometry:
-    """Geometry of a checkpoint, from its config; and whether a folder's weights are those of the config, from headers.
+    """Geometry of a checkpoint, from its config and the headers of its weights.
 
     Raises ConfigError if nothing is there, the family is not supported, the weights are not those of the config (unless
-    `weights` are not needed; see `attention.io.weights`), or `sequence_length` is longer than the model takes.
+    `weights` are not needed), or `sequence_length` is longer than the model takes.
     """
     try:
         config = checkpoint.load_config(path)
@@ -135,8 +135,8 @@ def geometry_of(
 
 
 def check_own_cache(config: PretrainedConfig, geometry: HeadGeometry, path: str, key: str) -> None:
-    """Raise ConfigError for a checkpoint whose heads share by a plan of Headfold's: it was converted already, and what
-    its config says of KV heads is not what it caches."""
+    """Raise ConfigError for a checkpoint that was converted already: what its config says of KV heads is not what it
+    caches."""
     kept = plan_of_config(config).kv_heads
     if kept != own_heads(geometry):
         raise ConfigError(
@@ -180,9 +180,7 @@ def parameters(model: PreTrainedModel) -> int:
 
 def cache_facts(model: PreTrainedModel, own: int) -> dict[str, Any]:
     """KV cost as planned, and as a cache really held it after a prefill, both in the dtype of the model.
-
-    `own`: key and value heads of the original model (`attention.ratios.own_heads`), of which `kv_ratio` is the share.
-    """
+    `own`: the original model's heads (`attention.ratios.own_heads`)."""
     plan = plan_of(model)
     return {
         "kv_ratio": ratio_of(plan, own),

@@ -2,9 +2,8 @@
 
 Legend: N sequences of T tokens, the first C of them for calibration, the others for the held-out loss; D model dim.
 
-It is `orchestrator.conversion.in_memory` on a window (`attention.io.layer_models`): the same calls with one layer in
-place of all. What depends on other layers comes in as data: the streams of the original and of the converted model, the
-layer's head counts, its random generators and its number.
+It is `orchestrator.conversion.in_memory` on a window (`attention.io.layer_models`): one layer in place of all. What
+depends on other layers comes in as data: both models' streams, the layer's head counts, generators and number.
 """
 
 from __future__ import annotations
@@ -137,12 +136,8 @@ def _cache_bytes(model: PreTrainedModel, rows: Tensor) -> int:
 def score(
     head: Head, original: Tensor, converted: Tensor, tokens: Tensor, rounded: Head | None = None
 ) -> dict[str, float]:
-    """Held-out `original_loss`, `loss` and `kl` in nats a token, from the streams `[N, T, D]` that leave the last
-    layer.
-
-    `rounded`: the head of the converted model, where it is another than the original's. `tokens` `[N, T]` are the
-    sequences that they belong to. Sums in float64, as in `trainers.evaluation.evaluate`.
-    """
+    """Held-out losses and KL in nats a token, from the streams `[N, T, D]` that leave the last layer, of `tokens`
+    `[N, T]`. `rounded`: the head of the converted model, where it is another. Sums in float64, as in `evaluate`."""
     totals = torch.zeros(3, dtype=torch.float64)
     batch = max(1, LOGIT_BYTES // (4 * head.vocabulary * tokens.shape[1]))
     for rows in torch.arange(len(tokens)).split(batch):

@@ -90,10 +90,7 @@ class Stage:
         return streams["original"], streams["converted"]
 
     def keep(self, done: Layer, original: Tensor, converted: Tensor, layers: int, phases: Phases) -> None:
-        """Put a finished layer, of `layers` in all, and the streams that leave it on disk.
-
-        A kill at any point leaves this layer done, or not begun.
-        """
+        """Keep a finished layer, of `layers` in all, and the streams that leave it: done, or after a kill not begun."""
         write_shard(shard_path(self.result, self.reached + 1, layers), done.tensors)
         before = self._streams()
         self.layers.append(done.facts())

@@ -46,10 +46,8 @@ def refine_with(
 def relaxation_start(
     recipe: Recipe, model: PreTrainedModel, plan: AttentionPlan, calibration: Calibration | None
 ) -> PreTrainedModel:
-    """The model that a relaxation towards `plan` starts from: logits unchanged, heads turned as the recipe aligns.
-
-    Every query head has a key and a value head of its own, whatever the checkpoint shares.
-    """
+    """The model that a relaxation towards `plan` starts from: logits unchanged, heads turned as the recipe aligns, and
+    to every query head a key and a value head of its own."""
     geometry = geometry_of(model.config)
     heads = conversion.align_layers(
         conversion.lift(model), plan, recipe.alignment, calibration, geometry, recipe.knobs("alignment")

@@ -68,6 +68,8 @@ class View:
 def read_status(folder: SearchFolder, now: datetime | None = None) -> View:
     """Where the search of a folder stands. Reads a few small files, writes none."""
     trials = load_trials(folder.root)
+    under_way = (records.RUNNING, records.WAITING, records.KILLED)  # these count with their last rung
+    so_far = [replace(t, status=records.STOPPED) if t.status in under_way else t for t in trials]
     state = read_json(folder.state) if folder.state.exists() else {}
     base = read_json(folder.base) if folder.base.exists() else {}
     estimate = read_json(folder.estimate) if folder.estimate.exists() else {}
@@ -98,16 +100,10 @@ def read_status(folder: SearchFolder, now: datetime | None = None) -> View:
         money_spent=None if price is None else price * spent,
         money_left=None if price is None or left is None else price * left,
         original_loss=base.get("loss"),
-        front=[_point(t, base.get("loss")) for t in front(so_far(trials))],
+        front=[_point(t, base.get("loss")) for t in front(so_far)],
         failures=[f"{t.recipe} {percent(t.kv_ratio)}: {t.error}" for t in trials if t.status == records.FAILED],
         promotion=dict(Counter(entry["status"] for entry in promotion.get("candidates", {}).values())),
     )
-
-
-def so_far(trials: Iterable[TrialRecord]) -> list[TrialRecord]:
-    """Trials as they stand: one that is under way counts with its last rung."""
-    open_states = (records.RUNNING, records.WAITING, records.KILLED)
-    return [replace(t, status=records.STOPPED) if t.status in open_states else t for t in trials]
 
 
 def hours_spent(trials: Iterable[TrialRecord], config: SearchConfig | None) -> tuple[str, float]:

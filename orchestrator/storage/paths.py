@@ -73,11 +73,8 @@ def check_writable(folder: Path, key: str = "storage") -> None:
 
 @dataclass
 class SearchFolder:
-    """The files of one search.
-
-    `state`: what `search` has settled: the MLflow parent run, the command, when it started and ended. `estimate`: what
-    the search was said to take before it began. `origin`: where it was made, see `orchestrator.storage.trust`.
-    """
+    """The files of one search. `estimate`: what it was said to take before it began; `origin`: where it was made, see
+    `orchestrator.storage.trust`."""
 
     root: Path
 

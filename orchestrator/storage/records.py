@@ -185,11 +185,8 @@ def without_probes(trials: Iterable[TrialRecord]) -> list[TrialRecord]:
 
 
 def front(trials: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """The trials that no other one beats in both held-out loss and KV bytes a token, by rising bytes.
-
-    Trials are compared at their last rung; a promotion ships the best step of a trial
-    (`orchestrator.promotion.training`).
-    """
+    """The trials that no other one beats in both held-out loss (at the last rung of each) and KV bytes a token, by
+    rising bytes."""
     scored = [t for t in trials if t.usable and t.kv_bytes_per_token is not None]
     best: list[TrialRecord] = []
     for trial in sorted(scored, key=lambda t: (t.kv_bytes_per_token, t.loss, t.trial_id)):

@@ -20,12 +20,8 @@ TICKS = (0, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 @styled
 def bytes_figure(rows: Sequence[Row], base: Mapping[str, Any]) -> Figure:
-    """Increase of the held-out loss against KV bytes a token: one line an arm at its best rates, bars of one sd.
-
-    The axis of the increase is logarithmic but for its part next to 0, so that arms near the original model can be told
-    from each other too. Arms of one budget stand a little apart sideways. Hollow: the row compares at an earlier rung
-    than the others.
-    """
+    """Increase of the held-out loss against KV bytes a token: one line an arm at its best rates, bars of one sd, arms
+    of one KV ratio a little apart sideways. Hollow: the row compares at an earlier rung than the others."""
     figure, axes = one_axes(5.2, KV_BYTES)
     arms = _arms(rows)
     styles, handles = looks_of(arms), {}
@@ -73,12 +69,9 @@ def _loss_increases(axes: Any, base: Mapping[str, Any], lowest: float, highest: 
 
 @styled
 def tokens_figure(rows: Sequence[Row], base: Mapping[str, Any]) -> Figure:
-    """Held-out loss against tokens trained on, those of a relaxation included: a row of panels a budget.
-
-    On the left from the untrained model on, on the right the trained models from close by. One line an arm at its best
-    rate, its band one standard deviation wide to each side. Dashed: nothing was measured between the two points,
-    because a relaxation went on there.
-    """
+    """Held-out loss against tokens trained on, those of a relaxation included: a row of panels a KV ratio, on the left
+    from the untrained model on, on the right the trained models from close by. One line an arm at its best rate, its
+    band one standard deviation to each side; dashed where a relaxation went on, in which nothing is measured."""
     budgets = list(dict.fromkeys(row["kv_ratio"] for row in rows))
     figure = Figure(figsize=(7, 0.7 + 2.6 * len(budgets)), layout="constrained")
     grid = figure.subplots(len(budgets), 2, squeeze=False)

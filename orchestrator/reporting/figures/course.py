@@ -23,11 +23,10 @@ Agreement = dict[str, float | int]
 
 
 def proxy_agreement(trials: Sequence[TrialRecord]) -> dict[float, Agreement]:
-    """How well the untrained loss ranks the trials of a budget that came to the last rung.
+    """How well the untrained loss ranks the trials of a KV ratio that came to the last rung, ratios falling.
 
-    By budget, falling: `trials`, `rho` (Spearman's rank correlation of the losses at rung 0 and at the last rung), and
-    `regret`: nats that the best at rung 0 ends above the best of all. Budgets of fewer than LEAST trials are left out,
-    and so are relaxations, of which rung 0 measures a model that they never train from.
+    `rho`: Spearman's rank correlation of the losses at rung 0 and at the last rung; `regret`: nats that the best at
+    rung 0 ends above the best of all. Ratios of fewer than LEAST trials are left out, and so are relaxations.
     """
     found: dict[float, Agreement] = {}
     for budget, pairs in _pairs(trials).items():

@@ -29,10 +29,8 @@ LOGARITHMIC = ("fusion_loss",)
 
 @styled
 def similarity_figure(trials: Sequence[TrialRecord]) -> Figure | None:
-    """Mean cosine of the heads that share, before (hollow) and after (filled) the best alignment, keys and values.
-
-    A line is an arm at a budget, averaged over its trials; None if no trial has measured any.
-    """
+    """Mean cosine of the heads that share, before (hollow) and after (filled) the best alignment: a line an arm at a KV
+    ratio, averaged over its trials. None if no trial has measured any."""
     arms: dict[tuple[str, float], list[dict[str, float]]] = {}
     for t in sorted(trials, key=lambda t: -t.kv_ratio):
         means = (t.similarity or {}).get("means")
@@ -70,10 +68,8 @@ def _span(axes: Any, place: int, raw: float, aligned: float) -> None:
 
 @matplotlib.rc_context({**STYLE, "font.size": 9})
 def relaxation_figure(trials: Sequence[TrialRecord]) -> Figure | None:
-    """Each arm's relaxation over its steps: one row an arm, one panel a quantity, one line a trial, a colour a budget.
-
-    The mean mask has its target beside it, dashed. None if no trial was relaxed.
-    """
+    """Each arm's relaxation over its steps: one row an arm, one panel a quantity, one line a trial, a colour a KV
+    ratio. None if no trial was relaxed."""
     arms: dict[str, list[TrialRecord]] = {}
     for t in trials:
         if any(name in point for point in t.relaxation for name in PANELS):
