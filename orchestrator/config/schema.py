@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PositiveFloat, PositiveInt, ValidationInfo
 
 from attention.io.dtype_names import full_name
-from orchestrator.config.parsing import ConfigError, apply_override, parse_section, read_yaml
+from orchestrator.config.parsing import ConfigError, apply_override, parse_section, read_sections
 from trainers.settings import Seed, Strict, TrainSettings
 
 
@@ -270,12 +270,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> SearchConfig
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"no configuration file at {str(path)!r}; see configs/ for examples")
-    try:
-        record = read_yaml(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
-    if not isinstance(record, dict):
-        raise ConfigError(f"{path} must hold a mapping of sections, got {type(record).__name__}")
+    record = read_sections(file)
     for override in overrides:
         apply_override(record, override)
     return parse_config(record, where=str(path))

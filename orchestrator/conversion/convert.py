@@ -9,7 +9,9 @@ from typing import Any
 from attention.io.export import export
 from attention.io.replacing import check_folder
 from orchestrator.conversion import loading
+from orchestrator.conversion.estimate import needs_layerwise
 from orchestrator.conversion.in_memory import Source
+from orchestrator.conversion.layer_by_layer import convert_layerwise
 from orchestrator.conversion.steps import what_it_is
 from search_spaces.recipes.recipe import Recipe
 
@@ -34,12 +36,8 @@ def convert_checkpoint(
     loaded where that can be known.
     """
     if layerwise is None:
-        from orchestrator.conversion.estimate import needs_layerwise
-
         layerwise = out is not None and needs_layerwise(model, recipe, kv_ratio, **settings)
     if layerwise:
-        from orchestrator.conversion.layer_by_layer import convert_layerwise
-
         return convert_layerwise(model, recipe, kv_ratio, out, overwrite=overwrite, **settings)
     if out is not None:
         check_folder(out, overwrite=overwrite, reads=[model])

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from attention.io import checkpoint
 from attention.io.files import written_whole
+from orchestrator.conversion import loading
 from search_spaces.recipes.recipe import Recipe
 from trainers.settings import TrainSettings
 from trainers.text.data import read_sequences
@@ -88,10 +90,6 @@ def prepare(phases: Iterable[SearchPhase], cache: str | Path, cpus: float, gpus:
 
 def _measure_to(phase: SearchPhase, file: str) -> None:
     """A Ray task: one search phase, its distances written so that no reader sees half a file."""
-    import torch
-
-    from orchestrator.conversion import loading
-
     settings = TrainSettings.model_validate(phase.settings)
     torch.set_num_threads(max(1, int(settings.cpus_per_worker)))
     model = loading.load_model(phase.model, settings.dtype)

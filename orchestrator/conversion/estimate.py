@@ -19,16 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PretrainedConfig
 
-from attention.families import geometry_of
+from attention.families import family_of, geometry_of
 from attention.geometry import HeadGeometry
 from attention.io.layer_models import empty, layer_prefix, window_config
 from attention.ratios import own_heads
 from orchestrator.conversion import loading
 from orchestrator.conversion.limits import LOGIT_BYTES, batch_size, check_layerwise
-from orchestrator.conversion.loading import device_of, kernel_field
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.storage.records import percent, unmet
 from search_spaces.planning.budgets import nearest_budget
@@ -55,20 +53,14 @@ class Size:
     @classmethod
     def of(cls, config: PretrainedConfig) -> Size:
         """Counted on a model of one layer without storage. Raises ValueError for an unsupported family."""
-        from attention.families import family_of
-
         with torch.device("meta"):
             model = empty(window_config(config, 0, config.vocab_size), torch.float32, torch.device("meta"))
         family, prefix = family_of(config), layer_prefix(model)
-        attention = _count(family.attention_modules(model)[0])
+        attention = loading.parameters(family.attention_modules(model)[0])
         layer = sum(p.numel() for name, p in model.named_parameters() if name.startswith(prefix))
         embedding = model.get_input_embeddings().weight.numel()  # type: ignore[union-attr]
-        outer = _count(model) - layer - (embedding if config.tie_word_embeddings else 0)
+        outer = loading.parameters(model) - layer - (embedding if config.tie_word_embeddings else 0)
         return cls(attention, layer, embedding, outer, outer + layer * geometry_of(config).num_layers)
-
-
-def _count(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 @dataclass(frozen=True)
@@ -273,7 +265,7 @@ def available_bytes(device: torch.device = CPU) -> int:
     """Memory that new work may take, on the GPU if that is where it runs; 0 where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return kernel_field("/proc/meminfo", "MemAvailable")
+    return loading.kernel_field("/proc/meminfo", "MemAvailable")
 
 
 def matmul_rate(dtype: torch.dtype, size: int = 1024) -> float:
@@ -305,7 +297,7 @@ def estimate_conversion(
     met = nearest_budget(asked.recipe, kv_ratio, asked.geometry) if nearest else kv_ratio
     sizes = (asked.calibration_tokens, asked.eval_tokens, asked.sequence_length)
     result = estimate(Conversion(asked.config, asked.recipe, float(met), *sizes, asked.written, asked.working))
-    return replace(result, kv_ratio_asked=float(kv_ratio), available=available_bytes(device_of(asked.device)))
+    return replace(result, kv_ratio_asked=float(kv_ratio), available=available_bytes(loading.device_of(asked.device)))
 
 
 def needs_layerwise(model: str | Path, recipe: str | Recipe, kv_ratio: float, **settings: Any) -> bool:
@@ -333,5 +325,5 @@ def describe(estimated: Estimate) -> Mapping[str, str]:
         "available now": f"{estimated.available / giga:.1f} GiB" if estimated.available else "unknown",
         "disk": f"{estimated.disk / giga:.2f} GiB, and {estimated.scratch / giga:.2f} GiB on the way (layer by layer)",
         "work": f"{estimated.flops:.2g} operations; about {estimated.seconds / 60:.1f} min here on "
-        f"{os.cpu_count()} CPUs, grouping left out",
+        f"{os.cpuloading.parameters()} CPUs, grouping left out",
     }

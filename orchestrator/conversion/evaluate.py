@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
 from attention.modeling.modeling import plan_of
@@ -14,15 +12,6 @@ from orchestrator.conversion import loading
 from orchestrator.conversion.loading import Phases
 from trainers.evaluation import decode_speed
 from trainers.text.data import load_sequences
-
-
-def compared_cache(model: PreTrainedModel, path: str | Path, original: PreTrainedModel | None) -> tuple[int, str]:
-    """Key and value heads that a checkpoint's KV ratio is a share of, and in words whose they are."""
-    if original is not None:
-        return plan_of(original).kv_heads, "the original's cache"
-    if (own := checkpoint.original_heads(path)) is not None:
-        return own, "the cache of the model that it was converted from"
-    return plan_of(model).kv_heads, "its own cache, as no other is known (give an original to compare with)"
 
 
 def evaluate_checkpoint(
@@ -62,7 +51,14 @@ def evaluate_checkpoint(
         round_weights(model, loading.dtype_of(dtype))
         scored = loading.score(model, sequences, teacher)
         original_loss = loading.score(teacher, sequences).loss if teacher is not None else None
-    own, kind = compared_cache(model, path, teacher)
+    heads, kind = (
+        plan_of(model).kv_heads,
+        "its own cache, as no other is known (give an original to compare with)",
+    )
+    if teacher is not None:
+        heads, kind = plan_of(teacher).kv_heads, "the original's cache"
+    elif (recorded := checkpoint.original_heads(path)) is not None:
+        heads, kind = recorded, "the cache of the model that it was converted from"
     cast_weights(model, loading.dtype_of(dtype))
     record = {
         "checkpoint": str(path),
@@ -78,7 +74,7 @@ def evaluate_checkpoint(
         "seed": seed,
         "recipe": checkpoint.note_of(path).get("recipe"),
         "kv_ratio_of": kind,
-        **loading.cache_facts(model, own),
+        **loading.cache_facts(model, heads),
     }
     if speed_tokens:
         with phases("speed"):

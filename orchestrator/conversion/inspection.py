@@ -31,8 +31,10 @@ from orchestrator.conversion import loading
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.conversion.steps import convert_with, planning_context
 from orchestrator.storage.paths import check_writable
+from search_spaces.allocation.knapsack import considered
+from search_spaces.allocation.problem import AllocationProblem
 from search_spaces.planning.agreement import agreement as measured_agreement
-from search_spaces.planning.budgets import nearest_budget
+from search_spaces.planning.budgets import admissible_counts, nearest_budget
 from search_spaces.planning.context import PlanningContext
 from search_spaces.planning.planning import make_plan
 from search_spaces.recipes.recipes import RECIPES, Recipe
@@ -195,13 +197,8 @@ def _plans_and_curves(
 
 
 def _measured_counts(chosen: Recipe, geometry: HeadGeometry) -> int:
-    from search_spaces.allocation.knapsack import considered
-    from search_spaces.allocation.problem import AllocationProblem
-    from search_spaces.planning.budgets import admissible_counts
-
-    counts = admissible_counts(chosen, geometry)
-    stored = geometry.num_kv_heads
-    problem = AllocationProblem(geometry.num_layers, geometry.num_heads, stored, 1, counts)
+    sizes = geometry.num_layers, geometry.num_heads, geometry.num_kv_heads
+    problem = AllocationProblem(*sizes, 1, admissible_counts(chosen, geometry))
     return len(considered(problem, chosen.knobs("allocation")["counts"])) - 1  # all heads kept is 0 by definition
 
 

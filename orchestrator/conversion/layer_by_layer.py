@@ -36,8 +36,8 @@ from orchestrator.conversion.limits import batch_size, check_layerwise
 from orchestrator.conversion.one_layer import LayerwiseConversion, score
 from orchestrator.conversion.progress import Stage, check_stage
 from orchestrator.conversion.request import ConversionRequest
-from orchestrator.reporting.durations import clock
 from orchestrator.storage.outputs import Interrupted
+from orchestrator.storage.records import clock
 from search_spaces.planning.budgets import counts_of
 from search_spaces.planning.planning import site_generators
 from search_spaces.recipes.recipe import Recipe

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from attention import families
@@ -174,8 +174,8 @@ def load_tokenizer(path: str | Path) -> Any:
         raise ConfigError(str(error)) from None
 
 
-def parameters(model: PreTrainedModel) -> int:
-    return sum(p.numel() for p in model.parameters())
+def parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
 def cache_facts(model: PreTrainedModel, own: int) -> dict[str, Any]:

@@ -9,11 +9,10 @@ from typing import Any
 from attention.plan import AttentionPlan
 from orchestrator.reporting.comparison import OF_THE_CHECKPOINT
 from orchestrator.reporting.console import console
-from orchestrator.reporting.durations import clock
 from orchestrator.reporting.figures import inspection, search
 from orchestrator.reporting.page import Section, render_page
 from orchestrator.reporting.tables import Table, facts_table
-from orchestrator.storage.records import number, percent, unmet
+from orchestrator.storage.records import clock, number, percent, unmet
 
 SENSITIVITY = (
     "Only one place is changed at a time: the keys, or the values, of one layer are fused into so few heads, and the "
@@ -92,10 +91,10 @@ def lead(record: Mapping[str, Any]) -> str:
 def recipe_table(record: Mapping[str, Any]) -> Table:
     """Every recipe at every KV ratio; the lowest loss of each ratio marked."""
     rows, marked = [], set()
-    lowest: dict[float, float] = {}
-    for entry in (e for e in record["recipes"] if "loss_increase" in e):
-        ratio = entry["kv_ratio_asked"]
-        lowest[ratio] = min(entry["loss_increase"], lowest.get(ratio, entry["loss_increase"]))
+    converted = [e for e in record["recipes"] if "loss_increase" in e]
+    # From the highest on, so that the lowest of each ratio stays
+    ordered = sorted(converted, key=lambda e: e["loss_increase"], reverse=True)
+    lowest = {e["kv_ratio_asked"]: e["loss_increase"] for e in ordered}
     for index, entry in enumerate(record["recipes"]):
         numbers = ["cannot", *["-"] * 4]
         if "loss_increase" in entry:

@@ -12,9 +12,8 @@ from rich.text import Text
 
 from orchestrator.reporting import comparison
 from orchestrator.reporting.comparison import OF_THE_CHECKPOINT, UNTOLD
-from orchestrator.reporting.durations import clock
 from orchestrator.storage import records
-from orchestrator.storage.records import TrialRecord, front, number, percent
+from orchestrator.storage.records import TrialRecord, clock, front, number, percent
 
 PROSE = ("trials", "error", "where, or why not", "layers from the first", "value")
 LEFT = ("", "recipe", "state", "version", "what", *PROSE)  # other columns hold numbers: right-aligned, never wrapped

@@ -26,7 +26,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from attention.io.replacing import checkpoint_around
-from orchestrator.config.schema import ConfigError, read_yaml
+from orchestrator.config.parsing import ConfigError, read_sections
 from orchestrator.storage import journal
 from orchestrator.storage.mirror import check_address, is_remote, working_folder
 
@@ -177,13 +177,7 @@ class SearchFolder:
 
     def stored(self) -> dict[str, Any]:
         """The configuration as it was kept. Raises ConfigError if it is none any more."""
-        try:
-            record = read_yaml(self.snapshot.read_text(encoding="utf-8"))
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"{self.snapshot} cannot be read: {error}") from None
-        if not isinstance(record, dict):
-            raise ConfigError(f"{self.snapshot} must hold a mapping of sections, got {type(record).__name__}")
-        return record
+        return read_sections(self.snapshot, "cannot be read")
 
     @property
     def readable(self) -> bool:

@@ -76,7 +76,9 @@ def tokens_figure(rows: Sequence[Row], base: Mapping[str, Any]) -> Figure:
     figure = Figure(figsize=(7, 0.7 + 2.6 * len(budgets)), layout="constrained")
     grid = figure.subplots(len(budgets), 2, squeeze=False)
     arms = _arms(rows, points=True)
-    styles, handles, usual = looks_of(arms), {}, _first_trained(arms)
+    styles, handles = looks_of(arms), {}
+    trained = (p["step"] for mine in arms.values() for row in mine for p in row["curve"] if p["step"] > 0)
+    usual = min(trained, default=None)  # an arm that is measured later for the first time has been relaxing
     for budget, (whole, close) in zip(budgets, grid, strict=True):
         here = {name: row for name, mine in arms.items() for row in mine if row["kv_ratio"] == budget}
         for name, row in here.items():
@@ -107,12 +109,6 @@ def _arms(rows: Sequence[Row], points: bool = False) -> dict[str, list[Row]]:
             best.setdefault(family(row["recipe"]), {}).setdefault(row["kv_ratio"], row)
     names = dict.fromkeys(family(row["recipe"]) for row in rows)
     return {name: [best[name][b] for b in sorted(best[name])] for name in names if name in best}
-
-
-def _first_trained(arms: Mapping[str, Sequence[Row]]) -> int | None:
-    """The first step above 0 that any arm was measured at; an arm that comes later has been relaxing."""
-    curves = [row["curve"] for mine in arms.values() for row in mine]
-    return min((p["step"] for curve in curves for p in curve if p["step"] > 0), default=None)
 
 
 def _curve(axes: Any, curve: Sequence[Mapping[str, Any]], usual: int | None, look: dict[str, Any]) -> Any:
