@@ -67,14 +67,11 @@ def convert(
         raise ConfigError("layerwise: one ratio at a time is converted layer by layer; give one --kv-ratio")
     if len(ratios) > 1:
         record = convert_curve(model, recipe, ratios, out, **settings)
-        points = [record | point for point in record["points"]]
     elif out is not None and is_curve(out):
         record = convert_into(model, recipe, ratios[0], out, layerwise=layerwise, **settings)
-        points = [record]
     else:
         record = convert_checkpoint(model, recipe, ratios[0], out, layerwise=layerwise, **settings)
-        points = [record]
-    for point in points:
+    for point in [record | point for point in record["points"]] if len(ratios) > 1 else [record]:
         print(
             f"{recipe} at {percent(point['kv_ratio'])} of the checkpoint's KV cache{unmet(point)}: held-out loss "
             f"{point['original_loss']:.3f} before, {point['loss']:.3f} after ({point['loss_increase']:+.3f} nats a "

@@ -76,9 +76,9 @@ def _search(file: Path, changes: list[str]) -> dict[str, Any]:
     from orchestrator.storage.paths import storage_path
 
     settings = load_config(file, changes)
-    found = estimate_search(settings, storage_path(settings.storage), parallel=local_parallel(settings))
-    for name, value in describe_search(found, settings).items():
+    estimated = estimate_search(settings, storage_path(settings.storage), parallel=local_parallel(settings))
+    for name, value in describe_search(estimated, settings).items():
         print(f"{name}: {value}")
-    for warning in found.warnings:
+    for warning in estimated.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    return found.to_dict()
+    return estimated.to_dict()

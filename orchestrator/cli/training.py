@@ -59,9 +59,8 @@ def train(
         device=device,
     )
     print(f"held-out loss {record['loss']:.3f} nats a token after {record['tokens']} tokens")
-    if found := record.get("answers"):
-        print(
-            f"answers to {found['count']} examples: {found['accuracy']:.1%} right, perplexity {found['perplexity']:.2f}"
-        )
+    if answers := record.get("answers"):
+        right = f"{answers['accuracy']:.1%} right, perplexity {answers['perplexity']:.2f}"
+        print(f"answers to {answers['count']} examples: {right}")
     print(f"checkpoint: {record['out']}")
     options.finish(record, json)

@@ -163,5 +163,5 @@ def _model_in(annotation: Any) -> Any:
     if origin is Annotated or origin is list:
         return _model_in(inner[0])
     if origin in (typing.Union, types.UnionType):
-        return next((found for found in map(_model_in, inner) if found is not None), None)
+        return next((section for section in map(_model_in, inner) if section is not None), None)
     return None

@@ -184,12 +184,12 @@ def estimate(conversion: Conversion, *, base: int | None = None) -> Estimate:
     rate = matmul_rate(conversion.working)
     projections = own_heads(g) * g.head_dim * g.hidden_size
     kept = size.total - projections + round(projections * conversion.kv_ratio)
-    own = own_heads(g) * g.head_dim * written
+    original = own_heads(g) * g.head_dim * written
     return Estimate(
         kv_ratio=conversion.kv_ratio,
         kv_ratio_asked=conversion.kv_ratio,
-        kv_bytes_per_token=round(own * conversion.kv_ratio),
-        kv_bytes_per_token_original=own,
+        kv_bytes_per_token=round(original * conversion.kv_ratio),
+        kv_bytes_per_token_original=original,
         parameters=size.total,
         resident=resident,
         layerwise=max(stages.values()),

@@ -178,12 +178,12 @@ def parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def cache_facts(model: PreTrainedModel, own: int) -> dict[str, Any]:
+def cache_facts(model: PreTrainedModel, original: int) -> dict[str, Any]:
     """KV cost as planned, and as a cache really held it after a prefill, both in the dtype of the model.
-    `own`: the original model's heads (`attention.ratios.own_heads`)."""
+    `original`: that model's heads (`attention.ratios.own_heads`)."""
     plan = plan_of(model)
     return {
-        "kv_ratio": ratio_of(plan, own),
+        "kv_ratio": ratio_of(plan, original),
         "kv_bytes_per_token": plan.kv_bytes_per_token(model.dtype),
         "cache_bytes_measured": measure_cache(model, CACHE_TOKENS),
         "cache_tokens": CACHE_TOKENS,

@@ -123,8 +123,8 @@ class LayerwiseConversion:
             with no_init_weights():
                 new = to_plain(new)
         prefix = layer_prefix(new)
-        own = {name: t for name, t in new.state_dict().items() if name.startswith(prefix)}
-        return {of_layer(name, prefix, layer): tensor for name, tensor in own.items()}
+        tensors = {name: t for name, t in new.state_dict().items() if name.startswith(prefix)}
+        return {of_layer(name, prefix, layer): tensor for name, tensor in tensors.items()}
 
 
 @torch.no_grad()

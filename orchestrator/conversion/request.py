@@ -169,8 +169,8 @@ class ConversionRequest:
 
     def note(self) -> dict[str, Any]:
         """What is kept beside the weights of the converted checkpoint."""
-        own = own_heads(self.geometry)
-        return {"recipe": self.recipe.to_dict(), "seed": self.seed, **checkpoint.original_note(own)}
+        heads = own_heads(self.geometry)
+        return {"recipe": self.recipe.to_dict(), "seed": self.seed, **checkpoint.original_note(heads)}
 
     def record(
         self,

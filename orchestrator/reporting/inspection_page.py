@@ -66,7 +66,7 @@ def build_page(record: Mapping[str, Any]) -> str:
 def lead(record: Mapping[str, Any]) -> str:
     """What the checkpoint is, where it is sensitive, and the best found, in two or three sentences."""
     heads = f"{record['heads']} query heads over {record['kv_heads']} KV heads of {record['head_dim']}"
-    told = (
+    text = (
         f"{record['family']}, {record['layers']} layers of {heads}: {record['kv_bytes_per_token']:,} KV bytes a token, "
         f"held-out loss {record['original_loss']:.3f} nats a token."
     )
@@ -77,15 +77,15 @@ def lead(record: Mapping[str, Any]) -> str:
     )  # fmt: skip
     if worst:
         increase, side, layer = worst[0]
-        told += f" Most sensitive: the {side}s of layer {layer} ({increase:+.2f} with one head)."
+        text += f" Most sensitive: the {side}s of layer {layer} ({increase:+.2f} with one head)."
     for budget in record["budgets"]:
         asked = budget["kv_ratio_asked"]
         mine = [e for e in record["recipes"] if e["kv_ratio_asked"] == asked and "loss_increase" in e]
         if mine:
             best = min(mine, key=lambda entry: entry["loss_increase"])
-            told += f" {percent(asked)} of the checkpoint's KV{unmet(budget)}: "
-            told += f"{best['loss_increase']:+.3f} by {best['recipe']}."
-    return told
+            text += f" {percent(asked)} of the checkpoint's KV{unmet(budget)}: "
+            text += f"{best['loss_increase']:+.3f} by {best['recipe']}."
+    return text
 
 
 def recipe_table(record: Mapping[str, Any]) -> Table:

@@ -111,8 +111,8 @@ def hours_spent(trials: Iterable[TrialRecord], config: SearchConfig | None) -> t
         return "CPU", sum(sum(t.seconds.values()) + _trained(t) for t in trials) / 3600
     gpus, train = config.train.gpus_per_worker, config.train
     workers = train.num_workers * (gpus or train.cpus_per_worker)
-    own = config.resources.trial_gpus if gpus else max(1.0, config.resources.trial_cpus)
-    seconds = sum(own * sum(t.seconds.values()) + workers * _trained(t) for t in trials)
+    driving = config.resources.trial_gpus if gpus else max(1.0, config.resources.trial_cpus)
+    seconds = sum(driving * sum(t.seconds.values()) + workers * _trained(t) for t in trials)
     return "GPU" if gpus else "CPU", seconds / 3600
 
 

@@ -102,10 +102,10 @@ def read_result(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > LARGEST:
             return {}
-        found = json.loads(file.read_text(encoding="utf-8"))
+        record = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) and found.get(MARK) == SOFTWARE else {}
+    return record if isinstance(record, dict) and record.get(MARK) == SOFTWARE else {}
 
 
 def write_result(file: str | Path, record: Mapping[str, Any], key: str = "json") -> Path:
