@@ -64,8 +64,16 @@ class Source:
     loss: float
 
     @classmethod
-    def load(cls, model: str | Path, recipe: str | Recipe, kv_ratios: Sequence[float], **settings: Any) -> Source:
-        """Check all that can be checked before the model is loaded, then load and calibrate.
+    def load(
+        cls,
+        model: str | Path,
+        recipe: str | Recipe,
+        kv_ratios: Sequence[float],
+        *,
+        always_calibrate: bool = False,
+        **settings: Any,
+    ) -> Source:
+        """Check all that can be checked before the model is loaded, then load and calibrate (if the recipe needs it).
 
         `settings` are those of `ConversionRequest.check`. Raises ConfigError, DataError, RecipeError or ValueError for
         what a user can mend.
@@ -75,7 +83,7 @@ class Source:
         sequences, held_out = request.texts()
         base = request.load_model()
         calibration = None
-        if "statistics" in chosen.needs:
+        if always_calibrate or "statistics" in chosen.needs:
             with phases("calibrate"):
                 calibration = (
                     cached_calibration(base, sequences, cache_dir) if cache_dir else calibrate(base, sequences)

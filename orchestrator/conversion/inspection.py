@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from attention.calibration.calibration import cached_calibration
 from attention.geometry import HeadGeometry
 from attention.io.precision import round_weights
 from attention.messages import one_of
@@ -28,8 +27,9 @@ from attention.plan import AttentionPlan
 from attention.ratios import own_heads, ratio_of
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
+from orchestrator.conversion.in_memory import Source
 from orchestrator.conversion.request import ConversionRequest
-from orchestrator.conversion.steps import convert_with, planning_context
+from orchestrator.conversion.steps import convert_with
 from orchestrator.storage.paths import check_writable
 from search_spaces.allocation.knapsack import considered
 from search_spaces.allocation.problem import AllocationProblem
@@ -95,20 +95,14 @@ def inspect_checkpoint(
     cache = Path(cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headfold")
     check_writable(cache, "cache")
     shared = {"sequence_length": sequence_length, "seed": seed, "cache_dir": cache}
-    request = ConversionRequest.check(model, chosen, kv_ratios, nearest=True, **shared, **sources)
-    phases = request.phases
-    sequences, held_out = request.texts()
-    base = request.load_model()
-    with phases("calibrate"):
-        calibration = cached_calibration(base, sequences, cache)
-    context = planning_context(base, calibration, sequences, cache)
+    source = Source.load(model, chosen, kv_ratios, nearest=True, always_calibrate=True, **shared, **sources)
+    request, context, phases = source.request, source.context, source.request.phases
     with phases("similarity"):
         similarity = _similarity(context)
     with phases("sensitivity"):
         plans, curves = _plans_and_curves(chosen, kv_ratios, context, seed)
     with phases("recipes"):
-        loss = loading.score(base, held_out).loss
-        costs = _recipes(others, plans, request, context, held_out, loss)
+        costs = _recipes(others, plans, source)
     sites = None
     if agreement:
         with phases("agreement"), progress("scoring moves both ways") as advance:
@@ -123,11 +117,11 @@ def inspect_checkpoint(
         "head_dim": geometry.head_dim,
         "qk_norm": geometry.qk_norm,
         "rotary_dims": geometry.rotary.dims,
-        "parameters": loading.parameters(base),
-        "kv_bytes_per_token": plan_of(base).kv_bytes_per_token(request.dtype),
-        "original_loss": loss,
-        "eval_tokens": int(held_out.numel()),
-        "calibration_tokens": int(sequences.numel()),
+        "parameters": loading.parameters(source.base),
+        "kv_bytes_per_token": plan_of(source.base).kv_bytes_per_token(request.dtype),
+        "original_loss": source.loss,
+        "eval_tokens": int(source.held_out.numel()),
+        "calibration_tokens": int(source.sequences.numel()),
         "recipe": chosen.to_dict(),
         "sensitivity": [{"layer": layer} | sides for layer, sides in enumerate(curves)],
         "similarity": similarity,
@@ -222,19 +216,10 @@ def _size(plan: AttentionPlan, request: ConversionRequest) -> dict[str, Any]:
     return {"kv_ratio": kept, "kv_bytes_per_token": plan.kv_bytes_per_token(request.dtype)}
 
 
-def _recipes(
-    recipes: dict[str, Recipe],
-    plans: dict[float, AttentionPlan],
-    request: ConversionRequest,
-    context: PlanningContext,
-    held_out: Tensor,
-    loss: float,
-) -> list[dict[str, Any]]:
-    """Held-out loss of every recipe at every ratio, one entry each; `why_not` where a recipe cannot be shown.
-
-    The recipe of the request takes `plans`. `loss`: of the original model."""
-    base = context.model
-    assert base is not None
+def _recipes(recipes: dict[str, Recipe], plans: dict[float, AttentionPlan], source: Source) -> list[dict[str, Any]]:
+    """Held-out loss of every recipe at every ratio, one entry each; `why_not` where a recipe cannot be shown. That of
+    the request takes `plans`."""
+    request, context = source.request, source.context
     entries: list[dict[str, Any]] = []
     with progress("converting by each recipe") as advance:
         jobs = [(name, ratio) for name in recipes for ratio in plans]
@@ -246,10 +231,10 @@ def _recipes(
                 if name != request.recipe.name:
                     ratio = nearest_budget(recipes[name], asked, context.geometry)
                     plan = make_plan(recipes[name], ratio, context, np.random.default_rng(request.seed))
-                converted = convert_with(recipes[name], base, plan, context.calibration)
+                converted = convert_with(recipes[name], source.base, plan, context.calibration)
                 round_weights(converted, request.written)
-                scored = loading.score(converted, held_out, base)
-                measured = {"loss": scored.loss, "loss_increase": scored.loss - loss, "kl": scored.kl}
+                scored = loading.score(converted, source.held_out, source.base)
+                measured = {"loss": scored.loss, "loss_increase": scored.loss - source.loss, "kl": scored.kl}
                 entry |= _size(plan, request) | measured
             except ValueError as error:  # one recipe that does not fit this checkpoint must not cost the others
                 entry["why_not"] = str(error)
