@@ -9,7 +9,6 @@ from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
 from attention.modeling.modeling import plan_of
 from orchestrator.conversion import loading
-from orchestrator.conversion.loading import Phases
 from trainers.evaluation import decode_speed
 from trainers.text.data import load_sequences
 
@@ -33,7 +32,7 @@ def evaluate_checkpoint(
     `dtype`: what the cache is held in, and what decodes for the speed (auto: the checkpoint's own); losses are computed
     as `loading.working_dtype` says. Raises ConfigError or DataError for what a user can mend.
     """
-    phases = Phases()
+    phases = loading.Phases()
     geometry = loading.geometry_of(str(path), sequence_length, key="checkpoint")
     if original is not None:
         other = loading.geometry_of(str(original), sequence_length, key="original")

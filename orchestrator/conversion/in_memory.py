@@ -20,7 +20,6 @@ from attention.plan import AttentionPlan
 from attention.ratios import own_heads
 from orchestrator.conversion import loading
 from orchestrator.conversion.dha_distances import NEED, measure
-from orchestrator.conversion.loading import Phases
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.conversion.steps import convert_with, planning_context, refine_with
 from search_spaces.planning.planning import PlanningContext, make_plan
@@ -33,7 +32,7 @@ def plan_and_convert(
     kv_ratio: float | Fraction,
     context: PlanningContext,
     seed: int,
-    phases: Phases,
+    phases: loading.Phases,
     given: AttentionPlan | None = None,
 ) -> tuple[PreTrainedModel, AttentionPlan]:
     """The converted and refined model of a context, and its plan: `given`, or what the recipe makes of the ratio."""
@@ -104,7 +103,7 @@ class Source:
         self, kv_ratio: float | Fraction, out: str | Path | None = None, *, overwrite: bool = False
     ) -> dict[str, Any]:
         """Convert at one KV ratio, measure, save to `out` if given; one record (see `convert_checkpoint`)."""
-        request, phases = self.request, Phases(self.request.phases)
+        request, phases = self.request, loading.Phases(self.request.phases)
         converted, plan = plan_and_convert(request.recipe, kv_ratio, self.context, request.seed, phases)
         with phases("evaluate"):
             round_weights(converted, request.written)  # what is measured is what is written

@@ -21,7 +21,6 @@ from attention.plan import AttentionPlan
 from attention.ratios import own_cache, own_heads, ratio_of, ratio_of_kv_heads
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
-from orchestrator.conversion.loading import Phases
 from orchestrator.conversion.steps import what_it_is
 from search_spaces.planning.budgets import check_budget, nearest_budget
 from search_spaces.recipes.recipe import Recipe
@@ -92,7 +91,7 @@ class ConversionRequest:
     seed: int = 0
     device: str = "auto"
     cache_dir: str | Path | None = None
-    phases: Phases = field(default_factory=Phases)
+    phases: loading.Phases = field(default_factory=loading.Phases)
 
     @classmethod
     def check(
