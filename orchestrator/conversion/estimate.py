@@ -325,5 +325,5 @@ def describe(estimated: Estimate) -> Mapping[str, str]:
         "available now": f"{estimated.available / giga:.1f} GiB" if estimated.available else "unknown",
         "disk": f"{estimated.disk / giga:.2f} GiB, and {estimated.scratch / giga:.2f} GiB on the way (layer by layer)",
         "work": f"{estimated.flops:.2g} operations; about {estimated.seconds / 60:.1f} min here on "
-        f"{os.cpuloading.parameters()} CPUs, grouping left out",
+        f"{os.cpu_count()} CPUs, grouping left out",
     }

@@ -37,6 +37,7 @@ def evaluate_checkpoint(
     if original is not None:
         other = loading.geometry_of(str(original), sequence_length, key="original")
         loading.check_same_words(other, geometry, "original", str(original))
+    recipe = checkpoint.note_of(path).get("recipe")
     dtype = loading.written_dtype(path, dtype)
     tokenizer = loading.load_tokenizer(original if original is not None else path)
     with phases("data"):
@@ -71,7 +72,7 @@ def evaluate_checkpoint(
         "plan_digest": plan_of(model).digest,
         "dtype": dtype,
         "seed": seed,
-        "recipe": checkpoint.note_of(path).get("recipe"),
+        "recipe": recipe,
         "kv_ratio_of": kind,
         **loading.cache_facts(model, heads),
     }
