@@ -15,14 +15,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from orchestrator.cli import (
-    checkpoints,
-    estimates,
-    inspecting,
-    searches,
-    training,
-    usage,
-)
+from orchestrator.cli import checkpoints, estimates, inspecting, searches, training, usage
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
@@ -44,8 +37,8 @@ GOES_ON = {
 }
 
 
-def _told(verb: Callable[..., None]) -> Callable[..., None]:
-    """A verb whose interruption is told: Typer would end with its exit code and not a word."""
+def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
+    """A verb that says what an interruption leaves: Typer would end with its exit code and not a word."""
 
     @functools.wraps(verb)
     def called(**given: Any) -> None:
@@ -72,7 +65,7 @@ for verb in (
     inspecting.inspect,
     searches.report,
 ):
-    app.command()(_told(verb))
+    app.command()(_interruptible(verb))
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -21,8 +21,10 @@ from orchestrator.cluster.pool_client import pool_of_search
 from orchestrator.cluster.session import Demand, concurrency, connected
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.promotion.promote import promote
-from orchestrator.reporting import console, figures
+from orchestrator.reporting import console
 from orchestrator.reporting.comparison import compare
+from orchestrator.reporting.figures.drawing import save_png
+from orchestrator.reporting.figures.search import front_figure, rungs_figure
 from orchestrator.reporting.report_page import write_report
 from orchestrator.search.estimate import announce
 from orchestrator.search.outcome import SearchOutcome, print_outcome
@@ -253,5 +255,5 @@ def _run(
 def _draw_front(outcome: SearchOutcome) -> None:
     """The pictures of the front and of the rungs."""
     if outcome.front:
-        figures.save_png(figures.front_figure(outcome.trials, outcome.base), outcome.folder / "front.png")
-        figures.save_png(figures.rungs_figure(outcome.trials, outcome.base), outcome.folder / "rungs.png")
+        save_png(front_figure(outcome.trials, outcome.base), outcome.folder / "front.png")
+        save_png(rungs_figure(outcome.trials, outcome.base), outcome.folder / "rungs.png")

@@ -28,12 +28,11 @@ from orchestrator.cluster.session import Demand, concurrency, connected
 from orchestrator.config.schema import ConfigError, Section, apply_override, parse_section
 from orchestrator.conversion import loading
 from orchestrator.promotion.training import MilestoneLog, read_milestones
-from orchestrator.reporting.durations import clock
 from orchestrator.search.trial import prepare_process
 from orchestrator.search.validation import check_machine
 from orchestrator.storage.mirror import is_remote
 from orchestrator.storage.paths import storage_path
-from orchestrator.storage.records import read_json, write_json
+from orchestrator.storage.records import clock, read_json, write_json
 from search_spaces.composition.dcmha import composition_of
 from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.worker import TrainJob, run_training

@@ -8,35 +8,19 @@ from typing import Annotated, Any
 
 import typer
 
-from orchestrator.cli.options import (
-    CalibrationData,
-    CalibrationTokens,
-    Device,
-    Dtype,
-    EvalData,
-    EvalTokens,
-    JsonFile,
-    KVHeads,
-    KVRatios,
-    Overrides,
-    Overwrite,
-    Seed,
-    SequenceLength,
-    finish,
-    recipe_settings,
-)
+from orchestrator.cli import options
 
 
 def convert(
     model: Annotated[str, typer.Option(help="Folder with safetensors, or hub name.")],
     recipe: Annotated[str, typer.Option(help="Named recipe, e.g. gqa, asymgqa, align, headfold.")],
-    kv_ratio: KVRatios = None,
-    kv_heads: KVHeads = None,
+    kv_ratio: options.KVRatios = None,
+    kv_heads: options.KVHeads = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for the checkpoint (for several ratios: kv-RATIO in it, curve.json, curve.png)."),
     ] = None,
-    overrides: Overrides = None,
+    overrides: options.Overrides = None,
     layerwise: Annotated[
         bool | None,
         typer.Option(
@@ -44,16 +28,16 @@ def convert(
             "where the model would not fit in memory: see the verb estimate)."
         ),
     ] = None,
-    overwrite: Overwrite = False,
-    json: JsonFile = None,
-    calibration_data: CalibrationData = "stdlib",
-    eval_data: EvalData = "stdlib",
-    calibration_tokens: CalibrationTokens = 16_384,
-    eval_tokens: EvalTokens = 16_384,
-    sequence_length: SequenceLength = 256,
-    seed: Seed = 0,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
+    overwrite: options.Overwrite = False,
+    json: options.JsonFile = None,
+    calibration_data: options.CalibrationData = "stdlib",
+    eval_data: options.EvalData = "stdlib",
+    calibration_tokens: options.CalibrationTokens = 16_384,
+    eval_tokens: options.EvalTokens = 16_384,
+    sequence_length: options.SequenceLength = 256,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
 ) -> None:
     """Convert one checkpoint, without a cluster and without training; prints the loss before and after."""
     from orchestrator.config.schema import ConfigError
@@ -76,21 +60,18 @@ def convert(
         "seed": seed,
         "dtype": dtype,
         "device": device,
-        "recipe_settings": recipe_settings(overrides),
+        "recipe_settings": options.recipe_settings(overrides),
         "overwrite": overwrite,
     }
     if layerwise and len(ratios) > 1:
         raise ConfigError("layerwise: one ratio at a time is converted layer by layer; give one --kv-ratio")
     if len(ratios) > 1:
         record = convert_curve(model, recipe, ratios, out, **settings)
-        points = [record | point for point in record["points"]]
     elif out is not None and is_curve(out):
         record = convert_into(model, recipe, ratios[0], out, layerwise=layerwise, **settings)
-        points = [record]
     else:
         record = convert_checkpoint(model, recipe, ratios[0], out, layerwise=layerwise, **settings)
-        points = [record]
-    for point in points:
+    for point in [record | point for point in record["points"]] if len(ratios) > 1 else [record]:
         print(
             f"{recipe} at {percent(point['kv_ratio'])} of the checkpoint's KV cache{unmet(point)}: held-out loss "
             f"{point['original_loss']:.3f} before, {point['loss']:.3f} after ({point['loss_increase']:+.3f} nats a "
@@ -101,20 +82,20 @@ def convert(
             print(point["format_note"])
     if out is not None:
         print(f"checkpoint: {record['out']}" if len(ratios) == 1 else f"checkpoints, curve.json and curve.png: {out}")
-    finish(record, json)
+    options.finish(record, json)
 
 
 def evaluate(
     checkpoint: Annotated[str, typer.Argument(help="Folder of a checkpoint, or hub name.")],
     original: Annotated[str | None, typer.Option(help="The original checkpoint to compare with.")] = None,
     speed_tokens: Annotated[int, typer.Option(min=0, help="Tokens to decode for the speed; 0 skips it.")] = 32,
-    json: JsonFile = None,
-    eval_data: EvalData = "stdlib",
-    eval_tokens: EvalTokens = 16_384,
-    sequence_length: SequenceLength = 256,
-    seed: Seed = 0,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
+    json: options.JsonFile = None,
+    eval_data: options.EvalData = "stdlib",
+    eval_tokens: options.EvalTokens = 16_384,
+    sequence_length: options.SequenceLength = 256,
+    seed: options.Seed = 0,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
 ) -> None:
     """Held-out loss, KL to the original, KV bytes planned and allocated, prefill and decode speed."""
     from orchestrator.conversion.evaluate import evaluate_checkpoint
@@ -149,7 +130,7 @@ def evaluate(
             f"prefill {record['prefill_tokens_per_second']:.0f} tokens/s, "
             f"decode {record['decode_tokens_per_second']:.0f} tokens/s"
         )
-    finish(record, json)
+    options.finish(record, json)
 
 
 def export(
@@ -159,8 +140,8 @@ def export(
     allow_larger_cache: Annotated[
         bool, typer.Option("--allow-larger-cache", help="Export even if the stock form takes more KV cache.")
     ] = False,
-    overwrite: Overwrite = False,
-    json: JsonFile = None,
+    overwrite: options.Overwrite = False,
+    json: options.JsonFile = None,
 ) -> None:
     """Lower a checkpoint to a stock format: exact or not, KV bytes before and after."""
     from orchestrator.conversion.convert import export_checkpoint
@@ -180,4 +161,4 @@ def export(
     print(record["format_note"])
     for note in record["notes"]:
         print(f"note: {note}")
-    finish(record, json)
+    options.finish(record, json)

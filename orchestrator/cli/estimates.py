@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from orchestrator.cli.options import (
-    CalibrationTokens,
-    Device,
-    Dtype,
-    EvalTokens,
-    JsonFile,
-    KVHeads,
-    KVRatios,
-    Overrides,
-    SequenceLength,
-    finish,
-    recipe_settings,
-)
+from orchestrator.cli import options
 
 OF_SEARCH = "a search: headfold estimate CONFIG [KEY=VALUE]..."
 OF_CONVERSION = "a conversion: headfold estimate --model M --recipe R --kv-ratio 0.5,0.25 (or --kv-heads 4,2)"
@@ -36,15 +25,15 @@ def estimate(
         str | None, typer.Option(help="Of a conversion: folder with config.json, or hub name; no weights are read.")
     ] = None,
     recipe: Annotated[str | None, typer.Option(help="Named recipe, e.g. gqa, asymgqa, align, headfold.")] = None,
-    kv_ratio: KVRatios = None,
-    kv_heads: KVHeads = None,
-    overrides: Overrides = None,
-    json: JsonFile = None,
-    calibration_tokens: CalibrationTokens = 16_384,
-    eval_tokens: EvalTokens = 16_384,
-    sequence_length: SequenceLength = 256,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
+    kv_ratio: options.KVRatios = None,
+    kv_heads: options.KVHeads = None,
+    overrides: options.Overrides = None,
+    json: options.JsonFile = None,
+    calibration_tokens: options.CalibrationTokens = 16_384,
+    eval_tokens: options.EvalTokens = 16_384,
+    sequence_length: options.SequenceLength = 256,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
 ) -> None:
     """Say what a search or a conversion will take before it runs: tokens, hours, peak memory, disk."""
     from orchestrator.config.schema import ConfigError
@@ -57,7 +46,7 @@ def estimate(
     if config is not None:
         if model or recipe or kv_ratio or kv_heads:
             raise ConfigError(f"estimate: expected one of two, {OF_SEARCH}, or {OF_CONVERSION}; got parts of both")
-        finish(_search(config, given), json)
+        options.finish(_search(config, given), json)
         return
     if model is None or recipe is None or (kv_ratio is None and kv_heads is None):
         raise ConfigError(f"estimate: expected {OF_SEARCH}, or {OF_CONVERSION}")
@@ -71,14 +60,14 @@ def estimate(
         "sequence_length": sequence_length,
         "dtype": dtype,
         "device": device,
-        "recipe_settings": recipe_settings(overrides),
+        "recipe_settings": options.recipe_settings(overrides),
         "nearest": len(ratios) > 1,  # as `convert` takes several
     }
     points = [estimate_conversion(model, recipe, ratio, **settings) for ratio in ratios]
     for number, point in enumerate(points):
         print("\n" * bool(number) + "\n".join(f"{name}: {value}" for name, value in describe(point).items()))
-    records = [point.to_dict() for point in points]
-    finish(records[0] if len(records) == 1 else {"points": records}, json)
+    records = [asdict(point) for point in points]
+    options.finish(records[0] if len(records) == 1 else {"points": records}, json)
 
 
 def _search(file: Path, changes: list[str]) -> dict[str, Any]:
@@ -87,9 +76,9 @@ def _search(file: Path, changes: list[str]) -> dict[str, Any]:
     from orchestrator.storage.paths import storage_path
 
     settings = load_config(file, changes)
-    found = estimate_search(settings, storage_path(settings.storage), parallel=local_parallel(settings))
-    for name, value in describe_search(found, settings).items():
+    estimated = estimate_search(settings, storage_path(settings.storage), parallel=local_parallel(settings))
+    for name, value in describe_search(estimated, settings).items():
         print(f"{name}: {value}")
-    for warning in found.warnings:
+    for warning in estimated.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    return found.to_dict()
+    return estimated.to_dict()

@@ -7,28 +7,13 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.cli.options import (
-    CalibrationData,
-    CalibrationTokens,
-    Device,
-    Dtype,
-    EvalData,
-    EvalTokens,
-    JsonFile,
-    KVHeads,
-    KVRatios,
-    Overrides,
-    Seed,
-    SequenceLength,
-    finish,
-    recipe_settings,
-)
+from orchestrator.cli import options
 
 
 def inspect(
     checkpoint: Annotated[str, typer.Argument(help="Folder with safetensors, or hub name.")],
-    kv_ratio: KVRatios = None,
-    kv_heads: KVHeads = None,
+    kv_ratio: options.KVRatios = None,
+    kv_heads: options.KVHeads = None,
     recipe: Annotated[str, typer.Option(help="Recipe whose grouping and fusion the single places get.")] = "headfold",
     compare: Annotated[
         str | None, typer.Option(help="Recipes to convert by, e.g. gqa,headfold; 'none' converts by none.")
@@ -41,25 +26,25 @@ def inspect(
         bool, typer.Option("--agreement", help="Also compare the layer-output score's ranks with the whole model's.")
     ] = False,
     out: Annotated[Path, typer.Option(help="The page.")] = Path("inspection.html"),
-    overrides: Overrides = None,
+    overrides: options.Overrides = None,
     cache: Annotated[
         Path | None, typer.Option(help="Folder where measurements are kept (default: headfold in the user's cache).")
     ] = None,
-    json: JsonFile = None,
-    calibration_data: CalibrationData = "stdlib",
-    eval_data: EvalData = "stdlib",
-    calibration_tokens: CalibrationTokens = 16_384,
-    eval_tokens: EvalTokens = 16_384,
-    sequence_length: SequenceLength = 256,
-    seed: Seed = 0,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
+    json: options.JsonFile = None,
+    calibration_data: options.CalibrationData = "stdlib",
+    eval_data: options.EvalData = "stdlib",
+    calibration_tokens: options.CalibrationTokens = 16_384,
+    eval_tokens: options.EvalTokens = 16_384,
+    sequence_length: options.SequenceLength = 256,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
 ) -> None:
     """Which heads matter and which are alike, what budgets would keep, what recipes would cost: one page."""
     from orchestrator.conversion.inspection import COMPARED, inspect_checkpoint
     from orchestrator.conversion.request import asked_ratios
-    from orchestrator.reporting.inspection_page import print_inspection, write_inspection
-    from orchestrator.storage.outputs import check_results
+    from orchestrator.reporting.inspection_page import build_page, print_inspection
+    from orchestrator.storage.outputs import check_results, write_page
 
     check_results(json, page=out)
     names = COMPARED if compare is None else [name.strip() for name in compare.split(",") if name.strip() != "none"]
@@ -70,7 +55,7 @@ def inspect(
         compare=names,
         counts=counts,
         agreement=agreement,
-        recipe_settings=recipe_settings(overrides),
+        recipe_settings=options.recipe_settings(overrides),
         cache_dir=cache,
         calibration_data=calibration_data,
         eval_data=eval_data,
@@ -82,5 +67,5 @@ def inspect(
         device=device,
     )
     print_inspection(record)
-    print(f"page: {write_inspection(record, out)}")
-    finish(record, json)
+    print(f"page: {write_page(out, build_page(record))}")
+    options.finish(record, json)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from orchestrator.cli.options import ConfigFile, ConfigOverrides, JsonFile, finish
+from orchestrator.cli import options
 
 
 def search(
-    config: ConfigFile,
-    overrides: ConfigOverrides = None,
+    config: options.ConfigFile,
+    overrides: options.ConfigOverrides = None,
     resume: Annotated[
         bool,
         typer.Option(
@@ -20,7 +21,7 @@ def search(
             help="Continue the newest search of this name; with a NAME after it the one in that folder, e.g. demo-2.",
         ),
     ] = False,
-    json: JsonFile = None,
+    json: options.JsonFile = None,
 ) -> None:
     """Run a search: baselines, trials, Pareto front, promotion, report."""
     from orchestrator.config.schema import load_config
@@ -33,7 +34,7 @@ def search(
     from orchestrator.pipeline import search as run_search
 
     outcome = run_search(settings, resume=named or resume)
-    finish(outcome.to_dict(), json)
+    options.finish(outcome.to_dict(), json)
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)
 
@@ -52,7 +53,7 @@ def promote(
     search: Annotated[Path, typer.Argument(help="Folder of a search, e.g. runs/demo/demo.")],
     trial: Annotated[list[str] | None, typer.Option(help="Trial id to promote; may be given several times.")] = None,
     top: Annotated[int | None, typer.Option(min=1, help="Promote the K best at each budget.")] = None,
-    json: JsonFile = None,
+    json: options.JsonFile = None,
 ) -> None:
     """Continue the chosen trials to the full training, pass the gate, register. Finished steps are not repeated."""
     from orchestrator.promotion.promote import promote_search
@@ -60,7 +61,7 @@ def promote(
 
     check_results(json)
     outcome = promote_search(search, trials=trial or [], top=top)
-    finish(outcome.to_dict(), json)
+    options.finish(outcome.to_dict(), json)
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)
 
@@ -82,16 +83,16 @@ def watch(
 
     folder = SearchFolder.existing(search)
     if json is not None and str(json) == "-":
-        print(encoder.dumps(status.read_status(folder).to_dict(), indent=1))
+        print(encoder.dumps(asdict(status.read_status(folder)), indent=1))
         return
     check_results(json)
-    finish(status.watch(folder, every=every, once=once or json is not None).to_dict(), json)
+    options.finish(asdict(status.watch(folder, every=every, once=once or json is not None)), json)
 
 
 def report(
     search: Annotated[Path, typer.Argument(help="Folder of a search.")],
     out: Annotated[Path | None, typer.Option(help="HTML file; report.html in the folder by default.")] = None,
-    json: JsonFile = None,
+    json: options.JsonFile = None,
 ) -> None:
     """Write one self-contained page: front, comparison over seeds, trials, rungs, head budgets."""
     from orchestrator.reporting.console import print_comparison
@@ -102,4 +103,4 @@ def report(
     written = write_report(search, out)
     print_comparison(written["comparison"])
     print(f"report: {written['report']}")
-    finish(written, json)
+    options.finish(written, json)

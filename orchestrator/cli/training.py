@@ -7,16 +7,7 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.cli.options import (
-    Device,
-    EvalData,
-    EvalTokens,
-    JsonFile,
-    Overwrite,
-    Seed,
-    SequenceLength,
-    finish,
-)
+from orchestrator.cli import options
 
 
 def train(
@@ -36,13 +27,13 @@ def train(
     eval_every: Annotated[
         int | None, typer.Option(min=1, help="Steps between measurements and checkpoints (default: a tenth).")
     ] = None,
-    overwrite: Overwrite = False,
-    json: JsonFile = None,
-    eval_data: EvalData = "stdlib",
-    eval_tokens: EvalTokens = 16_384,
-    sequence_length: SequenceLength = 256,
-    seed: Seed = 0,
-    device: Device = "auto",
+    overwrite: options.Overwrite = False,
+    json: options.JsonFile = None,
+    eval_data: options.EvalData = "stdlib",
+    eval_tokens: options.EvalTokens = 16_384,
+    sequence_length: options.SequenceLength = 256,
+    seed: options.Seed = 0,
+    device: options.Device = "auto",
 ) -> None:
     """Train from random weights, with Ray Train and DeepSpeed; run again, it goes on where it was stopped."""
     from orchestrator.storage.outputs import check_results
@@ -68,9 +59,8 @@ def train(
         device=device,
     )
     print(f"held-out loss {record['loss']:.3f} nats a token after {record['tokens']} tokens")
-    if found := record.get("answers"):
-        print(
-            f"answers to {found['count']} examples: {found['accuracy']:.1%} right, perplexity {found['perplexity']:.2f}"
-        )
+    if answers := record.get("answers"):
+        right = f"{answers['accuracy']:.1%} right, perplexity {answers['perplexity']:.2f}"
+        print(f"answers to {answers['count']} examples: {right}")
     print(f"checkpoint: {record['out']}")
-    finish(record, json)
+    options.finish(record, json)

@@ -44,9 +44,9 @@ def explained(error: Any, arguments: Sequence[str]) -> str | None:
 
 def _values(names: Sequence[str], arguments: Sequence[str]) -> list[str]:
     """The values that an option is given, as they were typed."""
-    found = []
+    values = []
     for here, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, equals, value = here.partition("=")
         if name in names:
-            found.append(value if equals else following)
-    return found
+            values.append(value if equals else following)
+    return values

@@ -7,6 +7,7 @@ import reprlib
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
@@ -66,6 +67,17 @@ def read_yaml(text: str) -> Any:
         raise ValueError(str(error)) from None
     except Exception as error:  # e.g. !!int "", 2026-99-99: its constructors raise what they happen to meet
         raise ValueError(f"a value cannot be read ({type(error).__name__}: {reason(error)})") from None
+
+
+def read_sections(file: Path, problem: str = "is not valid YAML") -> dict[str, Any]:
+    """The sections in a YAML file, not checked any further. Raises ConfigError that tells of the `problem`."""
+    try:
+        record = read_yaml(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{file} {problem}: {error}") from None
+    if not isinstance(record, dict):
+        raise ConfigError(f"{file} must hold a mapping of sections, got {type(record).__name__}")
+    return record
 
 
 def read_override(override: str, example: str = "search.num_samples=4") -> tuple[str, Any]:
@@ -151,5 +163,5 @@ def _model_in(annotation: Any) -> Any:
     if origin is Annotated or origin is list:
         return _model_in(inner[0])
     if origin in (typing.Union, types.UnionType):
-        return next((found for found in map(_model_in, inner) if found is not None), None)
+        return next((section for section in map(_model_in, inner) if section is not None), None)
     return None

@@ -11,19 +11,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    Field,
-    PositiveFloat,
-    PositiveInt,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PositiveFloat, PositiveInt, ValidationInfo
 
 from attention.io.dtype_names import full_name
-from orchestrator.config.parsing import ConfigError, apply_override, parse_section, read_yaml
+from orchestrator.config.parsing import ConfigError, apply_override, parse_section, read_sections
 from trainers.settings import Seed, Strict, TrainSettings
 
 
@@ -58,16 +49,22 @@ def _milestones(steps: list[int]) -> list[int]:
     return steps
 
 
-def _one_of_both(own: list[int], info: ValidationInfo) -> list[int]:
+def _not_both(kv_heads: list[int], info: ValidationInfo) -> list[int]:
     """KV heads in place of KV ratios, not beside them."""
-    if own and info.data.get("kv_ratios"):
+    if kv_heads and info.data.get("kv_ratios"):
         raise ValueError("give kv_ratios (shares of the checkpoint's own KV cache) or kv_heads, not both")
-    return own
+    return kv_heads
+
+
+def _either(kv_heads: list[int], info: ValidationInfo) -> list[int]:
+    if not kv_heads and info.data.get("kv_ratios") == []:  # not there at all if it was refused itself
+        raise ValueError("expected at least 1 value in search.kv_ratios, e.g. [0.5, 0.25], or in search.kv_heads")
+    return kv_heads
 
 
 KVRatio = Annotated[float, Field(allow_inf_nan=True), AfterValidator(_ratio)]  # its own words for nan
 KVRatios = Annotated[list[KVRatio], AfterValidator(_distinct)]
-KVHeads = Annotated[list[PositiveInt], AfterValidator(_distinct), AfterValidator(_one_of_both)]
+KVHeads = Annotated[list[PositiveInt], AfterValidator(_distinct), AfterValidator(_not_both)]
 Name = Annotated[str, AfterValidator(_slug)]
 
 
@@ -134,7 +131,13 @@ def _arm(value: Any) -> Any:
     return {"recipe": value} if isinstance(value, str) else value
 
 
+def _names(arms: list[ArmSection]) -> list[ArmSection]:
+    _distinct([arm.name for arm in arms])
+    return arms
+
+
 Arm = Annotated[ArmSection, BeforeValidator(_arm)]
+Arms = Annotated[list[Arm], AfterValidator(_names)]
 
 
 class SearchSection(Section):
@@ -153,9 +156,9 @@ class SearchSection(Section):
     """
 
     searcher: str = Field(default="optuna", min_length=1)
-    recipes: list[Arm] = Field(default=[ArmSection(recipe="gqa"), ArmSection(recipe="headfold")], min_length=1)
+    recipes: Arms = Field(default=[ArmSection(recipe="gqa"), ArmSection(recipe="headfold")], min_length=1)
     kv_ratios: KVRatios = []
-    kv_heads: KVHeads = Field(default=[], validate_default=True)
+    kv_heads: Annotated[KVHeads, AfterValidator(_either)] = Field(default=[], validate_default=True)
     learning_rates: Annotated[list[PositiveFloat], AfterValidator(_distinct)] = []
     num_samples: int = Field(default=0, ge=0, le=1_000_000)
     search_space: dict[str, list[Any]] = {}
@@ -163,25 +166,6 @@ class SearchSection(Section):
     baseline: str = Field(default="gqa", min_length=1)
     seed: Seed = 0
     seeds: Annotated[list[Seed], AfterValidator(_distinct)] = []
-
-    @field_validator("kv_heads")
-    @classmethod
-    def _asked(cls, own: list[int], info: ValidationInfo) -> list[int]:
-        if not own and info.data.get("kv_ratios") == []:  # not there at all if it was refused itself
-            raise ValueError("expected at least 1 value in search.kv_ratios, e.g. [0.5, 0.25], or in search.kv_heads")
-        return own
-
-    @field_validator("recipes")
-    @classmethod
-    def _names(cls, arms: list[ArmSection]) -> list[ArmSection]:
-        _distinct([arm.name for arm in arms])
-        return arms
-
-    @property
-    def arms(self) -> list[ArmSection]:
-        """What runs, the baseline among it."""
-        named = [arm.name for arm in self.recipes]
-        return self.recipes if self.baseline in named else [ArmSection(recipe=self.baseline), *self.recipes]
 
 
 class RungsSection(Section):
@@ -276,7 +260,9 @@ class SearchConfig(Section):
 
     @property
     def arms(self) -> list[ArmSection]:
-        return self.search.arms
+        """What runs, the baseline among it."""
+        recipes, baseline = self.search.recipes, self.search.baseline
+        return recipes if baseline in [arm.name for arm in recipes] else [ArmSection(recipe=baseline), *recipes]
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> SearchConfig:
@@ -284,12 +270,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> SearchConfig
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"no configuration file at {str(path)!r}; see configs/ for examples")
-    try:
-        record = read_yaml(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
-    if not isinstance(record, dict):
-        raise ConfigError(f"{path} must hold a mapping of sections, got {type(record).__name__}")
+    record = read_sections(file)
     for override in overrides:
         apply_override(record, override)
     return parse_config(record, where=str(path))

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attention.io.export import export
 from attention.io.replacing import check_folder
 from attention.io.stock_form import format_of
 from orchestrator.conversion import loading
+from orchestrator.conversion.estimate import needs_layerwise
 from orchestrator.conversion.in_memory import Source
+from orchestrator.conversion.layer_by_layer import convert_layerwise
 from search_spaces.recipes.recipe import Recipe
-
-if TYPE_CHECKING:
-    pass
 
 
 def convert_checkpoint(
@@ -27,7 +26,7 @@ def convert_checkpoint(
     overwrite: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Convert, measure before and after, and save to `out` if given. `settings` are those of `Inputs.check`.
+    """Convert, measure before and after, and save to `out` if given. `settings` are those of `ConversionRequest.check`.
 
     `kv_ratio`: share of the checkpoint's own KV cache to keep, below 1 unless the recipe changes something else. `out`
     must be free, or with `overwrite` hold what we wrote (`attention.io.replacing.check_folder`, whose OutputError comes
@@ -37,12 +36,8 @@ def convert_checkpoint(
     loaded where that can be known.
     """
     if layerwise is None:
-        from orchestrator.conversion.estimate import needs_layerwise
-
         layerwise = out is not None and needs_layerwise(model, recipe, kv_ratio, **settings)
     if layerwise:
-        from orchestrator.conversion.layer_by_layer import convert_layerwise
-
         return convert_layerwise(model, recipe, kv_ratio, out, overwrite=overwrite, **settings)
     if out is not None:
         check_folder(out, overwrite=overwrite, reads=[model])

@@ -1,24 +1,25 @@
 """DHA's search phase for a search: measured once a seed on the cluster, kept in the cache, read by every trial.
 
-Distances depend on the checkpoint, the training text, how it is trained, the knobs of `objective=fusion_loss` and the
-seed; a file is named by the digest of all these.
+A file is named by the digest of all that the distances depend on.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from attention.io import checkpoint
 from attention.io.files import written_whole
+from orchestrator.conversion import loading
 from search_spaces.recipes.recipe import Recipe
 from trainers.settings import TrainSettings
 from trainers.text.data import read_sequences
@@ -62,8 +63,8 @@ def measure(model: Any, sequences: Tensor, settings: TrainSettings, steps: int, 
     """Run the search phase on `model` with training text `sequences` `[N, T]` in this process."""
     from trainers.fusion_search import search_distances
 
-    found = search_distances(model, sequences, settings, steps=steps, rate=rate, seed=seed)
-    return {side: distances.float().numpy() for side, distances in found.items()}
+    by_side = search_distances(model, sequences, settings, steps=steps, rate=rate, seed=seed)
+    return {side: distances.float().numpy() for side, distances in by_side.items()}
 
 
 def read(file: str | Path) -> Distances:
@@ -77,12 +78,10 @@ def prepare(phases: Iterable[SearchPhase], cache: str | Path, cpus: float, gpus:
     missing = {phase.file(cache): phase for phase in phases if not phase.file(cache).exists()}
     if not missing:
         return
-    print(
-        f"search phase of dha: {len(missing)} to measure, {next(iter(missing.values())).steps} steps each", flush=True
-    )
+    total, steps = len(missing), next(iter(missing.values())).steps
+    print(f"search phase of dha: {total} to measure, {steps} steps each", flush=True)
     task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=1)(_measure_to)
     waiting = [task.remote(phase, str(file)) for file, phase in missing.items()]
-    total = len(waiting)
     while waiting:
         done, waiting = ray.wait(waiting, num_returns=1)
         ray.get(done)
@@ -91,17 +90,13 @@ def prepare(phases: Iterable[SearchPhase], cache: str | Path, cpus: float, gpus:
 
 def _measure_to(phase: SearchPhase, file: str) -> None:
     """A Ray task: one search phase, its distances written so that no reader sees half a file."""
-    import torch
-
-    from orchestrator.conversion import loading
-
     settings = TrainSettings.model_validate(phase.settings)
     torch.set_num_threads(max(1, int(settings.cpus_per_worker)))
     model = loading.load_model(phase.model, settings.dtype)
-    found = measure(model, read_sequences(phase.train_file), settings, phase.steps, phase.rate, phase.seed)
-    write(found, file)
+    distances = measure(model, read_sequences(phase.train_file), settings, phase.steps, phase.rate, phase.seed)
+    write(distances, file)
 
 
-def write(distances: Mapping[str, np.ndarray], file: str | Path) -> None:
+def write(distances: Distances, file: str | Path) -> None:
     with written_whole(file) as fresh:
-        save_file(dict(distances), str(fresh))
+        save_file(distances, str(fresh))

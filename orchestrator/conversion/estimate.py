@@ -3,8 +3,8 @@
 Legend: L layers, H query heads, d head dim, D model dim, e = D + 1, V vocabulary, C calibration tokens, E held-out
 tokens, N = C + E, b bytes of a weight that is worked on (4 on the CPU), T tokens a sequence, B sequences a batch.
 
-Peaks are the largest of the stages of a conversion, each the sum of what it holds at once. What is not modelled are the
-small things: the token ids, one batch of activations where a layer's statistics are far larger.
+Peaks are the largest of the stages of a conversion, each the sum of what it holds at once; small things (token ids, one
+batch of activations) are left out.
 """
 
 from __future__ import annotations
@@ -14,24 +14,20 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PretrainedConfig
 
-from attention.families import geometry_of
+from attention.families import family_of, geometry_of
 from attention.geometry import HeadGeometry
-from attention.io import checkpoint
 from attention.io.layer_models import empty, layer_prefix, window_config
-from attention.io.precision import DTYPES
 from attention.ratios import own_heads
 from orchestrator.conversion import loading
 from orchestrator.conversion.limits import LOGIT_BYTES, batch_size, check_layerwise
-from orchestrator.conversion.loading import device_of, kernel_field
-from orchestrator.conversion.request import Inputs
+from orchestrator.conversion.request import ConversionRequest
 from orchestrator.storage.records import percent, unmet
 from search_spaces.planning.budgets import nearest_budget
 from search_spaces.recipes.recipe import Recipe
@@ -57,20 +53,14 @@ class Size:
     @classmethod
     def of(cls, config: PretrainedConfig) -> Size:
         """Counted on a model of one layer without storage. Raises ValueError for an unsupported family."""
-        from attention.families import family_of
-
         with torch.device("meta"):
             model = empty(window_config(config, 0, config.vocab_size), torch.float32, torch.device("meta"))
         family, prefix = family_of(config), layer_prefix(model)
-        attention = _count(family.attention_modules(model)[0])
+        attention = loading.parameters(family.attention_modules(model)[0])
         layer = sum(p.numel() for name, p in model.named_parameters() if name.startswith(prefix))
         embedding = model.get_input_embeddings().weight.numel()  # type: ignore[union-attr]
-        outer = _count(model) - layer - (embedding if config.tie_word_embeddings else 0)
+        outer = loading.parameters(model) - layer - (embedding if config.tie_word_embeddings else 0)
         return cls(attention, layer, embedding, outer, outer + layer * geometry_of(config).num_layers)
-
-
-def _count(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 @dataclass(frozen=True)
@@ -100,9 +90,6 @@ class Estimate:
     flops: float
     rate: float
     seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -195,14 +182,14 @@ def estimate(conversion: Conversion, *, base: int | None = None) -> Estimate:
         why_not = str(error)
     flops = operations(conversion, size, tokens)
     rate = matmul_rate(conversion.working)
-    saved = 2 * g.num_layers * g.num_kv_heads * g.head_dim * g.hidden_size
-    kept = size.total - saved + round(saved * conversion.kv_ratio)
-    own = own_heads(g) * g.head_dim * written
+    projections = own_heads(g) * g.head_dim * g.hidden_size
+    kept = size.total - projections + round(projections * conversion.kv_ratio)
+    original = own_heads(g) * g.head_dim * written
     return Estimate(
         kv_ratio=conversion.kv_ratio,
         kv_ratio_asked=conversion.kv_ratio,
-        kv_bytes_per_token=round(own * conversion.kv_ratio),
-        kv_bytes_per_token_original=own,
+        kv_bytes_per_token=round(original * conversion.kv_ratio),
+        kv_bytes_per_token_original=original,
         parameters=size.total,
         resident=resident,
         layerwise=max(stages.values()),
@@ -278,7 +265,7 @@ def available_bytes(device: torch.device = CPU) -> int:
     """Memory that new work may take, on the GPU if that is where it runs; 0 where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return kernel_field("/proc/meminfo", "MemAvailable")
+    return loading.kernel_field("/proc/meminfo", "MemAvailable")
 
 
 def matmul_rate(dtype: torch.dtype, size: int = 1024) -> float:
@@ -302,45 +289,41 @@ def estimate_conversion(
     nearest: bool = False,
     **settings: Any,
 ) -> Estimate:
-    """The estimate of `orchestrator.conversion.convert.convert_checkpoint` with these arguments; only config.json is
-    read.
+    """The estimate of `convert_checkpoint` with these arguments, from config.json alone. Raises as that does.
 
     `nearest`: of `convert_curve`, which rounds down what the recipe cannot meet.
-    Raises ConfigError, RecipeError or ValueError as that does.
     """
-    inputs = Inputs.check(model, recipe, [kv_ratio], config_only=True, nearest=nearest, **settings)
-    config = checkpoint.load_config(inputs.model)
-    met = nearest_budget(inputs.recipe, kv_ratio, geometry_of(config)) if nearest else kv_ratio
-    sizes = (inputs.calibration_tokens, inputs.eval_tokens, inputs.sequence_length)
-    kinds = DTYPES[inputs.dtype], DTYPES[loading.working_dtype(inputs.dtype, inputs.device)]
-    found = estimate(Conversion(config, inputs.recipe, float(met), *sizes, *kinds))
-    return replace(found, kv_ratio_asked=float(kv_ratio), available=available_bytes(device_of(inputs.device)))
+    asked = ConversionRequest.check(model, recipe, [kv_ratio], config_only=True, nearest=nearest, **settings)
+    met = nearest_budget(asked.recipe, kv_ratio, asked.geometry) if nearest else kv_ratio
+    sizes = (asked.calibration_tokens, asked.eval_tokens, asked.sequence_length)
+    result = estimate(Conversion(asked.config, asked.recipe, float(met), *sizes, asked.written, asked.working))
+    return replace(result, kv_ratio_asked=float(kv_ratio), available=available_bytes(loading.device_of(asked.device)))
 
 
 def needs_layerwise(model: str | Path, recipe: str | Recipe, kv_ratio: float, **settings: Any) -> bool:
     """Whether a conversion does not fit into the memory that is available, but would layer by layer."""
-    found = estimate_conversion(model, recipe, kv_ratio, **settings)
-    if not found.available or found.resident <= SPARE * found.available:
+    estimated = estimate_conversion(model, recipe, kv_ratio, **settings)
+    if not estimated.available or estimated.resident <= SPARE * estimated.available:
         return False
-    words = describe(found)
+    words = describe(estimated)
     about = f"about {words['in memory']} in memory, {words['available now']} available; layer by layer: "
     print(f"this conversion would take {about}{words['layer by layer']}", file=sys.stderr)
-    return found.layerwise_possible
+    return estimated.layerwise_possible
 
 
-def describe(found: Estimate) -> Mapping[str, str]:
+def describe(estimated: Estimate) -> Mapping[str, str]:
     """The estimate in words, by what they are about."""
     giga = 2.0**30
-    largest = max(found.stages, key=lambda name: found.stages[name])
+    largest = max(estimated.stages, key=lambda name: estimated.stages[name])
     return {
-        "cache": f"{percent(found.kv_ratio)} of the checkpoint's{unmet(found.to_dict())}: "
-        f"{found.kv_bytes_per_token:,} of {found.kv_bytes_per_token_original:,} KV bytes a token",
-        "in memory": f"{found.resident / giga:.1f} GiB",
-        "layer by layer": f"{found.layerwise / giga:.1f} GiB (stage: {largest})"
-        if found.layerwise_possible
-        else found.why_not,
-        "available now": f"{found.available / giga:.1f} GiB" if found.available else "unknown",
-        "disk": f"{found.disk / giga:.2f} GiB, and {found.scratch / giga:.2f} GiB on the way (layer by layer)",
-        "work": f"{found.flops:.2g} operations; about {found.seconds / 60:.1f} min here on {os.cpu_count()} CPUs, "
-        "grouping left out",
+        "cache": f"{percent(estimated.kv_ratio)} of the checkpoint's{unmet(vars(estimated))}: "
+        f"{estimated.kv_bytes_per_token:,} of {estimated.kv_bytes_per_token_original:,} KV bytes a token",
+        "in memory": f"{estimated.resident / giga:.1f} GiB",
+        "layer by layer": f"{estimated.layerwise / giga:.1f} GiB (stage: {largest})"
+        if estimated.layerwise_possible
+        else estimated.why_not,
+        "available now": f"{estimated.available / giga:.1f} GiB" if estimated.available else "unknown",
+        "disk": f"{estimated.disk / giga:.2f} GiB, and {estimated.scratch / giga:.2f} GiB on the way (layer by layer)",
+        "work": f"{estimated.flops:.2g} operations; about {estimated.seconds / 60:.1f} min here on "
+        f"{os.cpu_count()} CPUs, grouping left out",
     }

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
 from attention.modeling.modeling import plan_of
 from orchestrator.conversion import loading
-from orchestrator.conversion.loading import Phases
 from trainers.evaluation import decode_speed
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-
-def compared_cache(model: PreTrainedModel, path: str | Path, original: PreTrainedModel | None) -> tuple[int, str]:
-    """Key and value heads that a checkpoint's KV ratio is a share of, and in words whose they are."""
-    if original is not None:
-        return plan_of(original).kv_heads, "the original's cache"
-    if (own := checkpoint.original_heads(path)) is not None:
-        return own, "the cache of the model that it was converted from"
-    return plan_of(model).kv_heads, "its own cache, as no other is known (give an original to compare with)"
+from trainers.text.data import load_sequences
 
 
 def evaluate_checkpoint(
@@ -42,18 +30,20 @@ def evaluate_checkpoint(
 
     `kv_ratio` is of the original's cache; without one, of the cache that `kv_ratio_of` names.
     `dtype`: what the cache is held in, and what decodes for the speed (auto: the checkpoint's own); losses are computed
-    as `models.working_dtype` says. Raises ConfigError or DataError for what a user can mend.
+    as `loading.working_dtype` says. Raises ConfigError or DataError for what a user can mend.
     """
-    phases = Phases()
+    phases = loading.Phases()
     geometry = loading.geometry_of(str(path), sequence_length, key="checkpoint")
     if original is not None:
         other = loading.geometry_of(str(original), sequence_length, key="original")
         loading.check_same_words(other, geometry, "original", str(original))
-    recipe = loading.record_of(path).get("recipe")
+    recipe = checkpoint.note_of(path).get("recipe")
     dtype = loading.written_dtype(path, dtype)
     tokenizer = loading.load_tokenizer(original if original is not None else path)
     with phases("data"):
-        sequences = loading.texts(eval_data, "eval", tokenizer, eval_tokens, sequence_length, seed)
+        sequences = load_sequences(
+            eval_data, tokenizer, split="eval", tokens=eval_tokens, sequence_length=sequence_length, seed=seed
+        )
     with phases("load"):
         model = loading.load_working(path, dtype, device)
         teacher = loading.load_working(original, dtype, device) if original is not None else None
@@ -61,7 +51,14 @@ def evaluate_checkpoint(
         round_weights(model, loading.dtype_of(dtype))
         scored = loading.score(model, sequences, teacher)
         original_loss = loading.score(teacher, sequences).loss if teacher is not None else None
-    own, kind = compared_cache(model, path, teacher)
+    heads, kind = (
+        plan_of(model).kv_heads,
+        "its own cache, as no other is known (give an original to compare with)",
+    )
+    if teacher is not None:
+        heads, kind = plan_of(teacher).kv_heads, "the original's cache"
+    elif (recorded := checkpoint.original_heads(path)) is not None:
+        heads, kind = recorded, "the cache of the model that it was converted from"
     cast_weights(model, loading.dtype_of(dtype))
     record = {
         "checkpoint": str(path),
@@ -77,7 +74,7 @@ def evaluate_checkpoint(
         "seed": seed,
         "recipe": recipe,
         "kv_ratio_of": kind,
-        **loading.cache_facts(model, own),
+        **loading.cache_facts(model, heads),
     }
     if speed_tokens:
         with phases("speed"):

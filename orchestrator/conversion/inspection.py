@@ -5,33 +5,35 @@ Legend: L layers, U stored KV heads a layer. Nothing is trained or written but t
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
 
-from attention.calibration.calibration import cached_calibration
 from attention.geometry import HeadGeometry
 from attention.io.precision import round_weights
 from attention.messages import one_of
 from attention.modeling.modeling import plan_of
 from attention.plan import AttentionPlan
-from attention.ratios import ratio_of
+from attention.ratios import own_heads, ratio_of
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
-from orchestrator.conversion.request import Inputs
-from orchestrator.conversion.steps import planning_context
+from orchestrator.conversion.in_memory import Source
+from orchestrator.conversion.request import ConversionRequest
 from orchestrator.storage.paths import check_writable
+from search_spaces.allocation.knapsack import considered
+from search_spaces.allocation.problem import AllocationProblem
 from search_spaces.planning.agreement import agreement as measured_agreement
-from search_spaces.planning.budgets import nearest_budget
+from search_spaces.planning.budgets import admissible_counts, nearest_budget
 from search_spaces.planning.context import PlanningContext, convert_with
 from search_spaces.planning.planning import make_plan
 from search_spaces.recipes.recipes import RECIPES, Recipe
@@ -39,31 +41,20 @@ from search_spaces.recipes.recipes import recipe as named_recipe
 from search_spaces.similarity.sharing import similarity_pairs
 from search_spaces.site import SIDES
 
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
 COMPARED = ("gqa", "asymgqa", "align", "least_squares", "headfold")
 MANY_HEADS = 16  # above it only head counts that are powers of two are measured, unless others are asked for
-
-Told = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class WatchedContext(PlanningContext):
-    """A context that tells of every increase of the loss that it has measured."""
+    """A context that calls `after` whenever it has measured an increase of the loss."""
 
-    told: Callable[[], None] = lambda: None
+    after: Callable[[], None] = lambda: None
 
     def increase_of(self, *args: Any, **more: Any) -> float:
         increase = super().increase_of(*args, **more)
-        self.told()
+        self.after()
         return increase
-
-
-def default_cache() -> Path:
-    """Where statistics and measured curves are kept between calls."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headfold"
 
 
 def inspect_checkpoint(
@@ -90,10 +81,9 @@ def inspect_checkpoint(
     cannot meet stands for the largest budget below it; `kv_ratio_asked` and `kv_ratio` tell both.
 
     `counts`: any, powers_of_two or divisors; by default any up to 16 KV heads. `recipe_settings`: other choices of
-    `recipe`; `sources`: texts, their tokens, dtype and device as `orchestrator.conversion.request.Inputs.check` takes
-    them. Statistics and increases are read from `cache_dir` if they were measured before. Raises ConfigError,
-    DataError, RecipeError or ValueError for what a user can mend, all before the model is loaded where that can be
-    known.
+    `recipe`; `sources`: texts, their tokens, dtype and device as `ConversionRequest.check` takes them. Statistics and
+    increases are read from `cache_dir` if they were measured before. Raises ConfigError, DataError, RecipeError or
+    ValueError for what a user can mend, all before the model is loaded where that can be known.
     """
     started = time.perf_counter()
     geometry = loading.geometry_of(str(model), sequence_length, key="checkpoint")
@@ -101,51 +91,24 @@ def inspect_checkpoint(
     others = {name: untrained(name) for name in compare}
     if not kv_ratios:
         raise ConfigError("kv_ratio: expected at least one, e.g. 0.5")
-    cache = Path(cache_dir) if cache_dir is not None else default_cache()
+    cache = Path(cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headfold")
     check_writable(cache, "cache")
     shared = {"sequence_length": sequence_length, "seed": seed, "cache_dir": cache}
-    inputs = Inputs.check(model, chosen, kv_ratios, nearest=True, **shared, **sources)
-    phases = inputs.phases
-    sequences, held_out = inputs.texts()
-    with phases("load"):
-        base = loading.load_working(model, inputs.dtype, inputs.device)
-    with phases("calibrate"):
-        calibration = cached_calibration(base, sequences, cache)
-    context = planning_context(base, calibration, sequences, cache)
+    source = Source.load(model, chosen, kv_ratios, nearest=True, always_calibrate=True, **shared, **sources)
+    request, context, phases = source.request, source.context, source.request.phases
     with phases("similarity"):
         similarity = _similarity(context)
     with phases("sensitivity"):
         plans, curves = _plans_and_curves(chosen, kv_ratios, context, seed)
     with phases("recipes"):
-        loss = loading.score(base, held_out).loss
-        costs = _recipes(others, plans, context, base, held_out, loss, seed, chosen.name, inputs.dtype)
-    found = None
+        costs = _recipes(others, plans, source)
+    sites = None
     if agreement:
-        with phases("agreement"), progress("scoring moves both ways") as told:
-            sites = measured_agreement(context, np.random.default_rng(seed), progress=told)
-            found = [site.to_dict() for site in sites]
+        with phases("agreement"), progress("scoring moves both ways") as advance:
+            measured = measured_agreement(context, np.random.default_rng(seed), progress=advance)
+            sites = [site.to_dict() for site in measured]
     return {
         "model": str(model),
-        **_about(base, geometry, inputs.dtype),
-        "original_loss": loss,
-        "eval_tokens": int(held_out.numel()),
-        "calibration_tokens": int(sequences.numel()),
-        "recipe": chosen.to_dict(),
-        "sensitivity": [{"layer": layer} | sides for layer, sides in enumerate(curves)],
-        "similarity": similarity,
-        "budgets": [_budget(*item, curves, base, inputs.dtype) for item in plans.items()],
-        "recipes": costs,
-        "agreement": found,
-        "seed": seed,
-        "dtype": inputs.dtype,
-        "cache": str(cache),
-        "seconds": dict(phases) | {"all": time.perf_counter() - started},
-    }
-
-
-def _about(base: PreTrainedModel, geometry: HeadGeometry, dtype: str) -> dict[str, Any]:
-    """What a checkpoint is, before anything is measured; bytes are of a cache in `dtype`."""
-    return {
         "family": geometry.family,
         "layers": geometry.num_layers,
         "heads": geometry.num_heads,
@@ -153,16 +116,29 @@ def _about(base: PreTrainedModel, geometry: HeadGeometry, dtype: str) -> dict[st
         "head_dim": geometry.head_dim,
         "qk_norm": geometry.qk_norm,
         "rotary_dims": geometry.rotary.dims,
-        "parameters": loading.parameters(base),
-        "kv_bytes_per_token": plan_of(base).kv_bytes_per_token(dtype),
+        "parameters": loading.parameters(source.base),
+        "kv_bytes_per_token": plan_of(source.base).kv_bytes_per_token(request.dtype),
+        "original_loss": source.loss,
+        "eval_tokens": int(source.held_out.numel()),
+        "calibration_tokens": int(source.sequences.numel()),
+        "recipe": chosen.to_dict(),
+        "sensitivity": [{"layer": layer} | sides for layer, sides in enumerate(curves)],
+        "similarity": similarity,
+        "budgets": [_budget(*item, curves, request) for item in plans.items()],
+        "recipes": costs,
+        "agreement": sites,
+        "seed": seed,
+        "dtype": request.dtype,
+        "cache": str(cache),
+        "seconds": dict(phases) | {"all": time.perf_counter() - started},
     }
 
 
 def sensitivity_recipe(
     name: str, counts: str | None, geometry: HeadGeometry, settings: Mapping[str, Any] | None = None
 ) -> Recipe:
-    """The named recipe with its budgets by knapsack, keys and values apart, of which the least sum of increases is
-    taken: to convert and refine finalists takes longer than all else here. Raises RecipeError."""
+    """The named recipe with a knapsack's head counts, keys and values apart, and no finalists: to convert and refine
+    these takes longer than all else here. Raises RecipeError."""
     counts = counts or ("any" if geometry.num_kv_heads <= MANY_HEADS else "powers_of_two")
     apart = {"together": False, "allocation": "knapsack", "relaxation": "none"}
     knobs = {"allocation.counts": counts, "allocation.finalists": 1}
@@ -180,12 +156,12 @@ def _similarity(context: PlanningContext) -> list[dict[str, Any]]:
     assert context.calibration is not None
     first = [unit[0] for unit in context.units]  # the heads of a unit are identical
 
-    def told(matrix: Tensor) -> list[list[float]]:
+    def rounded(matrix: Tensor) -> list[list[float]]:
         return [[round(float(x), 5) for x in row] for row in matrix[first][:, first]]
 
     pairs = similarity_pairs(context.heads, context.calibration.layers, context.geometry)
     return [
-        {"layer": layer} | {side: {"raw": told(p.raw), "aligned": told(p.aligned)} for side, p in sides.items()}
+        {"layer": layer} | {side: {"raw": rounded(p.raw), "aligned": rounded(p.aligned)} for side, p in sides.items()}
         for layer, sides in enumerate(pairs)
     ]
 
@@ -196,16 +172,10 @@ def _plans_and_curves(
     """The plan of each ratio asked for, and of each layer and side the increases by head count (as text, for JSON)."""
     geometry = context.geometry
     plans = {}
-    with progress("measuring increases of the loss") as told:
-        done, total = [0], 2 * geometry.num_layers * (_measured_counts(chosen, geometry))
-
-        def one_more() -> None:
-            done[0] += 1
-            told(done[0], total)
-
+    with progress("measuring increases of the loss") as advance:
+        done, total = itertools.count(1), 2 * geometry.num_layers * _measured_counts(chosen, geometry)
         fields: dict[str, Any] = {name: getattr(context, name) for name in PlanningContext.__dataclass_fields__}
-        fields["curves"] = {}
-        watched = WatchedContext(**fields, told=one_more)
+        watched = WatchedContext(**fields | {"curves": {}}, after=lambda: advance(next(done), total))
         for ratio in sorted(kv_ratios, reverse=True):
             budget = nearest_budget(chosen, ratio, geometry)
             plans[ratio] = make_plan(chosen, budget, watched, np.random.default_rng(seed))
@@ -220,76 +190,59 @@ def _plans_and_curves(
 
 
 def _measured_counts(chosen: Recipe, geometry: HeadGeometry) -> int:
-    from search_spaces.allocation.knapsack import considered
-    from search_spaces.allocation.problem import AllocationProblem
-    from search_spaces.planning.budgets import admissible_counts
-
-    counts = admissible_counts(chosen, geometry)
-    stored = geometry.num_kv_heads
-    problem = AllocationProblem(geometry.num_layers, stored, 1, counts)
+    problem = AllocationProblem(geometry.num_layers, geometry.num_kv_heads, 1, admissible_counts(chosen, geometry))
     return len(considered(problem, chosen.knobs("allocation")["counts"])) - 1  # all heads kept is 0 by definition
 
 
 def _budget(
-    asked: float, plan: AttentionPlan, curves: list[dict[str, dict[str, float]]], base: PreTrainedModel, dtype: str
+    asked: float, plan: AttentionPlan, curves: list[dict[str, dict[str, float]]], request: ConversionRequest
 ) -> dict[str, Any]:
     heads = {side: [getattr(layer, f"{side}_heads") for layer in plan.layers] for side in SIDES}
     # All heads kept is not in the curves: nothing increases.
     increase = sum(curves[i][side].get(str(n), 0.0) for side, kept in heads.items() for i, n in enumerate(kept))
     return {
         "kv_ratio_asked": asked,
-        "kv_ratio": ratio_of(plan, plan_of(base).kv_heads),
-        "kv_bytes_per_token": plan.kv_bytes_per_token(dtype),
+        **_size(plan, request),
         **heads,
         "sum_of_increases": increase,
         "plan": plan.to_dict(),
     }
 
 
-def _recipes(
-    recipes: dict[str, Recipe],
-    plans: dict[float, AttentionPlan],
-    context: PlanningContext,
-    base: PreTrainedModel,
-    held_out: Tensor,
-    loss: float,
-    seed: int,
-    planned: str,
-    dtype: str,
-) -> list[dict[str, Any]]:
-    """Held-out loss of every recipe at every ratio, one entry each; `why_not` where a recipe cannot be shown.
+def _size(plan: AttentionPlan, request: ConversionRequest) -> dict[str, Any]:
+    kept = ratio_of(plan, own_heads(request.geometry))
+    return {"kv_ratio": kept, "kv_bytes_per_token": plan.kv_bytes_per_token(request.dtype)}
 
-    The recipe `planned` takes the plans that are there."""
-    found: list[dict[str, Any]] = []
-    with progress("converting by each recipe") as told:
+
+def _recipes(recipes: dict[str, Recipe], plans: dict[float, AttentionPlan], source: Source) -> list[dict[str, Any]]:
+    """Held-out loss of every recipe at every ratio, one entry each; `why_not` where a recipe cannot be shown. That of
+    the request takes `plans`."""
+    request, context = source.request, source.context
+    entries: list[dict[str, Any]] = []
+    with progress("converting by each recipe") as advance:
         jobs = [(name, ratio) for name in recipes for ratio in plans]
         for done, (name, asked) in enumerate(jobs, 1):
             entry: dict[str, Any] = {"recipe": name, "kv_ratio_asked": asked}
             began = time.perf_counter()
             try:
                 plan = plans[asked]
-                if name != planned:
-                    budget: Fraction = nearest_budget(recipes[name], asked, context.geometry)
-                    plan = make_plan(recipes[name], budget, context, np.random.default_rng(seed))
-                converted = convert_with(recipes[name], base, plan, context.calibration)
-                round_weights(converted, loading.dtype_of(dtype))
-                scored = loading.score(converted, held_out, base)
-                entry |= {
-                    "kv_ratio": ratio_of(plan, plan_of(base).kv_heads),
-                    "kv_bytes_per_token": plan.kv_bytes_per_token(dtype),
-                    "loss": scored.loss,
-                    "loss_increase": scored.loss - loss,
-                    "kl": scored.kl,
-                }
+                if name != request.recipe.name:
+                    ratio = nearest_budget(recipes[name], asked, context.geometry)
+                    plan = make_plan(recipes[name], ratio, context, np.random.default_rng(request.seed))
+                converted = convert_with(recipes[name], source.base, plan, context.calibration)
+                round_weights(converted, request.written)
+                scored = loading.score(converted, source.held_out, source.base)
+                measured = {"loss": scored.loss, "loss_increase": scored.loss - source.loss, "kl": scored.kl}
+                entry |= _size(plan, request) | measured
             except ValueError as error:  # one recipe that does not fit this checkpoint must not cost the others
                 entry["why_not"] = str(error)
-            found.append(entry | {"seconds": time.perf_counter() - began})
-            told(done, len(jobs))
-    return found
+            entries.append(entry | {"seconds": time.perf_counter() - began})
+            advance(done, len(jobs))
+    return entries
 
 
 @contextmanager
-def progress(label: str) -> Iterator[Told]:
+def progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """A line on stderr with the time left; yields a function of (done, total)."""
     columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:

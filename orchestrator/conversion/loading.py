@@ -9,10 +9,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from attention import families
 from attention.geometry import HeadGeometry
@@ -24,11 +25,7 @@ from attention.modeling.modeling import check_fits, plan_of, plan_of_config
 from attention.ratios import own_heads, ratio_of
 from orchestrator.config.schema import ConfigError
 from trainers.evaluation import CachedTeacher, Evaluation, evaluate, measure_cache
-from trainers.text.data import Split, load_sequences
 from trainers.text.tokenizers import TokenizerError, read_tokenizer
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
 
 AUTO = "auto"  # the dtype of the checkpoint
 CACHE_TOKENS = 64
@@ -117,10 +114,10 @@ def device_of(name: str) -> torch.device:
 def geometry_of(
     path: str, sequence_length: int | None = None, key: str = "model.path", *, weights: bool = True
 ) -> HeadGeometry:
-    """Geometry of a checkpoint, from its config; and whether a folder's weights are those of the config, from headers.
+    """Geometry of a checkpoint, from its config and the headers of its weights.
 
     Raises ConfigError if nothing is there, the family is not supported, the weights are not those of the config (unless
-    `weights` are not needed; see `attention.io.weights`), or `sequence_length` is longer than the model takes.
+    `weights` are not needed), or `sequence_length` is longer than the model takes.
     """
     try:
         config = checkpoint.load_config(path)
@@ -138,8 +135,8 @@ def geometry_of(
 
 
 def check_own_cache(config: PretrainedConfig, geometry: HeadGeometry, path: str, key: str) -> None:
-    """Raise ConfigError for a checkpoint whose heads share by a plan of Headfold's: it was converted already, and what
-    its config says of KV heads is not what it caches."""
+    """Raise ConfigError for a checkpoint that was converted already: what its config says of KV heads is not what it
+    caches."""
     kept = plan_of_config(config).kv_heads
     if kept != own_heads(geometry):
         raise ConfigError(
@@ -169,11 +166,6 @@ def load_working(path: str | Path, written: str, device: str = "cpu") -> PreTrai
     return load_model(path, working_dtype(written, device), device)
 
 
-def record_of(path: str | Path) -> dict[str, Any]:
-    """What was recorded beside the weights when a checkpoint was converted; empty for any other checkpoint."""
-    return checkpoint.note_of(path)
-
-
 def load_tokenizer(path: str | Path) -> Any:
     """Raises ConfigError if the checkpoint has none."""
     try:
@@ -182,27 +174,16 @@ def load_tokenizer(path: str | Path) -> Any:
         raise ConfigError(str(error)) from None
 
 
-def texts(
-    source: str, split: Split, tokenizer: Any, tokens: int, sequence_length: int, seed: int, **more: Any
-) -> Tensor:
-    """Token sequences `[N, T]` of one split. Raises DataError naming the source."""
-    return load_sequences(
-        source, tokenizer, split=split, tokens=tokens, sequence_length=sequence_length, seed=seed, **more
-    )
+def parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
-def parameters(model: PreTrainedModel) -> int:
-    return sum(p.numel() for p in model.parameters())
-
-
-def cache_facts(model: PreTrainedModel, own: int) -> dict[str, Any]:
+def cache_facts(model: PreTrainedModel, original: int) -> dict[str, Any]:
     """KV cost as planned, and as a cache really held it after a prefill, both in the dtype of the model.
-
-    `own`: key and value heads of the original model (`attention.ratios.own_heads`), of which `kv_ratio` is the share.
-    """
+    `original`: that model's heads (`attention.ratios.own_heads`)."""
     plan = plan_of(model)
     return {
-        "kv_ratio": ratio_of(plan, own),
+        "kv_ratio": ratio_of(plan, original),
         "kv_bytes_per_token": plan.kv_bytes_per_token(model.dtype),
         "cache_bytes_measured": measure_cache(model, CACHE_TOKENS),
         "cache_tokens": CACHE_TOKENS,

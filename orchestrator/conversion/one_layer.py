@@ -2,20 +2,19 @@
 
 Legend: N sequences of T tokens, the first C of them for calibration, the others for the held-out loss; D model dim.
 
-It is `orchestrator.conversion.in_memory` on a window (`attention.io.layer_models`): the same calls with one layer in
-place of all. What depends on other layers comes in as data: the streams of the original and of the converted model, the
-layer's head counts, its random generators and its number.
+It is `orchestrator.conversion.in_memory` on a window (`attention.io.layer_models`): one layer in place of all. What
+depends on other layers comes in as data: both models' streams, the layer's head counts, generators and number.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from attention.calibration.calibration import calibrate, silent
@@ -37,102 +36,87 @@ from attention.modeling.grouped import cache_bytes
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.conversion import loading
 from orchestrator.conversion.limits import LOGIT_BYTES
-from orchestrator.conversion.loading import Phases
+from orchestrator.conversion.request import ConversionRequest
 from orchestrator.conversion.steps import refine_with
 from search_spaces.allocation.problem import Counts
 from search_spaces.planning.context import convert_with
 from search_spaces.planning.planning import PlanningContext, plan_layer
-from search_spaces.recipes.recipe import Recipe
 from trainers.losses import kl, language_modelling
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
 class Layer:
     """What became of one layer. `tensors`: its weights by their names in the whole model; `fits` of its refinement as
-    plain values; `cache_bytes`: what its cache holds after `cache_tokens` tokens."""
+    plain values; `cache_bytes`: what its cache holds after one sequence."""
 
     plan: LayerPlan
     tensors: dict[str, Tensor]
     fits: list[dict[str, Any]]
     cache_bytes: int
-    cache_tokens: int
 
     def facts(self) -> dict[str, Any]:
         """All but the tensors, as plain values."""
         maps = {"key_map": list(self.plan.key_map), "value_map": list(self.plan.value_map)}
-        return maps | {"fits": self.fits, "cache_bytes": self.cache_bytes, "cache_tokens": self.cache_tokens}
+        return maps | {"fits": self.fits, "cache_bytes": self.cache_bytes}
 
 
 @dataclass(frozen=True)
 class LayerwiseConversion:
     """What all layers share. `counts`, `generators`: of all layers (`search_spaces.planning.planning`); `calibration`:
-    C;
-    `plain`: whether layers are written in the plain family's form; `dtype`: what is computed in, `written`: what
-    layers are rounded to before the converted stream runs through them. `sample_tokens`: as in `calibrate`."""
+    C; `plain`: whether layers are written in the plain family's form."""
 
+    request: ConversionRequest
     weights: LazyWeights
-    config: PretrainedConfig
-    recipe: Recipe
     counts: Counts
     generators: list[np.random.Generator]
     calibration: int
     plain: bool
-    dtype: torch.dtype
-    written: torch.dtype
-    device: torch.device
-    batch_size: int = 8
-    sample_tokens: int = 16_384
+    batch_size: int
 
-    def convert(self, layer: int, original: Tensor, converted: Tensor, phases: Phases) -> Layer:
+    @property
+    def device(self) -> torch.device:
+        return loading.device_of(self.request.device)
+
+    def convert(self, layer: int, original: Tensor, converted: Tensor) -> Layer:
         """Convert layer `layer`. Both streams `[N, T, D]` enter it, and are changed in place to what leaves it."""
+        request, phases = self.request, self.request.phases
         with phases("load"):
-            window = open_window(self.weights, self.config, layer, original, self.dtype, self.device)
+            window = open_window(self.weights, request.config, layer, original, request.working, self.device)
         rows = rows_of(original, self.calibration)
-        new, plan = self._converted(window, layer, rows, phases)
+        new, plan = self._converted(window, layer, rows)
         feed(new, converted)
         with phases("refine"):
-            fits = refine_with(self.recipe, window, new, rows, first=layer)
-        round_weights(new, self.written)
+            fits = refine_with(request.recipe, window, new, rows, first=layer)
+        round_weights(new, request.written)  # before the converted stream runs through
         with phases("carry on"):
             advance(window, original, self.batch_size)
             del window
             advance(new, converted, self.batch_size)
-        cast_weights(new, self.written)
+        cast_weights(new, request.written)
         held = _cache_bytes(new, rows_of(converted, 1))
         with phases("save"):
             tensors = self._tensors(new, layer)
         del new
         loading.release_memory()  # a window and the hooks that feed it know each other too
-        return Layer(plan, tensors, [asdict(fit) for fit in fits], held, converted.shape[1])
+        return Layer(plan, tensors, [asdict(fit) for fit in fits], held)
 
-    def _converted(
-        self, window: PreTrainedModel, layer: int, rows: Tensor, phases: Phases
-    ) -> tuple[PreTrainedModel, LayerPlan]:
-        calibration = None
-        if "statistics" in self.recipe.needs:
+    def _converted(self, window: PreTrainedModel, layer: int, rows: Tensor) -> tuple[PreTrainedModel, LayerPlan]:
+        recipe, phases, calibration = self.request.recipe, self.request.phases, None
+        if "statistics" in recipe.needs:
             with phases("calibrate"):
-                calibration = calibrate(
-                    window,
-                    rows,
-                    sample_tokens=self.sample_tokens,
-                    batch_size=self.batch_size,
-                    progress=silent,
-                )
+                calibration = calibrate(window, rows, batch_size=self.batch_size, progress=silent)
         geometry = geometry_of(window.config)
         loading.release_memory()
         with phases("plan"):
             context = PlanningContext(geometry, conversion.lift(window), calibration, window, rows)
             sites = self.generators[2 * layer : 2 * layer + 2]
-            plan = plan_layer(self.recipe, self.counts[layer], context, sites)
+            plan = plan_layer(recipe, self.counts[layer], context, sites)
             del context
             # An objective and the site that it judges know each other, and hold the layer's Gram matrices.
             loading.release_memory()
         # All weights of the new window are copied or written, so none need be drawn first.
         with phases("convert"), no_init_weights():
-            new = convert_with(self.recipe, window, AttentionPlan((plan,), geometry.head_dim), calibration)
+            new = convert_with(recipe, window, AttentionPlan((plan,), geometry.head_dim), calibration)
         return new.requires_grad_(False), plan
 
     def _tensors(self, new: PreTrainedModel, layer: int) -> dict[str, Tensor]:
@@ -140,8 +124,8 @@ class LayerwiseConversion:
             with no_init_weights():
                 new = to_plain(new)
         prefix = layer_prefix(new)
-        own = {name: t for name, t in new.state_dict().items() if name.startswith(prefix)}
-        return {of_layer(name, prefix, layer): tensor for name, tensor in own.items()}
+        tensors = {name: t for name, t in new.state_dict().items() if name.startswith(prefix)}
+        return {of_layer(name, prefix, layer): tensor for name, tensor in tensors.items()}
 
 
 @torch.no_grad()
@@ -153,22 +137,15 @@ def _cache_bytes(model: PreTrainedModel, rows: Tensor) -> int:
 def score(
     head: Head, original: Tensor, converted: Tensor, tokens: Tensor, rounded: Head | None = None
 ) -> dict[str, float]:
-    """Held-out `original_loss`, `loss` and `kl` in nats a token, from the streams `[N, T, D]` that leave the last
-    layer.
-
-    `rounded`: the head of the converted model, where it is another than the original's. `tokens` `[N, T]` are the
-    sequences that they belong to. Sums in float64, as in `trainers.evaluation.evaluate`.
-    """
+    """Held-out losses and KL in nats a token, from the streams `[N, T, D]` that leave the last layer, of `tokens`
+    `[N, T]`. `rounded`: the head of the converted model, where it is another. Sums in float64, as in `evaluate`."""
     totals = torch.zeros(3, dtype=torch.float64)
     batch = max(1, LOGIT_BYTES // (4 * head.vocabulary * tokens.shape[1]))
     for rows in torch.arange(len(tokens)).split(batch):
         labels = tokens[rows].long().to(head.device)
         base, logits = head(original[rows]), (rounded or head)(converted[rows])
-        found = (
-            language_modelling(base, labels),
-            language_modelling(logits, labels),
-            kl(logits[:, :-1], base[:, :-1]),
-        )
-        totals += torch.stack([value.double().cpu() for value in found]) * len(rows)
+        losses = language_modelling(base, labels), language_modelling(logits, labels)
+        values = (*losses, kl(logits[:, :-1], base[:, :-1]))
+        totals += torch.stack([value.double().cpu() for value in values]) * len(rows)
     original_loss, loss, divergence = (totals / len(tokens)).tolist()
     return {"original_loss": original_loss, "loss": loss, "kl": divergence}

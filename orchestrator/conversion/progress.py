@@ -5,6 +5,7 @@ Legend: N sequences of T tokens, D model dim.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -85,14 +86,11 @@ class Stage:
 
     def streams(self) -> tuple[Tensor, Tensor]:
         """`[N, T, D]` twice: what enters the next layer in the original and in the converted model."""
-        found = load_file(self._streams())
-        return found["original"], found["converted"]
+        streams = load_file(self._streams())
+        return streams["original"], streams["converted"]
 
     def keep(self, done: Layer, original: Tensor, converted: Tensor, layers: int, phases: Phases) -> None:
-        """Put a finished layer, of `layers` in all, and the streams that leave it on disk.
-
-        A kill at any point leaves this layer done, or not begun.
-        """
+        """Keep a finished layer, of `layers` in all, and the streams that leave it: done, or after a kill not begun."""
         write_shard(shard_path(self.result, self.reached + 1, layers), done.tensors)
         before = self._streams()
         self.layers.append(done.facts())
@@ -120,8 +118,8 @@ class Stage:
 
     def plan(self, head_dim: int) -> AttentionPlan:
         """The plan of the layers that are done."""
-        found = (LayerPlan(tuple(item["key_map"]), tuple(item["value_map"])) for item in self.layers)
-        return AttentionPlan(tuple(found), head_dim)
+        layers = (LayerPlan(tuple(item["key_map"]), tuple(item["value_map"])) for item in self.layers)
+        return AttentionPlan(tuple(layers), head_dim)
 
 
 def check_stage(folder: Path) -> dict[str, Any] | None:
@@ -131,13 +129,10 @@ def check_stage(folder: Path) -> dict[str, Any] | None:
     """
     if not os.path.lexists(folder):
         return None
-    known: Any = {}
-    if folder.is_dir() and (folder / STATE).is_file():
-        try:
-            known = read_json(folder / STATE)
-        except ValueError:
-            known = {}
-    ours = isinstance(known, dict) and {"identity", "layers", "seconds"} <= known.keys()
+    known: dict[str, Any] = {}
+    with contextlib.suppress(ValueError, OSError):
+        known = read_json(folder / STATE)
+    ours = {"identity", "layers", "seconds"} <= known.keys()
     for name, mode in entries(folder) if folder.is_dir() and not folder.is_symlink() else [("", 0)]:
         if stat.S_ISDIR(mode):
             fits = name == "result"

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
 
+from attention.families import geometry_of
+from attention.geometry import HeadGeometry
 from attention.io import checkpoint
-from attention.ratios import own_cache, ratio_of_kv_heads
+from attention.io.precision import DTYPES
+from attention.io.stock_form import format_of
+from attention.modeling.modeling import plan_of_config
+from attention.plan import AttentionPlan
+from attention.ratios import own_cache, own_heads, ratio_of, ratio_of_kv_heads
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
-from orchestrator.conversion.loading import Phases
 from search_spaces.planning.budgets import check_budget, nearest_budget
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.recipes.recipes import recipe as named_recipe
 from search_spaces.recipes.rules import keeps_everything
+from trainers.text.data import load_sequences
 
 Number = TypeVar("Number", int, float)
 
@@ -25,29 +34,15 @@ Number = TypeVar("Number", int, float)
 RATIOS, HEADS = "--kv-ratio 0.5,0.25 (shares of the checkpoint's own KV cache)", "--kv-heads 4,2 (of its KV heads)"
 
 
-def check_ratio(kv_ratio: float, key: str = "kv_ratio") -> float:
-    if not 0 < kv_ratio <= 1:
-        raise ConfigError(
-            f"{key}: got {kv_ratio}; a KV ratio must lie in (0, 1], e.g. 0.25 for a quarter of the checkpoint's "
-            "own cache"
-        )
-    return kv_ratio
-
-
 def parse_list(text: str, kind: Callable[[str], Number], key: str, example: str) -> list[Number]:
     """`0.9,0.5` -> [0.9, 0.5], each once. Raises ConfigError for anything but numbers of this kind."""
     try:
-        found = [kind(part) for part in text.split(",") if part.strip()]
+        values = [kind(part) for part in text.split(",") if part.strip()]
     except ValueError:
-        found = []
-    if not found:
+        values = []
+    if not values:
         raise ConfigError(f"{key}: expected {example}, got {text!r}")
-    return list(dict.fromkeys(found))
-
-
-def parse_ratios(text: str) -> list[float]:
-    """The value of `--kv-ratio`. Raises ConfigError for anything but numbers."""
-    return parse_list(text, float, "kv_ratio", "a number or a list like 0.5,0.25")
+    return list(dict.fromkeys(values))
 
 
 def asked_ratios(
@@ -66,7 +61,8 @@ def asked_ratios(
     if kv_heads is None:
         if (kv_ratio or default) is None:
             raise ConfigError(f"kv_ratio: expected {RATIOS} or {HEADS}, got neither")
-        return parse_ratios(str(kv_ratio if kv_ratio is not None else default))
+        text = str(kv_ratio if kv_ratio is not None else default)
+        return parse_list(text, float, "kv_ratio", "a number or a list like 0.5,0.25")
     counts = parse_list(kv_heads, int, "kv_heads", "a whole number of KV heads a layer or a list like 4,2")
     geometry = loading.geometry_of(str(model), key=key, weights=False)
     try:
@@ -76,23 +72,26 @@ def asked_ratios(
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """What a conversion is asked for, checked as far as can be without weights. `dtype`: of what is written, by name;
-    `phases`: seconds that it took."""
+class ConversionRequest:
+    """What a conversion is asked for, checked as far as can be without weights (`check`).
+
+    `config`: of the checkpoint; `dtype`: of what is written, by name; `phases`: seconds that it took.
+    """
 
     model: str
+    config: PretrainedConfig
     recipe: Recipe
     tokenizer: Any
-    calibration_data: str
-    eval_data: str
-    calibration_tokens: int
-    eval_tokens: int
-    sequence_length: int
-    seed: int
     dtype: str
-    device: str
-    cache_dir: str | Path | None
-    phases: Phases
+    calibration_data: str = "stdlib"
+    eval_data: str = "stdlib"
+    calibration_tokens: int = 16_384
+    eval_tokens: int = 16_384
+    sequence_length: int = 256
+    seed: int = 0
+    device: str = "auto"
+    cache_dir: str | Path | None = None
+    phases: loading.Phases = field(default_factory=loading.Phases)
 
     @classmethod
     def check(
@@ -102,29 +101,27 @@ class Inputs:
         kv_ratios: Sequence[float],
         *,
         nearest: bool = False,
-        calibration_data: str = "stdlib",
-        eval_data: str = "stdlib",
-        calibration_tokens: int = 16_384,
-        eval_tokens: int = 16_384,
-        sequence_length: int = 256,
-        seed: int = 0,
         dtype: str = loading.AUTO,
-        device: str = "auto",
-        cache_dir: str | Path | None = None,
         recipe_settings: Mapping[str, Any] | None = None,
         config_only: bool = False,
-    ) -> Inputs:
+        **settings: Any,
+    ) -> ConversionRequest:
         """Check all that can be checked before texts and weights are read.
 
         `kv_ratios` are shares of the checkpoint's own KV cache; one that changes nothing is refused. With `nearest` a
         ratio that the recipe cannot meet exactly is no mistake if a smaller one can be met. With `config_only` there
-        need be neither weights nor a tokenizer.
+        need be neither weights nor a tokenizer. `settings` are the fields that have a default.
         Raises ConfigError, RecipeError or ValueError for what a user can mend.
         """
         for ratio in kv_ratios:
-            check_ratio(ratio)
+            if not 0 < ratio <= 1:
+                raise ConfigError(
+                    f"kv_ratio: got {ratio}; a KV ratio must lie in (0, 1], e.g. 0.25 for a quarter of the "
+                    "checkpoint's own cache"
+                )
         chosen = named_recipe(recipe, **dict(recipe_settings or {})) if isinstance(recipe, str) else recipe
-        geometry = loading.geometry_of(str(model), sequence_length, key="model", weights=not config_only)
+        length = settings.get("sequence_length", cls.sequence_length)
+        geometry = loading.geometry_of(str(model), length, key="model", weights=not config_only)
         config = checkpoint.load_config(model)
         loading.check_own_cache(config, geometry, str(model), "model")
         dtype = loading.written_dtype(model, dtype)
@@ -135,23 +132,72 @@ class Inputs:
                 nearest_budget(chosen, ratio, geometry)
             else:
                 check_budget(chosen, ratio, geometry, dtype)
-        loading.device_of(device)
+        loading.device_of(settings.get("device", cls.device))
         tokenizer = None if config_only else loading.load_tokenizer(model)
-        sources = (calibration_data, eval_data, calibration_tokens, eval_tokens, sequence_length)
-        return cls(str(model), chosen, tokenizer, *sources, seed, dtype, device, cache_dir, Phases())
+        return cls(str(model), config, chosen, tokenizer, dtype, **settings)
+
+    @property
+    def geometry(self) -> HeadGeometry:
+        return geometry_of(self.config)
+
+    @property
+    def written(self) -> torch.dtype:
+        """What is written in."""
+        return DTYPES[self.dtype]
+
+    @property
+    def working(self) -> torch.dtype:
+        """What is computed in."""
+        return DTYPES[loading.working_dtype(self.dtype, self.device)]
 
     def texts(self) -> tuple[Tensor, Tensor]:
         """Calibration and held-out token sequences. Raises DataError naming the source."""
-        cut: Any = (self.sequence_length, self.seed)
+        cut: dict[str, Any] = {"sequence_length": self.sequence_length, "seed": self.seed, "cache_dir": self.cache_dir}
         with self.phases("data"):
             return (
-                loading.texts(
-                    self.calibration_data,
-                    "calibration",
-                    self.tokenizer,
-                    self.calibration_tokens,
-                    *cut,
-                    cache_dir=self.cache_dir,
+                load_sequences(
+                    self.calibration_data, self.tokenizer, split="calibration", tokens=self.calibration_tokens, **cut
                 ),
-                loading.texts(self.eval_data, "eval", self.tokenizer, self.eval_tokens, *cut, cache_dir=self.cache_dir),
+                load_sequences(self.eval_data, self.tokenizer, split="eval", tokens=self.eval_tokens, **cut),
             )
+
+    def load_model(self) -> PreTrainedModel:
+        """The original model, in what is computed in. Raises WeightsError."""
+        with self.phases("load"):
+            return loading.load_working(self.model, self.dtype, self.device)
+
+    def note(self) -> dict[str, Any]:
+        """What is kept beside the weights of the converted checkpoint."""
+        heads = own_heads(self.geometry)
+        return {"recipe": self.recipe.to_dict(), "seed": self.seed, **checkpoint.original_note(heads)}
+
+    def record(
+        self,
+        plan: AttentionPlan,
+        kv_ratio: float | Fraction,
+        sequences: Tensor,
+        measured: Mapping[str, Any],
+        out: str | Path | None,
+    ) -> dict[str, Any]:
+        """The result of a conversion to `plan`, of which `kv_ratio` was asked for, with calibration on `sequences`.
+
+        `measured`: losses and KL in nats a token, and what else only a model tells; `out`: where it was saved.
+        """
+        return {
+            "model": self.model,
+            **measured,
+            "loss_increase": measured["loss"] - measured["original_loss"],
+            "calibration_tokens": int(sequences.numel()),
+            "kv_ratio": ratio_of(plan, own_heads(self.geometry)),
+            "kv_bytes_per_token": plan.kv_bytes_per_token(self.dtype),
+            "kv_bytes_per_token_original": plan_of_config(self.config).kv_bytes_per_token(self.dtype),
+            "kv_ratio_asked": float(kv_ratio),
+            "recipe": self.recipe.to_dict(),
+            "plan": plan.to_dict(),
+            "plan_digest": plan.digest,
+            "seed": self.seed,
+            "dtype": self.dtype,
+            "peak_memory": loading.memory_peak(),
+            **({} if out is None else format_of(out, self.dtype)),
+            "out": None if out is None else str(out),
+        }

@@ -37,33 +37,31 @@ def convert_curve(
 ) -> dict[str, Any]:
     """Convert at each ratio; `settings` are those of `Source.load`.
 
-    A ratio that the recipe cannot meet stands for the largest budget below it, each budget once. With `out`: a
+    A ratio that the recipe cannot meet stands for the largest one below it, each once. With `out`: a
     checkpoint in `kv-RATIO`, `curve.json` and `curve.png` there; the ratios that lie there already stay, and join the
     curve. `overwrite`: those that are named again are replaced. Returns what all points of this call share, and
-    `points`, by falling budget. Raises as `convert_checkpoint` does.
+    `points`, by falling KV ratio. Raises as `convert_checkpoint` does.
     """
     if out is not None:
         check_curve(out, model, recipe, kv_ratios, overwrite, settings.get("recipe_settings"))
     source = Source.load(model, recipe, kv_ratios, nearest=True, **settings)
-    geometry = source.context.geometry
-    budgets: dict[Any, float] = {}  # the budget that can be met -> the first ratio that asked for it
+    met: dict[Any, float] = {}  # ratio that can be met -> the first one that was asked for in its place
     for ratio in sorted(kv_ratios, reverse=True):
-        budgets.setdefault(nearest_budget(source.recipe, ratio, geometry), ratio)
-    record: dict[str, Any] = {"points": []}
+        met.setdefault(nearest_budget(source.request.recipe, ratio, source.request.geometry), ratio)
+    points: list[dict[str, Any]] = []
     try:
-        for budget, asked in budgets.items():
+        for kv_ratio, asked in met.items():
             folder = None if out is None else _folder(out, asked)
-            point = source.at(budget, folder, overwrite=overwrite) | {"kv_ratio_asked": asked}
-            record = {**{name: point[name] for name in SHARED}, "points": [*record["points"], _own(point)]}
+            points.append(source.at(kv_ratio, folder, overwrite=overwrite) | {"kv_ratio_asked": asked})
             if out is not None:
-                _join(out, record)
+                _add(out, points[-1])
     except KeyboardInterrupt:
-        done = [f"kv-{point['kv_ratio_asked']:g}" for point in record["points"] if out is not None]
-        left = f"{', '.join(done)} in {out} are finished, the others not begun" if done else "nothing was written"
+        done = ", ".join(f"kv-{point['kv_ratio_asked']:g}" for point in points if out is not None)
+        left = f"{done} in {out} are finished, the others not begun" if done else "nothing was written"
         raise Interrupted(left) from None
     if out is not None:
         _draw(out)
-    return record
+    return {name: points[0][name] for name in SHARED} | {"points": [_own(point) for point in points]}
 
 
 def convert_into(
@@ -75,8 +73,7 @@ def convert_into(
     """
     check_curve(out, model, recipe, [kv_ratio], overwrite, more.get("recipe_settings"))
     record = convert_checkpoint(model, recipe, kv_ratio, _folder(out, kv_ratio), overwrite=overwrite, **more)
-    facts = {name: record[name] for name in SHARED}
-    _join(out, read_result(Path(out) / CURVE) | facts | {"points": [_own(record)]})
+    _add(out, record)
     _draw(out)
     return record
 
@@ -134,26 +131,27 @@ def _own(point: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in point.items() if key not in SHARED}
 
 
-def _join(out: str | Path, record: Mapping[str, Any]) -> None:
-    """Write `curve.json`: the points of a record, and those of earlier calls whose checkpoints are still there.
+def _add(out: str | Path, point: Mapping[str, Any]) -> None:
+    """Write a point to `curve.json`, beside those of earlier calls whose checkpoints are still there.
 
     Earlier points that were measured otherwise (other texts, another seed or dtype) cannot be on one curve: they are
     left out, and told of; their checkpoints stay.
     """
-    earlier = read_result(Path(out) / CURVE)
-    named = {point["kv_ratio_asked"] for point in record["points"]}
-    points = [point for point in earlier.get("points", ()) if point["kv_ratio_asked"] not in named]
-    points = [point for point in points if _folder(out, point["kv_ratio_asked"]).is_dir()]
-    other = [name for name in SHARED if name not in OF_THE_CALL and points and earlier[name] != record[name]]
-    if points and (other or abs(earlier["original_loss"] - record["original_loss"]) > SAME_LOSS):
-        print(f"note: {Path(out) / CURVE} leaves out earlier points, which were measured otherwise", file=sys.stderr)
+    file = Path(out) / CURVE
+    earlier, asked = read_result(file), point["kv_ratio_asked"]
+    others = [p for p in earlier.get("points", ()) if p["kv_ratio_asked"] != asked]
+    points = [p for p in others if _folder(out, p["kv_ratio_asked"]).is_dir()]
+    other = [name for name in SHARED if name not in OF_THE_CALL and points and earlier[name] != point[name]]
+    if points and (other or abs(earlier["original_loss"] - point["original_loss"]) > SAME_LOSS):
+        print(f"note: {file} leaves out earlier points, which were measured otherwise", file=sys.stderr)
         points = []
-    joined = sorted([*points, *record["points"]], key=lambda point: -point["kv_ratio"])
-    write_result(Path(out) / CURVE, {**record, "points": joined}, "out")
+    joined = sorted([*points, _own(point)], key=lambda p: -p["kv_ratio"])
+    write_result(file, {name: point[name] for name in SHARED} | {"points": joined}, "out")
 
 
 def _draw(out: str | Path) -> None:
-    from orchestrator.reporting.figures import curve_figure, save_png
+    from orchestrator.reporting.figures.drawing import save_png
+    from orchestrator.reporting.figures.search import curve_figure
 
     place = check_file(Path(out) / PICTURE, "picture", "out")
     with written_whole(place) as fresh:

@@ -31,7 +31,7 @@ def seeds_of(trials: Iterable[TrialRecord]) -> Sequence[int | None]:
 
 
 def several_seeds(rows: Sequence[Row]) -> bool:
-    """Whether the search ran its candidates with more than one seed, so that there is a spread to tell."""
+    """Whether the search ran its candidates with more than one seed."""
     return any(row["seeds_asked"] > 1 for row in rows)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from orchestrator.reporting import comparison
-from orchestrator.reporting.tables import TRIALS, comparison_table, promotion_table, trial_table
+from orchestrator.reporting.tables import PROMOTION, TRIALS, comparison_table, promotion_table, trial_table
 from orchestrator.storage import records
 from orchestrator.storage.records import TrialRecord, percent
 
@@ -47,6 +47,6 @@ def print_promotion(promotion: Mapping[str, Any]) -> None:
     if candidates:
         out, table = console(150), promotion_table(candidates)
         out.print("\nPromotion (held-out loss; the best measured step is shipped):")
-        out.print(table.for_terminal([*records.PROMOTION, "where, or why not"]))
+        out.print(table.for_terminal([*PROMOTION, "where, or why not"]))
         for note in table.notes:
             print(note)

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from attention.plan import AttentionPlan
-from orchestrator.reporting import figures
 from orchestrator.reporting.comparison import OF_THE_CHECKPOINT
 from orchestrator.reporting.console import console
-from orchestrator.reporting.durations import clock
+from orchestrator.reporting.figures import inspection, search
 from orchestrator.reporting.page import Section, render_page
 from orchestrator.reporting.tables import Table, facts_table
-from orchestrator.storage.outputs import write_page
-from orchestrator.storage.records import number, percent, unmet
+from orchestrator.storage.records import clock, number, percent, unmet
 
 SENSITIVITY = (
     "Only one place is changed at a time: the keys, or the values, of one layer are fused into so few heads, and the "
@@ -42,26 +40,21 @@ AGREEMENT = (
 )
 
 
-def write_inspection(record: Mapping[str, Any], out: str | Path) -> Path:
-    """Write the page of a record of `inspect_checkpoint`; returns its path. Raises ConfigError for somebody's file."""
-    return write_page(out, build_page(record))
-
-
 def build_page(record: Mapping[str, Any]) -> str:
-    """The HTML of a record."""
+    """The HTML of a record of `inspect_checkpoint`."""
     name = Path(record["model"]).name or record["model"]
     plans = {
         f"{percent(b['kv_ratio'])} of the checkpoint's KV,": AttentionPlan.from_dict(b["plan"])
         for b in record["budgets"]
     }
-    drawn = len(figures.evenly(record["similarity"], figures.LAYERS))
+    drawn = len(inspection.evenly(record["similarity"], inspection.LAYERS))
     pairs = PAIRS if drawn == record["layers"] else f"{PAIRS} {drawn} of {record['layers']} layers are drawn."
     sections = [
-        Section("Where the loss is sensitive", figures.sensitivity_figure(record), SENSITIVITY),
-        Section("Heads kept at each budget", figures.budgets_figure(plans), BUDGETS),
-        Section("Which heads are alike", figures.pairs_figure(record), pairs),
+        Section("Where the loss is sensitive", inspection.sensitivity_figure(record), SENSITIVITY),
+        Section("Heads kept at each budget", search.budgets_figure(plans), BUDGETS),
+        Section("Which heads are alike", inspection.pairs_figure(record), pairs),
     ]
-    if (compared := figures.recipes_figure(record)) is not None:
+    if (compared := inspection.recipes_figure(record)) is not None:
         sections.append(Section("What each recipe costs", compared, RECIPES, table=recipe_table(record)))
     if record["agreement"]:
         title = "Cheap score against the whole model"
@@ -73,7 +66,7 @@ def build_page(record: Mapping[str, Any]) -> str:
 def lead(record: Mapping[str, Any]) -> str:
     """What the checkpoint is, where it is sensitive, and the best found, in two or three sentences."""
     heads = f"{record['heads']} query heads over {record['kv_heads']} KV heads of {record['head_dim']}"
-    told = (
+    text = (
         f"{record['family']}, {record['layers']} layers of {heads}: {record['kv_bytes_per_token']:,} KV bytes a token, "
         f"held-out loss {record['original_loss']:.3f} nats a token."
     )
@@ -84,24 +77,24 @@ def lead(record: Mapping[str, Any]) -> str:
     )  # fmt: skip
     if worst:
         increase, side, layer = worst[0]
-        told += f" Most sensitive: the {side}s of layer {layer} ({increase:+.2f} with one head)."
+        text += f" Most sensitive: the {side}s of layer {layer} ({increase:+.2f} with one head)."
     for budget in record["budgets"]:
         asked = budget["kv_ratio_asked"]
         mine = [e for e in record["recipes"] if e["kv_ratio_asked"] == asked and "loss_increase" in e]
         if mine:
             best = min(mine, key=lambda entry: entry["loss_increase"])
-            told += f" {percent(asked)} of the checkpoint's KV{unmet(budget)}: "
-            told += f"{best['loss_increase']:+.3f} by {best['recipe']}."
-    return told
+            text += f" {percent(asked)} of the checkpoint's KV{unmet(budget)}: "
+            text += f"{best['loss_increase']:+.3f} by {best['recipe']}."
+    return text
 
 
 def recipe_table(record: Mapping[str, Any]) -> Table:
     """Every recipe at every KV ratio; the lowest loss of each ratio marked."""
     rows, marked = [], set()
-    lowest: dict[float, float] = {}
-    for entry in (e for e in record["recipes"] if "loss_increase" in e):
-        ratio = entry["kv_ratio_asked"]
-        lowest[ratio] = min(entry["loss_increase"], lowest.get(ratio, entry["loss_increase"]))
+    converted = [e for e in record["recipes"] if "loss_increase" in e]
+    # From the highest on, so that the lowest of each ratio stays
+    ordered = sorted(converted, key=lambda e: e["loss_increase"], reverse=True)
+    lowest = {e["kv_ratio_asked"]: e["loss_increase"] for e in ordered}
     for index, entry in enumerate(record["recipes"]):
         numbers = ["cannot", *["-"] * 4]
         if "loss_increase" in entry:

@@ -9,7 +9,7 @@ from typing import Any
 import jinja2
 from matplotlib.figure import Figure
 
-from orchestrator.reporting import figures
+from orchestrator.reporting.figures import drawing
 from orchestrator.reporting.tables import PROSE, Table
 from orchestrator.storage.outputs import GENERATOR
 
@@ -18,7 +18,7 @@ LIMIT = 3_000_000  # bytes of a page
 _environment = jinja2.Environment(
     loader=jinja2.PackageLoader("orchestrator.reporting", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
 )
-_environment.filters["svg"] = figures.svg
+_environment.filters["svg"] = drawing.svg
 _environment.globals |= {"generator": GENERATOR, "prose": PROSE}
 
 

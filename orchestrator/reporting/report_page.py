@@ -8,24 +8,16 @@ from typing import Any
 
 from attention.io.files import write_whole
 from attention.plan import AttentionPlan
-from orchestrator.reporting import figures
 from orchestrator.reporting.comparison import UNTOLD, Row, compare, several_seeds
-from orchestrator.reporting.durations import clock
+from orchestrator.reporting.figures import comparison, course, measured, search
 from orchestrator.reporting.page import Section, render_page
 from orchestrator.reporting.repeat_command import command_of
 from orchestrator.reporting.tables import comparison_table, facts_table, promotion_table, trial_table
+from orchestrator.storage import records
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.outputs import check_file, write_page
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import (
-    TrialRecord,
-    best_per_budget,
-    front,
-    number,
-    percent,
-    read_json,
-    without_probes,
-)
+from orchestrator.storage.records import TrialRecord, best_per_budget, clock, number, percent, read_json
 
 MOST_POINTS = 30  # of the front, of which the page says how to make them again
 
@@ -95,7 +87,7 @@ def _build_page(
     """The HTML of a search as far as it has come."""
     sections, lead = [], "No trial has reported yet."
     if trials and base:
-        candidates = without_probes(trials)
+        candidates = records.without_probes(trials)
         by_kv_ratio = [
             f"{percent(ratio)} of the checkpoint's KV: {t.loss:.3f} ({t.loss - base['loss']:+.3f}) by {t.recipe}"
             for ratio, t in best_per_budget(candidates).items()
@@ -105,7 +97,7 @@ def _build_page(
             f"Best of {len(candidates)} trials: {'; '.join(by_kv_ratio) or 'none'}."
         )
         promoted = list(_recorded(folder.promotion).get("candidates", {}).values())
-        front_picture, table = figures.front_figure(candidates, base, promoted), trial_table(trials, base)
+        front_picture, table = search.front_figure(candidates, base, promoted), trial_table(trials, base)
         promotion = [Section("Promotion", table=promotion_table(promoted))] if promoted else []
         if several_seeds(rows):  # arms are compared, single trials come last and folded away
             every = Section("Every trial", front_picture, table=table, folded=f"{len(candidates)} trials")
@@ -117,7 +109,7 @@ def _build_page(
                 Section("Quality against KV cache", front_picture),
                 *promotion,
                 Section("Trials", table=table),
-                Section("Loss over rungs", figures.rungs_figure(candidates, base)),
+                Section("Loss over rungs", search.rungs_figure(candidates, base)),
                 *_measured_sections(candidates),
                 _kept_heads("best trial of each budget", _plans(folder, best)),
             ]
@@ -129,16 +121,16 @@ def _build_page(
 def _arm_sections(rows: Sequence[Row], base: Mapping[str, Any]) -> list[Section]:
     sections = [Section("Comparison", table=comparison_table(rows))]
     if any(row["loss"]["mean"] is not None for row in rows):
-        sections.append(Section("Loss against KV cache", figures.bytes_figure(rows, base), BYTES))
-        sections.append(Section("Loss against tokens", figures.tokens_figure(rows, base), TOKENS))
+        sections.append(Section("Loss against KV cache", comparison.bytes_figure(rows, base), BYTES))
+        sections.append(Section("Loss against tokens", comparison.tokens_figure(rows, base), TOKENS))
     return sections
 
 
 def _measured_sections(trials: Sequence[TrialRecord]) -> list[Section]:
     """What trials have measured of themselves, as far as they have."""
     return [
-        Section("Relaxations over time", figures.relaxation_figure(trials), RELAXATIONS),
-        Section("Similarity of the heads that share", figures.similarity_figure(trials), SIMILARITY),
+        Section("Relaxations over time", measured.relaxation_figure(trials), RELAXATIONS),
+        Section("Similarity of the heads that share", measured.similarity_figure(trials), SIMILARITY),
     ]
 
 
@@ -154,7 +146,7 @@ def _uneven_plans(folder: SearchFolder, rows: Sequence[Row]) -> Section:
 
 
 def _kept_heads(which: str, plans: Mapping[str, AttentionPlan]) -> Section:
-    return Section(f"Heads kept in each layer ({which})", figures.budgets_figure(plans) if plans else None)
+    return Section(f"Heads kept in each layer ({which})", search.budgets_figure(plans) if plans else None)
 
 
 def _plans(folder: SearchFolder, trial_ids: Mapping[str, str]) -> dict[str, AttentionPlan]:
@@ -170,14 +162,14 @@ def _course_sections(trials: Sequence[TrialRecord]) -> list[Section]:
     trials = [t for t in trials if t.copy_of is None]  # whose scores are not its own
     regrets = [
         f"at {percent(ratio)} the best untrained ends {a['regret']:.3f} nats above the best of {a['trials']:.0f}"
-        for ratio, a in figures.proxy_agreement(trials).items()
+        for ratio, a in course.proxy_agreement(trials).items()
     ]
     return [
         Section(
-            "Rank before training against final rank", figures.proxy_figure(trials), f"{PROXY}{'; '.join(regrets)}."
+            "Rank before training against final rank", course.proxy_figure(trials), f"{PROXY}{'; '.join(regrets)}."
         ),
-        Section("When trials ran", figures.timeline_figure(trials), TIMELINE),
-        Section("Where the time went", figures.phases_figure(trials), PHASES),
+        Section("When trials ran", course.timeline_figure(trials), TIMELINE),
+        Section("Where the time went", course.phases_figure(trials), PHASES),
     ]
 
 
@@ -198,7 +190,7 @@ def _again_section(folder: SearchFolder, trials: Sequence[TrialRecord]) -> Secti
             "command": command_of(t, str(folder.snapshot)),
             "why_not": f"No command makes this plan; it lies in trials/{t.trial_id}/plan.json.",
         }
-        for t in front(trials)[:MOST_POINTS]
+        for t in records.front(trials)[:MOST_POINTS]
     ]
     return Section("Each point of the front again", text=AGAIN if points else "", again=points)
 

@@ -16,19 +16,17 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-import yaml
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.reporting.comparison import OF_THE_CHECKPOINT
-from orchestrator.reporting.durations import clock
 from orchestrator.reporting.tables import Table, facts_table
 from orchestrator.storage import records
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import TrialRecord, compact, front, number, percent, read_json
+from orchestrator.storage.records import TrialRecord, clock, compact, front, number, percent, read_json
 
 STATES = (records.WAITING, records.RUNNING, *records.ENDED)
 POINTS = 12  # of the front, as many as a terminal has room for
@@ -65,13 +63,12 @@ class View:
     failures: list[str]
     promotion: dict[str, int]
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def read_status(folder: SearchFolder, now: datetime | None = None) -> View:
     """Where the search of a folder stands. Reads a few small files, writes none."""
     trials = load_trials(folder.root)
+    under_way = (records.RUNNING, records.WAITING, records.KILLED)  # these count with their last rung
+    so_far = [replace(t, status=records.STOPPED) if t.status in under_way else t for t in trials]
     state = read_json(folder.state) if folder.state.exists() else {}
     base = read_json(folder.base) if folder.base.exists() else {}
     estimate = read_json(folder.estimate) if folder.estimate.exists() else {}
@@ -102,16 +99,10 @@ def read_status(folder: SearchFolder, now: datetime | None = None) -> View:
         money_spent=None if price is None else price * spent,
         money_left=None if price is None or left is None else price * left,
         original_loss=base.get("loss"),
-        front=[_point(t, base.get("loss")) for t in front(so_far(trials))],
+        front=[_point(t, base.get("loss")) for t in front(so_far)],
         failures=[f"{t.recipe} {percent(t.kv_ratio)}: {t.error}" for t in trials if t.status == records.FAILED],
         promotion=dict(Counter(entry["status"] for entry in promotion.get("candidates", {}).values())),
     )
-
-
-def so_far(trials: Iterable[TrialRecord]) -> list[TrialRecord]:
-    """Trials as they stand: one that is under way counts with its last rung."""
-    open_states = (records.RUNNING, records.WAITING, records.KILLED)
-    return [replace(t, status=records.STOPPED) if t.status in open_states else t for t in trials]
 
 
 def hours_spent(trials: Iterable[TrialRecord], config: SearchConfig | None) -> tuple[str, float]:
@@ -120,8 +111,8 @@ def hours_spent(trials: Iterable[TrialRecord], config: SearchConfig | None) -> t
         return "CPU", sum(sum(t.seconds.values()) + _trained(t) for t in trials) / 3600
     gpus, train = config.train.gpus_per_worker, config.train
     workers = train.num_workers * (gpus or train.cpus_per_worker)
-    own = config.resources.trial_gpus if gpus else max(1.0, config.resources.trial_cpus)
-    seconds = sum(own * sum(t.seconds.values()) + workers * _trained(t) for t in trials)
+    driving = config.resources.trial_gpus if gpus else max(1.0, config.resources.trial_cpus)
+    seconds = sum(driving * sum(t.seconds.values()) + workers * _trained(t) for t in trials)
     return "GPU" if gpus else "CPU", seconds / 3600
 
 
@@ -147,8 +138,8 @@ def seconds_left(
 
 def _config(folder: SearchFolder) -> SearchConfig | None:
     try:
-        return parse_config(yaml.safe_load(folder.snapshot.read_text(encoding="utf-8")), where=str(folder.snapshot))
-    except (ConfigError, yaml.YAMLError):
+        return parse_config(folder.stored(), where=str(folder.snapshot))
+    except ConfigError:
         return None  # of another version: what follows from the settings is left out
 
 
@@ -244,7 +235,7 @@ def watch(
     with Live(console=out, auto_refresh=False) if out.is_terminal and not once else nullcontext() as live:
         while True:
             view = read_status(folder)
-            fixed = json.dumps({k: v for k, v in view.to_dict().items() if not k.startswith("seconds")})
+            fixed = json.dumps({k: v for k, v in asdict(view).items() if not k.startswith("seconds")})
             if live is not None:
                 live.update(picture(view), refresh=True)
             elif out.is_terminal:

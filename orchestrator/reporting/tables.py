@@ -12,9 +12,8 @@ from rich.text import Text
 
 from orchestrator.reporting import comparison
 from orchestrator.reporting.comparison import OF_THE_CHECKPOINT, UNTOLD
-from orchestrator.reporting.durations import clock
 from orchestrator.storage import records
-from orchestrator.storage.records import TrialRecord, front, number, percent
+from orchestrator.storage.records import TrialRecord, clock, front, number, percent
 
 PROSE = ("trials", "error", "where, or why not", "layers from the first", "value")
 LEFT = ("", "recipe", "state", "version", "what", *PROSE)  # other columns hold numbers: right-aligned, never wrapped
@@ -70,11 +69,11 @@ def trial_table(trials: Sequence[TrialRecord], base: Mapping[str, Any], most: in
             f"{t.learning_rate:.1e}",
             UNTOLD if t.seed is None else str(t.seed),
             str(t.step),
-            records.untrained_text(t),
+            UNTOLD if t.untrained is None else number(t.untrained["loss"]) + (" pooled" if t.relaxes else ""),
             number(t.loss),
             number(t.loss - base["loss"], "+.3f"),
             number(t.last.get("kl")),
-            records.state_text(t),
+            f"same as {t.copy_of}" if t.status == records.COPY else t.status,
             clock(sum(t.seconds.values())),
             t.trial_id,
             t.error or "",
@@ -113,14 +112,25 @@ def comparison_table(rows: Sequence[comparison.Row]) -> Table:
     return Table(comparison.COLUMNS, [comparison.cells(row) for row in rows], marked, intro)
 
 
+PROMOTION = (
+    *("recipe", OF_THE_CHECKPOINT, "steps", "untrained", "best", "at step", "last", "baseline", "original", "state"),
+    "version",
+)
+
+
 def promotion_table(candidates: Sequence[Mapping[str, Any]]) -> Table:
     """What was promoted, and why not what was not: the candidates of `promotion.json`."""
     rows = []
     for c in candidates:
         where = "; ".join(c.get("reasons", ())) or str(c.get("model_uri") or c.get("folder") or "")
-        rows.append((*records.promotion_cells(c), c["trial_id"], where))
+        losses = [number(c.get(f"{name}loss")) for name in ("untrained_", "", "last_", "baseline_", "original_")]
+        best_step = UNTOLD if c.get("best_step") is None else str(c["best_step"])
+        rows.append(
+            (c["recipe"], percent(c["kv_ratio"]), str(c.get("steps", UNTOLD)), *losses[:2], best_step, *losses[2:],
+             c.get("status", UNTOLD), str(c.get("version") or UNTOLD), c["trial_id"], where)
+        )  # fmt: skip
     return Table(
-        (*records.PROMOTION, "trial", "where, or why not"),
+        (*PROMOTION, "trial", "where, or why not"),
         rows,
         frozenset(i for i, c in enumerate(candidates) if c.get("status") == "promoted"),
         "Held-out loss: of the untrained conversion, of the best measured step (which is shipped), after the last "

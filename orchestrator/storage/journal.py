@@ -85,20 +85,20 @@ def read_history(path: str | Path) -> History:
         try:
             history.add(event)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            told = f"{type(error).__name__}: {error}"
-            raise JournalError(f"{path}: line {number} is no event of a search ({told}); {_REMEDY}") from None
+            problem = f"{type(error).__name__}: {error}"
+            raise JournalError(f"{path}: line {number} is no event of a search ({problem}); {_REMEDY}") from None
     return history
 
 
 def check_format(path: Path) -> None:
     """Raise JournalError unless a journal begins with an event of the format that is read here."""
-    found = None
+    version = None
     if path.is_file():
         with path.open("rb") as stream, contextlib.suppress(ValueError):
             first = json.loads(stream.readline())
-            found = first.get("format") if isinstance(first, dict) and first.get("event") == SEARCH else None
-    if found != FORMAT:
-        whose = "a former version" if found is None else f"another version (journal format {found!r}, not {FORMAT})"
+            version = first.get("format") if isinstance(first, dict) and first.get("event") == SEARCH else None
+    if version != FORMAT:
+        whose = "a former version" if version is None else f"another version (journal format {version!r}, not {FORMAT})"
         raise JournalError(
             f"{path.parent} was started by {whose} of Headfold, and is not what this one reads: finish it with the "
             "version that started it, or start a new search without --resume"
@@ -108,15 +108,15 @@ def check_format(path: Path) -> None:
 def load_trials(folder: str | Path) -> list[TrialRecord]:
     """The records of the search in a folder; none if no trial has started. A copy has the scores, and the failure, of
     the trial that it is a copy of; a loss that is not finite is None. Raises JournalError."""
-    found = read_history(Path(folder) / NAME).records
-    for copy in found.values():
-        first = found.get(copy.copy_of or "")
+    trials = read_history(Path(folder) / NAME).records
+    for copy in trials.values():
+        first = trials.get(copy.copy_of or "")
         if first is not None:
             copy.rungs, copy.relaxation, copy.notes = first.rungs, first.relaxation, first.notes
             if first.status == records.FAILED:
                 copy.status = records.FAILED
                 copy.error = f"the same model as {first.trial_id}, which failed: {first.error}"
-    return [TrialRecord(**finite(asdict(record))) for record in found.values()]
+    return [TrialRecord(**finite(asdict(record))) for record in trials.values()]
 
 
 class Journal:
@@ -140,8 +140,8 @@ class Journal:
         """Write an event to disk. Raises JournalError if the disk is full or gone; the file stays whole then."""
         if self.failed is not None:
             raise JournalError(self.failed)
-        told = {"event": event, "time": round(time.time(), 3), **fields}
-        line = json.dumps(told, default=_plain, sort_keys=True).encode() + b"\n"
+        record = {"event": event, "time": round(time.time(), 3), **fields}
+        line = json.dumps(record, default=_plain, sort_keys=True).encode() + b"\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._write(line)

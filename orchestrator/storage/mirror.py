@@ -56,19 +56,23 @@ def check_address(storage: str) -> None:
     from fsspec.registry import known_implementations
 
     address = urlparse(storage)
-    told = f"{address.scheme}://{address.netloc.rpartition('@')[2]}{address.path}"
+    shown = f"{address.scheme}://{address.netloc.rpartition('@')[2]}{address.path}"
     if "@" in address.netloc or set(parse_qs(address.query)) & set(SECRET_SETTINGS):
         raise ConfigError(
-            f"storage: the address of {told} holds credentials, which would end up in records; give them to the "
+            f"storage: the address of {shown} holds credentials, which would end up in records; give them to the "
             "environment instead (for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a role of the machine)"
         )
     if address.scheme not in (*NATIVE, *known_implementations):
         raise ConfigError(
-            f"storage: got {told!r}; {address.scheme}:// is no known kind of address: give a folder that every node "
+            f"storage: got {shown!r}; {address.scheme}:// is no known kind of address: give a folder that every node "
             "sees, or s3://bucket/path, gs://bucket/path"
         )
     if not address.netloc:
-        raise ConfigError(f"storage: got {told!r}; an address must name a bucket, e.g. s3://bucket/headfold")
+        raise ConfigError(f"storage: got {shown!r}; an address must name a bucket, e.g. s3://bucket/headfold")
+
+
+def without_query(storage: str) -> str:
+    return storage.partition("?")[0]
 
 
 def open_address(storage: str) -> tuple[Any, str]:
@@ -81,14 +85,14 @@ def open_address(storage: str) -> tuple[Any, str]:
         if scheme in NATIVE:
             return fs.FileSystem.from_uri(storage)
     except (ValueError, NotImplementedError, OSError) as error:
-        raise ConfigError(f"storage: cannot use {Mirror.told(storage)}: {reason(error)}") from None
+        raise ConfigError(f"storage: cannot use {without_query(storage)}: {reason(error)}") from None
     from fsspec.core import url_to_fs
 
     try:
-        found, path = url_to_fs(storage)
+        filesystem, path = url_to_fs(storage)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"storage: cannot use {scheme}:// here: {error}; s3:// and gs:// need nothing more") from None
-    return fs.PyFileSystem(fs.FSSpecHandler(found)), path
+    return fs.PyFileSystem(fs.FSSpecHandler(filesystem)), path
 
 
 @dataclass
@@ -109,12 +113,8 @@ class Mirror:
             made._write(PROBE, b"")
             filesystem.delete_file(made._at(PROBE))
         except Exception as error:  # each file system raises its own kinds
-            raise ConfigError(f"storage: cannot write to {made.told(storage)}: {reason(error)}") from None
+            raise ConfigError(f"storage: cannot write to {without_query(storage)}: {reason(error)}") from None
         return made
-
-    @staticmethod
-    def told(storage: str) -> str:
-        return storage.partition("?")[0]
 
     def _at(self, name: str) -> str:
         return f"{self.root}/{name}"
@@ -134,8 +134,8 @@ class Mirror:
         from pyarrow import fs
 
         selector = fs.FileSelector(self.root, recursive=True, allow_not_found=True)
-        found = [i.path for i in self.filesystem.get_file_info(selector) if i.type == fs.FileType.File]
-        return sorted(str(PurePosixPath(path).relative_to(self.root)) for path in found)
+        paths = [i.path for i in self.filesystem.get_file_info(selector) if i.type == fs.FileType.File]
+        return sorted(str(PurePosixPath(path).relative_to(self.root)) for path in paths)
 
     def pull(self) -> int:
         """Fetch what the working folder does not have. Returns how many files came."""
@@ -175,7 +175,7 @@ class Mirror:
 
     def _files(self) -> dict[str, tuple[int, int]]:
         """Size and time of each file. Hidden ones are half-written, locks, or ours; links are made anew."""
-        found = {}
+        stamps = {}
         for folder, folders, names in os.walk(self.local):
             folders[:] = [f for f in folders if not f.startswith(".")]
             for name in names:
@@ -185,8 +185,8 @@ class Mirror:
                 with contextlib.suppress(FileNotFoundError):
                     stat, log = path.stat(), path.with_name(f"{name}-wal")
                     newest = max(stat.st_mtime_ns, log.stat().st_mtime_ns if log.exists() else 0)  # sqlite's
-                    found[path.relative_to(self.local).as_posix()] = (stat.st_size, newest)
-        return found
+                    stamps[path.relative_to(self.local).as_posix()] = (stat.st_size, newest)
+        return stamps
 
     def _read(self, name: str) -> bytes | None:
         path = self.local / name
@@ -228,9 +228,9 @@ def mirrored(storage: str, local: Path, seconds: float | None = None) -> Iterato
     if not is_remote(storage):
         yield None
         return
-    mirror, told = Mirror.of(storage, local), Mirror.told(storage)
+    mirror, shown = Mirror.of(storage, local), without_query(storage)
     if came := mirror.pull():
-        print(f"storage  {came} file(s) fetched from {told} to {local}", flush=True)
+        print(f"storage  {came} file(s) fetched from {shown} to {local}", flush=True)
         print(
             "         training checkpoints among them are pickles: go on only if you trust who writes to that address",
             flush=True,
@@ -245,7 +245,7 @@ def mirrored(storage: str, local: Path, seconds: float | None = None) -> Iterato
             failed = False
         except Exception as error:  # each file system raises its own kinds
             if not failed:
-                logger.warning("storage: cannot send to %s: %s; the files are in %s", told, reason(error), local)
+                logger.warning("storage: cannot send to %s: %s; the files are in %s", shown, reason(error), local)
             failed = True
 
     def keep() -> None:
@@ -262,4 +262,4 @@ def mirrored(storage: str, local: Path, seconds: float | None = None) -> Iterato
         failed = False
         push()
         if not failed:
-            print(f"storage  {told} (working folder {local})", flush=True)
+            print(f"storage  {shown} (working folder {local})", flush=True)

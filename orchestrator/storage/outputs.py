@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from attention.io.files import write_whole
-from attention.io.replacing import cannot_write, check_folder, checkpoint_around, parents_made, resolved, unused
+from attention.io.replacing import cannot_write, checkpoint_around, parents_made, resolved, unused
 from orchestrator.config.schema import ConfigError
 from orchestrator.storage.records import write_json
-
-__all__ = ["GENERATOR", "SOFTWARE", "Interrupted", "check_file", "check_folder", "check_results", "write_result"]
 
 Kind = Literal["json", "page", "picture"]
 EXAMPLES = {"json": "result.json", "page": "inspection.html", "picture": "curve.png"}
@@ -104,10 +102,10 @@ def read_result(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > LARGEST:
             return {}
-        found = json.loads(file.read_text(encoding="utf-8"))
+        record = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) and found.get(MARK) == SOFTWARE else {}
+    return record if isinstance(record, dict) and record.get(MARK) == SOFTWARE else {}
 
 
 def write_result(file: str | Path, record: Mapping[str, Any], key: str = "json") -> Path:

@@ -26,7 +26,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from attention.io.replacing import checkpoint_around
-from orchestrator.config.schema import ConfigError, read_yaml
+from orchestrator.config.parsing import ConfigError, read_sections
 from orchestrator.storage import journal
 from orchestrator.storage.mirror import check_address, is_remote, working_folder
 
@@ -73,11 +73,8 @@ def check_writable(folder: Path, key: str = "storage") -> None:
 
 @dataclass
 class SearchFolder:
-    """The files of one search.
-
-    `state`: what `search` has settled: the MLflow parent run, the command, when it started and ended. `estimate`: what
-    the search was said to take before it began. `origin`: where it was made, see `orchestrator.storage.trust`.
-    """
+    """The files of one search. `estimate`: what it was said to take before it began; `origin`: where it was made, see
+    `orchestrator.storage.trust`."""
 
     root: Path
 
@@ -116,10 +113,10 @@ class SearchFolder:
     @classmethod
     def newest(cls, storage: Path, name: str) -> SearchFolder:
         """The newest search of that name. Raises ConfigError if there is none."""
-        found = cls._of(storage, name)
-        if not found:
+        searches = cls._of(storage, name)
+        if not searches:
             raise ConfigError(f"--resume: no search named {name!r} in {storage}; {cls._told(storage)}")
-        return found[-1]
+        return searches[-1]
 
     @classmethod
     def named(cls, storage: Path, folder: str) -> SearchFolder:
@@ -137,21 +134,21 @@ class SearchFolder:
     @classmethod
     def _told(cls, storage: Path) -> str:
         """What can be resumed in a storage."""
-        found = sorted((cls(p.parent) for p in storage.glob("*/search.yaml")), key=lambda folder: folder.root.name)
-        if not found:
+        searches = sorted((cls(p.parent) for p in storage.glob("*/search.yaml")), key=lambda folder: folder.root.name)
+        if not searches:
             return "there is none at all; start one without --resume"
-        open_ones = [folder.root.name for folder in found if not folder.ended]
-        ended = [folder.root.name for folder in found if folder.ended]
+        open_ones = [folder.root.name for folder in searches if not folder.ended]
+        ended = [folder.root.name for folder in searches if folder.ended]
         return f"not ended: {', '.join(open_ones) or 'none'}; ended: {', '.join(ended) or 'none'}"
 
     @classmethod
     def _of(cls, storage: Path, name: str) -> list[SearchFolder]:
         """The searches of a name, oldest first."""
-        found = [cls(p.parent) for p in storage.glob("*/search.yaml")]
-        own = re.compile(re.escape(name) + r"(-\d+)?")
-        found = [f for f in found if own.fullmatch(f.root.name) and f.origin.is_file()]  # which `fresh` has written
+        pattern, searches = re.escape(name) + r"(-\d+)?", [cls(p.parent) for p in storage.glob("*/search.yaml")]
+        # `fresh` has written its origin
+        searches = [f for f in searches if re.fullmatch(pattern, f.root.name) and f.origin.is_file()]
         # By the number too: a file system's clock may be coarse
-        return sorted(found, key=lambda f: (f.snapshot.stat().st_mtime_ns, len(f.root.name), f.root.name))
+        return sorted(searches, key=lambda f: (f.snapshot.stat().st_mtime_ns, len(f.root.name), f.root.name))
 
     @property
     def ended(self) -> bool:
@@ -180,13 +177,7 @@ class SearchFolder:
 
     def stored(self) -> dict[str, Any]:
         """The configuration as it was kept. Raises ConfigError if it is none any more."""
-        try:
-            record = read_yaml(self.snapshot.read_text(encoding="utf-8"))
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"{self.snapshot} cannot be read: {error}") from None
-        if not isinstance(record, dict):
-            raise ConfigError(f"{self.snapshot} must hold a mapping of sections, got {type(record).__name__}")
-        return record
+        return read_sections(self.snapshot, "cannot be read")
 
     @property
     def readable(self) -> bool:

@@ -138,22 +138,6 @@ def number(value: float | None, form: str = ".3f") -> str:
     return "-" if value is None or not math.isfinite(value) else format(value, form)
 
 
-LOSSES = ("untrained", "best", "at step", "last", "baseline", "original")
-PROMOTION = ("recipe", "KV of the checkpoint's", "steps", *LOSSES, "state", "version")
-"""Columns of a promotion; losses are held out, in nats a token."""
-
-
-def promotion_cells(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    """An entry of `promotion.json` as text, one cell for each of PROMOTION."""
-    best = entry.get("best_step")
-    losses = (number(entry.get(f"{name}loss")) for name in ("untrained_", "", "last_", "baseline_", "original_"))
-    untrained, own, *others = losses
-    best_step = "-" if best is None else str(best)
-    share, steps = percent(entry["kv_ratio"]), str(entry.get("steps", "-"))
-    state, version = entry.get("status", "-"), str(entry.get("version") or "-")
-    return (entry["recipe"], share, steps, untrained, own, best_step, *others, state, version)
-
-
 def family(recipe: str) -> str:
     """The name that a trial is drawn under: candidates of the searcher's own (joint-...) share one."""
     return "joint" if recipe.startswith("joint-") else recipe
@@ -178,21 +162,22 @@ def compact(count: float) -> str:
     return f"{count:.3g}"
 
 
-def read_json(path: str | Path, kind: type = dict) -> Any:
-    """The value in a JSON file. Raises ConfigError if it is none of `kind`: it was changed, or cut by a full disk."""
+def clock(seconds: float) -> str:
+    """1:05:09, or 5:09 below an hour."""
+    whole = max(0, round(seconds))
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ConfigError if it is none: it was changed, or cut by a full disk."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is not the JSON that was written there: {error}") from None
-    if not isinstance(found, kind):
-        raise ConfigError(f"{path} is not what was written there: expected a {kind.__name__}, got {shown(found)}")
-    return found
-
-
-def untrained_text(trial: TrialRecord) -> str:
-    """The loss at step 0 for a table; "pooled" where the trial's relaxation does not start from what was measured."""
-    first = trial.untrained
-    return "-" if first is None else number(first["loss"]) + (" pooled" if trial.relaxes else "")
+    if not isinstance(record, dict):
+        raise ConfigError(f"{path} is not what was written there: expected a dict, got {shown(record)}")
+    return record
 
 
 POOLED_NOTE = (
@@ -201,21 +186,14 @@ POOLED_NOTE = (
 )
 
 
-def state_text(trial: TrialRecord) -> str:
-    return f"same as {trial.copy_of}" if trial.status == COPY else trial.status
-
-
 def without_probes(trials: Iterable[TrialRecord]) -> list[TrialRecord]:
     """The trials that stand for a candidate: those that a table or picture compares."""
     return [trial for trial in trials if not trial.probe]
 
 
 def front(trials: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """The trials that no other one beats in both held-out loss and KV bytes a token, by rising bytes.
-
-    Trials are compared at their last rung; a promotion ships the best step of a trial
-    (`orchestrator.promotion.training`).
-    """
+    """The trials that no other one beats in both held-out loss (at the last rung of each) and KV bytes a token, by
+    rising bytes."""
     scored = [t for t in trials if t.usable and t.kv_bytes_per_token is not None]
     best: list[TrialRecord] = []
     for trial in sorted(scored, key=lambda t: (t.kv_bytes_per_token, t.loss, t.trial_id)):

@@ -18,26 +18,26 @@ from orchestrator.storage.records import read_json
 def doubts(folder: SearchFolder) -> list[str]:
     """Why the training checkpoints of a search may not be this user's own; empty if nothing speaks for it."""
     made = (read_json(folder.origin) if folder.origin.exists() else {}).get("folder")
-    found = []
+    reasons = []
     if made != str(folder.root):
-        found.append(f"it was made as {made}" if made else "it does not say where it was made")
+        reasons.append(f"it was made as {made}" if made else "it does not say where it was made")
     user = getattr(os, "getuid", lambda: None)()
     if user is not None and folder.root.stat().st_uid not in (user, 0):
-        found.append(f"it belongs to user {folder.root.stat().st_uid}")
+        reasons.append(f"it belongs to user {folder.root.stat().st_uid}")
     root, paths = folder.root.resolve(), [trial.last.get("checkpoint_path") for trial in load_trials(folder.root)]
     if outside := [path for path in paths if path and not Path(str(path)).resolve().is_relative_to(root)]:
-        found.append(f"a trial's checkpoint lies outside of it, at {outside[0]}")
-    return found
+        reasons.append(f"a trial's checkpoint lies outside of it, at {outside[0]}")
+    return reasons
 
 
 def warn_of_pickles(folder: SearchFolder) -> bool:
     """Say so on standard error before training checkpoints of a folder are read that may come from elsewhere."""
-    found = doubts(folder)
-    if found:
+    reasons = doubts(folder)
+    if reasons:
         print(
-            f"warning: {folder.root}: {'; '.join(found)}. Its training checkpoints are pickles, which can run any "
+            f"warning: {folder.root}: {'; '.join(reasons)}. Its training checkpoints are pickles, which can run any "
             "program when they are read: go on only if you trust whoever made them",
             file=sys.stderr,
             flush=True,
         )
-    return bool(found)
+    return bool(reasons)

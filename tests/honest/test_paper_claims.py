@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from attention.calibration.moments import Calibration
 from attention.plan import AttentionPlan
-from orchestrator.conversion.steps import convert_with, planning_context, relaxation_start
+from orchestrator.conversion.steps import planning_context, relaxation_start
+from search_spaces.planning.context import convert_with
 from search_spaces.planning.planning import make_plan
 from search_spaces.recipes.recipes import recipe
 

@@ -13,7 +13,8 @@ from arms import Corpus
 from transformers import PreTrainedModel
 
 from attention.calibration.moments import Calibration
-from orchestrator.conversion.steps import convert_with, planning_context
+from orchestrator.conversion.steps import planning_context
+from search_spaces.planning.context import convert_with
 from search_spaces.planning.planning import make_plan
 from search_spaces.recipes.recipes import recipe
 

@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
 from orchestrator.reporting.comparison import Row
-from orchestrator.reporting.figures.drawing import legend_below, looks_of, one_axes, styled
+from orchestrator.reporting.figures.drawing import KV_BYTES, LOSS, legend_below, looks_of, one_axes, styled
 from orchestrator.storage.records import compact, family, percent
 
 APART, WIDEST = 0.025, 0.18  # how far arms of one budget stand apart sideways, and all of them, in shares of its bytes
@@ -20,13 +20,9 @@ TICKS = (0, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 @styled
 def bytes_figure(rows: Sequence[Row], base: Mapping[str, Any]) -> Figure:
-    """Increase of the held-out loss against KV bytes a token: one line an arm at its best rates, bars of one sd.
-
-    The axis of the increase is logarithmic but for its part next to 0, so that arms near the original model can be told
-    from each other too. Arms of one budget stand a little apart sideways. Hollow: the row compares at an earlier rung
-    than the others.
-    """
-    figure, axes = one_axes(5.2)
+    """Increase of the held-out loss against KV bytes a token: one line an arm at its best rates, bars of one sd, arms
+    of one KV ratio a little apart sideways. Hollow: the row compares at an earlier rung than the others."""
+    figure, axes = one_axes(5.2, KV_BYTES)
     arms = _arms(rows)
     styles, handles = looks_of(arms), {}
     apart = min(APART, WIDEST / len(arms)) if arms else 0.0
@@ -39,7 +35,6 @@ def bytes_figure(rows: Sequence[Row], base: Mapping[str, Any]) -> Figure:
     axes.set_xscale("log", base=2)
     places = sorted({row["kv_bytes_per_token"] for row in drawn})
     axes.set_xticks(places, [f"{place:,}" for place in places])
-    axes.set_xlabel("KV cache, bytes a token")
     ends = [row["loss_increase"] + sign * (row["loss"]["sd"] or 0.0) for row in drawn for sign in (-1, 1)]
     _loss_increases(axes, base, min(ends, default=0.0), max(ends, default=1.0))
     if axes.get_ylim()[0] < 0:
@@ -74,17 +69,16 @@ def _loss_increases(axes: Any, base: Mapping[str, Any], lowest: float, highest: 
 
 @styled
 def tokens_figure(rows: Sequence[Row], base: Mapping[str, Any]) -> Figure:
-    """Held-out loss against tokens trained on, those of a relaxation included: a row of panels a budget.
-
-    On the left from the untrained model on, on the right the trained models from close by. One line an arm at its best
-    rate, its band one standard deviation wide to each side. Dashed: nothing was measured between the two points,
-    because a relaxation went on there.
-    """
+    """Held-out loss against tokens trained on, those of a relaxation included: a row of panels a KV ratio, on the left
+    from the untrained model on, on the right the trained models from close by. One line an arm at its best rate, its
+    band one standard deviation to each side; dashed where a relaxation went on, in which nothing is measured."""
     budgets = list(dict.fromkeys(row["kv_ratio"] for row in rows))
     figure = Figure(figsize=(7, 0.7 + 2.6 * len(budgets)), layout="constrained")
     grid = figure.subplots(len(budgets), 2, squeeze=False)
     arms = _arms(rows, points=True)
-    styles, handles, usual = looks_of(arms), {}, _first_trained(arms)
+    styles, handles = looks_of(arms), {}
+    trained = (p["step"] for mine in arms.values() for row in mine for p in row["curve"] if p["step"] > 0)
+    usual = min(trained, default=None)  # an arm that is measured later for the first time has been relaxing
     for budget, (whole, close) in zip(budgets, grid, strict=True):
         here = {name: row for name, mine in arms.items() for row in mine if row["kv_ratio"] == budget}
         for name, row in here.items():
@@ -98,7 +92,7 @@ def tokens_figure(rows: Sequence[Row], base: Mapping[str, Any]) -> Figure:
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
     for axes in grid[-1]:
         axes.set_xlabel("tokens trained on")
-    figure.supylabel("held-out loss, nats a token", fontsize=11)
+    figure.supylabel(LOSS, fontsize=11)
     legend_below(figure, handles)
     return figure
 
@@ -115,12 +109,6 @@ def _arms(rows: Sequence[Row], points: bool = False) -> dict[str, list[Row]]:
             best.setdefault(family(row["recipe"]), {}).setdefault(row["kv_ratio"], row)
     names = dict.fromkeys(family(row["recipe"]) for row in rows)
     return {name: [best[name][b] for b in sorted(best[name])] for name in names if name in best}
-
-
-def _first_trained(arms: Mapping[str, Sequence[Row]]) -> int | None:
-    """The first step above 0 that any arm was measured at; an arm that comes later has been relaxing."""
-    curves = [row["curve"] for mine in arms.values() for row in mine]
-    return min((p["step"] for curve in curves for p in curve if p["step"] > 0), default=None)
 
 
 def _curve(axes: Any, curve: Sequence[Mapping[str, Any]], usual: int | None, look: dict[str, Any]) -> Any:

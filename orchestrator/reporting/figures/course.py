@@ -23,31 +23,30 @@ Agreement = dict[str, float | int]
 
 
 def proxy_agreement(trials: Sequence[TrialRecord]) -> dict[float, Agreement]:
-    """How well the untrained loss ranks the trials of a budget that came to the last rung.
+    """How well the untrained loss ranks the trials of a KV ratio that came to the last rung, ratios falling.
 
-    By budget, falling: `trials`, `rho` (Spearman's rank correlation of the losses at rung 0 and at the last rung), and
-    `regret`: nats that the best at rung 0 ends above the best of all. Budgets of fewer than LEAST trials are left out,
-    and so are relaxations, of which rung 0 measures a model that they never train from.
+    `rho`: Spearman's rank correlation of the losses at rung 0 and at the last rung; `regret`: nats that the best at
+    rung 0 ends above the best of all. Ratios of fewer than LEAST trials are left out, and so are relaxations.
     """
-    found: dict[float, Agreement] = {}
+    agreements: dict[float, Agreement] = {}
     for budget, pairs in _pairs(trials).items():
         if len(pairs) < LEAST or len({a for a, _ in pairs}) == 1 or len({b for _, b in pairs}) == 1:
             continue
         rho = float(spearmanr([a for a, _ in pairs], [b for _, b in pairs]).statistic)  # type: ignore[union-attr]
         regret = min(pairs)[1] - min(b for _, b in pairs)
-        found[budget] = {"trials": len(pairs), "rho": rho, "regret": regret}
-    return found
+        agreements[budget] = {"trials": len(pairs), "rho": rho, "regret": regret}
+    return agreements
 
 
 def _pairs(trials: Sequence[TrialRecord]) -> dict[float, list[tuple[float, float]]]:
     """(loss at rung 0, loss at the last rung that any trial has reached), of those that got there, by budget."""
     last = max((t.step for t in trials if t.usable), default=0)
-    found: dict[float, list[tuple[float, float]]] = {}
+    pairs: dict[float, list[tuple[float, float]]] = {}
     for t in sorted(trials, key=lambda t: -t.kv_ratio):
         first = next((r["loss"] for r in t.rungs if r["step"] == 0 and r["loss"] is not None), math.inf)
         if last and t.usable and not t.relaxes and t.step == last and math.isfinite(first):
-            found.setdefault(t.kv_ratio, []).append((first, t.loss))
-    return found
+            pairs.setdefault(t.kv_ratio, []).append((first, t.loss))
+    return pairs
 
 
 @styled
@@ -56,20 +55,18 @@ def proxy_figure(trials: Sequence[TrialRecord]) -> Figure | None:
 
     None where no budget has enough trials that were trained to the end.
     """
-    told = proxy_agreement(trials)
-    if not told:
+    agreements = proxy_agreement(trials)
+    if not agreements:
         return None
-    figure, axes = one_axes(4.6)
+    figure, axes = one_axes(4.6, "rank untrained (rung 0), 1 is best", "rank at the last rung")
     most, handles = 1, {}
-    for (budget, agreement), look in zip(told.items(), looks_of(map(percent, told)).values(), strict=True):
+    for (budget, agreement), look in zip(agreements.items(), looks_of(map(percent, agreements)).values(), strict=True):
         firsts, lasts = (rankdata(losses, "ordinal") for losses in zip(*_pairs(trials)[budget], strict=True))
         axes.plot(firsts, lasts, ls="", ms=6, alpha=0.8, **look)
         name = f"{percent(budget)} of the checkpoint's KV: rho = {agreement['rho']:+.2f}, {agreement['trials']} trials"
         handles[name] = Line2D([], [], ls="", **look)
         most = max(most, len(firsts))
     axes.plot([1, most], [1, most], color="#888888", lw=1, ls="--", zorder=0)
-    axes.set_xlabel("rank untrained (rung 0), 1 is best")
-    axes.set_ylabel("rank at the last rung")
     legend_below(figure, handles, columns=2)
     return figure
 
@@ -79,11 +76,11 @@ def proxy_figure(trials: Sequence[TrialRecord]) -> Figure | None:
 
 def seconds_by_phase(trial: TrialRecord) -> dict[str, float]:
     """Seconds of a trial: the phases of its own process, then `train`: its workers, measuring and saving included."""
-    found = {name: trial.seconds[name] for name in ORDER if name in trial.seconds}
-    found |= {name: value for name, value in trial.seconds.items() if name not in found}
+    seconds = {name: trial.seconds[name] for name in ORDER if name in trial.seconds}
+    seconds |= {name: value for name, value in trial.seconds.items() if name not in seconds}
     if trial.step and trial.last.get("seconds"):
-        found["train"] = float(trial.last["seconds"])
-    return found
+        seconds["train"] = float(trial.last["seconds"])
+    return seconds
 
 
 @styled
@@ -91,16 +88,16 @@ def phases_figure(trials: Sequence[TrialRecord]) -> Figure | None:
     """Mean seconds of a trial of each arm, by phase; None if no trial has told any."""
     arms: dict[str, list[dict[str, float]]] = {}
     for t in trials:
-        if found := seconds_by_phase(t):
-            arms.setdefault(family(t.recipe), []).append(found)
+        if seconds := seconds_by_phase(t):
+            arms.setdefault(family(t.recipe), []).append(seconds)
     if not arms:
         return None
-    names = list(dict.fromkeys(n for found in arms.values() for one in found for n in one if n != "train"))
+    names = list(dict.fromkeys(n for seconds in arms.values() for one in seconds for n in one if n != "train"))
     names.append("train")
     means = np.array([[statistics.fmean(t.get(n, 0.0) for t in mine) for n in names] for mine in arms.values()])
     is_long = (means > SHORT * means.sum(1, keepdims=True)).any(0)
     widths = {name: means[:, i] for i, name in enumerate(names) if is_long[i]} | {"other": means[:, ~is_long].sum(1)}
-    figure, axes = one_axes(1.3 + 0.28 * len(arms))
+    figure, axes = one_axes(1.3 + 0.28 * len(arms), "seconds a trial, mean")
     handles, left = {}, np.zeros(len(arms))
     for place, (name, width) in enumerate(widths.items()):
         if width.any():
@@ -110,22 +107,21 @@ def phases_figure(trials: Sequence[TrialRecord]) -> Figure | None:
     axes.set_yticks(range(len(arms)), list(arms), fontsize=9)
     axes.set_ylim(len(arms) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel("seconds a trial, mean")
     legend_below(figure, handles)
     return figure
 
 
 def spans(trial: TrialRecord) -> list[tuple[float, float, int]]:
     """When a trial worked: (start, end, step at the end) of each report that has a time, in seconds since 1970."""
-    found, before = [], 0.0
+    working, before = [], 0.0
     for rung in trial.rungs:
         taken = float(rung.get("seconds") or 0.0)
         # Seconds of workers count from the first of their rungs; those of rung 0 are of the trial's own process.
-        own = taken if rung["step"] == 0 else max(0.0, taken - before)
+        seconds = taken if rung["step"] == 0 else max(0.0, taken - before)
         before = taken if rung["step"] else 0.0
         if rung.get("timestamp"):
-            found.append((float(rung["timestamp"]) - own, float(rung["timestamp"]), int(rung["step"])))
-    return found
+            working.append((float(rung["timestamp"]) - seconds, float(rung["timestamp"]), int(rung["step"])))
+    return working
 
 
 @styled
@@ -134,28 +130,26 @@ def timeline_figure(trials: Sequence[TrialRecord]) -> Figure | None:
 
     Of more than ROWS trials, those that got furthest. None if the trials' reports have no times.
     """
-    timed = [(t, found) for t in trials if (found := spans(t))]
+    timed = [(t, working) for t in trials if (working := spans(t))]
     if not timed:
         return None
     timed.sort(key=lambda pair: (-pair[0].step, pair[0].loss))
     timed = sorted(timed[:ROWS], key=lambda pair: pair[1][0])
-    zero = min(found[0][0] for _, found in timed)
+    zero = min(working[0][0] for _, working in timed)
     looks = looks_of([family(t.recipe) for t, _ in timed])
-    unit, name = _unit(max(found[-1][1] for _, found in timed) - zero)
-    figure, axes = one_axes(1.4 + 0.13 * len(timed))
-    for row, (trial, found) in enumerate(timed):
+    unit, name = _unit(max(working[-1][1] for _, working in timed) - zero)
+    figure, axes = one_axes(1.4 + 0.13 * len(timed), f"{name} since the first trial started", "trials")
+    for row, (trial, working) in enumerate(timed):
         colour = looks[family(trial.recipe)]["color"]
-        for start, end, step in found:
+        for start, end, step in working:
             x, width = (start - zero) / unit, max(end - start, 1.0) / unit
             axes.barh(row, width, left=x, height=0.72, color=colour, alpha=0.45 if step == 0 else 1.0)
             axes.plot([x + width] * 2, [row - 0.45, row + 0.45], color="#222222", lw=0.8)
         if mark := _ENDS.get(trial.status):
-            axes.plot((found[-1][1] - zero) / unit, row, marker=mark, color="#111111", ms=4, mfc="white", ls="")
+            axes.plot((working[-1][1] - zero) / unit, row, marker=mark, color="#111111", ms=4, mfc="white", ls="")
     axes.set_ylim(len(timed) - 0.3, -0.7)
     axes.set_yticks([])
-    axes.set_ylabel("trials")
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel(f"{name} since the first trial started")
     handles: dict[str, object] = {n: Line2D([], [], color=look["color"], lw=5) for n, look in looks.items()}
     for status, mark in _ENDS.items():
         if any(t.status == status for t, _ in timed):

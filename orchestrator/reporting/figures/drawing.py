@@ -32,6 +32,8 @@ STYLE: dict[Any, Any] = {
 }
 styled = matplotlib.rc_context(STYLE)
 """Decorates a function that draws."""
+KV_BYTES, LOSS = "KV cache, bytes a token", "held-out loss, nats a token"
+"""Labels of axes."""
 
 
 def looks_of(recipes: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -42,9 +44,13 @@ def looks_of(recipes: Iterable[str]) -> dict[str, dict[str, Any]]:
     }
 
 
-def one_axes(height: float = 4.2) -> tuple[Figure, Any]:
+def one_axes(height: float = 4.2, across: str = "", upright: str = "") -> tuple[Figure, Any]:
+    """A figure of one plot, its axes labelled."""
     figure = Figure(figsize=(7, height), layout="constrained")
-    return figure, figure.add_subplot()
+    axes = figure.add_subplot()
+    axes.set_xlabel(across)
+    axes.set_ylabel(upright)
+    return figure, axes
 
 
 def write_cells(

@@ -113,7 +113,7 @@ def recipes_figure(record: Mapping[str, Any]) -> Figure | None:
         return None
     names = list(dict.fromkeys(entry["recipe"] for entry in entries))
     asked = sorted({entry["kv_ratio_asked"] for entry in entries}, reverse=True)
-    figure, axes = one_axes(1.4 + 0.32 * len(names))
+    figure, axes = one_axes(1.4 + 0.32 * len(names), "increase of the held-out loss, nats a token")
     handles = {}
     for ratio, look in zip(asked, looks_of(map(percent, asked)).values(), strict=True):
         mine = [entry for entry in entries if entry["kv_ratio_asked"] == ratio]
@@ -126,6 +126,5 @@ def recipes_figure(record: Mapping[str, Any]) -> Figure | None:
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xlabel("increase of the held-out loss, nats a token")
     legend_below(figure, handles)
     return figure

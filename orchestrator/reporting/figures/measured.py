@@ -29,10 +29,8 @@ LOGARITHMIC = ("fusion_loss",)
 
 @styled
 def similarity_figure(trials: Sequence[TrialRecord]) -> Figure | None:
-    """Mean cosine of the heads that share, before (hollow) and after (filled) the best alignment, keys and values.
-
-    A line is an arm at a budget, averaged over its trials; None if no trial has measured any.
-    """
+    """Mean cosine of the heads that share, before (hollow) and after (filled) the best alignment: a line an arm at a KV
+    ratio, averaged over its trials. None if no trial has measured any."""
     arms: dict[tuple[str, float], list[dict[str, float]]] = {}
     for t in sorted(trials, key=lambda t: -t.kv_ratio):
         means = (t.similarity or {}).get("means")
@@ -43,10 +41,13 @@ def similarity_figure(trials: Sequence[TrialRecord]) -> Figure | None:
     figure = Figure(figsize=(7, 1.3 + 0.21 * len(arms)), layout="constrained")
     panels = figure.subplots(1, 2, sharex=True, sharey=True)
     for axes, (side, title) in zip(panels, SIDES.items(), strict=True):
-        for place, found in enumerate(arms.values()):
-            ends = [[m[f"{side}_{name}"] for m in found if f"{side}_{name}" in m] for name in ("raw", "aligned")]
+        for place, means in enumerate(arms.values()):
+            ends = [[m[f"{side}_{name}"] for m in means if f"{side}_{name}" in m] for name in ("raw", "aligned")]
             if ends[0] and ends[1]:
-                _span(axes, place, *(statistics.fmean(values) for values in ends))
+                raw, aligned = (statistics.fmean(values) for values in ends)
+                axes.plot([raw, aligned], [place, place], color=COLOURS[0], lw=1.4, alpha=0.6, zorder=2)
+                axes.plot(raw, place, color=COLOURS[0], marker="o", ms=5.5, mfc="white", zorder=3)
+                axes.plot(aligned, place, color=COLOURS[0], marker="o", ms=5.5, zorder=3)
         for place, ((_, above), (_, below)) in enumerate(pairwise(arms)):
             if above != below:
                 axes.axhline(place + 0.5, color="#dddddd", lw=1, zorder=0)
@@ -62,18 +63,10 @@ def similarity_figure(trials: Sequence[TrialRecord]) -> Figure | None:
     return figure
 
 
-def _span(axes: Any, place: int, raw: float, aligned: float) -> None:
-    axes.plot([raw, aligned], [place, place], color=COLOURS[0], lw=1.4, alpha=0.6, zorder=2)
-    axes.plot(raw, place, color=COLOURS[0], marker="o", ms=5.5, mfc="white", zorder=3)
-    axes.plot(aligned, place, color=COLOURS[0], marker="o", ms=5.5, zorder=3)
-
-
 @matplotlib.rc_context({**STYLE, "font.size": 9})
 def relaxation_figure(trials: Sequence[TrialRecord]) -> Figure | None:
-    """Each arm's relaxation over its steps: one row an arm, one panel a quantity, one line a trial, a colour a budget.
-
-    The mean mask has its target beside it, dashed. None if no trial was relaxed.
-    """
+    """Each arm's relaxation over its steps: one row an arm, one panel a quantity, one line a trial, a colour a KV
+    ratio. None if no trial was relaxed."""
     arms: dict[str, list[TrialRecord]] = {}
     for t in trials:
         if any(name in point for point in t.relaxation for name in PANELS):
@@ -91,7 +84,8 @@ def relaxation_figure(trials: Sequence[TrialRecord]) -> Figure | None:
                 _over_steps(axes, trial, name, colours[trial.kv_ratio])
             axes.set_title(f"{arm if name == measured[0] else ''}\n{PANELS[name]}", loc="left", fontsize=9)
             axes.tick_params(labelsize=8)
-            if name in LOGARITHMIC and _positive(arms[arm], name):
+            values = [p[name] for t in arms[arm] for p in t.relaxation if p.get(name) is not None]
+            if name in LOGARITHMIC and min(values, default=0) > 0:
                 axes.set_yscale("log")
         for axes in row[len(measured) :]:
             axes.set_visible(False)
@@ -108,8 +102,3 @@ def _over_steps(axes: Any, trial: TrialRecord, name: str, colour: str) -> None:
     axes.plot(steps, [p[name] for p in points], color=colour, lw=1.1, alpha=0.8)
     if name == "mean_mask":
         axes.plot(steps, [p.get("target") for p in points], color="#444444", lw=1, ls="--")
-
-
-def _positive(trials: Sequence[TrialRecord], name: str) -> bool:
-    """Whether a logarithmic axis can show all values."""
-    return all(p[name] > 0 for t in trials for p in t.relaxation if p.get(name) is not None)

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from attention.plan import AttentionPlan
-from orchestrator.reporting.figures.drawing import COLOURS, looks_of, one_axes, styled, write_cells
+from orchestrator.reporting.figures.drawing import COLOURS, KV_BYTES, LOSS, looks_of, one_axes, styled, write_cells
 from orchestrator.storage.records import TrialRecord, family, front, percent
 
 LINES = 200
@@ -21,7 +21,7 @@ def front_figure(
     trials: Sequence[TrialRecord], base: Mapping[str, Any], promoted: Sequence[Mapping[str, Any]] = ()
 ) -> Figure:
     """Held-out loss against KV bytes a token: every trial at its last rung, the front, the original model."""
-    figure, axes = one_axes()
+    figure, axes = one_axes(across=KV_BYTES, upright=LOSS)
     looks = looks_of([family(t.recipe) for t in trials])
     scored = [t for t in trials if t.usable]
     most = max((t.step for t in scored), default=0)
@@ -44,8 +44,6 @@ def front_figure(
         x, y = [p["kv_bytes_per_token"] for p in after], [p["loss"] for p in after]
         axes.scatter(x, y, s=150, edgecolors="#111111", zorder=4, label="promoted", **circle)
     axes.axhline(base["loss"], color="#888888", ls="--", lw=1.2, label=f"original model ({base['loss']:.3f})")
-    axes.set_xlabel("KV cache, bytes a token")
-    axes.set_ylabel("held-out loss, nats a token")
     axes.legend(fontsize=9, frameon=False)
     return figure
 
@@ -53,24 +51,22 @@ def front_figure(
 @styled
 def rungs_figure(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> Figure:
     """Held-out loss over training steps, one line a trial; solid for the largest budget, dashed for the next."""
-    figure, axes = one_axes()
+    figure, axes = one_axes(across="training steps", upright=LOSS)
     looks = looks_of([family(t.recipe) for t in trials])
     budgets = sorted({t.kv_ratio for t in trials}, reverse=True)
     lines = {b: ("-", "--", ":", "-.")[i % 4] for i, b in enumerate(budgets)}
-    told = set()
+    named = set()
     drawn = {t.trial_id for t in sorted((t for t in trials if t.rungs), key=lambda t: (-t.step, t.loss))[:LINES]}
     for trial in (t for t in trials if t.trial_id in drawn):
         name = family(trial.recipe)
-        label = None if name in told else name
-        told.add(name)
+        label = None if name in named else name
+        named.add(name)
         scored = [(r["step"], r["loss"]) for r in trial.rungs if r["loss"] is not None]
         steps, losses = [step for step, _ in scored], [loss for _, loss in scored]
         axes.plot(steps, losses, ls=lines[trial.kv_ratio], ms=5, lw=1.4, label=label, **looks[name])
     for budget, line in lines.items():
         axes.plot([], [], ls=line, color="#444444", label=f"{percent(budget)} of the checkpoint's KV")
     axes.axhline(base["loss"], color="#888888", lw=1)
-    axes.set_xlabel("training steps")
-    axes.set_ylabel("held-out loss, nats a token")
     axes.legend(fontsize=9, frameon=False, ncols=2)
     return figure
 
@@ -85,14 +81,13 @@ def budgets_figure(plans: Mapping[str, AttentionPlan]) -> Figure:
     ]
     table = np.array([counts for _, counts in rows])
     heads = max(plan.num_heads for plan in plans.values())
-    figure, axes = one_axes(0.9 + 0.32 * len(rows))
+    figure, axes = one_axes(0.9 + 0.32 * len(rows), "layer")
     axes.grid(False)
     axes.imshow(table, cmap="Blues", vmin=0, vmax=heads, aspect="auto")
     if table.shape[1] <= 16:
         write_cells(axes, table, str, lambda count: count > heads / 2, 9)
     axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=9)
     axes.set_xticks(range(table.shape[1]) if table.shape[1] <= 16 else range(0, table.shape[1], 4))
-    axes.set_xlabel("layer")
     return figure
 
 
@@ -100,7 +95,7 @@ def budgets_figure(plans: Mapping[str, AttentionPlan]) -> Figure:
 def curve_figure(curve: Mapping[str, Any]) -> Figure:
     """Held-out loss against KV bytes a token of one recipe at several budgets (see
     `orchestrator.conversion.several_ratios`)."""
-    figure, axes = one_axes()
+    figure, axes = one_axes(across=KV_BYTES, upright=f"{LOSS}, no training")
     points = sorted(curve["points"], key=lambda p: p["kv_bytes_per_token"])
     places = [(p["kv_bytes_per_token"], p["loss"]) for p in points]
     axes.plot(*zip(*places, strict=True), color=COLOURS[0], marker="o", lw=1.4, label=curve["recipe"]["name"])
@@ -111,7 +106,5 @@ def curve_figure(curve: Mapping[str, Any]) -> Figure:
     axes.plot(*original, color="#444444", marker="s", ls="", label="original model")
     axes.axhline(curve["original_loss"], color="#888888", ls="--", lw=1.2)
     axes.margins(y=0.25)
-    axes.set_xlabel("KV cache, bytes a token")
-    axes.set_ylabel("held-out loss, nats a token, no training")
     axes.legend(fontsize=9, frameon=False)
     return figure

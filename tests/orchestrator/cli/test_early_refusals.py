@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from attention.io import checkpoint
 from orchestrator.config.schema import ConfigError, parse_config
-from orchestrator.conversion import loading
+from orchestrator.conversion import evaluate, request
 from orchestrator.conversion.convert import convert_checkpoint, export_checkpoint
 from orchestrator.conversion.evaluate import evaluate_checkpoint
 from orchestrator.conversion.inspection import inspect_checkpoint
@@ -53,7 +53,8 @@ def copied(demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     def out_of_reach(*_: Any, **__: Any) -> None:
         raise AssertionError("read before all was checked")
 
-    monkeypatch.setattr(loading, "load_sequences", out_of_reach)
+    for module in (evaluate, request):
+        monkeypatch.setattr(module, "load_sequences", out_of_reach)
     monkeypatch.setattr(checkpoint.AutoModelForCausalLM, "from_pretrained", out_of_reach)
     return tmp_path / "model"
 

@@ -122,7 +122,7 @@ def test_convert_replaces_its_own_result_only_if_asked_to(
     assert snapshot(place) == kept
     assert converting("0.25", *options, "--overwrite") == 0
     assert json.loads((place / "half.json").read_text())["kv_ratio"] == 0.25
-    assert loading.record_of(place / "deep" / "half")["plan_digest"] != ""
+    assert checkpoint.note_of(place / "deep" / "half")["plan_digest"] != ""
     assert checkpoint.intact(place / "deep" / "half")
     assert sorted(p.name for p in place.iterdir()) == ["deep", "half.json"]
     (place / "deep" / "half" / "notes.txt").write_text("mine")

@@ -13,10 +13,11 @@ from attention.io import checkpoint
 from attention.modeling.modeling import plan_of
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import in_memory, loading
-from orchestrator.conversion.request import parse_ratios
+from orchestrator.conversion.request import asked_ratios
 from orchestrator.conversion.several_ratios import convert_curve
 from search_spaces.planning.context import PlanningContext
 from search_spaces.recipes.recipes import recipe
+from trainers.text.data import load_sequences
 
 SMALL = {"calibration_tokens": 2048, "eval_tokens": 2048, "sequence_length": 128, "device": "cpu"}
 
@@ -47,7 +48,8 @@ def test_one_calibration_and_one_measurement_for_all_ratios(
     for point in points:
         saved = checkpoint.load(tmp_path / "out" / f"kv-{point['kv_ratio_asked']:g}", torch.float32)
         assert plan_of(saved).kv_ratio == point["kv_ratio"]
-    held_out = loading.texts("stdlib", "eval", loading.load_tokenizer(demo_dir), 2048, 128, 0)
+    tokenizer = loading.load_tokenizer(demo_dir)
+    held_out = load_sequences("stdlib", tokenizer, split="eval", tokens=2048, sequence_length=128)
     assert loading.score(saved, held_out).loss == pytest.approx(losses[-1], abs=1e-4)
 
 
@@ -57,7 +59,7 @@ def test_ratios_that_mean_the_same_budget_are_converted_once(demo_dir: Path) -> 
 
 
 def test_what_is_no_list_of_ratios_is_refused() -> None:
-    assert parse_ratios("0.5, 0.25,0.5") == [0.5, 0.25]
-    for text in ("half", "", "0.5;0.25"):
+    assert asked_ratios("no model", "0.5, 0.25,0.5", None) == [0.5, 0.25]
+    for text in ("half", ",", "0.5;0.25"):
         with pytest.raises(ConfigError, match="expected a number or a list"):
-            parse_ratios(text)
+            asked_ratios("no model", text, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def test_only_the_config_is_read(demo_dir: Path, tmp_path: Path) -> None:
     refused = estimate_conversion(tmp_path, "headfold", 0.25, **SMALL)
     assert not refused.layerwise_possible
     assert "allocation=knapsack" in refused.why_not
-    json.dumps(refused.to_dict())
+    json.dumps(asdict(refused))
 
 
 def test_a_model_that_does_not_fit_is_streamed_by_itself(

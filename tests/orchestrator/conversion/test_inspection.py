@@ -14,8 +14,8 @@ import pytest
 
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.conversion.inspection import inspect_checkpoint
-from orchestrator.reporting import figures
-from orchestrator.reporting.inspection_page import build_page, print_inspection, write_inspection
+from orchestrator.reporting.figures import drawing, inspection
+from orchestrator.reporting.inspection_page import build_page, print_inspection
 from search_spaces.planning.context import PlanningContext
 
 SMALL: dict[str, Any] = {
@@ -54,7 +54,7 @@ def test_what_is_told_of_the_demo_checkpoint(
     ranks = [site["spearman"] for site in record["agreement"] if site["side"] == "key"]
     assert np.mean(ranks) > 0.5
 
-    page = write_inspection(record, tmp_path / "deep" / "page.html").read_text()
+    page = build_page(record)
     assert "keys of layer 0" in page and "stdlib-llama" in page
     print_inspection(record)
     told = capsys.readouterr().out
@@ -166,15 +166,15 @@ def test_the_page_stands_alone_at_any_size(layers: int, heads: int) -> None:
 def test_numbers_stand_in_the_cells_of_small_models_only() -> None:
     record = made_up(4, 8)
     record["sensitivity"][0]["key"] = {"1": 1.8349, "2": 0.2345, "4": 0.0042}
-    drawn = figures.svg(figures.sensitivity_figure(record))
+    drawn = drawing.svg(inspection.sensitivity_figure(record))
     assert all(f"<!-- {cell} -->" in drawn for cell in ("1.8", ".23", ".004"))
     deep = copy.deepcopy(record)
     deep["sensitivity"] = [record["sensitivity"][0] | {"layer": i} for i in range(40)]
-    assert "<!-- .004 -->" not in figures.svg(figures.sensitivity_figure(deep))
+    assert "<!-- .004 -->" not in drawing.svg(inspection.sensitivity_figure(deep))
 
 
 def test_nothing_converted_leaves_the_picture_out() -> None:
     record = made_up(4, 8)
     record["recipes"] = record["recipes"][2:]
-    assert figures.recipes_figure(record) is None
+    assert inspection.recipes_figure(record) is None
     assert "What each recipe costs" not in build_page(record)

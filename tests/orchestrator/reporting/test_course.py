@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from attention.families import geometry_of
 from orchestrator.config.schema import load_config, parse_config
-from orchestrator.reporting import figures
+from orchestrator.reporting.figures import course
 from orchestrator.reporting.figures.course import proxy_agreement, seconds_by_phase, spans
 from orchestrator.reporting.repeat_command import command_of
 from orchestrator.reporting.report_page import write_report
@@ -45,8 +45,8 @@ def test_agreement_is_that_of_the_ranks() -> None:
     assert found[0.25]["rho"] == pytest.approx(1 - 6 * 14 / (5 * 24))
     assert found[0.25]["regret"] == 0.0
     assert proxy_agreement([trial(i, [3.0 - i, 2.0 + i]) for i in range(4)])[0.25]["regret"] == pytest.approx(3.0)
-    assert figures.proxy_figure(trials) is not None
-    assert figures.proxy_figure(trials[-4:]) is None
+    assert course.proxy_figure(trials) is not None
+    assert course.proxy_figure(trials[-4:]) is None
 
 
 def test_a_pause_is_a_gap_in_the_timeline() -> None:
@@ -54,7 +54,7 @@ def test_a_pause_is_a_gap_in_the_timeline() -> None:
     # rung 0: 5 s of planning; rung 1: 5 s of workers; rung 2: 5 more, though 30 s lie between the reports
     assert found == [(995.0, 1000.0, 0), (1025.0, 1030.0, 8), (1055.0, 1060.0, 16)]
     assert spans(TrialRecord("t", "gqa", 0.5, 1e-3, {}, rungs=[{"step": 0, "loss": 3.0}])) == []
-    assert figures.timeline_figure([trial(i, [3.0, 2.5]) for i in range(100)]) is not None
+    assert course.timeline_figure([trial(i, [3.0, 2.5]) for i in range(100)]) is not None
 
 
 def test_time_is_told_by_phase() -> None:

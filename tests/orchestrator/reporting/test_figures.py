@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.reporting import figures
 from orchestrator.reporting.comparison import compare
+from orchestrator.reporting.figures import comparison, measured
 from orchestrator.storage import records
 from orchestrator.storage.records import TrialRecord, compact
 
@@ -39,7 +39,7 @@ def lines(axes: Any, style: str) -> list[tuple[list[float], list[float]]]:
 
 
 def test_loss_over_bytes_has_a_line_an_arm_with_bars_over_seeds() -> None:
-    figure = figures.bytes_figure(compare(two_arms(), BASE), BASE)
+    figure = comparison.bytes_figure(compare(two_arms(), BASE), BASE)
     (axes,) = figure.axes
     drawn = lines(axes, "-")
     assert [y for _, y in drawn] == [
@@ -55,7 +55,7 @@ def test_loss_over_bytes_has_a_line_an_arm_with_bars_over_seeds() -> None:
 
 
 def test_an_arm_below_the_original_model_has_a_place_too() -> None:
-    figure = figures.bytes_figure(compare(two_arms(gqa_loss=1.5), BASE), BASE)
+    figure = comparison.bytes_figure(compare(two_arms(gqa_loss=1.5), BASE), BASE)
     (axes,) = figure.axes
     assert lines(axes, "-")[0][1] == pytest.approx([-0.4, -0.4])
     assert axes.get_ylim()[0] < -0.4
@@ -66,7 +66,7 @@ def test_an_arm_below_the_original_model_has_a_place_too() -> None:
 
 def test_an_arm_that_stopped_early_is_hollow_and_said_to_be() -> None:
     trials = [*two_arms(), *(trial("mqa", s, {0: 9.0, 10: 8.0}, status=records.STOPPED) for s in range(3))]
-    figure = figures.bytes_figure(compare(trials, BASE), BASE)
+    figure = comparison.bytes_figure(compare(trials, BASE), BASE)
     hollow = [
         line for line in figure.axes[0].get_lines() if line.get_markerfacecolor() == "white" and len(line.get_xdata())
     ]
@@ -75,7 +75,7 @@ def test_an_arm_that_stopped_early_is_hollow_and_said_to_be() -> None:
 
 
 def test_loss_over_tokens_draws_the_gap_of_a_relaxation_dashed() -> None:
-    figure = figures.tokens_figure(compare(two_arms(), BASE), BASE)
+    figure = comparison.tokens_figure(compare(two_arms(), BASE), BASE)
     whole = figure.axes[0]
     assert ([0, 1000, 4000], pytest.approx([7.0, 5.0, 3.1])) in lines(whole, "-")
     dashed = [d for d in lines(whole, "--") if len(d[0]) == 2 and d[1][0] == 7.0]
@@ -91,7 +91,7 @@ def test_of_the_searchers_own_candidates_only_the_best_is_drawn() -> None:
     trials = [
         trial(f"joint-{name}", 0, {0: 5.0, 40: loss}) for name, loss in (("aaa", 3.0), ("bbb", 2.5), ("ccc", 2.8))
     ]
-    figure = figures.bytes_figure(compare(trials, BASE), BASE)
+    figure = comparison.bytes_figure(compare(trials, BASE), BASE)
     assert [y for _, y in lines(figure.axes[0], "-")] == [pytest.approx([0.5])]
 
 
@@ -118,7 +118,7 @@ HISTORIES = {
 def test_each_kind_of_relaxation_has_its_panels(recipe: str) -> None:
     history, titles = HISTORIES[recipe]
     relaxed = trial(recipe, 0, {0: 5.0, 40: 3.0}, relaxation=history)
-    figure = figures.relaxation_figure([relaxed, trial("gqa", 0, {0: 7.0})])
+    figure = measured.relaxation_figure([relaxed, trial("gqa", 0, {0: 7.0})])
     assert figure is not None
     shown = [axes for axes in figure.axes if axes.get_visible()]
     assert [axes.get_title(loc="left").splitlines()[-1] for axes in shown] == titles
@@ -131,21 +131,21 @@ def test_each_kind_of_relaxation_has_its_panels(recipe: str) -> None:
 
 def test_arms_with_different_relaxations_stand_below_each_other() -> None:
     trials = [trial(name, 0, {0: 5.0}, relaxation=history) for name, (history, _) in HISTORIES.items()]
-    figure = figures.relaxation_figure(trials)
+    figure = measured.relaxation_figure(trials)
     assert figure is not None and len(figure.axes) == 9
     assert sum(axes.get_visible() for axes in figure.axes) == 6
 
 
 def test_no_picture_of_what_was_not_measured() -> None:
-    assert figures.relaxation_figure([trial("gqa", 0, {0: 7.0})]) is None
-    assert figures.similarity_figure([trial("gqa", 0, {0: 7.0}), trial("x", 0, {}, similarity={"means": {}})]) is None
+    assert measured.relaxation_figure([trial("gqa", 0, {0: 7.0})]) is None
+    assert measured.similarity_figure([trial("gqa", 0, {0: 7.0}), trial("x", 0, {}, similarity={"means": {}})]) is None
 
 
 def test_similarity_goes_from_raw_to_aligned_on_either_side() -> None:
     means = {"key_raw": 0.2, "key_aligned": 0.4, "value_raw": 0.0, "value_aligned": 0.5}
     trials = [trial("gqa", seed, {0: 7.0}, similarity={"means": means}) for seed in (0, 1)]
     trials.append(trial("dha", 0, {0: 7.0}, 0.5, similarity={"means": {"key_raw": 0.1, "key_aligned": 0.3}}))
-    figure = figures.similarity_figure(trials)
+    figure = measured.similarity_figure(trials)
     assert figure is not None
     keys, values = figure.axes
     assert [label.get_text() for label in keys.get_yticklabels()] == ["dha 50%", "gqa 25%"]

@@ -16,7 +16,7 @@ from orchestrator.search.prepare import curve_tasks, measure_layer, measure_on_w
 from orchestrator.search.trial import TrialContext
 from search_spaces.planning.curves import Curves, Point
 from search_spaces.recipes.recipes import recipe
-from trainers.text.data import write_sequences
+from trainers.text.data import load_sequences, write_sequences
 
 KNOBS = {"allocation.tokens": 128, "allocation.fit_steps": 0}
 KNAPSACK = recipe("gqa", fusion="least_squares", together=False, allocation="knapsack", **KNOBS)
@@ -56,7 +56,9 @@ def _write(file: Path, layer: int) -> None:
 def test_tasks_leave_what_one_process_leaves(
     ray_cluster: None, demo_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tokens = loading.texts("stdlib", "calibration", loading.load_tokenizer(demo_dir), 512, 64, 0)
+    tokens = load_sequences(
+        "stdlib", loading.load_tokenizer(demo_dir), split="calibration", tokens=512, sequence_length=64
+    )
     file = tmp_path / "tokens.safetensors"
     write_sequences(tokens, file)
     base = TrialContext(
