@@ -206,7 +206,7 @@ def train_from_scratch(
             concurrency(resources, demand)
             job = _prepare(plan)
             with _told(log, plan.steps, progress):
-                metrics = run_training(job, callbacks=[MilestoneLog(str(log))]).metrics
+                metrics = run_training(job, callbacks=[MilestoneLog(str(log))])
     known = read_json(mark) | {"finished": True}
     write_json(mark, known)
     return {

@@ -17,16 +17,13 @@ import ray
 
 from orchestrator.cluster.ray_private import free_on_nodes
 from orchestrator.cluster.session import last_error, ray_train_intervals
-from trainers.jobs.worker import TrainJob, stand
-from trainers.settings import TrainSettings
+from trainers.jobs.worker import TrainJob, serve_pool
+from trainers.settings import Shape
 
 LEAST_SHARE = 0.5
 LOOK_SECONDS = 1.0
 START_FAILURES = 2  # in a row, after which waiting jobs are told that no group starts
 CLOSE_SECONDS = 15.0
-
-Shape = tuple[int, float, float]
-"""Workers, CPUs of each, GPUs of each."""
 
 
 @dataclass(eq=False)
@@ -59,19 +56,22 @@ class Lease:
 
     number: int
     job: TrainJob
-    shape: Shape
     seen: float
-    reported: int
+    reported: int = -1
     failures: int = 0
     group: Group | None = None
     events: asyncio.Queue = field(default_factory=asyncio.Queue)
     answer: asyncio.Future | None = None
     released: bool = False
 
+    @property
+    def shape(self) -> Shape:
+        return self.job.settings.shape
+
 
 @dataclass(eq=False)
 class Pool:
-    """The actor. All methods run in one event loop; only `stand` blocks, in a thread a group.
+    """The actor. All methods run in one event loop; only `serve_pool` blocks, in a thread a group.
 
     A group ends after `idle_seconds` without a job; a lease's holder counts as dead after `lost_seconds` without a
     heartbeat; after `stuck_seconds` without a worker anywhere one may start on less CPU than it should have.
@@ -101,15 +101,9 @@ class Pool:
 
     # ---- for the holders of leases ----------------------------------------------------------------------------
 
-    async def lease(self, job: str, reported: int = -1) -> tuple[int, float]:
-        """Have a job done by a group; its number, and how often its holder must say that it is alive, in seconds.
-
-        Milestones up to step `reported` are not told again; step 0 is one where a relaxation took all steps.
-        """
-        parsed, now = TrainJob.from_json(job), time.monotonic()
-        settings = parsed.settings
-        shape = (settings.num_workers, settings.cpus_per_worker, settings.gpus_per_worker)
-        lease = Lease(next(self._numbers), parsed, shape, now, reported)
+    async def lease(self, job: str) -> tuple[int, float]:
+        """Have a job done by a group; its number, and how often its holder must say that it is alive, in seconds."""
+        lease = Lease(next(self._numbers), TrainJob.from_json(job), time.monotonic())
         self.leases[lease.number] = lease
         self.waiting.append(lease)
         self._match()
@@ -222,7 +216,7 @@ class Pool:
             wanted = sum(lease.shape == shape for lease in self.waiting)
             starting = sum(g.shape == shape and not g.ready for g in self._alive())
             for _ in range(wanted - starting):
-                # What is idle has another shape; it may stand where this one needs room
+                # What is idle has another shape; it may be where this one needs room
                 if other := next((g for g in self._alive() if g.ready and g.lease is None), None):
                     self._end(other)
                 self._start(shape)
@@ -234,16 +228,13 @@ class Pool:
         group = Group(f"{self.name}-{next(self._starts)}", shape, time.monotonic(), squeezed=cpus is not None)
         self.groups[group.name] = group
         workers, of_shape, gpus = shape
-        cpus = of_shape if cpus is None else cpus
-        settings = TrainSettings(
-            num_workers=workers, batch_size=workers, cpus_per_worker=cpus, gpus_per_worker=gpus, zero_stage=1
-        )
+        asked = workers, of_shape if cpus is None else cpus, gpus
         loop = asyncio.get_running_loop()
 
         def keep() -> None:
             error: BaseException | None = None
             try:
-                stand(self._self, group.name, settings, self.storage_path)
+                serve_pool(self._self, group.name, asked, self.storage_path)
             except BaseException as failure:
                 error = failure
             with contextlib.suppress(RuntimeError):  # the loop has ended

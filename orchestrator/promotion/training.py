@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.train import UserCallback
 
-from orchestrator.cluster.pool_client import PoolGone, train_on_pool
+from orchestrator.cluster.pool_client import train
 from orchestrator.cluster.session import last_error
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.prepare import SearchSession
 from orchestrator.search.resume import LOSSES, lost
 from orchestrator.search.trial import prepare_process
 from orchestrator.storage.records import TrialRecord, read_json
-from trainers.jobs.worker import TrainJob, run_training
+from trainers.jobs.job import TrainJob
 
 POLL_SECONDS = 10.0
 Done = Callable[["Training", "float | None", "str | None"], None]
@@ -128,13 +128,7 @@ def run_all(trainings: Sequence[Training], session: SearchSession, done: Done) -
 def _train(job: TrainJob, log: str, pool: str | None) -> float:
     """A Ray task: carry out a job, writing its milestones to `log`. Returns the loss after the last step."""
     prepare_process()
-    outcome = None
-    if pool is not None:
-        with contextlib.suppress(PoolGone):
-            outcome = train_on_pool(pool, job, lambda report: append_milestone(log, report))
-    if outcome is None:
-        outcome = run_training(job, callbacks=[MilestoneLog(log)])
-    return outcome.metrics["loss"]
+    return train(pool, job, partial(append_milestone, log), partial(MilestoneLog, log))["loss"]
 
 
 def append_milestone(path: str, report: dict[str, Any]) -> None:

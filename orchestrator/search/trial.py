@@ -5,11 +5,10 @@ Runs in a process of Ray Tune's with little CPU of its own; the workers that it 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
 from attention.plan import AttentionPlan
 from attention.ratios import own_heads
-from orchestrator.cluster.pool_client import PoolGone, train_on_pool
+from orchestrator.cluster.pool_client import train
 from orchestrator.cluster.session import ray_train_intervals
 from orchestrator.conversion import dha_distances, loading
 from orchestrator.conversion.in_memory import plan_and_convert
@@ -37,12 +36,10 @@ from search_spaces.recipes.recipe import Recipe
 from search_spaces.relaxation.stages import OWN
 from search_spaces.similarity.sharing import sharing_similarity, similarity_pairs
 from trainers.evaluation import CachedTeacher
-from trainers.jobs.worker import TrainJob, run_training
+from trainers.jobs.job import TrainJob
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
 from trainers.text.data import read_sequences
-
-logger = logging.getLogger(__name__)
 
 OF_RUNG_0 = ("phases", "pooled", "work_digest")
 """What only the first report of a trial holds: where its time went, whether it is of a pooled model that the trial's
@@ -180,7 +177,8 @@ def run_trial(config: dict[str, Any], context: TrialContext) -> None:
         job = training_job(context, folder, candidate, trial_id)
         before = job.relaxation.total_steps if job.relaxation else 0
         kept = {k: v for k, v in facts.items() if k not in OF_RUNG_0}
-        run_job(job, ReportRungs(context, kept, before), context.pool)
+        rungs = ReportRungs(context, kept, before)
+        train(context.pool, job, rungs.tell, partial(ForwardRungs, rungs))
 
 
 def known_facts(candidate: Candidate, folder: Path) -> dict[str, Any] | None:
@@ -191,17 +189,6 @@ def known_facts(candidate: Candidate, folder: Path) -> dict[str, Any] | None:
     if not candidate.probe and not checkpoint.intact(folder / "converted"):
         return None  # damaged since: it is made anew
     return read_json(file)
-
-
-def run_job(job: TrainJob, rungs: ReportRungs, pool: str | None) -> None:
-    """On workers of the pool; on workers of its own if there is none, or no longer."""
-    if pool is not None:
-        try:
-            train_on_pool(pool, job, rungs.tell)
-            return
-        except PoolGone as error:
-            logger.warning("%s; the trial goes on with workers of its own", error)
-    run_training(job, callbacks=[ForwardRungs(rungs)])
 
 
 def prepare_process() -> None:

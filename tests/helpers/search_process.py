@@ -19,7 +19,7 @@ LITTLE = [
     "data.eval.tokens=2048",
     "data.calibration.tokens=2048",
     "train.batch_size=4",
-    "resources.max_concurrent=1",  # so that one standing group, and one more process, serve all trials
+    "resources.max_concurrent=1",  # so that one group of workers, and one more process, serve all trials
 ]
 """Settings of a search whose trials take seconds."""
 

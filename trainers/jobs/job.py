@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainers.settings import TrainSettings
 
@@ -120,10 +120,3 @@ class TrainJob:
 
             record["relaxation"] = RelaxationSpec.from_dict(record["relaxation"])
         return cls(**{**record, "milestones": tuple(record["milestones"])})
-
-
-@dataclass(frozen=True)
-class TrainOutcome:
-    """`metrics`: the last milestone's report, and `out_dir` and `weights_digest` of the finished weights."""
-
-    metrics: dict[str, Any]
