@@ -10,28 +10,24 @@ import copy
 import hashlib
 import json
 import shutil
-import time
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from attention.io import checkpoint
 from attention.io.files import write_whole
 from attention.plan import AttentionPlan
 from trainers.engine import Engine
-from trainers.evaluation import evaluate
 from trainers.fusion_search import next_stage
 from trainers.jobs.job import TrainJob
+from trainers.jobs.share import WorkerShare, load_teacher
 from trainers.loop import train
 from trainers.losses import objective
-from trainers.models import DTYPES, load_teacher
 from trainers.relaxations.base import Relaxation
 from trainers.relaxations.stage import RelaxationSpec, relaxed_objective
-from trainers.text.data import BatchStream, read_sequences
 
 LATEST = "latest.json"
 OUTCOME = "outcome.json"
@@ -82,7 +78,7 @@ def relax(job: TrainJob) -> Relaxed:
     )
 
 
-class _Stage:
+class _Stage(WorkerShare):
     """One plan of a relaxation on one worker."""
 
     def __init__(
@@ -94,18 +90,12 @@ class _Stage:
         folder: Path,
         position: dict[str, Any] | None,
     ) -> None:
-        self.job, self.spec, self.settings = job, spec, job.relaxation_settings
-        self.index, self.model_dir, self.folder = index, model_dir, folder
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.sequences = read_sequences(job.train_file, dtype=torch.int32)
-        self.stream = BatchStream(
-            self.sequences, self.settings.batch_size, rank=self.rank, world_size=self.world_size, seed=job.seed
-        )
+        super().__init__(job, job.relaxation_settings)
+        self.spec, self.index, self.model_dir, self.folder = spec, index, model_dir, folder
         if position is not None:
             self.stream.load_state_dict(position)
         self.history: list[dict[str, float]] = []
         self.last_loss = 0.0
-        self.seconds, self._last = 0.0, time.perf_counter()
 
     def run_job(self) -> None:
         self.plan = self._regrouped()
@@ -134,12 +124,13 @@ class _Stage:
                 self.history.append({"step": steps, "train_loss": self.last_loss, **metrics})
             weights, device = engine.weights(), engine.device
         self._collapse(weights)
-        loss = self._evaluate(device)
-        self._lap()
+        collapsed: Any = self.load(self.folder / "collapsed")
+        loss = self.evaluate(collapsed.to(device)).loss
+        self.lap()
         if self.rank == 0:
             outcome = {
                 "steps": steps,
-                "tokens": steps * self.settings.batch_size * self.sequences.shape[1],
+                "tokens": steps * self.tokens_a_step,
                 "finished": relaxation.finished(),
                 "loss": loss,
                 "metrics": metrics,
@@ -153,8 +144,7 @@ class _Stage:
         dist.barrier()
 
     def _install(self) -> Relaxation:
-        model = checkpoint.load(self.model_dir, DTYPES[self.settings.dtype])
-        return self.spec.install(model, self.index, self.job.seed, self.plan)
+        return self.spec.install(self.load(self.model_dir), self.index, self.job.seed, self.plan)
 
     def _regrouped(self) -> AttentionPlan | None:
         """The plan of a stage that is grouped anew, found once and kept beside the stage; None: the spec's."""
@@ -163,10 +153,9 @@ class _Stage:
         file = self.folder / "plan.json"
         if not file.exists():
             dist.barrier()  # until all have looked
-            model = checkpoint.load(self.model_dir, DTYPES[self.settings.dtype])
-            found = next_stage(model, self.spec, self.settings, copy.deepcopy(self.stream))
+            plan = next_stage(self.load(self.model_dir), self.spec, self.settings, copy.deepcopy(self.stream))
             if self.rank == 0:
-                write_whole(file, json.dumps(found.to_dict(), sort_keys=True))
+                write_whole(file, json.dumps(plan.to_dict(), sort_keys=True))
             dist.barrier()
         return AttentionPlan.from_json(file.read_text())
 
@@ -187,7 +176,7 @@ class _Stage:
             self._save(engine, step)
 
     def _save(self, engine: Engine, step: int) -> None:
-        self._lap()
+        self.lap()
         name = f"state-{step}"
         state = {"stream": self.stream.state_dict(), "history": self.history, "seconds": self.seconds}
         engine.save(self.folder / name, state)
@@ -207,21 +196,6 @@ class _Stage:
             made, source = whole.collapsed_model(), self.model_dir
             checkpoint.save(made, self.folder / "collapsed", source, record=checkpoint.carried(source))
         dist.barrier()
-
-    def _evaluate(self, device: torch.device) -> float:
-        model = checkpoint.load(self.folder / "collapsed", DTYPES[self.settings.dtype]).to(device)  # type: ignore[arg-type]
-        return evaluate(
-            model,
-            read_sequences(self.job.eval_file),
-            batch_size=self.settings.device_batch_size,
-            rank=self.rank,
-            world_size=self.world_size,
-            reduce=dist.all_reduce,
-        ).loss
-
-    def _lap(self) -> None:
-        now = time.perf_counter()
-        self.seconds, self._last = self.seconds + now - self._last, now
 
 
 def _claim(root: Path, job: TrainJob, spec: RelaxationSpec) -> None:
