@@ -61,8 +61,8 @@ def search_distances(
         rank, world_size = dist.get_rank(), dist.get_world_size()
         return BatchStream(sequences, settings.batch_size, rank=rank, world_size=world_size, seed=seed)
 
-    found = _distances(_lagrangian(lifted(model), goal, steps, rate=rate), settings, steps, stream)
-    return {side: torch.stack([d for d in layers if d is not None]) for side, layers in found.items()}
+    distances = _distances(_lagrangian(lifted(model), goal, steps, rate=rate), settings, steps, stream)
+    return {side: torch.stack([d for d in layers if d is not None]) for side, layers in distances.items()}
 
 
 def _lagrangian(model: PreTrainedModel, goal: AttentionPlan, steps: int, **knobs: Any) -> Lagrangian:
@@ -95,8 +95,8 @@ def next_stage(
         model = lifted(model)
     steps, knobs = spec.regroup_steps, spec.knobs
     relaxation = _lagrangian(model, goal, steps, rate=knobs["rate"], per_dimension=knobs["per_dimension"])
-    found = _distances(relaxation, settings, steps, lambda: stream)
-    return paired_plan(plan_of(model), goal, found["key"], found["value"])
+    distances = _distances(relaxation, settings, steps, lambda: stream)
+    return paired_plan(plan_of(model), goal, distances["key"], distances["value"])
 
 
 def paired_plan(
@@ -105,13 +105,13 @@ def paired_plan(
     """`now` with the stored heads of every group of `goal` in pairs. `keys`, `values`: a layer's distances `[S, S]`, of
     which those within groups of `goal` are read; None where nothing is to be fused."""
     layers = []
-    for index, (own, final) in enumerate(zip(now.layers, goal.layers, strict=True)):
+    for index, (layer, final) in enumerate(zip(now.layers, goal.layers, strict=True)):
         sides: list[list[tuple[int, ...]]] = []
-        for name, found in (("key", keys[index]), ("value", values[index])):
-            before, after = getattr(own, f"{name}_map"), getattr(final, f"{name}_map")
+        for name, distance in (("key", keys[index]), ("value", values[index])):
+            before, after = getattr(layer, f"{name}_map"), getattr(final, f"{name}_map")
             groups = coarser_groups(before, after, f"layer {index}, {name}_map")
-            pieces = [piece for group in groups for piece in _within(found, group)]
-            heads = getattr(own, f"{name}_groups")
+            pieces = [piece for group in groups for piece in _within(distance, group)]
+            heads = getattr(layer, f"{name}_groups")
             sides.append([tuple(h for stored in piece for h in heads[stored]) for piece in pieces])
         layers.append(LayerPlan.from_groups(sides[0], sides[1], now.num_heads))
     return replace(goal, layers=tuple(layers))
@@ -121,8 +121,8 @@ def _within(distance: Tensor | None, group: Sequence[int]) -> Groups:
     """The stored heads of one final group in pairs."""
     if distance is None or len(group) < 3:  # nothing to fuse, or nothing to choose
         return (tuple(group),)
-    own = distance[list(group)][:, list(group)].tolist()
-    return tuple(tuple(group[i] for i in pair) for pair in pairs(own))
+    inside = distance[list(group)][:, list(group)].tolist()
+    return tuple(tuple(group[i] for i in pair) for pair in pairs(inside))
 
 
 def pairs(distance: Sequence[Sequence[float]]) -> Groups:

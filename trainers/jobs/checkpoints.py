@@ -91,7 +91,7 @@ class CheckpointStore:
         damage: list[str] = []
         for candidate in reversed(kept):
             mine = sorted(candidate.digests)[self.rank :: self.world_size]
-            wrong = [found for found in self._gathered(self._damage(candidate, mine)) if found]
+            wrong = [problem for problem in self._gathered(self._damage(candidate, mine)) if problem]
             if not wrong:
                 return candidate, [r for r in reports if r["step"] <= candidate.step], damage
             damage.append(f"checkpoint of step {candidate.step} passed over: {wrong[0]}")
@@ -106,18 +106,18 @@ class CheckpointStore:
         """What is wrong with some files of a checkpoint."""
         for file in files:
             try:
-                found = sha256(self.folder(kept) / file)
+                digest = sha256(self.folder(kept) / file)
             except OSError as error:
                 return f"{file} cannot be read ({error.strerror or type(error).__name__})"
-            if found != kept.digests[file]:
-                return f"{file} is not what was written (SHA-256 {found[:12]}..., not {kept.digests[file][:12]}...)"
+            if digest != kept.digests[file]:
+                return f"{file} is not what was written (SHA-256 {digest[:12]}..., not {kept.digests[file][:12]}...)"
         return None
 
     def _remove_all_but(self, names: set[str]) -> None:
-        for found in self.root.iterdir():
-            ours = found.name.lstrip(".").startswith("checkpoint_")
-            if ours and found.is_dir() and found.name not in names:
-                shutil.rmtree(found)
+        for folder in self.root.iterdir():
+            ours = folder.name.lstrip(".").startswith("checkpoint_")
+            if ours and folder.is_dir() and folder.name not in names:
+                shutil.rmtree(folder)
 
     def _gathered(self, value: Any) -> list[Any]:
         """The values of all workers, by rank."""
@@ -155,8 +155,9 @@ def remove_other_bests(out_dir: str, reports: Iterable[dict[str, Any]]) -> None:
     """Remove what none of the reports names."""
     named = {report.get("best_dir") for report in reports}
     root = _bests(out_dir)
-    for folder in [found for found in root.glob("*") if str(found) not in named]:
-        shutil.rmtree(folder, ignore_errors=True)
+    for folder in root.glob("*"):
+        if str(folder) not in named:
+            shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):  # not empty, or never made
         root.rmdir()
 

@@ -82,10 +82,8 @@ class MaskedProjection(HeadProjection):
 
     def __init__(self, linear: HeadProjection, groups: Groups) -> None:
         weight, bias = linear.source()
-        super().__init__(weight.detach(), None if bias is None else bias.detach())
-        self.shared_weight, self.shared_bias = _means(weight, groups), None
-        if bias is not None:
-            self.shared_bias = _means(bias, groups)
+        super().__init__(weight, bias)
+        self.shared_weight, self.shared_bias = _means(weight, groups), None if bias is None else _means(bias, groups)
         head_map = torch.empty(len(weight), dtype=torch.int64)
         for index, group in enumerate(groups):
             head_map[list(group)] = index
