@@ -85,6 +85,15 @@ class Scratch:
     def milestones(self) -> tuple[int, ...]:
         return (*range(self.eval_every, self.steps, self.eval_every), self.steps)
 
+    @property
+    def mark(self) -> Path:
+        """What the training depends on; later also `parameters`, and whether it has `finished`."""
+        return self.folder / "scratch.json"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "milestones.jsonl"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values: everything that the result depends on."""
         record = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "out"}
@@ -195,20 +204,17 @@ def train_from_scratch(
     _check_folder(plan, overwrite)
     total = plan.steps * plan.settings.batch_size * plan.sequence_length
     progress(f"training: {plan.recipe}, {plan.steps} steps, {total} tokens; in {plan.folder}")
-    log = plan.folder / "milestones.jsonl"
-    mark, metrics = plan.folder / "scratch.json", _ended(plan)
-    if metrics is None:
-        asked = plan.settings
-        demand = Demand(0, 0, asked.num_workers, asked.cpus_per_worker, asked.gpus_per_worker)
+    if (metrics := _ended(plan)) is None:
+        demand = Demand(0, 0, *plan.settings.shape)
         check_machine(demand)  # before a cluster is started, which takes longer than what can be refused here
         prepare_process()
         with connected() as resources:
             concurrency(resources, demand)
             job = _prepare(plan)
-            with _told(log, plan.steps, progress):
-                metrics = run_training(job, callbacks=[MilestoneLog(str(log))])
-    known = read_json(mark) | {"finished": True}
-    write_json(mark, known)
+            with _told(plan.log, plan.steps, progress):
+                metrics = run_training(job, callbacks=[MilestoneLog(str(plan.log))])
+    known = read_json(plan.mark) | {"finished": True}
+    write_json(plan.mark, known)
     return {
         **plan.to_dict(),
         **_answers(plan),
@@ -219,7 +225,7 @@ def train_from_scratch(
         "parameters": known["parameters"],
         "weights_digest": metrics["weights_digest"],
         **{name: metrics[name] for name in MEASURED},
-        "milestones": [{name: point[name] for name in MEASURED} for point in read_milestones(log)],
+        "milestones": [{name: point[name] for name in MEASURED} for point in read_milestones(plan.log)],
     }
 
 
@@ -234,8 +240,7 @@ def _answers(plan: Scratch) -> dict[str, Any]:
 
 def _ended(plan: Scratch) -> dict[str, Any] | None:
     """The last report of a training that was finished by an earlier start, its weights as they were written."""
-    mark = plan.folder / "scratch.json"
-    if not mark.is_file() or not read_json(mark).get("finished"):
+    if not plan.mark.is_file() or not read_json(plan.mark).get("finished"):
         return None
     reports = CheckpointStore(str(plan.folder / "train"), RUN).read()[1]
     written = reports and reports[-1].get("weights_digest") == checkpoint.weights_digest(plan.out)
@@ -244,9 +249,9 @@ def _ended(plan: Scratch) -> dict[str, Any] | None:
 
 def _check_folder(plan: Scratch, overwrite: bool) -> None:
     """Raises ConfigError or OutputError unless `out` may be written, or holds this very training."""
-    mark, record = plan.folder / "scratch.json", plan.to_dict()
-    if mark.is_file():
-        known = read_json(mark)
+    record = plan.to_dict()
+    if plan.mark.is_file():
+        known = read_json(plan.mark)
         if changed := [name for name in record if known.get(name) != json.loads(json.dumps(record[name]))]:
             raise ConfigError(
                 f"out: {plan.folder} holds a training with another {', '.join(changed)}; give another --out, or remove "
@@ -263,18 +268,17 @@ def _check_folder(plan: Scratch, overwrite: bool) -> None:
 
 def _prepare(plan: Scratch) -> TrainJob:
     """The job, with its untrained model and its texts on disk; those of an earlier start are taken as they are."""
-    mark = plan.folder / "scratch.json"
-    if not mark.is_file():
-        write_json(mark, plan.to_dict())  # first, so that what a kill leaves is known as ours
+    if not plan.mark.is_file():
+        write_json(plan.mark, plan.to_dict())  # first, so that what a kill leaves is known as ours
     tokenizer = loading.load_tokenizer(plan.architecture)
     cut: dict[str, Any] = {"sequence_length": plan.sequence_length, "seed": plan.settings.seed}
     cut["cache_dir"] = plan.folder / "data"
     train_file = sequence_file(plan.train_data, tokenizer, split="train", tokens=plan.train_tokens, **cut)
     eval_file = sequence_file(plan.eval_data, tokenizer, split="eval", tokens=plan.eval_tokens, **cut)
-    if "parameters" not in read_json(mark):
+    if "parameters" not in read_json(plan.mark):
         model = untrained(plan.architecture, plan.plan, plan.settings.seed)
         checkpoint.save(model, plan.folder / "untrained", plan.architecture)
-        write_json(mark, {**plan.to_dict(), "parameters": loading.parameters(model)})
+        write_json(plan.mark, {**plan.to_dict(), "parameters": loading.parameters(model)})
     return TrainJob(
         model_dir=str(plan.folder / "untrained"),
         train_file=str(train_file),
@@ -303,17 +307,16 @@ def untrained(architecture: str | Path, plan: AttentionPlan, seed: int) -> PreTr
 @contextmanager
 def _told(log: Path, steps: int, progress: Callable[[str], None]) -> Iterator[None]:
     """While the body runs, tell each milestone that comes into `log`, those of an earlier start as well."""
-    ended, told = threading.Event(), set[int]()
-
-    def look() -> None:
-        for point in read_milestones(log):
-            if point["step"] not in told:
-                told.add(point["step"])
-                progress(_line(point, steps))
+    ended = threading.Event()
 
     def watch() -> None:
-        while not ended.wait(POLL_SECONDS):
-            look()
+        shown, last_look = 0, False
+        while not last_look:
+            last_look = ended.wait(POLL_SECONDS)
+            points = read_milestones(log)
+            for point in points[shown:]:
+                progress(_line(point, steps))
+            shown = len(points)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
@@ -322,7 +325,6 @@ def _told(log: Path, steps: int, progress: Callable[[str], None]) -> Iterator[No
     finally:
         ended.set()
         watcher.join()
-        look()
 
 
 def _line(point: dict[str, Any], steps: int) -> str:

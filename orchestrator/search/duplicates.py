@@ -39,7 +39,7 @@ class CopyingSearcher(ResumableSearcher):
     grows while the search runs. A copy ends for the searcher when the first one does."""
 
     def __init__(self, searcher: ResumableSearcher, copies: Mapping[str, str]) -> None:
-        super().__init__(metric=searcher.metric, mode=searcher.mode)
+        super().__init__(searcher.total)
         self.searcher, self._copies = searcher, copies
         self._last: dict[str, dict] = {}
         self._ends: dict[str, tuple[dict | None, bool]] = {}

@@ -38,7 +38,7 @@ from orchestrator.conversion.estimate import (
     operations,
     resident_peak,
 )
-from orchestrator.search.searchers import SearchProblem, make_searcher, trials_of
+from orchestrator.search.searchers import SearchProblem, make_searcher
 from orchestrator.search.validation import local_resources, search_problem
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import compact, write_json
@@ -67,7 +67,7 @@ class Work:
 
     @classmethod
     def of(cls, config: SearchConfig, problem: SearchProblem) -> Work:
-        trials = trials_of(make_searcher(config.search.searcher, problem), problem)
+        trials = make_searcher(config.search.searcher, problem).total
         # A searcher with a number of its own measures its samples untrained, and trains what it has found.
         probes = problem.samples if trials > problem.total else 0
         baselines = sum(c.recipe.name == config.search.baseline for c in problem.named)

@@ -37,6 +37,7 @@ from search_spaces.relaxation.stages import OWN
 from search_spaces.similarity.sharing import sharing_similarity, similarity_pairs
 from trainers.evaluation import CachedTeacher
 from trainers.jobs.job import TrainJob
+from trainers.jobs.share import KEEP_BELOW
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
 from trainers.text.data import read_sequences
@@ -44,9 +45,6 @@ from trainers.text.data import read_sequences
 OF_RUNG_0 = ("phases", "pooled", "work_digest")
 """What only the first report of a trial holds: where its time went, whether it is of a pooled model that the trial's
 relaxation does not start from, and what it would go on to train (`orchestrator.search.duplicates`)."""
-
-KEEP_BELOW = 500_000_000
-"""Parameters up to which the original model stays in a trial's process, for the next trial there."""
 
 
 @dataclass(frozen=True)

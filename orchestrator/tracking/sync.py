@@ -79,14 +79,8 @@ class MlflowSync:
     `connect` opens the store, and raises TrackingError if it is away.
     """
 
-    def __init__(
-        self,
-        connect: Callable[[], Tracker],
-        parent: Run,
-        tracker: Tracker | None = None,
-        pause: tuple[float, float] = PAUSE_SECONDS,
-    ) -> None:
-        self._connect, self._tracker, self._pause = connect, tracker, pause
+    def __init__(self, connect: Callable[[], Tracker], parent: Run, tracker: Tracker | None = None) -> None:
+        self._connect, self._tracker = connect, tracker
         self._parent = parent.key
         self._runs: dict[Key, _Known] = {}
         self._waiting: dict[Key, _Known] = {}
@@ -138,7 +132,7 @@ class MlflowSync:
             self._told = False
 
     def _wait(self, error: Exception) -> None:
-        first, longest = self._pause
+        first, longest = PAUSE_SECONDS
         self._delay = min(longest, 2 * self._delay or first)
         self._next_try = time.monotonic() + self._delay
         self._tracker = self._found = None  # a run may have been made whose answer was lost
@@ -151,26 +145,23 @@ class MlflowSync:
         if self._tracker is None:
             self._tracker = self._connect()
         run, tracker, digest = known.wanted, self._tracker, known.wanted.digest
-        if known.run_id is None:
-            self._take_up(known, tracker)
+        run_id = known.run_id = known.run_id or self._take_up(known, tracker)
         if known.digest == digest:
             return
-        own = known.run_id
-        assert own is not None
-        sends = {"params": partial(tracker.params, own, run.params)}
-        sends |= {f"point {point!r}": partial(tracker.log, own, point) for point in run.points}
-        sends |= {f"tag {name} {value}": partial(tracker.tags, own, {name: value}) for name, value in run.tags.items()}
-        sends |= {f"text {file} {text}": partial(tracker.text, own, text, file) for file, text in run.texts.items()}
+        sends = {"params": partial(tracker.params, run_id, run.params)}
+        sends |= {f"point {point!r}": partial(tracker.log, run_id, point) for point in run.points}
+        sends |= {f"tag {key} {value}": partial(tracker.tags, run_id, {key: value}) for key, value in run.tags.items()}
+        sends |= {f"text {file} {text}": partial(tracker.text, run_id, text, file) for file, text in run.texts.items()}
         there = {file: file.stat().st_mtime_ns for file in run.files if file.exists()}
-        sends |= {f"file {file} {stamp}": partial(tracker.file, own, file) for file, stamp in there.items()}
+        sends |= {f"file {file} {stamp}": partial(tracker.file, run_id, file) for file, stamp in there.items()}
         for what, send in sends.items():
             self._tell(known, what, send)
         if run.status is not None and known.status != STATUS[run.status]:
-            tracker.set_status(own, run.status)
+            tracker.set_status(run_id, run.status)
             known.status = STATUS[run.status]
         known.digest = digest
         if run.status in ENDED:
-            self._tell(known, f"tag {DONE_TAG} {digest}", partial(tracker.tags, own, {DONE_TAG: digest}))
+            self._tell(known, f"tag {DONE_TAG} {digest}", partial(tracker.tags, run_id, {DONE_TAG: digest}))
 
     def _tell(self, known: _Known, what: str, send: Callable[[], None]) -> None:
         """Once; what the store refuses is told to the user and does not hold up the rest."""
@@ -185,8 +176,8 @@ class MlflowSync:
             logger.warning("MLflow has refused the %s of %s: %s", redact(what)[:80], name, reason(error, redact))
         known.told.add(what)
 
-    def _take_up(self, known: _Known, tracker: Tracker) -> None:
-        """Find the run, or make it."""
+    def _take_up(self, known: _Known, tracker: Tracker) -> str:
+        """Find the run, or make it; its id."""
         run, is_parent = known.wanted, known.wanted.key == self._parent
         if is_parent:
             found = tracker.search_run(run.run_id, dict(run.key))
@@ -197,15 +188,16 @@ class MlflowSync:
             found = self._found.get(run.key)
         tags = dict(run.key)
         if found is None:
-            known.run_id = tracker.start(run.name, parent=None if is_parent else self.parent_id, tags=tags)
+            run_id = tracker.start(run.name, parent=None if is_parent else self.parent_id, tags=tags)
             known.status = STATUS[RUNNING]
         else:
-            known.run_id, known.status, tags = found.info.run_id, found.info.status, found.data.tags
+            run_id, known.status, tags = found.info.run_id, found.info.status, found.data.tags
             if found.data.params:
                 known.told.add("params")  # all in one go; and they never change
             if run.status is None or known.status == STATUS[run.status]:
                 known.digest = tags.get(DONE_TAG)
         known.told |= {f"tag {name} {value}" for name, value in tags.items()}
+        return run_id
 
 
 def parent_run(folder: Path, **more: Any) -> Run:

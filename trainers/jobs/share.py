@@ -19,7 +19,7 @@ from trainers.settings import TrainSettings
 from trainers.text.data import BatchStream, read_sequences
 
 KEEP_BELOW = 500_000_000
-"""Parameters up to which a teacher stays in a worker's process for the next job there."""
+"""Parameters up to which an original model stays in a process for its next job or trial."""
 
 
 class WorkerShare:

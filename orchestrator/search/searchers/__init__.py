@@ -8,6 +8,6 @@ recorded trial, in the order in which they were suggested, between the results t
 the state that it was in.
 """
 
-from orchestrator.search.searchers.problem import SEARCHERS, ResumableSearcher, SearchProblem, make_searcher, trials_of
+from orchestrator.search.searchers.problem import SEARCHERS, ResumableSearcher, SearchProblem, make_searcher
 
-__all__ = ["SEARCHERS", "ResumableSearcher", "SearchProblem", "make_searcher", "trials_of"]
+__all__ = ["SEARCHERS", "ResumableSearcher", "SearchProblem", "make_searcher"]

@@ -42,14 +42,13 @@ class ChainSearch(ResumableSearcher):
     """
 
     def __init__(self, problem: SearchProblem, chains: int) -> None:
-        super().__init__(metric="loss", mode="min")
         self._problem, self._made = problem, 0
         self._recipe = walk_recipe(problem)
         self._chains = make_chains(problem, self._recipe, chains)
         self._scores: dict[str, float | None] = {}
         self._running: dict[str, str] = {}
         self._finals = list(itertools.product(self._chains, problem.space.learning_rates, problem.seeds))
-        self.total = problem.total + len(self._finals)
+        super().__init__(problem.total + len(self._finals))
 
     def suggest(self, trial_id: str) -> Any:
         """A trial; None while every chain waits for a result; FINISHED when all has been suggested."""
