@@ -85,7 +85,7 @@ def test_a_job_relaxes_collapses_and_recovers(job: TrainJob, whole: dict[str, An
     assert [point["step"] for point in first["history"]] == list(range(1, 31))
     assert first["history"][-1]["fusion_loss"] < 0.5 * first["history"][0]["fusion_loss"]
     assert second["position"]["position"] == 60 * 8  # the second stage read on, and so did the recovery
-    assert not list(Path(f"{job.out_dir}.relaxed").rglob("state-*"))
+    assert not list(Path(f"{job.out_dir}.relaxed").rglob("checkpoint_*"))
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -120,7 +120,7 @@ def test_stages_and_recovery_share_one_schedule(job: TrainJob, monkeypatch: pyte
 def kill_worker_in_second_stage(job: TrainJob, killed: list[int]) -> None:
     from ray.util.state import list_actors
 
-    latest = Path(f"{job.out_dir}.relaxed") / "stage-1" / "latest.json"
+    latest = Path(f"{job.out_dir}.relaxed") / "stage-1" / "states" / "checkpoints.json"
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline and not latest.exists():
         time.sleep(0.01)
