@@ -1,7 +1,8 @@
 """`headfold train`: a model of a known architecture from random weights, a plain Transformer or a DCFormer.
 
 Everything of a training lies beside its result: DIR is the trained checkpoint, DIR.training the untrained one, the
-token sequences, Ray's checkpoints and the milestones. The same command run again goes on where it was stopped.
+token sequences, and the training checkpoints with what was measured. The same command run again goes on where it was
+stopped.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from attention.plan import AttentionPlan, Composition
 from orchestrator.cluster.session import Demand, concurrency, connected
 from orchestrator.config.schema import ConfigError, Section, apply_override, parse_section
 from orchestrator.conversion import loading
-from orchestrator.promotion.training import MilestoneLog, read_milestones
 from orchestrator.reporting.durations import clock
 from orchestrator.search.trial import prepare_process
 from orchestrator.search.validation import check_machine
@@ -90,9 +90,9 @@ class Scratch:
         """What the training depends on; later also `parameters`, and whether it has `finished`."""
         return self.folder / "scratch.json"
 
-    @property
-    def log(self) -> Path:
-        return self.folder / "milestones.jsonl"
+    def reports(self) -> list[dict[str, Any]]:
+        """What was measured so far."""
+        return CheckpointStore(str(self.folder / "train"), RUN).read()[1]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values: everything that the result depends on."""
@@ -211,8 +211,8 @@ def train_from_scratch(
         with connected() as resources:
             concurrency(resources, demand)
             job = _prepare(plan)
-            with _told(plan.log, plan.steps, progress):
-                metrics = run_training(job, callbacks=[MilestoneLog(str(plan.log))])
+            with _told(plan, progress):
+                metrics = run_training(job)
     known = read_json(plan.mark) | {"finished": True}
     write_json(plan.mark, known)
     return {
@@ -225,7 +225,7 @@ def train_from_scratch(
         "parameters": known["parameters"],
         "weights_digest": metrics["weights_digest"],
         **{name: metrics[name] for name in MEASURED},
-        "milestones": [{name: point[name] for name in MEASURED} for point in read_milestones(plan.log)],
+        "milestones": [{name: point[name] for name in MEASURED} for point in plan.reports()],
     }
 
 
@@ -242,7 +242,7 @@ def _ended(plan: Scratch) -> dict[str, Any] | None:
     """The last report of a training that was finished by an earlier start, its weights as they were written."""
     if not plan.mark.is_file() or not read_json(plan.mark).get("finished"):
         return None
-    reports = CheckpointStore(str(plan.folder / "train"), RUN).read()[1]
+    reports = plan.reports()
     written = reports and reports[-1].get("weights_digest") == checkpoint.weights_digest(plan.out)
     return reports[-1] if written else None
 
@@ -305,17 +305,17 @@ def untrained(architecture: str | Path, plan: AttentionPlan, seed: int) -> PreTr
 
 
 @contextmanager
-def _told(log: Path, steps: int, progress: Callable[[str], None]) -> Iterator[None]:
-    """While the body runs, tell each milestone that comes into `log`, those of an earlier start as well."""
+def _told(plan: Scratch, progress: Callable[[str], None]) -> Iterator[None]:
+    """While the body runs, tell each milestone as it comes, those of an earlier start as well."""
     ended = threading.Event()
 
     def watch() -> None:
         shown, last_look = 0, False
         while not last_look:
             last_look = ended.wait(POLL_SECONDS)
-            points = read_milestones(log)
+            points = plan.reports()
             for point in points[shown:]:
-                progress(_line(point, steps))
+                progress(_line(point, plan.steps))
             shown = len(points)
 
     watcher = threading.Thread(target=watch, daemon=True)

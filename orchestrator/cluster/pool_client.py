@@ -77,15 +77,18 @@ def _clear(storage_path: str) -> None:
 
 
 def train(
-    pool: str | None, job: TrainJob, on_report: Callable[[dict[str, Any]], None], callback: Callable[[], Any]
+    pool: str | None,
+    job: TrainJob,
+    on_report: Callable[[dict[str, Any]], None] = lambda report: None,
+    callbacks: Callable[[], list[Any]] = list,
 ) -> dict[str, Any]:
-    """`train_on_pool`; on workers of its own, with a Ray Train callback, if there is no pool, or no longer."""
+    """`train_on_pool`; on workers of its own, with Ray Train's callbacks, if there is no pool, or no longer."""
     if pool is not None:
         try:
             return train_on_pool(pool, job, on_report)
         except PoolGone as error:
             logger.warning("%s; %s goes on with workers of its own", error, job.run_name)
-    return run_training(job, callbacks=[callback()])
+    return run_training(job, callbacks=callbacks())
 
 
 def train_on_pool(pool: str, job: TrainJob, on_report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:

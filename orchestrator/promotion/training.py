@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.train import UserCallback
 
 from orchestrator.cluster.pool_client import train
 from orchestrator.cluster.session import last_error
@@ -21,6 +18,7 @@ from orchestrator.search.prepare import SearchSession
 from orchestrator.search.resume import LOSSES, lost
 from orchestrator.search.trial import prepare_process
 from orchestrator.storage.records import TrialRecord, read_json
+from trainers.jobs.checkpoints import reports_of
 from trainers.jobs.job import TrainJob
 
 POLL_SECONDS = 10.0
@@ -60,27 +58,13 @@ class Training:
         job = context.job(f"promote-{target.name}", model, target / "trained", candidate, steps, **going_on)
         return cls(trial, total, start, job)
 
-    @property
-    def log(self) -> Path:
-        """Milestones as they come, one JSON object a line."""
-        assert self.job is not None
-        return Path(self.job.out_dir).parent / "milestones.jsonl"
-
     def reports(self) -> list[dict[str, Any]]:
-        """The milestones so far, each step once, in steps of the trial: those of a relaxation before it count."""
+        """The milestones so far, in steps of the trial: those of a relaxation before it count."""
         if self.job is None:
             return []
-        before = self.job.schedule_offset
-        told = read_milestones(self.log)
-        return [r | {key: r[key] + before for key in ("step", "best_step") if key in r} for r in told]
-
-
-def read_milestones(log: Path) -> list[dict[str, Any]]:
-    """The reports in a file of `MilestoneLog`, each step once."""
-    if not log.exists():
-        return []
-    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-    return list({line["step"]: line for line in lines}.values())
+        before = self.start - self.job.start_step
+        steps = ("step", "best_step")
+        return [r | {key: r[key] + before for key in steps if key in r} for r in reports_of(self.job)]
 
 
 def milestones(start: int, total: int, evaluations: int) -> tuple[int, ...]:
@@ -104,8 +88,7 @@ def run_all(trainings: Sequence[Training], session: SearchSession, done: Done) -
     while waiting or running:
         while waiting and len(running) < session.parallel:
             training = waiting.pop(0)
-            training.log.parent.mkdir(parents=True, exist_ok=True)
-            running[task.remote(training.job, str(training.log), session.context.pool)] = training
+            running[task.remote(training.job, session.context.pool)] = training
             print(f"promotion: {training.label} goes on from step {training.start} to {training.total}", flush=True)
         finished, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)
         for reference in finished:
@@ -125,25 +108,10 @@ def run_all(trainings: Sequence[Training], session: SearchSession, done: Done) -
             done(training, loss, error)
 
 
-def _train(job: TrainJob, log: str, pool: str | None) -> float:
-    """A Ray task: carry out a job, writing its milestones to `log`. Returns the loss after the last step."""
+def _train(job: TrainJob, pool: str | None) -> float:
+    """A Ray task: carry out a job. Returns the loss after the last step."""
     prepare_process()
-    return train(pool, job, partial(append_milestone, log), partial(MilestoneLog, log))["loss"]
-
-
-def append_milestone(path: str, report: dict[str, Any]) -> None:
-    with Path(path).open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(report) + "\n")
-
-
-class MilestoneLog(UserCallback):
-    """Appends each report of Ray Train to a file, one JSON object a line."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
-        append_milestone(self._path, metrics[0])
+    return train(pool, job)["loss"]
 
 
 # ---- what is shipped -------------------------------------------------------------------------------------------------

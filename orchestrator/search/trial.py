@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +176,7 @@ def run_trial(config: dict[str, Any], context: TrialContext) -> None:
         before = job.relaxation.total_steps if job.relaxation else 0
         kept = {k: v for k, v in facts.items() if k not in OF_RUNG_0}
         rungs = ReportRungs(context, kept, before)
-        train(context.pool, job, rungs.tell, partial(ForwardRungs, rungs))
+        train(context.pool, job, rungs.tell, lambda: [ForwardRungs(rungs)])
 
 
 def known_facts(candidate: Candidate, folder: Path) -> dict[str, Any] | None:

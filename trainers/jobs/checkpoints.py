@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from attention.io import checkpoint
 from attention.io.files import sha256, write_whole
+from trainers.jobs.job import TrainJob
 
 INDEX = "checkpoints.json"
 KEEP = 2  # the newest, and the one before it in case the newest is damaged
@@ -126,6 +127,11 @@ class CheckpointStore:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
+
+
+def reports_of(job: TrainJob) -> list[dict[str, Any]]:
+    """What a job has reported so far, each milestone once."""
+    return CheckpointStore(job.storage_path, job.run_name).read()[1]
 
 
 # ---- the best measured step ---------------------------------------------------------------------------------------
