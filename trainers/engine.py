@@ -179,9 +179,8 @@ class Engine:
 
 def _forget(model: nn.Module) -> None:
     """Let go of a model that ZeRO 3 had: a list of modules, and the memory of a method, keep every one [0.19]."""
-    own = set(model.modules())
-    kept = parameter_offload.FWD_MODULE_STACK
-    kept[:] = [module for module in kept if module not in own]
+    modules, kept = set(model.modules()), parameter_offload.FWD_MODULE_STACK
+    kept[:] = [module for module in kept if module not in modules]
     remembers: Any = getattr(
         PartitionedParameterCoordinator, "_PartitionedParameterCoordinator__params_to_release", None
     )

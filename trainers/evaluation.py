@@ -70,17 +70,14 @@ def evaluate(
 
 
 class CachedTeacher:
-    """A teacher that sees each batch once: its logits `[B, T, V]` are kept, up to `most` bytes, and told again.
-
-    For many models that are compared with one teacher on the same sequences; half of each evaluation is the teacher's.
-    """
+    """A teacher that sees each batch once: its logits `[B, T, V]` are kept, up to `most` bytes, for the next model that
+    is compared with it on the same sequences."""
 
     def __init__(self, model: Any, most: int = 256 * 2**20) -> None:
         self.model, self.room = model, most
         self._known: dict[tuple[torch.Size, bytes], Tensor] = {}
 
     def __call__(self, input_ids: Tensor, use_cache: bool = False) -> SimpleNamespace:
-        """The output's `logits`, like the model's own; without a cache."""
         key = (input_ids.shape, input_ids.cpu().numpy().tobytes())
         if key in self._known:
             return SimpleNamespace(logits=self._known[key])

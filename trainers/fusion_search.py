@@ -131,12 +131,12 @@ def pairs(distance: Sequence[Sequence[float]]) -> Groups:
     The closest first, then two pairs at a time exchange a member while that lowers the total: exact for four heads.
     """
     count = len(distance)
-    open_heads, found = set(range(count)), []
+    open_heads, paired = set(range(count)), []
     for i, j in sorted(combinations(range(count), 2), key=lambda p: (distance[p[0]][p[1]], p)):
         if {i, j} <= open_heads:
             open_heads -= {i, j}
-            found.append((i, j))
-    found += [(i,) for i in open_heads]
+            paired.append((i, j))
+    paired += [(i,) for i in open_heads]
 
     def total(some: Groups) -> float:
         return sum(distance[pair[0]][pair[1]] for pair in some if len(pair) == 2)
@@ -144,13 +144,13 @@ def pairs(distance: Sequence[Sequence[float]]) -> Groups:
     improved = True
     while improved:
         improved = False
-        for a, b in combinations(range(len(found)), 2):
-            (first, *rest), other = found[a], found[b]
+        for a, b in combinations(range(len(paired)), 2):
+            (first, *rest), other = paired[a], paired[b]
             for turned in (other, other[::-1]):
                 # The first head of a with one of b, what is left of both together
                 new = tuple(sorted((first, turned[0]))), tuple(sorted((*rest, *turned[1:])))
-                if new[1] and total(new) < total((found[a], found[b])) - 1e-12:
-                    found[a], found[b] = new
+                if new[1] and total(new) < total((paired[a], paired[b])) - 1e-12:
+                    paired[a], paired[b] = new
                     improved = True
                     break
-    return tuple(sorted(found))
+    return tuple(sorted(paired))

@@ -22,10 +22,7 @@ FACTS = ("kv_bytes_per_token", "cache_bytes_measured", "parameters", "actual_kv_
 
 
 class SearchLog(Callback):
-    """Keeps the MLflow child runs and the progress line of a search up to date with its journal.
-
-    `expected` is the number of trials; `mlflow` None leaves MLflow out.
-    """
+    """Keeps MLflow's child runs (`mlflow` None: no MLflow) and the progress line of `expected` trials up to date."""
 
     def __init__(self, journal: Journal, mlflow: MlflowSync | None, expected: int, original_loss: float) -> None:
         self.journal, self.mlflow = journal, mlflow
@@ -45,10 +42,7 @@ class SearchLog(Callback):
         self._track(self.records[trial.trial_id])
         self._show()
 
-    on_trial_complete = on_trial_error = on_trial_start
-
-    def on_trial_result(self, iteration: int, trials: list, trial: Any, result: dict, **info: Any) -> None:
-        self.on_trial_start(iteration, trials, trial)
+    on_trial_result = on_trial_complete = on_trial_error = on_trial_start  # pyright: ignore[reportAssignmentType]
 
     def on_experiment_end(self, trials: list, **info: Any) -> None:
         """Trials that had not ended (Ctrl-C) are marked; a resumed search takes them up again."""

@@ -118,11 +118,8 @@ class TrialContext:
 
 
 class ReportRungs:
-    """Turns a milestone's report into what Tune is told: the trial's own facts (KV ratio, bytes, rung) are added.
-
-    Searcher and scheduler look at single reports, so each must be complete, and each rung is told once. `before`: steps
-    of the relaxation, which the run does not count and a trial does.
-    """
+    """Adds the trial's own facts (KV ratio, bytes, rung) to a milestone's report, since searcher and scheduler look at
+    single reports. `before`: steps of the relaxation, which the run does not count and a trial does."""
 
     def __init__(self, context: TrialContext, facts: dict[str, Any], before: int) -> None:
         self._context, self._facts, self._before, self._told = context, facts, before, set[int]()
@@ -214,7 +211,7 @@ def _untrained(candidate: Candidate, context: TrialContext, folder: Path) -> dic
         round_weights(converted, written)  # what is measured is what is written
         scored = loading.score(converted, held_out, teacher)
         # What a searcher decides by is measured on other tokens than what the search is judged by.
-        own = {} if given is None else {"calibration_loss": loading.score(converted, calibration_tokens).loss}
+        decided_by = {} if given is None else {"calibration_loss": loading.score(converted, calibration_tokens).loss}
     cast_weights(converted, written)
     if not candidate.probe:
         with phases("save"):
@@ -238,7 +235,7 @@ def _untrained(candidate: Candidate, context: TrialContext, folder: Path) -> dic
         "loss": scored.loss,
         "loss_increase": scored.loss - context.original_loss,
         "kl": scored.kl,
-        **own,
+        **decided_by,
         "step": 0,
         "tokens": 0,
         "seed": candidate.seed,
@@ -260,7 +257,7 @@ def shared_parts(context: TrialContext) -> tuple[PreTrainedModel, Calibration, T
 
 @lru_cache(maxsize=1)
 def shared_pairs(context: TrialContext) -> Any:
-    """How alike each pair of heads of the original model is; kept also where the model itself is too large for it."""
+    """How alike each pair of heads of the original model is; kept even where the model is too large to be."""
     base, calibration, *_ = shared_parts(context)
     planning = planning_context(base, calibration, None, None)
     return similarity_pairs(planning.heads, calibration.layers, planning.geometry)
@@ -288,15 +285,15 @@ def relaxation_spec(recipe: Recipe, plan: str, steps: int, settings: TrainSettin
     plans = relaxed_stages(recipe, AttentionPlan.from_json(plan))
     knobs = recipe.knobs("relaxation")
     changed = {name: knobs[name] for name in ("batch_size", "learning_rate") if knobs.get(name)}
-    own = None
+    changed_settings = None
     if settings is not None and changed:
-        own = TrainSettings.model_validate(settings.model_dump() | changed | {"tuning": "full"})
+        changed_settings = TrainSettings.model_validate(settings.model_dump() | changed | {"tuning": "full"})
     return RelaxationSpec(
         recipe.relaxation,
         tuple(p.to_json() for p in plans),
         max(1, steps // len(plans)),
         {name: value for name, value in knobs.items() if name not in OWN},
-        own,
+        changed_settings,
         own_schedule=knobs.get("own_schedule", False),
         regroup_steps=knobs.get("regroup_steps", 0),
     )

@@ -62,9 +62,8 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
 
 
 def _tuner(session: SearchSession, search: JournaledSearch, scheduler: JournaledScheduler, log: SearchLog) -> Any:
-    """Tune's `Tuner` over `run_trial`, with all decisions and records our own."""
-    own = session.config.resources
-    needed = {"CPU": own.trial_cpus} | ({"GPU": own.trial_gpus} if own.trial_gpus else {})
+    demand = Demand.of(session.config)
+    needed = {"CPU": demand.trial_cpus} | ({"GPU": demand.trial_gpus} if demand.trial_gpus else {})
     return tune.Tuner(
         tune.with_resources(tune.with_parameters(run_trial, context=session.context), needed),
         tune_config=tune.TuneConfig(

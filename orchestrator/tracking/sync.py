@@ -99,8 +99,7 @@ class MlflowSync:
         return len(self._waiting)
 
     def put(self, run: Run) -> str | None:
-        """Bring one run up to date, and all that wait. Its id; None as long as the store is away, which is told once
-        and is no error."""
+        """Bring one run up to date, and all that wait. Its id; None as long as the store is away."""
         known = self._waiting[run.key] = self._runs.setdefault(run.key, _Known(run))
         known.wanted = run
         if time.monotonic() >= self._next_try:

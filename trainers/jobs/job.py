@@ -103,8 +103,8 @@ class TrainJob:
     @property
     def relaxation_settings(self) -> TrainSettings:
         """How the relaxation stage is trained: always all weights, since it changes what the heads are."""
-        own = self.relaxation.settings if self.relaxation else None
-        return self.settings.model_copy(update={"tuning": "full"}) if own is None else own
+        given = self.relaxation.settings if self.relaxation else None
+        return given or self.settings.model_copy(update={"tuning": "full"})
 
     def to_json(self) -> str:
         record = {f.name: getattr(self, f.name) for f in fields(self)}

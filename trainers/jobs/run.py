@@ -93,9 +93,9 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
     with closing(Engine(model, job.settings, job.schedule_steps, schedule_offset=job.schedule_offset)) as engine:
         worker = _Worker(job, engine, link, store, relaxed, [*notes, *damage])
         if newest is not None:
-            start = worker.resume(store.folder(newest), own=True)
+            start = worker.resume(store.folder(newest))
         elif job.resume_from is not None:
-            start = worker.resume(Path(job.resume_from), own=False)
+            start = worker.resume(Path(job.resume_from), earlier_job=True)
         else:
             start = 0
         worker.metrics = reports[-1] if reports else {}
@@ -163,16 +163,16 @@ class _Worker(WorkerShare):
         self.metrics: dict[str, Any] = {}
         self.stopped, self.first_step_at = False, 0.0
 
-    def resume(self, folder: Path, own: bool) -> int:
-        """The step to go on from: that of this run's `own` checkpoint, else of the job's `resume_from`."""
+    def resume(self, folder: Path, earlier_job: bool = False) -> int:
+        """The step to go on from: that of this run's checkpoint, or of an earlier job's (`resume_from`)."""
         state = self.engine.load(folder)
-        if own:
+        if not earlier_job:
             self.seconds = float(state["seconds"])
         elif state["step"] != self.job.start_step:
             raise ValueError(
                 f"start_step is {self.job.start_step}, checkpoint {self.job.resume_from} is at {state['step']}"
             )
-        if own or state["train_file"] == self.job.train_file:
+        if not earlier_job or state["train_file"] == self.job.train_file:
             self.stream.load_state_dict(state["stream"])
         return int(state["step"])
 

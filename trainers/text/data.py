@@ -115,15 +115,15 @@ def _build(
     length, wanted = sequence_length, tokens // sequence_length
     pool = max(tokens, {"train": 0, "eval": POOL, "calibration": min(POOL, CALIBRATION_SPREAD * tokens)}[split])
     ids, documents = _tokenise(texts, tokenizer, pool)
-    found = ids.numel() // length
-    if found < wanted:
+    there = ids.numel() // length
+    if there < wanted:
         raise DataError(
-            f"{corpus.source}: {split} needs {wanted} sequences of {length} tokens ({wanted * length}), found {found} "
+            f"{corpus.source}: {split} needs {wanted} sequences of {length} tokens ({wanted * length}), found {there} "
             f"({ids.numel()} tokens in {documents} documents); ask for fewer tokens or give more text"
         )
-    sequences = ids[: found * length].view(found, length)
+    sequences = ids[: there * length].view(there, length)
     if split != "train":
-        sequences = sequences[torch.arange(wanted) * found // wanted]
+        sequences = sequences[torch.arange(wanted) * there // wanted]
     return sequences[:wanted].clone()
 
 
