@@ -129,13 +129,13 @@ def settle_aliases(state: PromotionState, config: SearchConfig, tracker: Tracker
     """
     name = model_name(config)
     registered = [e for e in state.candidates.values() if e.status in (REGISTERED, PROMOTED)]
-    own = {e.version for e in registered}
+    versions = {e.version for e in registered}
     for budget in {e.kv_ratio for e in registered}:
         ranked = sorted((e for e in registered if e.kv_ratio == budget), key=lambda e: (e.loss, e.trial_id))
         for place, entry in reversed(list(enumerate(ranked, 1))):
             alias = alias_of(budget, place)
             holder = tracker.holder(name, alias)
-            if holder is not None and holder not in own and int(holder) > int(entry.version or 0):
+            if holder is not None and holder not in versions and int(holder) > int(entry.version or 0):
                 entry.model_uri = f"models:/{name}/{entry.version}"
             else:
                 if holder != entry.version:

@@ -41,17 +41,17 @@ class Training:
     @classmethod
     def of(cls, trial: TrialRecord, total: int, session: SearchSession) -> Training:
         """Continue from the trial's last training checkpoint; from its converted weights if it has none."""
-        context, folder, own = session.context, session.folder, session.folder.trial(trial.trial_id)
+        context, folder = session.context, session.folder.trial(trial.trial_id)
         if trial.step == total:
             return cls(trial, total, total, None)
         saved = trial.last.get("checkpoint_path")
         start = trial.step if saved and Path(saved).is_dir() else 0
-        target = folder.promoted / f"{trial.trial_id}-{total}"
-        candidate = Candidate.from_config(read_json(own / "recipe.json"))
+        target = session.folder.promoted / f"{trial.trial_id}-{total}"
+        candidate = Candidate.from_config(read_json(folder / "recipe.json"))
         # The steps of a relaxation count, but lie before the run that goes on
-        spec = context.relaxation(candidate.recipe, own) if start else None
+        spec = context.relaxation(candidate.recipe, folder) if start else None
         before = spec.total_steps if spec else 0
-        model = Path(str(trial.last["relaxed_dir"])) if before else own / "converted"
+        model = Path(str(trial.last["relaxed_dir"])) if before else folder / "converted"
         steps = [step - before for step in milestones(start, total, session.config.promotion.evaluations)]
         offset = spec.scheduled_steps if spec else 0
         going_on = {"start_step": start - before, "schedule_offset": offset, "resume_from": saved if start else None}
@@ -135,15 +135,11 @@ class Measured:
 
 
 def best_model(trial: TrialRecord, folder: Path, reports: Sequence[Mapping[str, Any]] = ()) -> Measured | None:
-    """What is shipped: the measured model of lowest held-out loss (of equal ones the least trained) whose weights are
-    there, whatever came later; None if there is none. `folder`: the trial's; `reports`: those of its promotion.
-
-    A trial is measured as it is converted (step 0), where a relaxation has ended, and at its rungs; its promotion
-    measures it further. Converted and relaxed weights are there anyway, the best of each training is kept
-    (`trainers.jobs.best_step`).
-    """
-    found = [model for model in _models(trial, folder, reports) if math.isfinite(model.loss) and model.folder.is_dir()]
-    return min(found, key=lambda model: (model.loss, model.step), default=None)
+    """What is shipped: of all that was measured on the trial's way (converted, relaxed, at its rungs, in its promotion)
+    the model of lowest held-out loss whose weights are there, of equal ones the least trained; None if there is none.
+    `folder`: the trial's; `reports`: those of its promotion."""
+    models = [m for m in _models(trial, folder, reports) if math.isfinite(m.loss) and m.folder.is_dir()]
+    return min(models, key=lambda model: (model.loss, model.step), default=None)
 
 
 def _models(trial: TrialRecord, folder: Path, reports: Sequence[Mapping[str, Any]]) -> Iterator[Measured]:

@@ -3,7 +3,7 @@
 Several chains walk at a time, each with a generator of its own and one probe at most under way, so that each accepts,
 resets and preserves as in the paper; results are taken as they come. A chain's score is minus its probe's loss on the
 calibration tokens: the held-out text judges the search and decides nothing in it. When the probes are used up, the best
-plan of each kv_ratio is trained through the rungs, once with every learning rate and seed.
+plan of each KV ratio is trained through the rungs, once with every learning rate and seed.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class ChainSearch(ResumableSearcher):
         return None
 
     def _final(self) -> Candidate | None:
-        """The best plan of a budget whose chains have all ended, with one of the learning rates and seeds."""
+        """The best plan of a KV ratio whose chains have all ended, with one of the learning rates and seeds."""
         for place, (kv_ratio, rate, seed) in enumerate(self._finals):
             chains = self._chains[kv_ratio]
             if all(chain.done for chain in chains):
@@ -141,14 +141,14 @@ def walk_recipe(problem: SearchProblem) -> Recipe:
             "walk_asymmetric or walk_symmetric"
         )
     changed = base.with_changes(**changes)
-    own = {name: value for name, value in joint.settings.items() if name in dict(changed.settings)}
-    return replace(changed.with_changes(settings=own), name=NAME)
+    settings = {name: value for name, value in joint.settings.items() if name in dict(changed.settings)}
+    return replace(changed.with_changes(settings=settings), name=NAME)
 
 
 def make_chains(problem: SearchProblem, walk: Recipe, chains: int) -> dict[float, list[Chain]]:
-    """The chains of every budget. The samples are spread evenly over them and their sites, the first sites first.
+    """The chains of every KV ratio. The samples are spread evenly over them and their sites, the first sites first.
 
-    Raises ConfigError for a kv_ratio that cannot be met, and for fewer samples than one move a site, or more than
+    Raises ConfigError for a KV ratio that cannot be met, and for fewer samples than one move a site, or more than
     `grouping.iterations` allows.
     """
     joint = problem.space.joint
@@ -165,29 +165,26 @@ def make_chains(problem: SearchProblem, walk: Recipe, chains: int) -> dict[float
     moves = spread(problem.samples, sites, chains, walk.knobs("grouping")["iterations"])
     settings = {k: v for k, v in walk.knobs("grouping").items() if k not in ("iterations", "equal_sizes")}
     settings["symmetric"] = walk.grouping == "walk_symmetric"
-    generators = iter(np.random.default_rng(problem.seed).spawn(len(counts) * chains))
-    return {
-        kv_ratio: [
-            Chain(geometry, counts[kv_ratio], moves[kv_ratio, index], next(generators), settings)
-            for index in range(chains)
-        ]
-        for kv_ratio in counts
-    }
+    generators = np.random.default_rng(problem.seed).spawn(len(moves))
+    by_ratio: dict[float, list[Chain]] = {kv_ratio: [] for kv_ratio in counts}
+    for ((kv_ratio, _), at_sites), generator in zip(moves.items(), generators, strict=True):
+        by_ratio[kv_ratio].append(Chain(geometry, counts[kv_ratio], at_sites, generator, settings))
+    return by_ratio
 
 
 def spread(
     samples: int, sites: Mapping[float, list[SiteKey]], chains: int, iterations: int
 ) -> dict[tuple[float, int], dict[SiteKey, int]]:
-    """Moves at each site of each chain (budget, index), `samples` in all. Raises ConfigError if they do not fit."""
+    """Moves at each site of each chain (KV ratio, index), `samples` in all. Raises ConfigError if they do not fit."""
     places = [
-        (kv_ratio, index, own[position])
+        (kv_ratio, index, keys[position])
         for position in range(max(map(len, sites.values())))
-        for kv_ratio, own in sites.items()
-        if position < len(own)
+        for kv_ratio, keys in sites.items()
+        if position < len(keys)
         for index in range(chains)
     ]
     if not len(places) <= samples <= iterations * len(places):
-        walked = " and ".join(f"{len(own)} sites at {kv_ratio:g}" for kv_ratio, own in sites.items())
+        walked = " and ".join(f"{len(keys)} sites at {kv_ratio:g}" for kv_ratio, keys in sites.items())
         raise ConfigError(
             f"search.num_samples: got {samples}, but {chains} chain(s) for each budget, with {walked}, make "
             f"{len(places)} probes with one move a site and {iterations * len(places)} with grouping.iterations "
@@ -195,9 +192,7 @@ def spread(
             "search.params"
         )
     each, more = divmod(samples, len(places)) if places else (0, 0)
-    moves: dict[tuple[float, int], dict[SiteKey, int]] = {
-        (kv_ratio, i): {} for kv_ratio in sites for i in range(chains)
-    }
+    moves: dict[tuple[float, int], dict[SiteKey, int]] = {key: {} for key in itertools.product(sites, range(chains))}
     for place, (kv_ratio, index, site) in enumerate(places):
         moves[kv_ratio, index][site] = each + (place < more)
     return moves
@@ -206,8 +201,8 @@ def spread(
 @SEARCHERS.part(
     "asymgqa",
     source="Chen 2024 (paper 003), sec. 2.1, Alg. 1 and 2, as parallel chains",
-    knobs=(Knob("chains", "int", "walks at a time for each kv_ratio", low=1, high=1024),),
+    knobs=(Knob("chains", "int", "walks at a time for each KV ratio", low=1, high=1024),),
 )
 def asymgqa(problem: SearchProblem, *, chains: int = 2) -> ResumableSearcher:
-    """Raises ConfigError for choices, budgets or samples that the walk cannot use."""
+    """Raises ConfigError for choices, KV ratios or samples that the walk cannot use."""
     return ChainSearch(problem, chains)
