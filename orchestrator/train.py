@@ -159,10 +159,10 @@ def _section(recipe: str, overrides: Sequence[str], learning_rate: float, seed: 
     for override in overrides:
         apply_override(record, override)
     train = record.setdefault("train", {})
-    for name in OWN_OPTIONS:
-        if isinstance(train, dict) and name in train:
-            raise ConfigError(f"train.{name}: it has an option of its own; give it as --{name.replace('_', '-')}")
     if isinstance(train, dict):
+        for name in OWN_OPTIONS:
+            if name in train:
+                raise ConfigError(f"train.{name}: it has an option of its own; give it as --{name.replace('_', '-')}")
         gpus = float(loading.device_of(device).type == "cuda")
         record["train"] = {"gpus_per_worker": gpus} | train | {"learning_rate": learning_rate, "seed": seed}
     section = parse_section(TrainSection, record, "this training")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -142,13 +141,8 @@ BEST = ("best_step", "best_loss", "best_kl", "best_dir")
 """What a report says of the best step so far: which, its held-out loss and KL (nats a token), where its weights lie."""
 
 
-def is_better(loss: float, known: dict[str, Any]) -> bool:
-    """Whether a measured loss beats the best of a report. Of equal steps the earlier one stays."""
-    return math.isfinite(loss) and loss < known.get("best_loss", math.inf)
-
-
 def best_folder(out_dir: str, step: int) -> str:
-    return str(_bests(out_dir) / f"step-{step:06d}")
+    return f"{out_dir}.best/step-{step:06d}"
 
 
 def best_is_there(report: dict[str, Any], out_dir: str) -> bool:
@@ -160,13 +154,9 @@ def best_is_there(report: dict[str, Any], out_dir: str) -> bool:
 def remove_other_bests(out_dir: str, reports: Iterable[dict[str, Any]]) -> None:
     """Remove what none of the reports names."""
     named = {report.get("best_dir") for report in reports}
-    root = _bests(out_dir)
+    root = Path(f"{out_dir}.best")
     for folder in root.glob("*"):
         if str(folder) not in named:
             shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):  # not empty, or never made
         root.rmdir()
-
-
-def _bests(out_dir: str) -> Path:
-    return Path(f"{out_dir}.best")

@@ -6,6 +6,7 @@ All workers run the same code side by side in one process group. A `Link` is the
 from __future__ import annotations
 
 import gc
+import math
 import time
 from contextlib import closing
 from pathlib import Path
@@ -99,8 +100,10 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
         else:
             start = 0
         worker.metrics = reports[-1] if reports else {}
-        if last == 0 and not reports:
-            worker.report_collapsed()
+        if last == 0 and not reports:  # a relaxation and no recovery: speed and loss are those of the relaxation
+            assert relaxed is not None  # the job has checked it
+            losses = [point["train_loss"] for point in relaxed.history]
+            worker.report(0, sum(losses) / max(1, len(losses)))
         try:
             step = train(
                 engine,
@@ -181,12 +184,6 @@ class _Worker(WorkerShare):
         self.train_seconds += self.lap()
         self.steps += 1
 
-    def report_collapsed(self) -> None:
-        """The one report of a training that is a relaxation and no recovery: its speed and loss are those of that."""
-        assert self.relaxed is not None  # the job has checked it
-        losses = [point["train_loss"] for point in self.relaxed.history]
-        self.report(0, sum(losses) / max(1, len(losses)))
-
     def report(self, step: int, train_loss: float) -> None:
         """Measure, save, and report: every worker takes part, rank 0's numbers count."""
         job, measured = self.job, self.evaluate(self.engine.model, self.teacher)
@@ -241,7 +238,7 @@ class _Worker(WorkerShare):
     def _keep_if_best(self, metrics: dict[str, Any], last: bool) -> None:
         """Write the weights down if none were better so far, and add to the report which are the best."""
         known, step = {key: self.metrics[key] for key in checkpoints.BEST if key in self.metrics}, metrics["step"]
-        if checkpoints.is_better(metrics["loss"], known):
+        if metrics["loss"] < known.get("best_loss", math.inf):  # never with NaN; of equal steps the earlier one stays
             out = self.job.out_dir if last else checkpoints.best_folder(self.job.out_dir, step)
             known = dict(zip(checkpoints.BEST, (step, metrics["loss"], metrics["kl"], out), strict=True))
             if not last:  # the finished weights are written in any case
