@@ -190,7 +190,7 @@ def opened(model: PreTrainedModel, plan: AttentionPlan) -> tuple[PreTrainedModel
     layers = read_layers(model)
     first = [heads.expand((0,), (0,)) for heads in layers]
     new = assemble(model, replace(old, layers=(single,) * old.num_layers), first)
-    for module, heads, layer in zip(attention_modules(new), layers, old.layers, strict=True):
+    for module, heads, layer in zip(family_of(new.config).attention_modules(new), layers, old.layers, strict=True):
         heads = heads.to(new.device, new.dtype)
         for name in ("q", "k", "v"):
             rows, bias = getattr(heads, name), getattr(heads, f"{name}_bias")
@@ -199,10 +199,6 @@ def opened(model: PreTrainedModel, plan: AttentionPlan) -> tuple[PreTrainedModel
     new.config.attention_plan = old.to_dict()  # in place: the layers hold the same config
     new.plan = old  # type: ignore[assignment]
     return new, old
-
-
-def attention_modules(model: PreTrainedModel) -> list[Any]:
-    return list(family_of(model.config).attention_modules(model))
 
 
 StandIn = TypeVar("StandIn", bound=HeadProjection)
@@ -215,7 +211,7 @@ def put_in_place(
     fuses. Returns them by side, for each layer. Raises PlanError if `new` fuses nothing, or splits a head of `old`.
     """
     made: list[dict[str, StandIn]] = []
-    for index, module in enumerate(attention_modules(model)):
+    for index, module in enumerate(family_of(model.config).attention_modules(model)):
         made.append({})
         for side, name in (("k", "key_map"), ("v", "value_map")):
             maps = getattr(old.layers[index], name), getattr(new.layers[index], name)
