@@ -50,10 +50,8 @@ def pool_of_search(config: SearchConfig, folder: SearchFolder) -> contextlib.Abs
 
 @contextlib.contextmanager
 def open_pool(storage_path: str, **seconds: float) -> Iterator[str]:
-    """A pool for as long as the body runs; yields its name, by which every process of the Ray job finds it.
-
-    `storage_path` is the pool's alone as far as folders that begin with its prefix go; `seconds`: see `Pool`.
-    """
+    """A pool for as long as the body runs; yields its name, by which every process of the Ray job finds it. In
+    `storage_path` it removes all folders that begin with PREFIX. `seconds`: see `Pool`."""
     name = f"{PREFIX}-{uuid.uuid4().hex[:12]}"
     _clear(storage_path)  # of a driver that was killed
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

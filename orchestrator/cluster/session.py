@@ -59,18 +59,15 @@ def concurrency(resources: Mapping[str, float], demand: Demand, limit: int | str
 
 
 class Room:
-    """How many trials fit the cluster as it is now; asked anew every few seconds, since nodes come and go.
-
-    Where not even one trial fits any more there is still room for one: it waits for workers, and with it the search,
-    until nodes come back.
-    """
+    """How many trials fit the cluster as it is now; asked anew every few seconds, since nodes come and go. Always at
+    least one, which waits for workers until nodes come back."""
 
     def __init__(self, demand: Demand, limit: int | str = "auto") -> None:
         self._demand, self._limit, self._looked = demand, limit, -math.inf
         self._fitting: int | None = None
 
     def trials(self) -> int:
-        """Says so when it has changed since it was last asked."""
+        """The number, which is printed when it has changed."""
         now = time.monotonic()
         if now - self._looked >= LOOK_SECONDS:
             self._looked = now

@@ -1,11 +1,10 @@
 """From a candidate that has passed the gate to a registered version that an alias points to.
 
 Two steps, each of which the next run of a promotion finishes if it was cut off: the version, complete with its tags,
-then the alias. Until the alias is set, in one call, it points to what it pointed to before.
+then the alias, in one call.
 
-Lineage: where a promoted checkpoint comes from, i.e. model, search, trial, plan, data and weights, each by name and
-digest. The record lies beside the exported weights as `lineage.json`, is an artifact of the promotion's run, and is
-flattened into the tags of the registered version.
+Lineage: where a promoted checkpoint comes from, by names and digests. It lies beside the exported weights as
+`lineage.json`, is an artifact of the promotion's run, and is flattened into the tags of the registered version.
 """
 
 from __future__ import annotations

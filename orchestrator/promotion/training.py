@@ -74,11 +74,8 @@ def milestones(start: int, total: int, evaluations: int) -> tuple[int, ...]:
 
 
 def run_all(trainings: Sequence[Training], session: SearchSession, done: Done) -> None:
-    """Run the trainings, each a Ray task that has Ray Train workers train, as many at a time as the session has room
-    for; `done(training, loss after the last step or None, error)` after each.
-
-    One that fails does not end the others; one that loses its machines goes on from its last checkpoint.
-    """
+    """Run the trainings, each a Ray task, as many at a time as the session has room for; `done(training, loss after the
+    last step or None, error)` after each. One that loses its machines goes on from its last checkpoint."""
     for training in (t for t in trainings if t.job is None):
         done(training, training.trial.loss, None)
     waiting = [t for t in trainings if t.job is not None]

@@ -49,10 +49,8 @@ relaxation does not start from, and what it would go on to train (`orchestrator.
 
 @dataclass(frozen=True)
 class TrialContext:
-    """What all trials of a search share; plain values, paths absolute and visible to every node.
-
-    `dtype`: name of the one that checkpoints are written in and bytes are counted in.
-    """
+    """What all trials of a search share; plain values, paths absolute and visible to every node. `dtype`: of what is
+    written and counted."""
 
     folder: str
     model: str
@@ -78,10 +76,8 @@ class TrialContext:
         return TrainSettings.model_validate(self.train | recipe.training | {"learning_rate": learning_rate})
 
     def relaxation_steps(self, recipe: Recipe) -> int:
-        """Training steps of a trial that its relaxation takes, of those up to the last rung; 0 without one.
-
-        All of them only with a fraction of 1, which leaves no recovery; otherwise the last one at most is left to it.
-        """
+        """Training steps of a trial that its relaxation takes, of those up to the last rung; 0 without one. Only with a
+        fraction of 1 it takes all, which leaves no recovery."""
         if recipe.relaxation == "none" or len(self.rungs) == 1:
             return 0
         total, knobs = self.rungs[-1], recipe.knobs("relaxation")
@@ -266,8 +262,8 @@ def shared_pairs(context: TrialContext) -> Any:
 def training_job(context: TrialContext, folder: Path, candidate: Candidate, trial_id: str) -> TrainJob:
     """The brief fine-tuning of a trial: from its converted checkpoint through the rungs above 0.
 
-    With a relaxation it starts from the unfused heads, and the rungs that lie within the relaxation are left out: until
-    it has collapsed there is no model to measure. One that takes all steps is measured collapsed, at the last rung.
+    With a relaxation it starts from the unfused heads, and the rungs that lie within it are left out: until it has
+    collapsed, at the last rung at the latest, there is no model to measure.
     """
     settings = context.settings(candidate.recipe, candidate.learning_rate)
     spec = context.relaxation(candidate.recipe, folder, settings)

@@ -161,11 +161,8 @@ class Tracker:
                 return runs
 
     def register(self, name: str, folder: str | Path, run_id: str, *, tags: Mapping[str, Any], description: str) -> str:
-        """Register a checkpoint folder as a version of the model `name`, with its tags. Returns the version.
-
-        A folder that the run has already registered is not registered twice. Raises TrackingError if the store refuses:
-        a server takes object-store addresses or run artifacts, never a bare local folder.
-        """
+        """Register a checkpoint folder as a version of the model `name`, with its tags; once for each run. Returns the
+        version. Raises TrackingError if the store refuses."""
         with self._registry(name):
             if not self.client.search_registered_models(f"name = '{name}'"):
                 self.client.create_registered_model(name)
@@ -175,7 +172,7 @@ class Tracker:
                     return str(known.version)
             labels = {key: str(value) for key, value in tags.items()} | {"folder": place}
             source = place
-            if self.uri.startswith(("http://", "https://")):
+            if self.uri.startswith(("http://", "https://")):  # a server takes no bare local folder
                 self.client.log_artifacts(run_id, place, "model")
                 source = f"{self.client.get_run(run_id).info.artifact_uri}/model"
             made = self.client.create_model_version(name, source, run_id=run_id, tags=labels, description=description)
