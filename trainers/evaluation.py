@@ -50,9 +50,8 @@ def evaluate(
 ) -> Evaluation:
     """Score `sequences [N, T]`: T - 1 predictions each, summed in float64 and divided once at the end.
 
-    With several workers each scores the rows of its rank, and `reduce` must sum a tensor over them in place; every
-    worker returns the same means, and all run equally many forward passes (weights that are split over workers are
-    gathered in them).
+    With several workers each scores the rows of its rank, in equally many forward passes (in which split weights are
+    gathered), and `reduce` must sum a tensor over them in place; every worker returns the same means.
     """
     if sequences.ndim != 2 or sequences.shape[0] < 1 or sequences.shape[1] < 2:
         raise ValueError(f"sequences must be [N, T] with N >= 1 and T >= 2, got shape {tuple(sequences.shape)}")

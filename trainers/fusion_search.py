@@ -85,11 +85,8 @@ def _distances(
 def next_stage(
     model: PreTrainedModel, spec: RelaxationSpec, settings: TrainSettings, stream: BatchStream
 ) -> AttentionPlan:
-    """The plan of a stage before the last: the stored heads of every final group in pairs of least distance.
-
-    Trains a copy of `model` for `spec.regroup_steps` steps on `stream`, each head free to mix with all of its final
-    group. With a process group all workers call together.
-    """
+    """The plan of a stage before the last: the stored heads of every final group in pairs of least distance, after
+    `spec.regroup_steps` steps of a copy of `model` on `stream`. With a process group all workers call together."""
     goal = AttentionPlan.from_json(spec.plans[-1])
     if not is_coarser(plan_of(model), goal):
         model = lifted(model)

@@ -1,7 +1,7 @@
 """The relaxation stage of a training job: relax, train with the one loop, collapse, save.
 
-Runs inside the workers. Everything it leaves lies beside the job's `out_dir`, each step of it written before the next
-begins, so that a worker which comes back after a kill goes on from the last training checkpoint.
+Runs inside the workers. All that it leaves lies beside the job's `out_dir`, each step of it written before the next
+begins, so that a killed worker goes on from the last training checkpoint.
 """
 
 from __future__ import annotations

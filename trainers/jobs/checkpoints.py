@@ -56,10 +56,8 @@ class CheckpointStore:
         return [Kept(**kept) for kept in record["checkpoints"]], record["reports"]
 
     def save(self, step: int, write: Callable[[Path], None], report: dict[str, Any]) -> None:
-        """Keep what `write(folder)` of every worker writes as the checkpoint of `step`.
-
-        `report` of rank 0 is kept with it, `checkpoint_path` added.
-        """
+        """Keep what `write(folder)` of every worker writes as the checkpoint of `step`, and with it the `report` of
+        rank 0, `checkpoint_path` added."""
         name = f"checkpoint_{step:06d}"
         target, scratch = self.root / name, self.root / f".{name}-{self.rank}"
         report["checkpoint_path"] = str(target)
@@ -138,7 +136,7 @@ def reports_of(job: TrainJob) -> list[dict[str, Any]]:
 # Each report names the best step so far and where its weights lie. What the report of a kept training checkpoint names
 # is there as long as the checkpoint, so a job that goes on from one ends with the same best as one never stopped.
 BEST = ("best_step", "best_loss", "best_kl", "best_dir")
-"""What a report says of the best step so far: which, its held-out loss and KL (nats a token), where its weights lie."""
+"""In a report: the best step so far, its held-out loss and KL (nats a token), where its weights lie."""
 
 
 def best_folder(out_dir: str, step: int) -> str:

@@ -219,9 +219,8 @@ class _Worker(WorkerShare):
         if job.keep_best and self.link.rank == 0:
             kept, reports = self.store.read()
             going_on = {k.step for k in kept}
-            checkpoints.remove_other_bests(
-                job.out_dir, [metrics] if last else [r for r in reports if r["step"] in going_on]
-            )
+            named = [metrics] if last else [r for r in reports if r["step"] in going_on]
+            checkpoints.remove_other_bests(job.out_dir, named)
         self.metrics = metrics
         self.stopped = not self.link.report(metrics, last)
         self.lap()

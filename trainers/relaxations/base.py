@@ -1,8 +1,8 @@
 """What every relaxation is made of: projections that hold the original heads, learned numbers, and the protocol.
 
 A relaxation is a model that computes what the checkpoint computes, in which stand-ins take the place of projections.
-A stand-in builds its weight anew in each forward pass from the original heads and a few learned numbers (weight-space:
-small beside the batch). Training drives the learned numbers to where fewer heads do the same; `collapse` takes them.
+A stand-in builds its weight anew in each forward pass from the original heads and a few learned numbers. Training
+drives these to where fewer heads do the same; `collapse` takes them.
 
 Legend: L layers, S source heads that a projection holds, d head dim, D model dim.
 """
@@ -33,11 +33,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 class Learned(nn.Module):
-    """One learned tensor, read by calling the module.
-
-    ZeRO 3 gathers a module's parameters around its call and nowhere else; penalties read them outside of the model's
-    forward pass, so they must call too.
-    """
+    """One learned tensor, read by calling the module: ZeRO 3 gathers parameters around a call and nowhere else."""
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()

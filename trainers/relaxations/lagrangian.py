@@ -73,10 +73,7 @@ def margin(step: int, warmup: int, base: float = 0.999) -> float:
 
 
 class _Reverse(torch.autograd.Function):
-    """The identity, whose gradient has the other sign: descending on what follows ascends on what came before.
-
-    In the graph and not in the optimiser, so that it holds under every way of splitting optimiser state.
-    """
+    """The identity, whose gradient has the other sign: so it holds however optimiser state is split over workers."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

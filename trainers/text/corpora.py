@@ -156,7 +156,7 @@ def _local_files(name: str) -> tuple[Path, ...]:
 
 
 def _open(corpus: Corpus) -> Any:
-    """The source as a streaming data set, so that text is never copied and its size does not matter."""
+    """The source as a streaming data set, so that its size does not matter."""
     from datasets import disable_progress_bars, load_dataset, logging
 
     disable_progress_bars()

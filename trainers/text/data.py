@@ -143,9 +143,8 @@ def _tokenise(texts: Iterator[str], tokenizer: Any, limit: int) -> tuple[Tensor,
 class BatchStream:
     """Endless shuffled epochs over `sequences [N, T]`: `next()` gives this worker's rows of a step, `[B / W, T]` int64.
 
-    Worker r of W gets rows r B/W to (r + 1) B/W of the step, so that all workers together see exactly what one worker
-    would. An epoch's remainder is not dropped: the step that meets its end goes on with the next epoch's order.
-    The state is a position, so resuming is exact, also with another number of workers.
+    Worker r of W gets rows r B/W to (r + 1) B/W of the step, so that all together see what one worker would. An epoch's
+    remainder begins the next one's first step. The state is a position, so resuming is exact, with any W.
     """
 
     def __init__(

@@ -14,7 +14,6 @@ the loss of a pooled model that a relaxation never trains from.
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -114,5 +113,4 @@ def ask(trial: Any, domain: Domain) -> Any:
 @SEARCHERS.part("optuna", source="Bergstra 2011; Ozaki 2022 (several objectives)")
 def bayesian(problem: SearchProblem) -> ResumableSearcher:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    logging.getLogger("optuna").setLevel(logging.WARNING)
     return FrontSearch(problem)
