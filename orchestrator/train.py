@@ -124,33 +124,33 @@ def check(
     section = _section(recipe, overrides, learning_rate, seed, device)
     loading.geometry_of(str(architecture), sequence_length, key="architecture", weights=False)
     loading.load_tokenizer(architecture)
-    for name, value in (("steps", steps), ("eval_every", 1 if eval_every is None else eval_every)):
+    eval_every = max(1, steps // 10) if eval_every is None else eval_every
+    for name, value in (("steps", steps), ("eval_every", eval_every)):
         if value < 1:
             raise ConfigError(f"{name}: got {value}; it must be at least 1")
     config = checkpoint.load_config(architecture)
     composed = composition_of(section.composition) if section.recipe == "dcformer" else None
     plan = replace(plan_of_config(config), composition=composed)
     headfold_config(config, plan)  # whether the plan fits
-    wanted = steps * section.train.batch_size * sequence_length
     if is_remote(str(out)):
         raise ConfigError(f"out: got {str(out)!r}; it must be a folder of this machine or one that it mounts")
-    tokens = min(wanted, TRAIN_TOKENS) if train_tokens is None else train_tokens
-    check_source(train_data, "train", tokens, sequence_length)
+    wanted = min(steps * section.train.batch_size * sequence_length, TRAIN_TOKENS)
+    train_tokens = wanted if train_tokens is None else train_tokens
+    check_source(train_data, "train", train_tokens, sequence_length)
     check_source(eval_data, "eval", eval_tokens, sequence_length)
-    target = storage_path(str(out))
     return Scratch(
         architecture=str(Path(architecture).absolute()) if Path(architecture).is_dir() else str(architecture),
         recipe=section.recipe,
         plan=plan,
         settings=section.train,
         steps=steps,
-        eval_every=max(1, steps // 10) if eval_every is None else eval_every,
+        eval_every=eval_every,
         train_data=train_data,
         eval_data=eval_data,
-        train_tokens=tokens,
+        train_tokens=train_tokens,
         eval_tokens=eval_tokens,
         sequence_length=sequence_length,
-        out=target,
+        out=storage_path(str(out)),
     )
 
 
