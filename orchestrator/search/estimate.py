@@ -16,7 +16,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,8 @@ def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, a
     if free and disk > SPARE * free:
         warnings.append(f"disk: about {_giga(disk)} will be written to {storage}, and {_giga(free)} are free there")
     times = (rate, source, cpu, gpu, hours, price)
-    return SearchEstimate(*astuple(work), *times, parallel, worker, driver, memory, disk, free, tuple(warnings))
+    counts = (work.trials, work.probes, work.trainings, work.tokens, work.tokens_most, work.tokens_measured)
+    return SearchEstimate(*counts, *times, parallel, worker, driver, memory, disk, free, tuple(warnings))
 
 
 def local_parallel(config: SearchConfig) -> int:
