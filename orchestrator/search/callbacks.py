@@ -42,7 +42,10 @@ class SearchLog(Callback):
         self._track(self.records[trial.trial_id])
         self._show()
 
-    on_trial_result = on_trial_complete = on_trial_error = on_trial_start  # pyright: ignore[reportAssignmentType]
+    on_trial_complete = on_trial_error = on_trial_start
+
+    def on_trial_result(self, iteration: int, trials: list, trial: Any, result: dict, **info: Any) -> None:
+        self.on_trial_start(iteration, trials, trial)
 
     def on_experiment_end(self, trials: list, **info: Any) -> None:
         """Trials that had not ended (Ctrl-C) are marked; a resumed search takes them up again."""
