@@ -67,7 +67,7 @@ def relax(job: TrainJob) -> Relaxed:
             stage = _Stage(job, spec, index, model_dir, folder)
             if records:
                 stage.stream.load_state_dict(records[-1]["position"])
-            stage.train()
+            stage.run()
         records.append(json.loads((folder / OUTCOME).read_text()))
         model_dir = str(folder / "collapsed")
     return Relaxed(
@@ -91,7 +91,7 @@ class _Stage(WorkerShare):
         self.history: list[dict[str, float]] = []
         self.last_loss = 0.0
 
-    def train(self) -> None:
+    def run(self) -> None:
         self.plan = self._regrouped()
         relaxation = self._install()
         groups = relaxation.parameter_groups()
