@@ -118,7 +118,7 @@ def train(
     print(f"training: {given.steps} steps of {batch_size} sequences of {LENGTH} tokens")
     ray.init(address=os.environ.get("RAY_ADDRESS", "local"), log_to_driver=False, logging_level=logging.ERROR)
     try:
-        metrics = run_training(job).metrics
+        metrics = run_training(job)
     finally:
         ray.shutdown()
     speed = f"{metrics['tokens_per_second']:.0f} tokens a second"

@@ -184,8 +184,9 @@ def _run_of(config: SearchConfig, folder: SearchFolder, status: str) -> Run:
     files = [folder.snapshot, folder.root / "front.png", folder.root / "rungs.png", folder.report]
     if status != records.RUNNING:
         files.append(folder.journal)
-    told = {"params": config.model_dump(mode="json"), "points": points, "files": files}
-    return parent_run(folder.root, status=status, run_id=state.get("parent_run"), **told)
+    params = config.model_dump(mode="json")
+    of_run = {"status": status, "run_id": state.get("parent_run"), "params": params, "points": points, "files": files}
+    return parent_run(folder.root, **of_run)
 
 
 def _keep_id(folder: SearchFolder, mlflow: MlflowSync) -> None:
@@ -242,7 +243,9 @@ def _run(
         run_trials(session, prepared)
         outcome.trials = load_trials(folder.root)
         outcome.interrupted = any(t.status == records.KILLED for t in outcome.trials) or not outcome.trials
-        _draw_front(outcome)
+        if outcome.front:
+            save_png(front_figure(outcome.trials, base), folder.root / "front.png")
+            save_png(rungs_figure(outcome.trials, base), folder.root / "rungs.png")
         mlflow.put(_run_of(config, folder, records.RUNNING))
         console.print_trials(outcome.trials, base)
         console.print_comparison(compare(outcome.trials, base))
@@ -250,10 +253,3 @@ def _run(
             outcome.promotion = promote(session)
     outcome.report = write_report(folder.root)["report"]
     return outcome
-
-
-def _draw_front(outcome: SearchOutcome) -> None:
-    """The pictures of the front and of the rungs."""
-    if outcome.front:
-        save_png(front_figure(outcome.trials, outcome.base), outcome.folder / "front.png")
-        save_png(rungs_figure(outcome.trials, outcome.base), outcome.folder / "rungs.png")

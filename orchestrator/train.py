@@ -1,7 +1,8 @@
 """`headfold train`: a model of a known architecture from random weights, a plain Transformer or a DCFormer.
 
 Everything of a training lies beside its result: DIR is the trained checkpoint, DIR.training the untrained one, the
-token sequences, Ray's checkpoints and the milestones. The same command run again goes on where it was stopped.
+token sequences, and the training checkpoints with what was measured. The same command run again goes on where it was
+stopped.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from attention.plan import AttentionPlan, Composition
 from orchestrator.cluster.session import Demand, concurrency, connected
 from orchestrator.config.schema import ConfigError, Section, apply_override, parse_section
 from orchestrator.conversion import loading
-from orchestrator.promotion.training import MilestoneLog, read_milestones
 from orchestrator.search.trial import prepare_process
 from orchestrator.search.validation import check_machine
 from orchestrator.storage.mirror import is_remote
@@ -84,6 +84,15 @@ class Scratch:
     def milestones(self) -> tuple[int, ...]:
         return (*range(self.eval_every, self.steps, self.eval_every), self.steps)
 
+    @property
+    def mark(self) -> Path:
+        """What the training depends on; later also `parameters`, and whether it has `finished`."""
+        return self.folder / "scratch.json"
+
+    def reports(self) -> list[dict[str, Any]]:
+        """What was measured so far."""
+        return CheckpointStore(str(self.folder / "train"), RUN).read()[1]
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values: everything that the result depends on."""
         record = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "out"}
@@ -114,33 +123,33 @@ def check(
     section = _section(recipe, overrides, learning_rate, seed, device)
     loading.geometry_of(str(architecture), sequence_length, key="architecture", weights=False)
     loading.load_tokenizer(architecture)
-    for name, value in (("steps", steps), ("eval_every", 1 if eval_every is None else eval_every)):
+    eval_every = max(1, steps // 10) if eval_every is None else eval_every
+    for name, value in (("steps", steps), ("eval_every", eval_every)):
         if value < 1:
             raise ConfigError(f"{name}: got {value}; it must be at least 1")
     config = checkpoint.load_config(architecture)
     composed = composition_of(section.composition) if section.recipe == "dcformer" else None
     plan = replace(plan_of_config(config), composition=composed)
     headfold_config(config, plan)  # whether the plan fits
-    wanted = steps * section.train.batch_size * sequence_length
     if is_remote(str(out)):
         raise ConfigError(f"out: got {str(out)!r}; it must be a folder of this machine or one that it mounts")
-    tokens = min(wanted, TRAIN_TOKENS) if train_tokens is None else train_tokens
-    check_source(train_data, "train", tokens, sequence_length)
+    wanted = min(steps * section.train.batch_size * sequence_length, TRAIN_TOKENS)
+    train_tokens = wanted if train_tokens is None else train_tokens
+    check_source(train_data, "train", train_tokens, sequence_length)
     check_source(eval_data, "eval", eval_tokens, sequence_length)
-    target = storage_path(str(out))
     return Scratch(
         architecture=str(Path(architecture).absolute()) if Path(architecture).is_dir() else str(architecture),
         recipe=section.recipe,
         plan=plan,
         settings=section.train,
         steps=steps,
-        eval_every=max(1, steps // 10) if eval_every is None else eval_every,
+        eval_every=eval_every,
         train_data=train_data,
         eval_data=eval_data,
-        train_tokens=tokens,
+        train_tokens=train_tokens,
         eval_tokens=eval_tokens,
         sequence_length=sequence_length,
-        out=target,
+        out=storage_path(str(out)),
     )
 
 
@@ -149,10 +158,10 @@ def _section(recipe: str, overrides: Sequence[str], learning_rate: float, seed: 
     for override in overrides:
         apply_override(record, override)
     train = record.setdefault("train", {})
-    for name in OWN_OPTIONS:
-        if isinstance(train, dict) and name in train:
-            raise ConfigError(f"train.{name}: it has an option of its own; give it as --{name.replace('_', '-')}")
     if isinstance(train, dict):
+        for name in OWN_OPTIONS:
+            if name in train:
+                raise ConfigError(f"train.{name}: it has an option of its own; give it as --{name.replace('_', '-')}")
         gpus = float(loading.device_of(device).type == "cuda")
         record["train"] = {"gpus_per_worker": gpus} | train | {"learning_rate": learning_rate, "seed": seed}
     section = parse_section(TrainSection, record, "this training")
@@ -194,20 +203,17 @@ def train_from_scratch(
     _check_folder(plan, overwrite)
     total = plan.steps * plan.settings.batch_size * plan.sequence_length
     progress(f"training: {plan.recipe}, {plan.steps} steps, {total} tokens; in {plan.folder}")
-    log = plan.folder / "milestones.jsonl"
-    mark, metrics = plan.folder / "scratch.json", _ended(plan)
-    if metrics is None:
-        asked = plan.settings
-        demand = Demand(0, 0, asked.num_workers, asked.cpus_per_worker, asked.gpus_per_worker)
+    if (metrics := _ended(plan)) is None:
+        demand = Demand(0, 0, *plan.settings.shape)
         check_machine(demand)  # before a cluster is started, which takes longer than what can be refused here
         prepare_process()
         with connected() as resources:
             concurrency(resources, demand)
             job = _prepare(plan)
-            with _told(log, plan.steps, progress):
-                metrics = run_training(job, callbacks=[MilestoneLog(str(log))]).metrics
-    known = read_json(mark) | {"finished": True}
-    write_json(mark, known)
+            with _told(plan, progress):
+                metrics = run_training(job)
+    known = read_json(plan.mark) | {"finished": True}
+    write_json(plan.mark, known)
     return {
         **plan.to_dict(),
         **_answers(plan),
@@ -218,7 +224,7 @@ def train_from_scratch(
         "parameters": known["parameters"],
         "weights_digest": metrics["weights_digest"],
         **{name: metrics[name] for name in MEASURED},
-        "milestones": [{name: point[name] for name in MEASURED} for point in read_milestones(log)],
+        "milestones": [{name: point[name] for name in MEASURED} for point in plan.reports()],
     }
 
 
@@ -233,19 +239,18 @@ def _answers(plan: Scratch) -> dict[str, Any]:
 
 def _ended(plan: Scratch) -> dict[str, Any] | None:
     """The last report of a training that was finished by an earlier start, its weights as they were written."""
-    mark = plan.folder / "scratch.json"
-    if not mark.is_file() or not read_json(mark).get("finished"):
+    if not plan.mark.is_file() or not read_json(plan.mark).get("finished"):
         return None
-    reports = CheckpointStore(str(plan.folder / "train"), RUN).read()[1]
+    reports = plan.reports()
     written = reports and reports[-1].get("weights_digest") == checkpoint.weights_digest(plan.out)
     return reports[-1] if written else None
 
 
 def _check_folder(plan: Scratch, overwrite: bool) -> None:
     """Raises ConfigError or OutputError unless `out` may be written, or holds this very training."""
-    mark, record = plan.folder / "scratch.json", plan.to_dict()
-    if mark.is_file():
-        known = read_json(mark)
+    record = plan.to_dict()
+    if plan.mark.is_file():
+        known = read_json(plan.mark)
         if changed := [name for name in record if known.get(name) != json.loads(json.dumps(record[name]))]:
             raise ConfigError(
                 f"out: {plan.folder} holds a training with another {', '.join(changed)}; give another --out, or remove "
@@ -262,18 +267,17 @@ def _check_folder(plan: Scratch, overwrite: bool) -> None:
 
 def _prepare(plan: Scratch) -> TrainJob:
     """The job, with its untrained model and its texts on disk; those of an earlier start are taken as they are."""
-    mark = plan.folder / "scratch.json"
-    if not mark.is_file():
-        write_json(mark, plan.to_dict())  # first, so that what a kill leaves is known as ours
+    if not plan.mark.is_file():
+        write_json(plan.mark, plan.to_dict())  # first, so that what a kill leaves is known as ours
     tokenizer = loading.load_tokenizer(plan.architecture)
     cut: dict[str, Any] = {"sequence_length": plan.sequence_length, "seed": plan.settings.seed}
     cut["cache_dir"] = plan.folder / "data"
     train_file = sequence_file(plan.train_data, tokenizer, split="train", tokens=plan.train_tokens, **cut)
     eval_file = sequence_file(plan.eval_data, tokenizer, split="eval", tokens=plan.eval_tokens, **cut)
-    if "parameters" not in read_json(mark):
+    if "parameters" not in read_json(plan.mark):
         model = untrained(plan.architecture, plan.plan, plan.settings.seed)
         checkpoint.save(model, plan.folder / "untrained", plan.architecture)
-        write_json(mark, {**plan.to_dict(), "parameters": loading.parameters(model)})
+        write_json(plan.mark, {**plan.to_dict(), "parameters": loading.parameters(model)})
     return TrainJob(
         model_dir=str(plan.folder / "untrained"),
         train_file=str(train_file),
@@ -300,19 +304,18 @@ def untrained(architecture: str | Path, plan: AttentionPlan, seed: int) -> PreTr
 
 
 @contextmanager
-def _told(log: Path, steps: int, progress: Callable[[str], None]) -> Iterator[None]:
-    """While the body runs, tell each milestone that comes into `log`, those of an earlier start as well."""
-    ended, told = threading.Event(), set[int]()
-
-    def look() -> None:
-        for point in read_milestones(log):
-            if point["step"] not in told:
-                told.add(point["step"])
-                progress(_line(point, steps))
+def _told(plan: Scratch, progress: Callable[[str], None]) -> Iterator[None]:
+    """While the body runs, tell each milestone as it comes, those of an earlier start as well."""
+    ended = threading.Event()
 
     def watch() -> None:
-        while not ended.wait(POLL_SECONDS):
-            look()
+        shown, last_look = 0, False
+        while not last_look:
+            last_look = ended.wait(POLL_SECONDS)
+            points = plan.reports()
+            for point in points[shown:]:
+                progress(_line(point, plan.steps))
+            shown = len(points)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
@@ -321,7 +324,6 @@ def _told(log: Path, steps: int, progress: Callable[[str], None]) -> Iterator[No
     finally:
         ended.set()
         watcher.join()
-        look()
 
 
 def _line(point: dict[str, Any], steps: int) -> str:

@@ -33,22 +33,22 @@ def adaptable(model: PreTrainedModel) -> dict[str, nn.Module]:
     """
     attention = {id(module) for module in family_of(model.config).attention_modules(model)}
     layers = [name.rpartition(".")[0] + "." for name, module in model.named_modules() if id(module) in attention]
-    shared, found = sharing_modules(model), {}
+    shared, projections = sharing_modules(model), {}
     for name, module in model.named_modules():
         if not name.startswith(tuple(layers)) or name in shared:
             continue
         if type(module) in (nn.Linear, Conv1D):
-            found[name] = module
+            projections[name] = module
         elif isinstance(module, nn.Linear | Conv1D | SharedProjection | nn.MultiheadAttention):
             raise ValueError(
                 f"tuning lora: {name} is a {type(module).__name__}, whose adapter could not be merged; use tuning=full"
             )
-    if not found:
+    if not projections:
         raise ValueError(
             "tuning lora: every projection of this model shares its weights with another layer, none is left to "
             "adapt; use tuning=full"
         )
-    return found
+    return projections
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,13 @@ def add_adapters(model: PreTrainedModel, rank: int, alpha: float, generator: tor
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    found = adaptable(model)
+    projections = adaptable(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that fan_in_fan_out goes by the kind of projection
-        config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, bias="none", target_modules=list(found))  # pyright: ignore[reportArgumentType]
+        config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, bias="none", target_modules=list(projections))  # pyright: ignore[reportArgumentType]
         inject_adapter_in_model(config, model, adapter_name=NAME)
     trained = {id(p) for composition in compositions(model) for p in composition.parameters()}
-    missing = set(found)
+    missing = set(projections)
     for name, parameter in model.named_parameters():
         down, up = DOWN in name, UP in name
         parameter.requires_grad_(down or up or id(parameter) in trained)
@@ -98,4 +98,4 @@ def add_adapters(model: PreTrainedModel, rank: int, alpha: float, generator: tor
             nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)
     if missing:
         raise ValueError(f"tuning lora: peft gave no adapter to {sorted(missing)}; use tuning=full")
-    return Adapters(alpha / rank, {name: isinstance(module, Conv1D) for name, module in found.items()})
+    return Adapters(alpha / rank, {name: isinstance(module, Conv1D) for name, module in projections.items()})

@@ -179,13 +179,11 @@ class Engine:
 
 def _forget(model: nn.Module) -> None:
     """Let go of a model that ZeRO 3 had: a list of modules, and the memory of a method, keep every one [0.19]."""
-    own = set(model.modules())
-    kept = parameter_offload.FWD_MODULE_STACK
-    kept[:] = [module for module in kept if module not in own]
-    remembers: Any = getattr(
-        PartitionedParameterCoordinator, "_PartitionedParameterCoordinator__params_to_release", None
-    )
-    for cell in getattr(remembers, "__closure__", None) or ():  # it is wrapped in a function that counts time
+    modules, kept = set(model.modules()), parameter_offload.FWD_MODULE_STACK
+    kept[:] = [module for module in kept if module not in modules]
+    name = "_PartitionedParameterCoordinator__params_to_release"
+    method: Any = getattr(PartitionedParameterCoordinator, name, None)
+    for cell in getattr(method, "__closure__", None) or ():  # it is wrapped in a function that counts time
         if hasattr(cell.cell_contents, "cache_clear"):
             cell.cell_contents.cache_clear()
 

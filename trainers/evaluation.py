@@ -50,9 +50,8 @@ def evaluate(
 ) -> Evaluation:
     """Score `sequences [N, T]`: T - 1 predictions each, summed in float64 and divided once at the end.
 
-    With several workers each scores the rows of its rank, and `reduce` must sum a tensor over them in place; every
-    worker returns the same means, and all run equally many forward passes (weights that are split over workers are
-    gathered in them).
+    With several workers each scores the rows of its rank, in equally many forward passes (in which split weights are
+    gathered), and `reduce` must sum a tensor over them in place; every worker returns the same means.
     """
     if sequences.ndim != 2 or sequences.shape[0] < 1 or sequences.shape[1] < 2:
         raise ValueError(f"sequences must be [N, T] with N >= 1 and T >= 2, got shape {tuple(sequences.shape)}")
@@ -70,17 +69,14 @@ def evaluate(
 
 
 class CachedTeacher:
-    """A teacher that sees each batch once: its logits `[B, T, V]` are kept, up to `most` bytes, and told again.
-
-    For many models that are compared with one teacher on the same sequences; half of each evaluation is the teacher's.
-    """
+    """A teacher that sees each batch once: its logits `[B, T, V]` are kept, up to `most` bytes, for the next model that
+    is compared with it on the same sequences."""
 
     def __init__(self, model: Any, most: int = 256 * 2**20) -> None:
         self.model, self.room = model, most
         self._known: dict[tuple[torch.Size, bytes], Tensor] = {}
 
     def __call__(self, input_ids: Tensor, use_cache: bool = False) -> SimpleNamespace:
-        """The output's `logits`, like the model's own; without a cache."""
         key = (input_ids.shape, input_ids.cpu().numpy().tobytes())
         if key in self._known:
             return SimpleNamespace(logits=self._known[key])

@@ -61,8 +61,8 @@ def search_distances(
         rank, world_size = dist.get_rank(), dist.get_world_size()
         return BatchStream(sequences, settings.batch_size, rank=rank, world_size=world_size, seed=seed)
 
-    found = _distances(_lagrangian(lifted(model), goal, steps, rate=rate), settings, steps, stream)
-    return {side: torch.stack([d for d in layers if d is not None]) for side, layers in found.items()}
+    distances = _distances(_lagrangian(lifted(model), goal, steps, rate=rate), settings, steps, stream)
+    return {side: torch.stack([d for d in layers if d is not None]) for side, layers in distances.items()}
 
 
 def _lagrangian(model: PreTrainedModel, goal: AttentionPlan, steps: int, **knobs: Any) -> Lagrangian:
@@ -85,18 +85,15 @@ def _distances(
 def next_stage(
     model: PreTrainedModel, spec: RelaxationSpec, settings: TrainSettings, stream: BatchStream
 ) -> AttentionPlan:
-    """The plan of a stage before the last: the stored heads of every final group in pairs of least distance.
-
-    Trains a copy of `model` for `spec.regroup_steps` steps on `stream`, each head free to mix with all of its final
-    group. With a process group all workers call together.
-    """
+    """The plan of a stage before the last: the stored heads of every final group in pairs of least distance, after
+    `spec.regroup_steps` steps of a copy of `model` on `stream`. With a process group all workers call together."""
     goal = AttentionPlan.from_json(spec.plans[-1])
     if not is_coarser(plan_of(model), goal):
         model = lifted(model)
     steps, knobs = spec.regroup_steps, spec.knobs
     relaxation = _lagrangian(model, goal, steps, rate=knobs["rate"], per_dimension=knobs["per_dimension"])
-    found = _distances(relaxation, settings, steps, lambda: stream)
-    return paired_plan(plan_of(model), goal, found["key"], found["value"])
+    distances = _distances(relaxation, settings, steps, lambda: stream)
+    return paired_plan(plan_of(model), goal, distances["key"], distances["value"])
 
 
 def paired_plan(
@@ -105,13 +102,13 @@ def paired_plan(
     """`now` with the stored heads of every group of `goal` in pairs. `keys`, `values`: a layer's distances `[S, S]`, of
     which those within groups of `goal` are read; None where nothing is to be fused."""
     layers = []
-    for index, (own, final) in enumerate(zip(now.layers, goal.layers, strict=True)):
+    for index, (layer, final) in enumerate(zip(now.layers, goal.layers, strict=True)):
         sides: list[list[tuple[int, ...]]] = []
-        for name, found in (("key", keys[index]), ("value", values[index])):
-            before, after = getattr(own, f"{name}_map"), getattr(final, f"{name}_map")
+        for name, distance in (("key", keys[index]), ("value", values[index])):
+            before, after = getattr(layer, f"{name}_map"), getattr(final, f"{name}_map")
             groups = coarser_groups(before, after, f"layer {index}, {name}_map")
-            pieces = [piece for group in groups for piece in _within(found, group)]
-            heads = getattr(own, f"{name}_groups")
+            pieces = [piece for group in groups for piece in _within(distance, group)]
+            heads = getattr(layer, f"{name}_groups")
             sides.append([tuple(h for stored in piece for h in heads[stored]) for piece in pieces])
         layers.append(LayerPlan.from_groups(sides[0], sides[1], now.num_heads))
     return replace(goal, layers=tuple(layers))
@@ -121,8 +118,8 @@ def _within(distance: Tensor | None, group: Sequence[int]) -> Groups:
     """The stored heads of one final group in pairs."""
     if distance is None or len(group) < 3:  # nothing to fuse, or nothing to choose
         return (tuple(group),)
-    own = distance[list(group)][:, list(group)].tolist()
-    return tuple(tuple(group[i] for i in pair) for pair in pairs(own))
+    inside = distance[list(group)][:, list(group)].tolist()
+    return tuple(tuple(group[i] for i in pair) for pair in pairs(inside))
 
 
 def pairs(distance: Sequence[Sequence[float]]) -> Groups:
@@ -131,12 +128,12 @@ def pairs(distance: Sequence[Sequence[float]]) -> Groups:
     The closest first, then two pairs at a time exchange a member while that lowers the total: exact for four heads.
     """
     count = len(distance)
-    open_heads, found = set(range(count)), []
+    open_heads, paired = set(range(count)), []
     for i, j in sorted(combinations(range(count), 2), key=lambda p: (distance[p[0]][p[1]], p)):
         if {i, j} <= open_heads:
             open_heads -= {i, j}
-            found.append((i, j))
-    found += [(i,) for i in open_heads]
+            paired.append((i, j))
+    paired += [(i,) for i in open_heads]
 
     def total(some: Groups) -> float:
         return sum(distance[pair[0]][pair[1]] for pair in some if len(pair) == 2)
@@ -144,13 +141,13 @@ def pairs(distance: Sequence[Sequence[float]]) -> Groups:
     improved = True
     while improved:
         improved = False
-        for a, b in combinations(range(len(found)), 2):
-            (first, *rest), other = found[a], found[b]
+        for a, b in combinations(range(len(paired)), 2):
+            (first, *rest), other = paired[a], paired[b]
             for turned in (other, other[::-1]):
                 # The first head of a with one of b, what is left of both together
                 new = tuple(sorted((first, turned[0]))), tuple(sorted((*rest, *turned[1:])))
-                if new[1] and total(new) < total((found[a], found[b])) - 1e-12:
-                    found[a], found[b] = new
+                if new[1] and total(new) < total((paired[a], paired[b])) - 1e-12:
+                    paired[a], paired[b] = new
                     improved = True
                     break
-    return tuple(sorted(found))
+    return tuple(sorted(paired))

@@ -1,7 +1,7 @@
 """The relaxation stage of a training job: relax, train with the one loop, collapse, save.
 
-Runs inside the workers. Everything it leaves lies beside the job's `out_dir`, each step of it written before the next
-begins, so that a worker which comes back after a kill goes on from the last training checkpoint.
+Runs inside the workers. All that it leaves lies beside the job's `out_dir`, each step of it written before the next
+begins, so that a killed worker goes on from the last training checkpoint.
 """
 
 from __future__ import annotations
@@ -10,30 +10,26 @@ import copy
 import hashlib
 import json
 import shutil
-import time
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from attention.io import checkpoint
 from attention.io.files import write_whole
 from attention.plan import AttentionPlan
 from trainers.engine import Engine
-from trainers.evaluation import evaluate
 from trainers.fusion_search import next_stage
+from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.job import TrainJob
+from trainers.jobs.share import WorkerShare, load_teacher
 from trainers.loop import train
 from trainers.losses import objective
-from trainers.models import DTYPES, load_teacher
 from trainers.relaxations.base import Relaxation
 from trainers.relaxations.stage import RelaxationSpec, relaxed_objective
-from trainers.text.data import BatchStream, read_sequences
 
-LATEST = "latest.json"
 OUTCOME = "outcome.json"
 HISTORY_POINTS = 40  # entries of the history of a stage, about; its last step is always one
 
@@ -63,14 +59,17 @@ def relax(job: TrainJob) -> Relaxed:
         _claim(root, job, spec)
     dist.barrier()
     records: list[dict[str, Any]] = []
-    model_dir, position = job.model_dir, None
+    model_dir = job.model_dir
     for index in range(len(spec.plans)):
         folder = root / f"stage-{index}"
         if not (folder / OUTCOME).exists():
             dist.barrier()  # until all have looked
-            _Stage(job, spec, index, model_dir, folder, position).run_job()
+            stage = _Stage(job, spec, index, model_dir, folder)
+            if records:
+                stage.stream.load_state_dict(records[-1]["position"])
+            stage.run()
         records.append(json.loads((folder / OUTCOME).read_text()))
-        model_dir, position = str(folder / "collapsed"), records[-1]["position"]
+        model_dir = str(folder / "collapsed")
     return Relaxed(
         model_dir,
         records[-1]["loss"],
@@ -82,32 +81,17 @@ def relax(job: TrainJob) -> Relaxed:
     )
 
 
-class _Stage:
+class _Stage(WorkerShare):
     """One plan of a relaxation on one worker."""
 
-    def __init__(
-        self,
-        job: TrainJob,
-        spec: RelaxationSpec,
-        index: int,
-        model_dir: str,
-        folder: Path,
-        position: dict[str, Any] | None,
-    ) -> None:
-        self.job, self.spec, self.settings = job, spec, job.relaxation_settings
-        self.index, self.model_dir, self.folder = index, model_dir, folder
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.sequences = read_sequences(job.train_file, dtype=torch.int32)
-        self.stream = BatchStream(
-            self.sequences, self.settings.batch_size, rank=self.rank, world_size=self.world_size, seed=job.seed
-        )
-        if position is not None:
-            self.stream.load_state_dict(position)
+    def __init__(self, job: TrainJob, spec: RelaxationSpec, index: int, model_dir: str, folder: Path) -> None:
+        super().__init__(job, job.relaxation_settings)
+        self.spec, self.index, self.model_dir, self.folder = spec, index, model_dir, folder
+        self.store = CheckpointStore(str(folder), "states", self.rank, self.world_size)
         self.history: list[dict[str, float]] = []
         self.last_loss = 0.0
-        self.seconds, self._last = 0.0, time.perf_counter()
 
-    def run_job(self) -> None:
+    def run(self) -> None:
         self.plan = self._regrouped()
         relaxation = self._install()
         groups = relaxation.parameter_groups()
@@ -134,12 +118,13 @@ class _Stage:
                 self.history.append({"step": steps, "train_loss": self.last_loss, **metrics})
             weights, device = engine.weights(), engine.device
         self._collapse(weights)
-        loss = self._evaluate(device)
-        self._lap()
+        collapsed: Any = self.load(self.folder / "collapsed")
+        loss = self.evaluate(collapsed.to(device)).loss
+        self.lap()
         if self.rank == 0:
             outcome = {
                 "steps": steps,
-                "tokens": steps * self.settings.batch_size * self.sequences.shape[1],
+                "tokens": steps * self.tokens_a_step,
                 "finished": relaxation.finished(),
                 "loss": loss,
                 "metrics": metrics,
@@ -148,13 +133,19 @@ class _Stage:
                 "seconds": self.seconds,
             }
             write_whole(self.folder / OUTCOME, json.dumps(outcome, sort_keys=True))
-            for state in self.folder.glob("state-*"):
-                shutil.rmtree(state)
+            shutil.rmtree(self.store.root, ignore_errors=True)
         dist.barrier()
 
     def _install(self) -> Relaxation:
-        model = checkpoint.load(self.model_dir, DTYPES[self.settings.dtype])
-        return self.spec.install(model, self.index, self.job.seed, self.plan)
+        return self.spec.install(self.load(self.model_dir), self.index, self.job.seed, self.plan)
+
+    def _collapse(self, weights: dict[str, Any]) -> None:
+        if self.rank == 0:  # which alone has whole weights
+            whole, source = self._install(), self.model_dir
+            whole.model.load_state_dict(weights)
+            record = checkpoint.carried(source)
+            checkpoint.save(whole.collapsed_model(), self.folder / "collapsed", source, record=record)
+        dist.barrier()
 
     def _regrouped(self) -> AttentionPlan | None:
         """The plan of a stage that is grouped anew, found once and kept beside the stage; None: the spec's."""
@@ -163,18 +154,17 @@ class _Stage:
         file = self.folder / "plan.json"
         if not file.exists():
             dist.barrier()  # until all have looked
-            model = checkpoint.load(self.model_dir, DTYPES[self.settings.dtype])
-            found = next_stage(model, self.spec, self.settings, copy.deepcopy(self.stream))
+            plan = next_stage(self.load(self.model_dir), self.spec, self.settings, copy.deepcopy(self.stream))
             if self.rank == 0:
-                write_whole(file, json.dumps(found.to_dict(), sort_keys=True))
+                write_whole(file, json.dumps(plan.to_dict(), sort_keys=True))
             dist.barrier()
         return AttentionPlan.from_json(file.read_text())
 
     def _resume(self, engine: Engine) -> int:
-        latest = self.folder / LATEST
-        if not latest.exists():
+        newest, _, _ = self.store.newest_whole()
+        if newest is None:
             return 0
-        state = engine.load(self.folder / json.loads(latest.read_text())["state"])
+        state = engine.load(self.store.folder(newest))
         self.stream.load_state_dict(state["stream"])
         self.history, self.seconds = state["history"], state["seconds"]
         return engine.steps_done
@@ -184,44 +174,9 @@ class _Stage:
         if step % max(1, self.spec.steps // HISTORY_POINTS) == 0:
             self.history.append({"step": step, "train_loss": loss, **relaxation.metrics()})
         if step % self.spec.save_every == 0 and step < self.spec.steps:
-            self._save(engine, step)
-
-    def _save(self, engine: Engine, step: int) -> None:
-        self._lap()
-        name = f"state-{step}"
-        state = {"stream": self.stream.state_dict(), "history": self.history, "seconds": self.seconds}
-        engine.save(self.folder / name, state)
-        dist.barrier()  # every worker's share is there before the pointer says so
-        if self.rank == 0:
-            write_whole(self.folder / LATEST, json.dumps({"state": name}))
-            for old in self.folder.glob("state-*"):
-                if old.name != name:
-                    shutil.rmtree(old)
-        dist.barrier()
-
-    def _collapse(self, weights: dict[str, Any]) -> None:
-        """Rank 0, which alone has whole weights, puts them into a relaxed model of its own and collapses that."""
-        if self.rank == 0:
-            whole = self._install()
-            whole.model.load_state_dict(weights)
-            made, source = whole.collapsed_model(), self.model_dir
-            checkpoint.save(made, self.folder / "collapsed", source, record=checkpoint.carried(source))
-        dist.barrier()
-
-    def _evaluate(self, device: torch.device) -> float:
-        model = checkpoint.load(self.folder / "collapsed", DTYPES[self.settings.dtype]).to(device)  # type: ignore[arg-type]
-        return evaluate(
-            model,
-            read_sequences(self.job.eval_file),
-            batch_size=self.settings.device_batch_size,
-            rank=self.rank,
-            world_size=self.world_size,
-            reduce=dist.all_reduce,
-        ).loss
-
-    def _lap(self) -> None:
-        now = time.perf_counter()
-        self.seconds, self._last = self.seconds + now - self._last, now
+            self.lap()
+            state = {"stream": self.stream.state_dict(), "history": self.history, "seconds": self.seconds}
+            self.store.save(step, lambda folder: engine.save(folder, state), {"step": step})
 
 
 def _claim(root: Path, job: TrainJob, spec: RelaxationSpec) -> None:

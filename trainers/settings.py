@@ -15,6 +15,10 @@ LONGEST = 4096
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what every generator below takes
 
 
+Shape = tuple[int, float, float]
+"""Workers of a training, CPUs of each, GPUs of each."""
+
+
 class Strict(BaseModel):
     """A section of a configuration: unknown keys are refused, and so is what no field can be meant to hold."""
 
@@ -97,6 +101,10 @@ class TrainSettings(Strict):
     def gradient_accumulation_steps(self) -> int:
         """Forward and backward passes of one worker in a step."""
         return self.batch_size // (self.num_workers * self.device_batch_size)
+
+    @property
+    def shape(self) -> Shape:
+        return self.num_workers, self.cpus_per_worker, self.gpus_per_worker
 
     def rate(self, step: int, total_steps: int) -> float:
         """Learning rate of the step after `step` finished ones: linear warm-up, then a cosine to the final fraction.

@@ -1,8 +1,8 @@
 """The worker pool of a search: groups of Ray Train workers that carry out one training job after another.
 
 One actor, the pool (`orchestrator.cluster.worker_pool`), keeps the groups; each group is a Ray Train run of its own
-whose workers ask the pool for jobs (`trainers.jobs.worker.stand`). A trial leases a group for its job and is told of
-every milestone. Groups start as leases need them, and end when they have been idle for long, when another shape is
+whose workers ask the pool for jobs (`trainers.jobs.worker.serve_pool`). A trial leases a group for its job and is told
+of every milestone. Groups start as leases need them, and end when they have been idle for long, when another shape is
 wanted, when they fail, or with the pool. The pool belongs to the search's driver and everything else to the pool, so
 that nothing outlives the driver. Here are the sides of the driver and of the trials.
 """
@@ -10,6 +10,7 @@ that nothing outlives the driver. Here are the sides of the driver and of the tr
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import threading
 import uuid
@@ -24,7 +25,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.cluster.worker_pool import CLOSE_SECONDS, Pool
 from orchestrator.config.schema import SearchConfig
 from orchestrator.storage.paths import SearchFolder
-from trainers.jobs.worker import TrainJob, TrainOutcome, outcome_of
+from trainers.jobs.worker import TrainJob, metrics_of, run_training
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "headfold-groups"
 WAIT_SECONDS = 10.0
@@ -40,17 +43,15 @@ class PoolGone(RuntimeError):
 
 def pool_of_search(config: SearchConfig, folder: SearchFolder) -> contextlib.AbstractContextManager[str | None]:
     """The pool of a search, as it is configured, by name; None where every training starts workers of its own."""
-    own = config.resources
-    pool = open_pool(str(folder.train), idle_seconds=own.idle_seconds)
-    return pool if own.reuse_workers else contextlib.nullcontext()
+    if not config.resources.reuse_workers:
+        return contextlib.nullcontext()
+    return open_pool(str(folder.train), idle_seconds=config.resources.idle_seconds)
 
 
 @contextlib.contextmanager
 def open_pool(storage_path: str, **seconds: float) -> Iterator[str]:
-    """A pool for as long as the body runs; yields its name, by which every process of the Ray job finds it.
-
-    `storage_path` is the pool's alone as far as folders that begin with its prefix go; `seconds`: see `Pool`.
-    """
+    """A pool for as long as the body runs; yields its name, by which every process of the Ray job finds it. In
+    `storage_path` it removes all folders that begin with PREFIX. `seconds`: see `Pool`."""
     name = f"{PREFIX}-{uuid.uuid4().hex[:12]}"
     _clear(storage_path)  # of a driver that was killed
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -73,18 +74,31 @@ def _clear(storage_path: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def train_on_pool(
-    pool: str, job: TrainJob, on_report: Callable[[dict[str, Any]], None], *, reported: int = -1
-) -> TrainOutcome:
+def train(
+    pool: str | None,
+    job: TrainJob,
+    on_report: Callable[[dict[str, Any]], None] = lambda report: None,
+    callbacks: Callable[[], list[Any]] = list,
+) -> dict[str, Any]:
+    """`train_on_pool`; on workers of its own, with Ray Train's callbacks, if there is no pool, or no longer."""
+    if pool is not None:
+        try:
+            return train_on_pool(pool, job, on_report)
+        except PoolGone as error:
+            logger.warning("%s; %s goes on with workers of its own", error, job.run_name)
+    return run_training(job, callbacks=callbacks())
+
+
+def train_on_pool(pool: str, job: TrainJob, on_report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """`run_training` on workers of the pool: the same job, reports and errors.
 
-    `on_report` is called in this thread with each milestone's report after step `reported`; the workers wait until it
-    returns, and if it raises they end the job there. Raises GroupError where `run_training` raises Ray's
+    `on_report` is called in this thread with each milestone's report; the workers wait until it returns, and if it
+    raises they end the job there. Raises GroupError where `run_training` raises Ray's
     TrainingFailedError, and PoolGone if there is no pool, or no longer.
     """
     try:
         handle = ray.get_actor(pool)
-        number, beat = cast(tuple[int, float], ray.get(handle.lease.remote(job.to_json(), reported)))
+        number, beat = cast(tuple[int, float], ray.get(handle.lease.remote(job.to_json())))
         with _leased(handle, number, beat):
             while True:
                 event: Any = ray.get(handle.wait.remote(number, WAIT_SECONDS))
@@ -94,7 +108,7 @@ def train_on_pool(
                     on_report(event["report"])
                     ray.get(handle.go_on.remote(number))
                 elif "ended" in event:
-                    return outcome_of(job, event["ended"])
+                    return metrics_of(job, event["ended"])
                 else:
                     raise GroupError(event["failed"])
     except (RayActorError, ValueError) as error:

@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,8 +34,7 @@ class Demand:
 
     @classmethod
     def of(cls, config: SearchConfig) -> Demand:
-        train, own = config.train, config.resources
-        return cls(own.trial_cpus, own.trial_gpus, train.num_workers, train.cpus_per_worker, train.gpus_per_worker)
+        return cls(config.resources.trial_cpus, config.resources.trial_gpus, *config.train.shape)
 
 
 def concurrency(resources: Mapping[str, float], demand: Demand, limit: int | str = "auto") -> int:
@@ -60,31 +59,21 @@ def concurrency(resources: Mapping[str, float], demand: Demand, limit: int | str
 
 
 class Room:
-    """How many trials fit the cluster as it is now; asked anew every few seconds, since nodes come and go.
+    """How many trials fit the cluster as it is now; asked anew every few seconds, since nodes come and go. Always at
+    least one, which waits for workers until nodes come back."""
 
-    `ask` gives the cluster's resources. Where not even one trial fits any more there is still room for one: it waits
-    for workers, and with it the search, until nodes come back.
-    """
-
-    def __init__(
-        self,
-        demand: Demand,
-        limit: int | str = "auto",
-        seconds: float = LOOK_SECONDS,
-        ask: Callable[[], Mapping[str, float]] | None = None,
-    ) -> None:
-        self._demand, self._limit, self._seconds, self._ask = demand, limit, seconds, ask or capacity
-        self._looked = -math.inf
+    def __init__(self, demand: Demand, limit: int | str = "auto") -> None:
+        self._demand, self._limit, self._looked = demand, limit, -math.inf
         self._fitting: int | None = None
 
     def trials(self) -> int:
-        """Says so when it has changed since it was last asked."""
+        """The number, which is printed when it has changed."""
         now = time.monotonic()
-        if now - self._looked >= self._seconds:
+        if now - self._looked >= LOOK_SECONDS:
             self._looked = now
             before, self._fitting = self._fitting, 0
             with contextlib.suppress(ConfigError):
-                self._fitting = concurrency(self._ask(), self._demand, self._limit)
+                self._fitting = concurrency(capacity(), self._demand, self._limit)
             if before is not None and self._fitting != before:
                 waits = "" if self._fitting else "; the search waits for nodes"
                 print(f"cluster  has changed: room for {self._fitting} trial(s) at a time{waits}", flush=True)
@@ -95,8 +84,8 @@ def last_error(text: str) -> str:
     """The last line of a traceback that names an exception and says something; Ray's own wrappers come last."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"([\w.]+\.)?\w*(Error|Exception|Diverged|Interrupt)\b.*: .", line)]
-    own = [line for line in named if not line.startswith("ray.exceptions.")]
-    return (own or named or lines or ["unknown error"])[-1][:1000]
+    causes = [line for line in named if not line.startswith("ray.exceptions.")]
+    return (causes or named or lines or ["unknown error"])[-1][:1000]
 
 
 def ray_train_intervals(look_seconds: float) -> None:

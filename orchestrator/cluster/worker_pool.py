@@ -17,16 +17,13 @@ import ray
 
 from orchestrator.cluster.ray_private import free_on_nodes
 from orchestrator.cluster.session import last_error, ray_train_intervals
-from trainers.jobs.worker import TrainJob, stand
-from trainers.settings import TrainSettings
+from trainers.jobs.worker import TrainJob, serve_pool
+from trainers.settings import Shape
 
 LEAST_SHARE = 0.5
 LOOK_SECONDS = 1.0
 START_FAILURES = 2  # in a row, after which waiting jobs are told that no group starts
 CLOSE_SECONDS = 15.0
-
-Shape = tuple[int, float, float]
-"""Workers, CPUs of each, GPUs of each."""
 
 
 @dataclass(eq=False)
@@ -59,19 +56,22 @@ class Lease:
 
     number: int
     job: TrainJob
-    shape: Shape
     seen: float
-    reported: int
+    reported: int = -1
     failures: int = 0
     group: Group | None = None
     events: asyncio.Queue = field(default_factory=asyncio.Queue)
     answer: asyncio.Future | None = None
     released: bool = False
 
+    @property
+    def shape(self) -> Shape:
+        return self.job.settings.shape
+
 
 @dataclass(eq=False)
 class Pool:
-    """The actor. All methods run in one event loop; only `stand` blocks, in a thread a group.
+    """The actor. All methods run in one event loop; only `serve_pool` blocks, in a thread a group.
 
     A group ends after `idle_seconds` without a job; a lease's holder counts as dead after `lost_seconds` without a
     heartbeat; after `stuck_seconds` without a worker anywhere one may start on less CPU than it should have.
@@ -101,15 +101,9 @@ class Pool:
 
     # ---- for the holders of leases ----------------------------------------------------------------------------
 
-    async def lease(self, job: str, reported: int = -1) -> tuple[int, float]:
-        """Have a job done by a group; its number, and how often its holder must say that it is alive, in seconds.
-
-        Milestones up to step `reported` are not told again; step 0 is one where a relaxation took all steps.
-        """
-        parsed, now = TrainJob.from_json(job), time.monotonic()
-        settings = parsed.settings
-        shape = (settings.num_workers, settings.cpus_per_worker, settings.gpus_per_worker)
-        lease = Lease(next(self._numbers), parsed, shape, now, reported)
+    async def lease(self, job: str) -> tuple[int, float]:
+        """Have a job done by a group; its number, and how often its holder must say that it is alive, in seconds."""
+        lease = Lease(next(self._numbers), TrainJob.from_json(job), time.monotonic())
         self.leases[lease.number] = lease
         self.waiting.append(lease)
         self._match()
@@ -209,11 +203,13 @@ class Pool:
     def _alive(self) -> list[Group]:
         return [group for group in self.groups.values() if not group.ending]
 
+    def _idle(self) -> list[Group]:
+        return [group for group in self._alive() if group.ready and group.lease is None]
+
     def _match(self) -> None:
         """Give waiting jobs to idle groups of their shape, and start groups for the others."""
         for lease in list(self.waiting):
-            idle = (g for g in self._alive() if g.ready and g.lease is None and g.shape == lease.shape)
-            if (group := next(idle, None)) is not None:
+            if (group := next((g for g in self._idle() if g.shape == lease.shape), None)) is not None:
                 self.waiting.remove(lease)
                 group.lease, lease.group = lease, group
                 group.given = (group.jobs, lease.job.to_json())
@@ -222,8 +218,8 @@ class Pool:
             wanted = sum(lease.shape == shape for lease in self.waiting)
             starting = sum(g.shape == shape and not g.ready for g in self._alive())
             for _ in range(wanted - starting):
-                # What is idle has another shape; it may stand where this one needs room
-                if other := next((g for g in self._alive() if g.ready and g.lease is None), None):
+                # What is idle has another shape; it may be where this one needs room
+                for other in self._idle()[:1]:
                     self._end(other)
                 self._start(shape)
 
@@ -234,16 +230,13 @@ class Pool:
         group = Group(f"{self.name}-{next(self._starts)}", shape, time.monotonic(), squeezed=cpus is not None)
         self.groups[group.name] = group
         workers, of_shape, gpus = shape
-        cpus = of_shape if cpus is None else cpus
-        settings = TrainSettings(
-            num_workers=workers, batch_size=workers, cpus_per_worker=cpus, gpus_per_worker=gpus, zero_stage=1
-        )
+        asked = workers, of_shape if cpus is None else cpus, gpus
         loop = asyncio.get_running_loop()
 
         def keep() -> None:
             error: BaseException | None = None
             try:
-                stand(self._self, group.name, settings, self.storage_path)
+                serve_pool(self._self, group.name, asked, self.storage_path)
             except BaseException as failure:
                 error = failure
             with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -263,21 +256,18 @@ class Pool:
         del self.groups[group.name]
         group.tell()
         shutil.rmtree(Path(self.storage_path) / group.name, ignore_errors=True)
-        lease = group.lease
-        if error is not None and not group.ready:
-            self._start_failures += 1
-            if self._start_failures >= START_FAILURES:
-                self._start_failures = 0
-                failed = {"failed": f"no group of workers could start: {last_error(_told(error))}"}
-                for waiting in [w for w in self.waiting if w.shape == group.shape]:
-                    self.waiting.remove(waiting)
-                    waiting.events.put_nowait(failed)
+        lease, said = group.lease, _said(error)
+        self._start_failures += error is not None and not group.ready
+        if self._start_failures >= START_FAILURES:
+            self._start_failures = 0
+            for waiting in [w for w in self.waiting if w.shape == group.shape]:
+                self.waiting.remove(waiting)
+                waiting.events.put_nowait({"failed": f"no group of workers could start: {last_error(said)}"})
         if lease is not None and not lease.released:
             lease.group, lease.answer = None, None
-            told = _told(error)
-            lease.failures += "MicroBatchLoweredError" not in told  # which has put right what was wrong
+            lease.failures += "MicroBatchLoweredError" not in said  # which has put right what was wrong
             if lease.failures > lease.job.max_failures:
-                lease.events.put_nowait({"failed": last_error(told)})
+                lease.events.put_nowait({"failed": last_error(said)})
             else:
                 self.waiting.insert(0, lease)
         self._match()
@@ -297,8 +287,8 @@ class Pool:
             now = time.monotonic()
             for lease in [held for held in self.leases.values() if now - held.seen > self.lost_seconds]:
                 await self.release(lease.number)
-            for group in self._alive():
-                if group.ready and group.lease is None and now - group.idle_since > self.idle_seconds:
+            for group in self._idle():
+                if now - group.idle_since > self.idle_seconds:
                     self._end(group)
             alive = self._alive()
             stuck = alive and all(not g.ready and now - g.started > self.stuck_seconds for g in alive)
@@ -318,15 +308,15 @@ class Pool:
             room = (min(n.get("CPU", 0.0) // each, n.get("GPU", 0.0) // gpus if gpus else math.inf) for n in nodes)
             return sum(room) >= workers
 
-        if not fit(cpus):
-            shares = (1 - step / 20 for step in range(1, 1 + round(20 * (1 - LEAST_SHARE))))
-            if (less := next((cpus * share for share in shares if fit(cpus * share)), None)) is not None:
-                self._start(shape, less)
+        steps = range(1 + round(20 * (1 - LEAST_SHARE)))
+        most = next((cpus * (1 - step / 20) for step in steps if fit(cpus * (1 - step / 20))), cpus)
+        if most < cpus:
+            self._start(shape, most)
 
 
-def _told(error: BaseException | None) -> str:
+def _said(error: BaseException | None) -> str:
     """What the workers said, those last that did not merely lose another one."""
     if error is None:
         return "the group ended before its job was done"
-    told = sorted((str(w) for w in getattr(error, "worker_failures", {}).values()), key=lambda w: "onnection" not in w)
-    return "\n".join(told) or f"{type(error).__name__}: {error}"
+    said = sorted((str(w) for w in getattr(error, "worker_failures", {}).values()), key=lambda w: "onnection" not in w)
+    return "\n".join(said) or f"{type(error).__name__}: {error}"

@@ -28,10 +28,7 @@ OK = "passed"
 
 def check_candidate(entry: Entry, session: SearchSession) -> dict[str, str]:
     """Export a trained candidate and check it. Fills in the entry's `gate`, `checks`, `reasons` (none: passed), and
-    what is said of the model that was written; returns the digests of plan, trained and exported weights.
-
-    Never raises for a candidate that fails: the reasons say why.
-    """
+    what is said of the model that was written; returns the digests of plan, trained and exported weights."""
     context, folder = session.context, session.folder
     entry.gate, entry.checks, entry.reasons = {}, {}, []
     with _check(entry, "loss"):
@@ -87,10 +84,7 @@ def _check_loss(entry: Entry, config: SearchConfig) -> None:
 
 
 def _check_cache(model: Any, plan: AttentionPlan, dtype: torch.dtype, entry: Entry) -> None:
-    """The bytes that the cache really holds in the dtype that is shipped, against the plan of the trial.
-
-    `model`: in float32, its weights rounded to `dtype`, and so again when this returns.
-    """
+    """The bytes that the cache really holds in the dtype that is shipped, against the plan of the trial."""
     planned, tokens = plan.kv_bytes_per_token(dtype), loading.CACHE_TOKENS
     cast_weights(model, dtype)
     held = measure_cache(model, tokens)
@@ -102,10 +96,7 @@ def _check_cache(model: Any, plan: AttentionPlan, dtype: torch.dtype, entry: Ent
 
 
 def _export(model: Any, plan: AttentionPlan, dtype: torch.dtype, entry: Entry, session: SearchSession) -> None:
-    """Plain GQA where plan and family allow it; else Headfold's own format, under a name that says so.
-
-    In the dtype of the search's checkpoint, whatever training has computed in.
-    """
+    """Plain GQA where plan and family allow it; else Headfold's own format, under a name that says so."""
     trained, tokenizer = str(entry.folder), session.context.model
     plain = checkpoint.plain_form(model.config, plan) is not None
     name = "exported" if plain else "headfold"
@@ -124,10 +115,7 @@ def _export(model: Any, plan: AttentionPlan, dtype: torch.dtype, entry: Entry, s
 
 
 def _check_logits(model: Any, target: str, entry: Entry, context: TrialContext, tolerance: float) -> None:
-    """Logits of the exported checkpoint, read back, against the trained model's on held-out text, in float32.
-
-    `model`: the trained one, its weights rounded to the dtype of the export. The export's own held-out loss is kept.
-    """
+    """Logits of the exported checkpoint, read back, against the trained model's on held-out text, in float32."""
     back = loading.load_model(target, device=context.device)
     held_out = read_sequences(context.eval_file)
     entry.checks["exported_loss"] = loading.score(back, held_out).loss

@@ -1,11 +1,10 @@
 """From a candidate that has passed the gate to a registered version that an alias points to.
 
 Two steps, each of which the next run of a promotion finishes if it was cut off: the version, complete with its tags,
-then the alias. Until the alias is set, in one call, it points to what it pointed to before.
+then the alias, in one call.
 
-Lineage: where a promoted checkpoint comes from, i.e. model, search, trial, plan, data and weights, each by name and
-digest. The record lies beside the exported weights as `lineage.json`, is an artifact of the promotion's run, and is
-flattened into the tags of the registered version.
+Lineage: where a promoted checkpoint comes from, by names and digests. It lies beside the exported weights as
+`lineage.json`, is an artifact of the promotion's run, and is flattened into the tags of the registered version.
 """
 
 from __future__ import annotations
@@ -129,13 +128,13 @@ def settle_aliases(state: PromotionState, config: SearchConfig, tracker: Tracker
     """
     name = model_name(config)
     registered = [e for e in state.candidates.values() if e.status in (REGISTERED, PROMOTED)]
-    own = {e.version for e in registered}
+    versions = {e.version for e in registered}
     for budget in {e.kv_ratio for e in registered}:
         ranked = sorted((e for e in registered if e.kv_ratio == budget), key=lambda e: (e.loss, e.trial_id))
         for place, entry in reversed(list(enumerate(ranked, 1))):
             alias = alias_of(budget, place)
             holder = tracker.holder(name, alias)
-            if holder is not None and holder not in own and int(holder) > int(entry.version or 0):
+            if holder is not None and holder not in versions and int(holder) > int(entry.version or 0):
                 entry.model_uri = f"models:/{name}/{entry.version}"
             else:
                 if holder != entry.version:

@@ -97,8 +97,8 @@ class PromotionSteps:
         if again := sum((e.trial_id, e.role, e.steps) == goal for e in self.state.before(entry)):
             tags["promotion_attempt"] = again + 1
         at, texts = {"time": entry.trained_at}, {}
-        training = Training.of(self.trials[trial_id], steps, self.session)
-        points = [{k: v for k, v in r.items() if not k.startswith("best_")} | at for r in training.reports()]
+        reports = Training.of(self.trials[trial_id], steps, self.session).reports()
+        points = [{k: v for k, v in r.items() if not k.startswith("best_")} | at for r in reports]
         points.append(entry.compared | {"best_loss": entry.loss, "loss": entry.last_loss, "step": steps} | at)
         if entry.shipped is not None:
             tags["shipped"] = entry.shipped

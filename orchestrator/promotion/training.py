@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.train import UserCallback
 
-from orchestrator.cluster.pool_client import PoolGone, train_on_pool
+from orchestrator.cluster.pool_client import train
 from orchestrator.cluster.session import last_error
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.prepare import SearchSession
 from orchestrator.search.resume import LOSSES, lost
 from orchestrator.search.trial import prepare_process
 from orchestrator.storage.records import TrialRecord, read_json
-from trainers.jobs.worker import TrainJob, run_training
+from trainers.jobs.checkpoints import reports_of
+from trainers.jobs.job import TrainJob
 
 POLL_SECONDS = 10.0
 Done = Callable[["Training", "float | None", "str | None"], None]
@@ -43,44 +41,30 @@ class Training:
     @classmethod
     def of(cls, trial: TrialRecord, total: int, session: SearchSession) -> Training:
         """Continue from the trial's last training checkpoint; from its converted weights if it has none."""
-        context, folder, own = session.context, session.folder, session.folder.trial(trial.trial_id)
+        context, folder = session.context, session.folder.trial(trial.trial_id)
         if trial.step == total:
             return cls(trial, total, total, None)
         saved = trial.last.get("checkpoint_path")
         start = trial.step if saved and Path(saved).is_dir() else 0
-        target = folder.promoted / f"{trial.trial_id}-{total}"
-        candidate = Candidate.from_config(read_json(own / "recipe.json"))
+        target = session.folder.promoted / f"{trial.trial_id}-{total}"
+        candidate = Candidate.from_config(read_json(folder / "recipe.json"))
         # The steps of a relaxation count, but lie before the run that goes on
-        spec = context.relaxation(candidate.recipe, own) if start else None
+        spec = context.relaxation(candidate.recipe, folder) if start else None
         before = spec.total_steps if spec else 0
-        model = Path(str(trial.last["relaxed_dir"])) if before else own / "converted"
+        model = Path(str(trial.last["relaxed_dir"])) if before else folder / "converted"
         steps = [step - before for step in milestones(start, total, session.config.promotion.evaluations)]
         offset = spec.scheduled_steps if spec else 0
         going_on = {"start_step": start - before, "schedule_offset": offset, "resume_from": saved if start else None}
         job = context.job(f"promote-{target.name}", model, target / "trained", candidate, steps, **going_on)
         return cls(trial, total, start, job)
 
-    @property
-    def log(self) -> Path:
-        """Milestones as they come, one JSON object a line."""
-        assert self.job is not None
-        return Path(self.job.out_dir).parent / "milestones.jsonl"
-
     def reports(self) -> list[dict[str, Any]]:
-        """The milestones so far, each step once, in steps of the trial: those of a relaxation before it count."""
+        """The milestones so far, in steps of the trial: those of a relaxation before it count."""
         if self.job is None:
             return []
-        before = self.job.schedule_offset
-        told = read_milestones(self.log)
-        return [r | {key: r[key] + before for key in ("step", "best_step") if key in r} for r in told]
-
-
-def read_milestones(log: Path) -> list[dict[str, Any]]:
-    """The reports in a file of `MilestoneLog`, each step once."""
-    if not log.exists():
-        return []
-    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-    return list({line["step"]: line for line in lines}.values())
+        before = self.start - self.job.start_step
+        steps = ("step", "best_step")
+        return [r | {key: r[key] + before for key in steps if key in r} for r in reports_of(self.job)]
 
 
 def milestones(start: int, total: int, evaluations: int) -> tuple[int, ...]:
@@ -90,11 +74,8 @@ def milestones(start: int, total: int, evaluations: int) -> tuple[int, ...]:
 
 
 def run_all(trainings: Sequence[Training], session: SearchSession, done: Done) -> None:
-    """Run the trainings, each a Ray task that has Ray Train workers train, as many at a time as the session has room
-    for; `done(training, loss after the last step or None, error)` after each.
-
-    One that fails does not end the others; one that loses its machines goes on from its last checkpoint.
-    """
+    """Run the trainings, each a Ray task, as many at a time as the session has room for; `done(training, loss after the
+    last step or None, error)` after each. One that loses its machines goes on from its last checkpoint."""
     for training in (t for t in trainings if t.job is None):
         done(training, training.trial.loss, None)
     waiting = [t for t in trainings if t.job is not None]
@@ -104,8 +85,7 @@ def run_all(trainings: Sequence[Training], session: SearchSession, done: Done) -
     while waiting or running:
         while waiting and len(running) < session.parallel:
             training = waiting.pop(0)
-            training.log.parent.mkdir(parents=True, exist_ok=True)
-            running[task.remote(training.job, str(training.log), session.context.pool)] = training
+            running[task.remote(training.job, session.context.pool)] = training
             print(f"promotion: {training.label} goes on from step {training.start} to {training.total}", flush=True)
         finished, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)
         for reference in finished:
@@ -125,31 +105,10 @@ def run_all(trainings: Sequence[Training], session: SearchSession, done: Done) -
             done(training, loss, error)
 
 
-def _train(job: TrainJob, log: str, pool: str | None) -> float:
-    """A Ray task: carry out a job, writing its milestones to `log`. Returns the loss after the last step."""
+def _train(job: TrainJob, pool: str | None) -> float:
+    """A Ray task: carry out a job. Returns the loss after the last step."""
     prepare_process()
-    outcome = None
-    if pool is not None:
-        with contextlib.suppress(PoolGone):
-            outcome = train_on_pool(pool, job, lambda report: append_milestone(log, report))
-    if outcome is None:
-        outcome = run_training(job, callbacks=[MilestoneLog(log)])
-    return outcome.metrics["loss"]
-
-
-def append_milestone(path: str, report: dict[str, Any]) -> None:
-    with Path(path).open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(report) + "\n")
-
-
-class MilestoneLog(UserCallback):
-    """Appends each report of Ray Train to a file, one JSON object a line."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
-        append_milestone(self._path, metrics[0])
+    return train(pool, job)["loss"]
 
 
 # ---- what is shipped -------------------------------------------------------------------------------------------------
@@ -173,15 +132,11 @@ class Measured:
 
 
 def best_model(trial: TrialRecord, folder: Path, reports: Sequence[Mapping[str, Any]] = ()) -> Measured | None:
-    """What is shipped: the measured model of lowest held-out loss (of equal ones the least trained) whose weights are
-    there, whatever came later; None if there is none. `folder`: the trial's; `reports`: those of its promotion.
-
-    A trial is measured as it is converted (step 0), where a relaxation has ended, and at its rungs; its promotion
-    measures it further. Converted and relaxed weights are there anyway, the best of each training is kept
-    (`trainers.jobs.best_step`).
-    """
-    found = [model for model in _models(trial, folder, reports) if math.isfinite(model.loss) and model.folder.is_dir()]
-    return min(found, key=lambda model: (model.loss, model.step), default=None)
+    """What is shipped: of all that was measured on the trial's way (converted, relaxed, at its rungs, in its promotion)
+    the model of lowest held-out loss whose weights are there, of equal ones the least trained; None if there is none.
+    `folder`: the trial's; `reports`: those of its promotion."""
+    models = [m for m in _models(trial, folder, reports) if math.isfinite(m.loss) and m.folder.is_dir()]
+    return min(models, key=lambda model: (model.loss, model.step), default=None)
 
 
 def _models(trial: TrialRecord, folder: Path, reports: Sequence[Mapping[str, Any]]) -> Iterator[Measured]:

@@ -21,10 +21,7 @@ FACTS = ("kv_bytes_per_token", "cache_bytes_measured", "parameters", "actual_kv_
 
 
 class SearchLog(Callback):
-    """Keeps the MLflow child runs and the progress line of a search up to date with its journal.
-
-    `expected` is the number of trials; `mlflow` None leaves MLflow out.
-    """
+    """Keeps MLflow's child runs (`mlflow` None: no MLflow) and the progress line of `expected` trials up to date."""
 
     def __init__(self, journal: Journal, mlflow: MlflowSync | None, expected: int, original_loss: float) -> None:
         self.journal, self.mlflow = journal, mlflow

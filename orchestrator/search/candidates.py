@@ -28,10 +28,8 @@ OF_SEARCHER = "searcher."
 @dataclass(frozen=True)
 class Candidate:
     """One thing to try: a recipe at a KV ratio, trained with a learning rate. `seed`: of its plan and its training.
-
     `plan`: the plan to carry out, as JSON, where the searcher and not the recipe makes it. A `probe` is measured
-    untrained and ends there; its plan need not meet the ratio yet.
-    """
+    untrained and ends there; its plan need not meet the ratio yet."""
 
     recipe: Recipe
     kv_ratio: float
@@ -72,7 +70,7 @@ class CandidateSpace:
 
     def next(self, point: Mapping[str, Any]) -> Domain | None:
         """The next decision, or None when the point is complete."""
-        if (domain := self.joint.next(_joint(point))) is not None:
+        if (domain := self.joint.next(point)) is not None:
             return domain
         if len(self.learning_rates) > 1 and "learning_rate" not in point:
             return Domain("learning_rate", "learning_rate", "choice", choices=tuple(self.learning_rates))
@@ -101,7 +99,7 @@ class CandidateSpace:
 
     def candidate(self, point: Mapping[str, Any]) -> Candidate:
         """The candidate of a complete point. A recipe without a name is called by its digest."""
-        recipe, kv_ratio = self.joint.to_recipe(_joint(point))
+        recipe, kv_ratio = self.joint.to_recipe(point)
         if recipe.name not in RECIPES:
             recipe = replace(recipe, name=f"joint-{recipe.digest[:6]}")
         return Candidate(recipe, kv_ratio, float(point.get("learning_rate", self.learning_rates[0])), self.seed)
@@ -118,10 +116,6 @@ class CandidateSpace:
                 return None
             point[domain.name] = value
         return point if self.candidate(point).key == candidate.key else None
-
-
-def _joint(point: Mapping[str, Any]) -> Point:
-    return {name: value for name, value in point.items() if name != "learning_rate"}
 
 
 def _allows(domain: Domain, value: Any) -> bool:

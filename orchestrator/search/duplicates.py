@@ -35,11 +35,11 @@ def work_digest(job: TrainJob, folder: Path) -> str:
 
 
 class CopyingSearcher(ResumableSearcher):
-    """Tells the searcher behind it of each copy what the first of its kind scores. `copies`: by copy, the first; it
-    grows while the search runs. A copy ends for the searcher when the first one does."""
+    """Tells the searcher behind it of each copy what the first of its kind scores, and that it has ended when the first
+    one has. `copies`: by copy, the first; it grows while the search runs."""
 
     def __init__(self, searcher: ResumableSearcher, copies: Mapping[str, str]) -> None:
-        super().__init__(metric=searcher.metric, mode=searcher.mode)
+        super().__init__(searcher.total)
         self.searcher, self._copies = searcher, copies
         self._last: dict[str, dict] = {}
         self._ends: dict[str, tuple[dict | None, bool]] = {}

@@ -38,7 +38,7 @@ from orchestrator.conversion.estimate import (
     operations,
     resident_peak,
 )
-from orchestrator.search.searchers import SearchProblem, make_searcher, trials_of
+from orchestrator.search.searchers import SearchProblem, make_searcher
 from orchestrator.search.validation import local_resources, search_problem
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import compact, write_json
@@ -67,7 +67,7 @@ class Work:
 
     @classmethod
     def of(cls, config: SearchConfig, problem: SearchProblem) -> Work:
-        trials = trials_of(make_searcher(config.search.searcher, problem), problem)
+        trials = make_searcher(config.search.searcher, problem).total
         # A searcher with a number of its own measures its samples untrained, and trains what it has found.
         probes = problem.samples if trials > problem.total else 0
         baselines = sum(c.recipe.name == config.search.baseline for c in problem.named)
@@ -117,13 +117,13 @@ class SearchEstimate(Work):
 
 
 def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, alone: bool = True) -> SearchEstimate:
-    """The estimate of `orchestrator.pipeline.search`. No text and no weights are read, nothing is written.
+    """The estimate of a search with `parallel` trials at a time. No text and no weights are read, nothing is written.
 
-    `parallel`: trials at a time. Memory is held against that of this machine where it is the only one (`alone`).
-    Raises ConfigError for what `validate_search` refuses of the candidates.
+    Memory is held against that of this machine where it is the only one (`alone`). Raises ConfigError for what
+    `validate_search` refuses of the candidates.
     """
     geometry = loading.geometry_of(config.model.path, config.data.sequence_length, weights=False)
-    model_config, train, own = checkpoint.load_config(config.model.path), config.train, config.resources
+    model_config, train, resources = checkpoint.load_config(config.model.path), config.train, config.resources
     problem, size = search_problem(config, geometry), Size.of(model_config)
     work = Work.of(config, problem)
     written, working = _dtypes(config)
@@ -140,10 +140,11 @@ def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, a
         # A measured token goes forward through the model and the original one; a trained one back as well.
         training = (work.tokens + work.tokens_measured * 2 / 3) / rate / 3600
         driving = planning_seconds(config, conversions, size, working) / 3600
-        cpu = training * train.cpus_per_worker + driving * max(1.0, own.trial_cpus)
-        gpu = training * train.gpus_per_worker + driving * own.trial_gpus
+        cpu = training * train.cpus_per_worker + driving * max(1.0, resources.trial_cpus)
+        gpu = training * train.gpus_per_worker + driving * resources.trial_gpus
         hours = (training / train.num_workers + driving) / parallel
-        price = None if own.price_per_hour is None else own.price_per_hour * (gpu if train.gpus_per_worker else cpu)
+        if resources.price_per_hour is not None:
+            price = resources.price_per_hour * (gpu if train.gpus_per_worker else cpu)
     disk, free = disk_bytes(size, config, work), _free(storage)
     held = parallel * (driver + train.num_workers * worker)
     memory = available_bytes() if alone else 0
@@ -155,8 +156,8 @@ def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, a
         )
     if free and disk > SPARE * free:
         warnings.append(f"disk: about {_giga(disk)} will be written to {storage}, and {_giga(free)} are free there")
-    counts = (work.trials, work.probes, work.trainings, work.tokens, work.tokens_most, work.tokens_measured)
     times = (rate, source, cpu, gpu, hours, price)
+    counts = (work.trials, work.probes, work.trainings, work.tokens, work.tokens_most, work.tokens_measured)
     return SearchEstimate(*counts, *times, parallel, worker, driver, memory, disk, free, tuple(warnings))
 
 
@@ -175,14 +176,14 @@ def announce(config: SearchConfig, folder: SearchFolder, parallel: int) -> None:
     if folder.estimate.exists():
         return
     try:
-        found = estimate_search(config, folder.root, parallel=parallel, alone=not os.environ.get("RAY_ADDRESS"))
+        estimate = estimate_search(config, folder.root, parallel=parallel, alone=not os.environ.get("RAY_ADDRESS"))
     except Exception as error:
         print(f"estimate not possible: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return
-    write_json(folder.estimate, found.to_dict())
-    for number, (name, value) in enumerate(describe_search(found, config).items()):
+    write_json(folder.estimate, estimate.to_dict())
+    for number, (name, value) in enumerate(describe_search(estimate, config).items()):
         print(f"{'' if number else 'estimate':9}{name}: {value}", flush=True)
-    for warning in found.warnings:
+    for warning in estimate.warnings:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     print(f"watch    headfold watch {shlex.quote(str(folder.root))}", flush=True)
 
@@ -299,25 +300,27 @@ def _giga(count: float) -> str:
     return f"{count / 2**30:.2f} GiB"
 
 
-def describe_search(found: SearchEstimate, config: SearchConfig) -> Mapping[str, str]:
+def describe_search(estimate: SearchEstimate, config: SearchConfig) -> Mapping[str, str]:
     """The estimate in words, by what they are about."""
-    trials = f"{found.trials}" + (f", {found.probes} of them probes" if found.probes else "")
-    told = {
-        "trials": f"{trials}; {found.trainings} full training(s) in the promotion",
-        "tokens": f"about {compact(found.tokens)} to train on, {compact(found.tokens_most)} at most; "
-        f"{compact(found.tokens_measured)} to measure on",
-        "rate": f"{found.rate:.0f} tokens/s a worker, {found.rate_from}" if found.rate else found.rate_from,
+    trials = f"{estimate.trials}" + (f", {estimate.probes} of them probes" if estimate.probes else "")
+    words = {
+        "trials": f"{trials}; {estimate.trainings} full training(s) in the promotion",
+        "tokens": f"about {compact(estimate.tokens)} to train on, {compact(estimate.tokens_most)} at most; "
+        f"{compact(estimate.tokens_measured)} to measure on",
+        "rate": f"{estimate.rate:.0f} tokens/s a worker, {estimate.rate_from}" if estimate.rate else estimate.rate_from,
     }
-    if found.hours is not None and found.cpu_hours is not None:
-        unit = f"{found.gpu_hours:.2f} GPU-hours" if found.gpu_hours else f"{found.cpu_hours:.2f} CPU-hours"
-        told["time"] = f"{unit}; about {_hours(found.hours)} with {found.parallel} trial(s) at a time, starts left out"
-    if found.price is not None:
-        told["price"] = f"{found.price:.2f} at {config.resources.price_per_hour:g} an hour"
-    free = f" ({_giga(found.memory_free)} available here)" if found.memory_free else ""
-    worker, own = _giga(found.worker_bytes), _giga(found.driver_bytes)
-    told["memory"] = f"{worker} a training worker, {own} a trial's own process{free}"
-    told["disk"] = f"{_giga(found.disk)} ({_giga(found.disk_free)} free)"
-    return told
+    if estimate.hours is not None and estimate.cpu_hours is not None:
+        unit = f"{estimate.gpu_hours:.2f} GPU-hours" if estimate.gpu_hours else f"{estimate.cpu_hours:.2f} CPU-hours"
+        words["time"] = (
+            f"{unit}; about {_hours(estimate.hours)} with {estimate.parallel} trial(s) at a time, starts left out"
+        )
+    if estimate.price is not None:
+        words["price"] = f"{estimate.price:.2f} at {config.resources.price_per_hour:g} an hour"
+    free = f" ({_giga(estimate.memory_free)} available here)" if estimate.memory_free else ""
+    worker, driver = _giga(estimate.worker_bytes), _giga(estimate.driver_bytes)
+    words["memory"] = f"{worker} a training worker, {driver} a trial's own process{free}"
+    words["disk"] = f"{_giga(estimate.disk)} ({_giga(estimate.disk_free)} free)"
+    return words
 
 
 def _hours(hours: float) -> str:

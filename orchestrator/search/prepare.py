@@ -51,10 +51,7 @@ class SearchSession:
 
 
 def prepare_base(config: SearchConfig, prepared: Prepared, folder: SearchFolder) -> dict[str, Any]:
-    """Score the original model and calibrate it, once a search; kept in `base.json`.
-
-    Losses are in nats a token. Trials read the statistics from the cache.
-    """
+    """Score the original model (nats a token) and calibrate it, once a search; kept in `base.json`."""
     if folder.base.exists():
         return read_json(folder.base)
     started = time.perf_counter()
@@ -120,10 +117,7 @@ def trial_context(config: SearchConfig, prepared: Prepared, folder: SearchFolder
 
 
 def head_similarities(context: TrialContext, recipe: Recipe) -> dict[tuple[int, str], np.ndarray]:
-    """The recipe's similarity of the stored KV heads, `[U, U]`, by (layer, side): for a searcher that proposes plans.
-
-    Loads the model and its statistics (cached before the first trial); only plain arrays stay.
-    """
+    """The recipe's similarity of the stored KV heads, `[U, U]`, by (layer, side): for a searcher of plans."""
     model = loading.load_working(context.model, context.dtype, context.device)
     tokens = read_sequences(context.calibration_file)
     calibration = cached_calibration(model, tokens, context.calibration_cache)
@@ -148,17 +142,13 @@ def run_search_phases(config: SearchConfig, prepared: Prepared, context: TrialCo
 
 SEVERAL = 4
 """Workers from which on their start is worth it."""
-
-
 CurveTask = tuple[Candidate, int]
 """A candidate, and the layer of which the loss increases are measured that its plan rests on."""
 
 
 def measure_increases(config: SearchConfig, prepared: Prepared, context: TrialContext) -> None:
-    """The loss increases that plans of named candidates rest on, where several workers can share the measuring.
-
-    With fewer, the first trial that needs them measures them no later than the tasks would have started.
-    """
+    """The loss increases that plans of named candidates rest on, if several workers can share the measuring; if not,
+    the first trial that needs them measures them."""
     cpus, gpus = config.train.cpus_per_worker, config.resources.trial_gpus
     have = capacity()
     slots = min(have["CPU"] // cpus, have["GPU"] // gpus if gpus else math.inf)
@@ -167,10 +157,8 @@ def measure_increases(config: SearchConfig, prepared: Prepared, context: TrialCo
 
 
 def curve_tasks(candidates: Iterable[Candidate], layers: int) -> list[CurveTask]:
-    """A task a layer for each set of curves that the candidates need, candidates that share one taken once.
-
-    Curves do not depend on the KV ratio, but on the seed and on how heads are grouped and fused.
-    """
+    """A task a layer for each set of curves that the candidates need: they depend on the seed and on how heads are
+    grouped and fused, not on the KV ratio."""
     first: dict[object, Candidate] = {}
     for candidate in candidates:
         recipe = candidate.recipe
@@ -193,10 +181,7 @@ def measure_layer(task: CurveTask, context: TrialContext, threads: int | None = 
 
 
 def measure_on_workers(tasks: Sequence[CurveTask], context: TrialContext, cpus: float, gpus: float) -> None:
-    """Run the tasks as Ray tasks, as many at a time as the cluster has room for, and tell how far they are.
-
-    A layer that cannot be measured is left to the trials, which say why.
-    """
+    """Run the tasks as Ray tasks. A layer that cannot be measured is left to the trials, which say why."""
     if not tasks:
         return
     print(f"increases of the loss: {len(tasks)} layers to measure", flush=True)

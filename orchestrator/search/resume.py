@@ -209,7 +209,7 @@ def replay(history: History, searcher: ResumableSearcher, scheduler: RungSchedul
     nothing: what another version of a library would suggest makes no difference.
     """
     trials: dict[str, Any] = {}
-    told: set[str] = set()
+    ended: set[str] = set()
     for event in history.events:
         kind, trial_id = event["event"], event.get("trial", "")
         if kind == events.TRIAL:
@@ -236,10 +236,10 @@ def replay(history: History, searcher: ResumableSearcher, scheduler: RungSchedul
                 scheduler.on_trial_error(None, trial)
             else:
                 scheduler.on_trial_complete(None, trial, trial.last_result)
-            if trial_id not in told:
+            if trial_id not in ended:
                 reported = None if failed or event.get("bare") else trial.last_result or None
                 searcher.on_trial_complete(trial_id, result=reported, error=failed)
-            told.add(trial_id)
+            ended.add(trial_id)
     scheduler.slots.taken.clear()
 
 

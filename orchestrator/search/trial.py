@@ -5,7 +5,6 @@ Runs in a process of Ray Tune's with little CPU of its own; the workers that it 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
 from attention.plan import AttentionPlan
 from attention.ratios import own_heads
-from orchestrator.cluster.pool_client import PoolGone, train_on_pool
+from orchestrator.cluster.pool_client import train
 from orchestrator.cluster.session import ray_train_intervals
 from orchestrator.conversion import dha_distances, loading
 from orchestrator.conversion.in_memory import plan_and_convert
@@ -36,27 +35,21 @@ from search_spaces.recipes.recipe import Recipe
 from search_spaces.relaxation.stages import OWN
 from search_spaces.similarity.sharing import sharing_similarity, similarity_pairs
 from trainers.evaluation import CachedTeacher
-from trainers.jobs.worker import TrainJob, run_training
+from trainers.jobs.job import TrainJob
+from trainers.jobs.share import KEEP_BELOW
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
 from trainers.text.data import read_sequences
-
-logger = logging.getLogger(__name__)
 
 OF_RUNG_0 = ("phases", "pooled", "work_digest")
 """What only the first report of a trial holds: where its time went, whether it is of a pooled model that the trial's
 relaxation does not start from, and what it would go on to train (`orchestrator.search.duplicates`)."""
 
-KEEP_BELOW = 500_000_000
-"""Parameters up to which the original model stays in a trial's process, for the next trial there."""
-
 
 @dataclass(frozen=True)
 class TrialContext:
-    """What all trials of a search share; plain values, paths absolute and visible to every node.
-
-    `dtype`: name of the one that checkpoints are written in and bytes are counted in.
-    """
+    """What all trials of a search share; plain values, paths absolute and visible to every node. `dtype`: of what is
+    written and counted."""
 
     folder: str
     model: str
@@ -82,10 +75,8 @@ class TrialContext:
         return TrainSettings.model_validate(self.train | recipe.apply("recovery") | {"learning_rate": learning_rate})
 
     def relaxation_steps(self, recipe: Recipe) -> int:
-        """Training steps of a trial that its relaxation takes, of those up to the last rung; 0 without one.
-
-        All of them only with a fraction of 1, which leaves no recovery; otherwise the last one at most is left to it.
-        """
+        """Training steps of a trial that its relaxation takes, of those up to the last rung; 0 without one. Only with a
+        fraction of 1 it takes all, which leaves no recovery."""
         if recipe.relaxation == "none" or len(self.rungs) == 1:
             return 0
         total, knobs = self.rungs[-1], recipe.knobs("relaxation")
@@ -122,11 +113,8 @@ class TrialContext:
 
 
 class ReportRungs:
-    """Turns a milestone's report into what Tune is told: the trial's own facts (KV ratio, bytes, rung) are added.
-
-    Searcher and scheduler look at single reports, so each must be complete, and each rung is told once. `before`: steps
-    of the relaxation, which the run does not count and a trial does.
-    """
+    """Adds the trial's own facts (KV ratio, bytes, rung) to a milestone's report, since searcher and scheduler look at
+    single reports. `before`: steps of the relaxation, which the run does not count and a trial does."""
 
     def __init__(self, context: TrialContext, facts: dict[str, Any], before: int) -> None:
         self._context, self._facts, self._before, self._told = context, facts, before, set[int]()
@@ -179,7 +167,8 @@ def run_trial(config: dict[str, Any], context: TrialContext) -> None:
         job = training_job(context, folder, candidate, trial_id)
         before = job.relaxation.total_steps if job.relaxation else 0
         kept = {k: v for k, v in facts.items() if k not in OF_RUNG_0}
-        run_job(job, ReportRungs(context, kept, before), context.pool)
+        rungs = ReportRungs(context, kept, before)
+        train(context.pool, job, rungs.tell, lambda: [ForwardRungs(rungs)])
 
 
 def known_facts(candidate: Candidate, folder: Path) -> dict[str, Any] | None:
@@ -190,17 +179,6 @@ def known_facts(candidate: Candidate, folder: Path) -> dict[str, Any] | None:
     if not candidate.probe and not checkpoint.intact(folder / "converted"):
         return None  # damaged since: it is made anew
     return read_json(file)
-
-
-def run_job(job: TrainJob, rungs: ReportRungs, pool: str | None) -> None:
-    """On workers of the pool; on workers of its own if there is none, or no longer."""
-    if pool is not None:
-        try:
-            train_on_pool(pool, job, rungs.tell)
-            return
-        except PoolGone as error:
-            logger.warning("%s; the trial goes on with workers of its own", error)
-    run_training(job, callbacks=[ForwardRungs(rungs)])
 
 
 def prepare_process() -> None:
@@ -228,7 +206,7 @@ def _untrained(candidate: Candidate, context: TrialContext, folder: Path) -> dic
         round_weights(converted, written)  # what is measured is what is written
         scored = loading.score(converted, held_out, teacher)
         # What a searcher decides by is measured on other tokens than what the search is judged by.
-        own = {} if given is None else {"calibration_loss": loading.score(converted, calibration_tokens).loss}
+        decided_by = {} if given is None else {"calibration_loss": loading.score(converted, calibration_tokens).loss}
     cast_weights(converted, written)
     if not candidate.probe:
         with phases("save"):
@@ -252,7 +230,7 @@ def _untrained(candidate: Candidate, context: TrialContext, folder: Path) -> dic
         "loss": scored.loss,
         "loss_increase": scored.loss - context.original_loss,
         "kl": scored.kl,
-        **own,
+        **decided_by,
         "step": 0,
         "tokens": 0,
         "seed": candidate.seed,
@@ -274,7 +252,7 @@ def shared_parts(context: TrialContext) -> tuple[PreTrainedModel, Calibration, T
 
 @lru_cache(maxsize=1)
 def shared_pairs(context: TrialContext) -> Any:
-    """How alike each pair of heads of the original model is; kept also where the model itself is too large for it."""
+    """How alike each pair of heads of the original model is; kept even where the model is too large to be."""
     base, calibration, *_ = shared_parts(context)
     planning = planning_context(base, calibration, None, None)
     return similarity_pairs(planning.heads, calibration.layers, planning.geometry)
@@ -283,8 +261,8 @@ def shared_pairs(context: TrialContext) -> Any:
 def training_job(context: TrialContext, folder: Path, candidate: Candidate, trial_id: str) -> TrainJob:
     """The brief fine-tuning of a trial: from its converted checkpoint through the rungs above 0.
 
-    With a relaxation it starts from the unfused heads, and the rungs that lie within the relaxation are left out: until
-    it has collapsed there is no model to measure. One that takes all steps is measured collapsed, at the last rung.
+    With a relaxation it starts from the unfused heads, and the rungs that lie within it are left out: until it has
+    collapsed, at the last rung at the latest, there is no model to measure.
     """
     settings = context.settings(candidate.recipe, candidate.learning_rate)
     spec = context.relaxation(candidate.recipe, folder, settings)
@@ -302,15 +280,15 @@ def relaxation_spec(recipe: Recipe, plan: str, steps: int, settings: TrainSettin
     plans = recipe.apply("relaxation", AttentionPlan.from_json(plan))
     knobs = recipe.knobs("relaxation")
     changed = {name: knobs[name] for name in ("batch_size", "learning_rate") if knobs.get(name)}
-    own = None
+    changed_settings = None
     if settings is not None and changed:
-        own = TrainSettings.model_validate(settings.model_dump() | changed | {"tuning": "full"})
+        changed_settings = TrainSettings.model_validate(settings.model_dump() | changed | {"tuning": "full"})
     return RelaxationSpec(
         recipe.relaxation,
         tuple(p.to_json() for p in plans),
         max(1, steps // len(plans)),
         {name: value for name, value in knobs.items() if name not in OWN},
-        own,
+        changed_settings,
         own_schedule=knobs.get("own_schedule", False),
         regroup_steps=knobs.get("regroup_steps", 0),
     )

@@ -18,7 +18,7 @@ from orchestrator.search.duplicates import CopyingSearcher
 from orchestrator.search.prepare import SearchSession, head_similarities
 from orchestrator.search.resume import JournaledScheduler, JournaledSearch, disk_failed, replay, settle
 from orchestrator.search.schedulers import RungProblem, make_scheduler
-from orchestrator.search.searchers import make_searcher, trials_of
+from orchestrator.search.searchers import make_searcher
 from orchestrator.search.trial import run_trial
 from orchestrator.search.validation import Prepared
 from orchestrator.storage.journal import Journal, JournalError, unwritable
@@ -35,16 +35,15 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
     history = journal.history
     problem = replace(prepared.problem, similarities=partial(head_similarities, session.context))
     searcher = make_searcher(config.search.searcher, problem)
-    expected = trials_of(searcher, problem)
-    log = SearchLog(journal, session.mlflow, expected, session.context.original_loss)
+    log = SearchLog(journal, session.mlflow, searcher.total, session.context.original_loss)
     rungs = config.rungs
-    given = RungProblem(len(rungs.steps), rungs.reduction_factor, (config.search.baseline,), trials=expected)
+    given = RungProblem(len(rungs.steps), rungs.reduction_factor, (config.search.baseline,), trials=searcher.total)
     scheduler = make_scheduler(rungs.scheduler if rungs.stop else "none", given, rungs.params if rungs.stop else None)
     copying = CopyingSearcher(searcher, scheduler.copies)
     scheduler.slots.capacity = Room(Demand.of(config), config.resources.max_concurrent).trials
     settle(journal)
     log.catch_up()
-    if len(history.configs) == expected and not history.open:
+    if len(history.configs) == searcher.total and not history.open:
         return  # resumed, and only the promotion is left to do
     replay(history, copying, scheduler)
     decided = JournaledScheduler(scheduler, journal)
@@ -63,9 +62,8 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
 
 
 def _tuner(session: SearchSession, search: JournaledSearch, scheduler: JournaledScheduler, log: SearchLog) -> Any:
-    """Tune's `Tuner` over `run_trial`, with all decisions and records our own."""
-    own = session.config.resources
-    needed = {"CPU": own.trial_cpus} | ({"GPU": own.trial_gpus} if own.trial_gpus else {})
+    demand = Demand.of(session.config)
+    needed = {"CPU": demand.trial_cpus} | ({"GPU": demand.trial_gpus} if demand.trial_gpus else {})
     return tune.Tuner(
         tune.with_resources(tune.with_parameters(run_trial, context=session.context), needed),
         tune_config=tune.TuneConfig(

@@ -34,19 +34,20 @@ class Settings:
     store: str
     artifacts: str
     backup: Path | None
-    port: int = 5000
-    backup_seconds: float = 300.0
+    port: int
+    backup_seconds: float
 
     @classmethod
     def of_environment(cls) -> Settings:
         """Raises ValueError naming the variable that is missing."""
         prefix = "HEADFOLD_MLFLOW_"
-        own = {key.removeprefix(prefix): value for key, value in os.environ.items() if key.startswith(prefix)}
-        if missing := next((name for name in ("STORE", "ARTIFACTS") if not own.get(name)), None):
+        given = {key.removeprefix(prefix): value for key, value in os.environ.items() if key.startswith(prefix)}
+        if missing := next((name for name in ("STORE", "ARTIFACTS") if not given.get(name)), None):
             raise ValueError(f"{prefix}{missing} must be set, see cluster.yaml")
-        store, backup = own["STORE"], own.get("BACKUP")
+        store, backup = given["STORE"], given.get("BACKUP")
         kept = Path(backup) if backup and store.startswith(SQLITE) else None
-        return cls(store, own["ARTIFACTS"], kept, int(own.get("PORT", 5000)), float(own.get("BACKUP_SECONDS", 300)))
+        seconds = float(given.get("BACKUP_SECONDS", 300))
+        return cls(store, given["ARTIFACTS"], kept, int(given.get("PORT", 5000)), seconds)
 
     @property
     def database(self) -> Path:

@@ -62,11 +62,8 @@ def open_client(uri: str) -> Any:
 
 
 class Tracker:
-    """Writes the runs of one experiment.
-
-    `open` creates database and experiment once, in the driver: several processes at first use corrupt a new sqlite
-    store for good.
-    """
+    """Writes the runs of one experiment. `open` is for the driver alone: several processes at first use corrupt a new
+    sqlite store for good."""
 
     def __init__(self, uri: str, experiment_id: str, client: Any = None) -> None:
         self.uri, self.experiment_id = uri, experiment_id
@@ -114,13 +111,13 @@ class Tracker:
         from mlflow.entities import Metric
 
         when = int(1000 * (point.get("time") or time.time()))
-        found = [
+        metrics = [
             Metric(key, float(value), when, int(point["step"]))
             for key, value in point.items()
             if key not in ("step", "time") and isinstance(value, (int, float)) and not isinstance(value, bool)
         ]
-        if found:
-            self.client.log_batch(run_id, metrics=found)
+        if metrics:
+            self.client.log_batch(run_id, metrics=metrics)
 
     def tags(self, run_id: str, tags: Mapping[str, Any]) -> None:
         for key, value in tags.items():
@@ -152,24 +149,20 @@ class Tracker:
             if is_away(error):
                 raise
         # Compared here: the store's own filter has no way to write a folder with a quote in its name
-        found = self._all("tags.`headfold.kind` = 'search'")
-        return next((run for run in found if tags.items() <= run.data.tags.items()), None)
+        runs = self._all("tags.`headfold.kind` = 'search'")
+        return next((run for run in runs if tags.items() <= run.data.tags.items()), None)
 
     def _all(self, which: str) -> list[Any]:
-        found, token = [], None
+        runs, token = [], None
         while True:
             page = self.client.search_runs([self.experiment_id], which, max_results=1000, page_token=token)
-            found += page
-            token = page.token
-            if not token:
-                return found
+            runs += page
+            if not (token := page.token):
+                return runs
 
     def register(self, name: str, folder: str | Path, run_id: str, *, tags: Mapping[str, Any], description: str) -> str:
-        """Register a checkpoint folder as a version of the model `name`, with its tags. Returns the version.
-
-        A folder that the run has already registered is not registered twice. Raises TrackingError if the store refuses:
-        a server takes object-store addresses or run artifacts, never a bare local folder.
-        """
+        """Register a checkpoint folder as a version of the model `name`, with its tags; once for each run. Returns the
+        version. Raises TrackingError if the store refuses."""
         with self._registry(name):
             if not self.client.search_registered_models(f"name = '{name}'"):
                 self.client.create_registered_model(name)
@@ -179,7 +172,7 @@ class Tracker:
                     return str(known.version)
             labels = {key: str(value) for key, value in tags.items()} | {"folder": place}
             source = place
-            if self.uri.startswith(("http://", "https://")):
+            if self.uri.startswith(("http://", "https://")):  # a server takes no bare local folder
                 self.client.log_artifacts(run_id, place, "model")
                 source = f"{self.client.get_run(run_id).info.artifact_uri}/model"
             made = self.client.create_model_version(name, source, run_id=run_id, tags=labels, description=description)
@@ -188,8 +181,8 @@ class Tracker:
     def holder(self, name: str, alias: str) -> str | None:
         """The version that an alias points to; None if it points nowhere. Raises TrackingError."""
         with self._registry(name):
-            found = self.client.get_registered_model(name).aliases.get(alias)
-        return None if found is None else str(found)
+            version = self.client.get_registered_model(name).aliases.get(alias)
+        return None if version is None else str(version)
 
     def point(self, name: str, alias: str, version: str) -> None:
         """Let an alias point to a version, in one step: there is no moment without it. Raises TrackingError."""

@@ -70,7 +70,7 @@ class _Known:
     run_id: str | None = None
     status: str | None = None
     digest: str | None = None
-    told: set[str] = field(default_factory=set)
+    sent: set[str] = field(default_factory=set)
 
 
 class MlflowSync:
@@ -79,19 +79,13 @@ class MlflowSync:
     `connect` opens the store, and raises TrackingError if it is away.
     """
 
-    def __init__(
-        self,
-        connect: Callable[[], Tracker],
-        parent: Run,
-        tracker: Tracker | None = None,
-        pause: tuple[float, float] = PAUSE_SECONDS,
-    ) -> None:
-        self._connect, self._tracker, self._pause = connect, tracker, pause
+    def __init__(self, connect: Callable[[], Tracker], parent: Run, tracker: Tracker | None = None) -> None:
+        self._connect, self._tracker = connect, tracker
         self._parent = parent.key
         self._runs: dict[Key, _Known] = {}
         self._waiting: dict[Key, _Known] = {}
-        self._found: dict[Key, Any] | None = None
-        self._delay, self._next_try, self._told = 0.0, 0.0, False
+        self._children: dict[Key, Any] | None = None
+        self._delay, self._next_try, self._away_said = 0.0, 0.0, False
         self.put(parent)
 
     @property
@@ -105,8 +99,7 @@ class MlflowSync:
         return len(self._waiting)
 
     def put(self, run: Run) -> str | None:
-        """Bring one run up to date, and all that wait. Its id; None as long as the store is away, which is told once
-        and is no error."""
+        """Bring one run up to date, and all that wait. Its id; None as long as the store is away."""
         known = self._waiting[run.key] = self._runs.setdefault(run.key, _Known(run))
         known.wanted = run
         if time.monotonic() >= self._next_try:
@@ -133,48 +126,45 @@ class MlflowSync:
             self._wait(error)
             return
         self._delay = 0.0
-        if self._told:
+        if self._away_said:
             logger.warning("MLflow is back, and up to date")
-            self._told = False
+            self._away_said = False
 
     def _wait(self, error: Exception) -> None:
-        first, longest = self._pause
+        first, longest = PAUSE_SECONDS
         self._delay = min(longest, 2 * self._delay or first)
         self._next_try = time.monotonic() + self._delay
-        self._tracker = self._found = None  # a run may have been made whose answer was lost
-        if not self._told:
-            told = reason(error, redact)
-            logger.warning("MLflow is away (%s); it is brought up to date as soon as it can be reached", told)
-            self._told = True
+        self._tracker = self._children = None  # a run may have been made whose answer was lost
+        if not self._away_said:
+            why = reason(error, redact)
+            logger.warning("MLflow is away (%s); it is brought up to date as soon as it can be reached", why)
+            self._away_said = True
 
     def _send(self, known: _Known) -> None:
         if self._tracker is None:
             self._tracker = self._connect()
         run, tracker, digest = known.wanted, self._tracker, known.wanted.digest
-        if known.run_id is None:
-            self._take_up(known, tracker)
+        run_id = known.run_id = known.run_id or self._take_up(known, tracker)
         if known.digest == digest:
             return
-        own = known.run_id
-        assert own is not None
-        sends = {"params": partial(tracker.params, own, run.params)}
-        sends |= {f"point {point!r}": partial(tracker.log, own, point) for point in run.points}
-        sends |= {f"tag {name} {value}": partial(tracker.tags, own, {name: value}) for name, value in run.tags.items()}
-        sends |= {f"text {file} {text}": partial(tracker.text, own, text, file) for file, text in run.texts.items()}
+        sends = {"params": partial(tracker.params, run_id, run.params)}
+        sends |= {f"point {point!r}": partial(tracker.log, run_id, point) for point in run.points}
+        sends |= {f"tag {key} {value}": partial(tracker.tags, run_id, {key: value}) for key, value in run.tags.items()}
+        sends |= {f"text {file} {text}": partial(tracker.text, run_id, text, file) for file, text in run.texts.items()}
         there = {file: file.stat().st_mtime_ns for file in run.files if file.exists()}
-        sends |= {f"file {file} {stamp}": partial(tracker.file, own, file) for file, stamp in there.items()}
+        sends |= {f"file {file} {stamp}": partial(tracker.file, run_id, file) for file, stamp in there.items()}
         for what, send in sends.items():
-            self._tell(known, what, send)
+            self._send_once(known, what, send)
         if run.status is not None and known.status != STATUS[run.status]:
-            tracker.set_status(own, run.status)
+            tracker.set_status(run_id, run.status)
             known.status = STATUS[run.status]
         known.digest = digest
         if run.status in ENDED:
-            self._tell(known, f"tag {DONE_TAG} {digest}", partial(tracker.tags, own, {DONE_TAG: digest}))
+            self._send_once(known, f"tag {DONE_TAG} {digest}", partial(tracker.tags, run_id, {DONE_TAG: digest}))
 
-    def _tell(self, known: _Known, what: str, send: Callable[[], None]) -> None:
+    def _send_once(self, known: _Known, what: str, send: Callable[[], None]) -> None:
         """Once; what the store refuses is told to the user and does not hold up the rest."""
-        if what in known.told:
+        if what in known.sent:
             return
         try:
             send()
@@ -183,29 +173,30 @@ class MlflowSync:
                 raise
             name = known.wanted.name
             logger.warning("MLflow has refused the %s of %s: %s", redact(what)[:80], name, reason(error, redact))
-        known.told.add(what)
+        known.sent.add(what)
 
-    def _take_up(self, known: _Known, tracker: Tracker) -> None:
-        """Find the run, or make it."""
+    def _take_up(self, known: _Known, tracker: Tracker) -> str:
+        """Find the run, or make it; its id."""
         run, is_parent = known.wanted, known.wanted.key == self._parent
         if is_parent:
-            found = tracker.search_run(run.run_id, dict(run.key))
+            run_there = tracker.search_run(run.run_id, dict(run.key))
         else:
-            if self._found is None:
+            if self._children is None:
                 assert self.parent_id is not None
-                self._found = {key_of(child.data.tags): child for child in tracker.children(self.parent_id)}
-            found = self._found.get(run.key)
+                self._children = {key_of(child.data.tags): child for child in tracker.children(self.parent_id)}
+            run_there = self._children.get(run.key)
         tags = dict(run.key)
-        if found is None:
-            known.run_id = tracker.start(run.name, parent=None if is_parent else self.parent_id, tags=tags)
+        if run_there is None:
+            run_id = tracker.start(run.name, parent=None if is_parent else self.parent_id, tags=tags)
             known.status = STATUS[RUNNING]
         else:
-            known.run_id, known.status, tags = found.info.run_id, found.info.status, found.data.tags
-            if found.data.params:
-                known.told.add("params")  # all in one go; and they never change
+            run_id, known.status, tags = run_there.info.run_id, run_there.info.status, run_there.data.tags
+            if run_there.data.params:
+                known.sent.add("params")  # all in one go; and they never change
             if run.status is None or known.status == STATUS[run.status]:
                 known.digest = tags.get(DONE_TAG)
-        known.told |= {f"tag {name} {value}" for name, value in tags.items()}
+        known.sent |= {f"tag {name} {value}" for name, value in tags.items()}
+        return run_id
 
 
 def parent_run(folder: Path, **more: Any) -> Run:

@@ -253,7 +253,7 @@ def test_a_job_writes_a_plain_checkpoint(on_group: Any, tiny_model: Any, tmp_pat
         relaxation=RelaxationSpec("lagrangian", (UNEVEN.to_json(),), 5),
         max_failures=0,
     )
-    metrics = on_group(job).metrics
+    metrics = on_group(job)
     trained, collapsed = checkpoint.load(job.out_dir), checkpoint.load(metrics["relaxed_dir"])
     assert checkpoint.plan_of(trained) == UNEVEN
     assert set(trained.state_dict()) == set(collapsed.state_dict())

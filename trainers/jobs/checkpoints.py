@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -26,6 +25,7 @@ import torch.distributed as dist
 
 from attention.io import checkpoint
 from attention.io.files import sha256, write_whole
+from trainers.jobs.job import TrainJob
 
 INDEX = "checkpoints.json"
 KEEP = 2  # the newest, and the one before it in case the newest is damaged
@@ -56,10 +56,8 @@ class CheckpointStore:
         return [Kept(**kept) for kept in record["checkpoints"]], record["reports"]
 
     def save(self, step: int, write: Callable[[Path], None], report: dict[str, Any]) -> None:
-        """Keep what `write(folder)` of every worker writes as the checkpoint of `step`.
-
-        `report` of rank 0 is kept with it, `checkpoint_path` added.
-        """
+        """Keep what `write(folder)` of every worker writes as the checkpoint of `step`, and with it the `report` of
+        rank 0, `checkpoint_path` added."""
         name = f"checkpoint_{step:06d}"
         target, scratch = self.root / name, self.root / f".{name}-{self.rank}"
         report["checkpoint_path"] = str(target)
@@ -91,7 +89,7 @@ class CheckpointStore:
         damage: list[str] = []
         for candidate in reversed(kept):
             mine = sorted(candidate.digests)[self.rank :: self.world_size]
-            wrong = [found for found in self._gathered(self._damage(candidate, mine)) if found]
+            wrong = [problem for problem in self._gathered(self._damage(candidate, mine)) if problem]
             if not wrong:
                 return candidate, [r for r in reports if r["step"] <= candidate.step], damage
             damage.append(f"checkpoint of step {candidate.step} passed over: {wrong[0]}")
@@ -106,18 +104,18 @@ class CheckpointStore:
         """What is wrong with some files of a checkpoint."""
         for file in files:
             try:
-                found = sha256(self.folder(kept) / file)
+                digest = sha256(self.folder(kept) / file)
             except OSError as error:
                 return f"{file} cannot be read ({error.strerror or type(error).__name__})"
-            if found != kept.digests[file]:
-                return f"{file} is not what was written (SHA-256 {found[:12]}..., not {kept.digests[file][:12]}...)"
+            if digest != kept.digests[file]:
+                return f"{file} is not what was written (SHA-256 {digest[:12]}..., not {kept.digests[file][:12]}...)"
         return None
 
     def _remove_all_but(self, names: set[str]) -> None:
-        for found in self.root.iterdir():
-            ours = found.name.lstrip(".").startswith("checkpoint_")
-            if ours and found.is_dir() and found.name not in names:
-                shutil.rmtree(found)
+        for folder in self.root.iterdir():
+            ours = folder.name.lstrip(".").startswith("checkpoint_")
+            if ours and folder.is_dir() and folder.name not in names:
+                shutil.rmtree(folder)
 
     def _gathered(self, value: Any) -> list[Any]:
         """The values of all workers, by rank."""
@@ -128,21 +126,21 @@ class CheckpointStore:
         return values
 
 
+def reports_of(job: TrainJob) -> list[dict[str, Any]]:
+    """What a job has reported so far, each milestone once."""
+    return CheckpointStore(job.storage_path, job.run_name).read()[1]
+
+
 # ---- the best measured step ---------------------------------------------------------------------------------------
 
 # Each report names the best step so far and where its weights lie. What the report of a kept training checkpoint names
 # is there as long as the checkpoint, so a job that goes on from one ends with the same best as one never stopped.
 BEST = ("best_step", "best_loss", "best_kl", "best_dir")
-"""What a report says of the best step so far: which, its held-out loss and KL (nats a token), where its weights lie."""
-
-
-def is_better(loss: float, known: dict[str, Any]) -> bool:
-    """Whether a measured loss beats the best of a report. Of equal steps the earlier one stays."""
-    return math.isfinite(loss) and loss < known.get("best_loss", math.inf)
+"""In a report: the best step so far, its held-out loss and KL (nats a token), where its weights lie."""
 
 
 def best_folder(out_dir: str, step: int) -> str:
-    return str(_bests(out_dir) / f"step-{step:06d}")
+    return f"{out_dir}.best/step-{step:06d}"
 
 
 def best_is_there(report: dict[str, Any], out_dir: str) -> bool:
@@ -154,12 +152,9 @@ def best_is_there(report: dict[str, Any], out_dir: str) -> bool:
 def remove_other_bests(out_dir: str, reports: Iterable[dict[str, Any]]) -> None:
     """Remove what none of the reports names."""
     named = {report.get("best_dir") for report in reports}
-    root = _bests(out_dir)
-    for folder in [found for found in root.glob("*") if str(found) not in named]:
-        shutil.rmtree(folder, ignore_errors=True)
+    root = Path(f"{out_dir}.best")
+    for folder in root.glob("*"):
+        if str(folder) not in named:
+            shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):  # not empty, or never made
         root.rmdir()
-
-
-def _bests(out_dir: str) -> Path:
-    return Path(f"{out_dir}.best")

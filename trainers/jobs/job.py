@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainers.settings import TrainSettings
 
@@ -103,8 +103,8 @@ class TrainJob:
     @property
     def relaxation_settings(self) -> TrainSettings:
         """How the relaxation stage is trained: always all weights, since it changes what the heads are."""
-        own = self.relaxation.settings if self.relaxation else None
-        return self.settings.model_copy(update={"tuning": "full"}) if own is None else own
+        given = self.relaxation.settings if self.relaxation else None
+        return given or self.settings.model_copy(update={"tuning": "full"})
 
     def to_json(self) -> str:
         record = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -120,10 +120,3 @@ class TrainJob:
 
             record["relaxation"] = RelaxationSpec.from_dict(record["relaxation"])
         return cls(**{**record, "milestones": tuple(record["milestones"])})
-
-
-@dataclass(frozen=True)
-class TrainOutcome:
-    """`metrics`: the last milestone's report, and `out_dir` and `weights_digest` of the finished weights."""
-
-    metrics: dict[str, Any]

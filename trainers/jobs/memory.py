@@ -1,7 +1,7 @@
 """Out of memory in training: half the micro-batch with more accumulation, once, and the report says so.
 
-The batch of a step, and so the training, stays what it is. What was found out lies beside the job's `out_dir`, so that
-a job that is started again does not run out of memory again first.
+The batch of a step, and so the training, stays what it is. A note beside the job's `out_dir` keeps a job that is
+started again from running out of memory first.
 """
 
 from __future__ import annotations

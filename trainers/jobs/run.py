@@ -6,6 +6,7 @@ All workers run the same code side by side in one process group. A `Link` is the
 from __future__ import annotations
 
 import gc
+import math
 import time
 from contextlib import closing
 from pathlib import Path
@@ -17,14 +18,12 @@ import torch.distributed as dist
 from attention import garbage
 from attention.io import checkpoint
 from attention.messages import reason
-from trainers.evaluation import Evaluation, evaluate
 from trainers.jobs import checkpoints, memory
 from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.job import TrainJob
+from trainers.jobs.share import DTYPES, WorkerShare, load_teacher
 from trainers.loop import TrainingDiverged, train
 from trainers.losses import objective
-from trainers.models import DTYPES, load_teacher
-from trainers.text.data import BatchStream, read_sequences
 
 if TYPE_CHECKING:
     from trainers.engine import Engine
@@ -95,14 +94,16 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
     with closing(Engine(model, job.settings, job.schedule_steps, schedule_offset=job.schedule_offset)) as engine:
         worker = _Worker(job, engine, link, store, relaxed, [*notes, *damage])
         if newest is not None:
-            start = worker.resume(store.folder(newest), own=True)
+            start = worker.resume(store.folder(newest))
         elif job.resume_from is not None:
-            start = worker.resume(Path(job.resume_from), own=False)
+            start = worker.resume(Path(job.resume_from), earlier_job=True)
         else:
             start = 0
         worker.metrics = reports[-1] if reports else {}
-        if last == 0 and not reports:
-            worker.report_collapsed()
+        if last == 0 and not reports:  # a relaxation and no recovery: speed and loss are those of the relaxation
+            assert relaxed is not None  # the job has checked it
+            losses = [point["train_loss"] for point in relaxed.history]
+            worker.report(0, sum(losses) / max(1, len(losses)))
         try:
             step = train(
                 engine,
@@ -142,8 +143,8 @@ def _agreed(link: Link, value: Any) -> Any:
     return box[0]
 
 
-class _Worker:
-    """One worker's view of a job: its share of the data, where it resumes, and what it does at a milestone."""
+class _Worker(WorkerShare):
+    """One worker's view of a job: its share, where it resumes, and what it does at a milestone."""
 
     def __init__(
         self,
@@ -154,57 +155,44 @@ class _Worker:
         relaxed: Relaxed | None,
         notes: list[str],
     ) -> None:
-        self.job, self.engine, self.link, self.store, self.notes = job, engine, link, store, notes
-        sequences = read_sequences(job.train_file, dtype=torch.int32)
-        self.sequence_length = sequences.shape[1]
-        self.stream = BatchStream(
-            sequences, job.settings.batch_size, rank=link.rank, world_size=link.world_size, seed=job.seed
-        )
-        self.held_out = read_sequences(job.eval_file)
         self.teacher = load_teacher(job, job.settings, engine.device, always=True)
+        super().__init__(job, job.settings)  # whose stopwatch starts once the teacher is there
+        self.engine, self.link, self.store, self.notes = engine, link, store, notes
         self.relaxed, self.earlier_tokens = relaxed, 0
-        self.train_seconds, self.seconds, self.steps = 0.0, 0.0, 0
+        self.train_seconds, self.steps = 0.0, 0
         if relaxed is not None:
             self.stream.load_state_dict(relaxed.position)  # go on reading where the relaxation stopped
             self.earlier_tokens, self.seconds = relaxed.tokens, relaxed.seconds
         self.metrics: dict[str, Any] = {}
         self.stopped, self.first_step_at = False, 0.0
-        self._last = time.perf_counter()
 
-    def resume(self, folder: Path, own: bool) -> int:
-        """The step to go on from: that of this run's `own` checkpoint, else of the job's `resume_from`."""
+    def resume(self, folder: Path, earlier_job: bool = False) -> int:
+        """The step to go on from: that of this run's checkpoint, or of an earlier job's (`resume_from`)."""
         state = self.engine.load(folder)
-        if own:
+        if not earlier_job:
             self.seconds = float(state["seconds"])
         elif state["step"] != self.job.start_step:
             raise ValueError(
                 f"start_step is {self.job.start_step}, checkpoint {self.job.resume_from} is at {state['step']}"
             )
-        if own or state["train_file"] == self.job.train_file:
+        if not earlier_job or state["train_file"] == self.job.train_file:
             self.stream.load_state_dict(state["stream"])
         return int(state["step"])
 
     def on_step(self, step: int, loss: float) -> None:
         self.first_step_at = self.first_step_at or time.time()
-        self.train_seconds += self._lap()
+        self.train_seconds += self.lap()
         self.steps += 1
-
-    def report_collapsed(self) -> None:
-        """The one report of a training that is a relaxation and no recovery: its speed and loss are those of that."""
-        assert self.relaxed is not None  # the job has checked it
-        losses = [point["train_loss"] for point in self.relaxed.history]
-        self.report(0, sum(losses) / max(1, len(losses)))
 
     def report(self, step: int, train_loss: float) -> None:
         """Measure, save, and report: every worker takes part, rank 0's numbers count."""
-        job, tokens_a_step = self.job, self.job.settings.batch_size * self.sequence_length
-        measured = self._evaluate()
+        job, measured = self.job, self.evaluate(self.engine.model, self.teacher)
         metrics = {
             "loss": measured.loss,
             "kl": measured.kl,
             "step": step,
-            "tokens": self.earlier_tokens + step * tokens_a_step,
-            "tokens_per_second": self._speed(tokens_a_step),
+            "tokens": self.earlier_tokens + step * self.tokens_a_step,
+            "tokens_per_second": self._speed(),
             "train_loss": train_loss,
             "data_position": self.stream.state_dict()["position"],
             "first_step_at": self.first_step_at,
@@ -223,7 +211,7 @@ class _Worker:
             self._keep_if_best(metrics, last)
         if last:
             self.finish(metrics)
-        self._lap()
+        self.lap()
         metrics["seconds"] = self.seconds
         state = {"step": step, "stream": self.stream.state_dict(), "train_file": job.train_file}
         state["seconds"] = self.seconds
@@ -231,12 +219,11 @@ class _Worker:
         if job.keep_best and self.link.rank == 0:
             kept, reports = self.store.read()
             going_on = {k.step for k in kept}
-            checkpoints.remove_other_bests(
-                job.out_dir, [metrics] if last else [r for r in reports if r["step"] in going_on]
-            )
+            named = [metrics] if last else [r for r in reports if r["step"] in going_on]
+            checkpoints.remove_other_bests(job.out_dir, named)
         self.metrics = metrics
         self.stopped = not self.link.report(metrics, last)
-        self._lap()
+        self.lap()
         self.train_seconds, self.steps = 0.0, 0
 
     def finish(self, metrics: dict[str, Any]) -> None:
@@ -250,7 +237,7 @@ class _Worker:
     def _keep_if_best(self, metrics: dict[str, Any], last: bool) -> None:
         """Write the weights down if none were better so far, and add to the report which are the best."""
         known, step = {key: self.metrics[key] for key in checkpoints.BEST if key in self.metrics}, metrics["step"]
-        if checkpoints.is_better(metrics["loss"], known):
+        if metrics["loss"] < known.get("best_loss", math.inf):  # never with NaN; of equal steps the earlier one stays
             out = self.job.out_dir if last else checkpoints.best_folder(self.job.out_dir, step)
             known = dict(zip(checkpoints.BEST, (step, metrics["loss"], metrics["kl"], out), strict=True))
             if not last:  # the finished weights are written in any case
@@ -261,31 +248,14 @@ class _Worker:
         """The weights as they are now, by rank 0; all workers take part."""
         weights = self.engine.weights()
         if self.link.rank == 0:
-            model = checkpoint.load(self.job.model_dir, DTYPES[self.job.settings.dtype])
-            model.load_state_dict(weights)
             source = self.job.model_dir
+            model = self.load(source)
+            model.load_state_dict(weights)
             checkpoint.save(model, folder, source, record=checkpoint.carried(source))
         dist.barrier()
 
-    def _speed(self, tokens_a_step: int) -> float:
+    def _speed(self) -> float:
         """Tokens a second since the last milestone; of the relaxation, with its own measuring, where it was all."""
         if self.steps or self.relaxed is None:
-            return self.steps * tokens_a_step / self.train_seconds
+            return self.steps * self.tokens_a_step / self.train_seconds
         return self.relaxed.tokens / self.relaxed.seconds
-
-    def _evaluate(self) -> Evaluation:
-        return evaluate(
-            self.engine.model,
-            self.held_out,
-            teacher=self.teacher,
-            batch_size=self.job.settings.device_batch_size,
-            rank=self.link.rank,
-            world_size=self.link.world_size,
-            reduce=dist.all_reduce,
-        )
-
-    def _lap(self) -> float:
-        now = time.perf_counter()
-        lap, self._last = now - self._last, now
-        self.seconds += lap
-        return lap

@@ -1,10 +1,10 @@
 """The one Ray Train file: training jobs on workers that may die and come back.
 
-A job has workers of its own (`run_training`), or is one of many that a standing group carries out one after the other
-(`stand`): the same workers, process group and code, but processes, imports and placement are paid for once.
+A job has workers of its own (`run_training`), or is one of many that a group of a worker pool carries out one after the
+other (`serve_pool`): processes, imports and placement are paid for once.
 
-Ray Train's controllers and the pool of standing groups import this module too, and train nothing: what only workers
-need (transformers, DeepSpeed: 5 s and 250 MB a process) is imported by the functions that workers run.
+Ray Train's controllers and the worker pool import this module too, and train nothing: what only workers need
+(transformers, DeepSpeed: 5 s and 250 MB a process) is imported by the functions that workers run.
 
 What a job reads (`train_file`, `eval_file`, checkpoints) and writes must be visible to every node: shared storage on a
 cluster of several.
@@ -12,11 +12,10 @@ cluster of several.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -27,85 +26,74 @@ import torch.distributed as dist
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from trainers.jobs.job import TrainJob, TrainOutcome
+from trainers.jobs.job import TrainJob
 from trainers.loop import TrainingDiverged
-from trainers.settings import TrainSettings
+from trainers.settings import Shape
 
-__all__ = ["TrainJob", "TrainOutcome", "TrainingDiverged", "outcome_of", "run_training", "stand"]
+__all__ = ["TrainJob", "TrainingDiverged", "metrics_of", "run_training", "serve_pool"]
 
 
-def run_training(job: TrainJob, *, callbacks: Sequence[Any] = ()) -> TrainOutcome:
-    """Carry out a job on Ray Train workers of its own and wait for it.
+def run_training(job: TrainJob, *, callbacks: Sequence[Any] = ()) -> dict[str, Any]:
+    """Carry out a job on Ray Train workers of its own; returns the report of the last milestone.
 
     At each milestone rank 0 reports loss, kl (None without a teacher), step, tokens, train_loss (mean since the last
     milestone), tokens_per_second (of training alone), seconds (of the job, start-up of processes not counted) and
     checkpoint_path; of a relaxation, whose tokens and seconds count, also relaxation_steps, collapsed_loss (before any
-    recovery), relaxation_history and relaxed_dir; `notes` tell of a smaller micro-batch or a damaged checkpoint. A job
-    that is started again first repeats its earlier reports.
-    `callbacks` are Ray Train's. Inside a Tune trial pass `TuneReportCallback()`.
+    recovery), relaxation_history and relaxed_dir; `notes` tell of a smaller micro-batch or a damaged checkpoint. The
+    last report has `out_dir` and `weights_digest` of the finished weights. A job that is started again first repeats
+    its earlier reports. `callbacks` are Ray Train's. Inside a Tune trial pass `TuneReportCallback()`.
 
     Raises TrainingDiverged when the loss is no longer finite, and Ray's TrainingFailedError when workers failed more
     than `max_failures` times.
     """
     trainer = _trainer(
-        _work, {"job": job.to_json()}, job.settings, job.run_name, job.storage_path, job.max_failures, callbacks
+        _work, {"job": job.to_json()}, job.settings.shape, job.run_name, job.storage_path, job.max_failures, callbacks
     )
-    with _own_sigint():
-        found = trainer.fit()
-    return outcome_of(job, found.return_value)
-
-
-@contextlib.contextmanager
-def _own_sigint() -> Iterator[None]:
-    """Put back what Ctrl-C does: in the main thread Ray Train takes it over for good, and what it sets keeps the run's
-    controller, a process, alive for as long as this one [2.60]."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGINT)
+    # In the main thread Ray Train takes over Ctrl-C for good, and what it sets keeps the run's controller, a process,
+    # alive for as long as this one [2.60]
+    in_main_thread, before = threading.current_thread() is threading.main_thread(), signal.getsignal(signal.SIGINT)
     try:
-        yield
+        return metrics_of(job, trainer.fit().return_value)
     finally:
-        signal.signal(signal.SIGINT, before)
+        if in_main_thread:
+            signal.signal(signal.SIGINT, before)
 
 
-def outcome_of(job: TrainJob, ended: dict[str, Any] | None) -> TrainOutcome:
-    """What `run_job` returned, as `run_training` tells it."""
+def metrics_of(job: TrainJob, ended: dict[str, Any] | None) -> dict[str, Any]:
+    """The last report, from what `run_job` returned. Raises TrainingDiverged."""
     if ended and "diverged" in ended:
         raise TrainingDiverged(ended["diverged"])
     if not ended or "metrics" not in ended:
         raise RuntimeError(f"run {job.run_name!r} ended without a report; see its logs under {job.storage_path}")
-    return TrainOutcome(ended["metrics"])
+    return ended["metrics"]
 
 
-def stand(desk: Any, group: str, settings: TrainSettings, storage_path: str) -> None:
-    """Be a standing group: workers as `settings` want them take jobs from an actor until it has no more.
+def serve_pool(pool: Any, group: str, shape: Shape, storage_path: str) -> None:
+    """Be a group of a worker pool: workers of a shape take jobs from the pool's actor until it has no more.
 
-    `desk.next(group, rank, number, worker)` gives job `number` as JSON, or None to end; `desk.report(group, metrics,
-    last)` is told rank 0's milestones and says whether to go on; `desk.finished(group, rank, ended)` what
+    `pool.next(group, rank, number, worker)` gives job `number` as JSON, or None to end; `pool.report(group, metrics,
+    last)` is told rank 0's milestones and says whether to go on; `pool.finished(group, rank, ended)` what
     `run_job` returned. Returns when all workers have ended; raises when one has died or failed.
     """
-    _trainer(_stand, {"desk": desk, "group": group}, settings, group, storage_path, 0).fit()
+    _trainer(_serve, {"pool": pool, "group": group}, shape, group, storage_path, 0).fit()
 
 
 def _trainer(
     function: Callable[[dict[str, Any]], Any],
     config: dict[str, Any],
-    settings: TrainSettings,
+    shape: Shape,
     name: str,
     storage_path: str,
     max_failures: int,
     callbacks: Sequence[Any] = (),
 ) -> TorchTrainer:
-    gpus = settings.gpus_per_worker
-    resources = {"CPU": settings.cpus_per_worker} | ({"GPU": gpus} if gpus else {})
+    workers, cpus, gpus = shape
+    resources = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
     return TorchTrainer(
         function,
         train_loop_config=config,
         torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),
-        scaling_config=ScalingConfig(
-            num_workers=settings.num_workers, use_gpu=bool(gpus), resources_per_worker=resources
-        ),
+        scaling_config=ScalingConfig(num_workers=workers, use_gpu=bool(gpus), resources_per_worker=resources),
         run_config=RunConfig(
             name=name,
             storage_path=storage_path,
@@ -119,18 +107,18 @@ def _trainer(
 
 
 class _RayLink:
-    """The link of a worker. In a standing group all workers wait at a milestone for the desk's answer."""
+    """The link of a worker. In a worker pool's group all workers wait at a milestone for the pool's answer."""
 
-    def __init__(self, desk: Any = None, group: str = "") -> None:
+    def __init__(self, pool: Any = None, group: str = "") -> None:
         context = ray.train.get_context()
         self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
-        self.desk, self.group = desk, group
+        self.pool, self.group = pool, group
 
     def report(self, metrics: dict[str, Any], last: bool) -> bool:
-        if self.desk is None:
+        if self.pool is None:
             ray.train.report(metrics)
             return True
-        go = [ray.get(self.desk.report.remote(self.group, metrics, last)) if self.rank == 0 else None]
+        go = [ray.get(self.pool.report.remote(self.group, metrics, last)) if self.rank == 0 else None]
         if self.world_size > 1:
             dist.broadcast_object_list(go, src=0)
         return bool(go[0])
@@ -152,17 +140,17 @@ def _work(config: dict[str, Any]) -> dict[str, Any]:
     return run_job(TrainJob.from_json(config["job"]), _RayLink())
 
 
-def _stand(config: dict[str, Any]) -> None:
-    """What every worker of a standing group does."""
+def _serve(config: dict[str, Any]) -> None:
+    """What every worker of a pool's group does."""
     import trainers.engine
     import trainers.relaxing  # noqa: F401 - loaded before the first job and not within it
     from trainers.jobs.run import run_job
 
     _prepare_worker()
-    desk, group = config["desk"], config["group"]
-    link, worker = _RayLink(desk, group), ray.get_runtime_context().current_actor
+    pool, group = config["pool"], config["group"]
+    link, worker = _RayLink(pool, group), ray.get_runtime_context().current_actor
     for number in itertools.count():
-        given: Any = ray.get(desk.next.remote(group, link.rank, number, worker))
+        given: Any = ray.get(pool.next.remote(group, link.rank, number, worker))
         if given is None:
             return
-        ray.get(desk.finished.remote(group, link.rank, run_job(TrainJob.from_json(given), link)))
+        ray.get(pool.finished.remote(group, link.rank, run_job(TrainJob.from_json(given), link)))

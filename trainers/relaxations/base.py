@@ -1,8 +1,8 @@
 """What every relaxation is made of: projections that hold the original heads, learned numbers, and the protocol.
 
 A relaxation is a model that computes what the checkpoint computes, in which stand-ins take the place of projections.
-A stand-in builds its weight anew in each forward pass from the original heads and a few learned numbers (weight-space:
-small beside the batch). Training drives the learned numbers to where fewer heads do the same; `collapse` takes them.
+A stand-in builds its weight anew in each forward pass from the original heads and a few learned numbers. Training
+drives these to where fewer heads do the same; `collapse` takes them.
 
 Legend: L layers, S source heads that a projection holds, d head dim, D model dim.
 """
@@ -34,11 +34,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 class Learned(nn.Module):
-    """One learned tensor, read by calling the module.
-
-    ZeRO 3 gathers a module's parameters around its call and nowhere else; penalties read them outside of the model's
-    forward pass, so they must call too.
-    """
+    """One learned tensor, read by calling the module: ZeRO 3 gathers parameters around a call and nowhere else."""
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
@@ -191,7 +187,7 @@ def opened(model: PreTrainedModel, plan: AttentionPlan) -> tuple[PreTrainedModel
     layers = read_layers(model)
     first = [heads.expand((0,), (0,)) for heads in layers]
     new = assemble(model, replace(old, layers=(single,) * old.num_layers), first)
-    for module, heads, layer in zip(attention_modules(new), layers, old.layers, strict=True):
+    for module, heads, layer in zip(family_of(new.config).attention_modules(new), layers, old.layers, strict=True):
         heads = heads.to(new.device, new.dtype)
         for name in ("q", "k", "v"):
             rows, bias = getattr(heads, name), getattr(heads, f"{name}_bias")
@@ -200,10 +196,6 @@ def opened(model: PreTrainedModel, plan: AttentionPlan) -> tuple[PreTrainedModel
     new.config.attention_plan = old.to_dict()  # in place: the layers hold the same config
     new.plan = old  # type: ignore[assignment]
     return new, old
-
-
-def attention_modules(model: PreTrainedModel) -> list[Any]:
-    return list(family_of(model.config).attention_modules(model))
 
 
 StandIn = TypeVar("StandIn", bound=HeadProjection)
@@ -216,7 +208,7 @@ def put_in_place(
     fuses. Returns them by side, for each layer. Raises PlanError if `new` fuses nothing, or splits a head of `old`.
     """
     made: list[dict[str, StandIn]] = []
-    for index, module in enumerate(attention_modules(model)):
+    for index, module in enumerate(family_of(model.config).attention_modules(model)):
         made.append({})
         for side, name in (("k", "key_map"), ("v", "value_map")):
             maps = getattr(old.layers[index], name), getattr(new.layers[index], name)

@@ -82,10 +82,8 @@ class MaskedProjection(HeadProjection):
 
     def __init__(self, linear: HeadProjection, groups: Groups) -> None:
         weight, bias = linear.source()
-        super().__init__(weight.detach(), None if bias is None else bias.detach())
-        self.shared_weight, self.shared_bias = _means(weight, groups), None
-        if bias is not None:
-            self.shared_bias = _means(bias, groups)
+        super().__init__(weight, bias)
+        self.shared_weight, self.shared_bias = _means(weight, groups), None if bias is None else _means(bias, groups)
         head_map = torch.empty(len(weight), dtype=torch.int64)
         for index, group in enumerate(groups):
             head_map[list(group)] = index
@@ -155,14 +153,10 @@ class HardConcrete(Relaxation):
         uniform = torch.rand(self._shape, generator=generator, dtype=torch.float64)
         self._uniform = uniform.clamp(1e-6, 1 - 1e-6).float()
 
-    @property
-    def frozen(self) -> bool:
-        return self.step >= self.freeze
-
     def masks(self) -> Tensor:
         """z `[L, H]` float32: this step's sample in training, the mask without noise in evaluation, 0 once frozen."""
         log_alpha = self.log_alpha().float()
-        if self.frozen:
+        if self.finished():
             return log_alpha * 0
         return sampled_mask(log_alpha, self._uniform.to(log_alpha.device)) if self.training else certain_mask(log_alpha)
 
@@ -173,14 +167,14 @@ class HardConcrete(Relaxation):
         return size_constraint(alive(log_alpha).mean(), target(step, self.fall))
 
     def finished(self) -> bool:
-        """All masks are 0: frozen, so that collapsing changes nothing."""
-        return self.frozen
+        """All masks are frozen at 0, so that collapsing changes nothing."""
+        return self.step >= self.freeze
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
         """mean_mask (without noise), target T, masks_open (share of masks above 0)."""
         log_alpha = self.log_alpha().float()
-        z = log_alpha * 0 if self.frozen else certain_mask(log_alpha)
+        z = log_alpha * 0 if self.finished() else certain_mask(log_alpha)
         return {
             "mean_mask": float(z.mean()),
             "target": target(self.step, self.fall),

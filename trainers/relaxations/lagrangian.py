@@ -73,10 +73,7 @@ def margin(step: int, warmup: int, base: float = 0.999) -> float:
 
 
 class _Reverse(torch.autograd.Function):
-    """The identity, whose gradient has the other sign: descending on what follows ascends on what came before.
-
-    In the graph and not in the optimiser, so that it holds under every way of splitting optimiser state.
-    """
+    """The identity, whose gradient has the other sign: so it holds however optimiser state is split over workers."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -99,11 +96,10 @@ class FusedProjection(HeadProjection):
     """The k or v projection of DHA: its original heads, and the coefficients that mix them."""
 
     def __init__(self, linear: HeadProjection, groups: Groups, per_dimension: bool) -> None:
-        weight, bias = linear.source()
-        super().__init__(weight.detach(), None if bias is None else bias.detach())
+        super().__init__(*linear.source())
         self.groups = groups
         omega = identity_coefficients(groups, self.head_dim if per_dimension else 1)
-        self.coefficients = Learned(omega.to(weight.device, weight.dtype))
+        self.coefficients = Learned(omega.to(self.weight.device, self.weight.dtype))
 
     def mixed(self) -> tuple[Tensor, Tensor | None]:
         (weight, bias), omega = self.source(), self.coefficients()
@@ -201,11 +197,11 @@ class Lagrangian(Relaxation):
     @torch.no_grad()
     def distances(self, side: str) -> list[Tensor | None]:
         """For each layer L_head between all heads, `[S, S]`, on side "k" or "v"; between groups it is infinite."""
-        found: list[Tensor | None] = []
+        of_layers: list[Tensor | None] = []
         for layer in self.stand_ins:
             projection = layer.get(side)
             if projection is None:
-                found.append(None)
+                of_layers.append(None)
                 continue
             heads = projection.out_features // projection.head_dim
             distance = torch.full((heads, heads), torch.inf)
@@ -213,8 +209,8 @@ class Lagrangian(Relaxation):
             for block, group in zip(blocks(omega, projection.groups), projection.groups, strict=True):
                 index = torch.tensor(group)
                 distance[index[:, None], index] = head_distances(block)
-            found.append(distance)
-        return found
+            of_layers.append(distance)
+        return of_layers
 
     def parameter_groups(self) -> list[ParameterGroup]:
         learned = [p.coefficients.value for layer in self.stand_ins for p in layer.values()]

@@ -112,9 +112,9 @@ def _part(site: SharedSite, plain: SharedSite) -> Iterator[Star]:
         for place, (layer, block) in enumerate(members):
             parts.setdefault(layer, {})[block] = (star, place)
         yield star
-    for layer, own in parts.items():
+    for layer, at_blocks in parts.items():
         projection = site.projection(layer)
-        projection.register_forward_hook(Beside(site, own, projection.weight.device))
+        projection.register_forward_hook(Beside(site, at_blocks, projection.weight.device))
 
 
 @RELAXATION.part("pull_together", source="Cao 2024 (paper 004): PostShare", knobs=PULL_TOGETHER, needs=("shares",))
@@ -151,13 +151,6 @@ class PullTogether(Relaxation):
         self.rate, self.tolerance = rate, tolerance
         self._left: float | None = None
 
-    def remaining(self) -> float:
-        """The squared distance of all pairs over that at step 0."""
-        with torch.no_grad():
-            stars: list[Any] = list(self.stars)
-            now = torch.stack([star.distance() for star in stars]).sum()
-            return float(now / torch.stack([star.start.float() for star in stars]).sum())
-
     def penalty(self, step: int) -> Tensor:
         """Nothing: what the penalty would do is the groups' `shrink`."""
         return torch.zeros((), device=self.model.device)
@@ -166,9 +159,12 @@ class PullTogether(Relaxation):
         """The pairs, as of the last `metrics`, are as near to each other as the tolerance asks for."""
         return self._left is not None and self._left <= self.tolerance
 
+    @torch.no_grad()
     def metrics(self) -> dict[str, float]:
-        """distance: what is left of the squared distance of the pairs, 1 at step 0."""
-        self._left = self.remaining()
+        """distance: what is left of the squared distance of all pairs, 1 at step 0."""
+        stars: list[Any] = list(self.stars)
+        now = torch.stack([star.distance() for star in stars]).sum()
+        self._left = float(now / torch.stack([star.start.float() for star in stars]).sum())
         return {"distance": self._left}
 
     def parameter_groups(self) -> list[ParameterGroup]:

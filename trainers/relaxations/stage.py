@@ -82,8 +82,7 @@ class RelaxationSpec:
         return cls(**{**record, "settings": None if settings is None else TrainSettings(**settings)})
 
     def install(self, model: PreTrainedModel, stage: int, seed: int, plan: AttentionPlan | None = None) -> Relaxation:
-        """The relaxation of one stage on a copy of `model`, lifted first where the plan splits what it shares. `plan`:
-        to take in the place of the stage's."""
+        """The relaxation of one stage, towards its plan or `plan`, on a copy of `model`, lifted where need be."""
         plan = plan or AttentionPlan.from_json(self.plans[stage])
         if not is_coarser(plan_of(model), plan):
             model = lifted(model)

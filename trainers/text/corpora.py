@@ -30,6 +30,7 @@ HOLD_OUT = 20  # one document of so many is held out
 SHUFFLE_BUFFER = 10_000  # documents in memory while shuffling; a corpus of fewer is shuffled completely
 FEW_FILES = 20  # fewer text files than this are cut at blank lines: whole files could not be divided
 BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -77,14 +78,12 @@ class Corpus:
     def _library(self, side: Side, seed: int | None) -> Iterator[str]:
         import torch
 
-        root = library_root()
-        names = [f.relative_to(root).as_posix() for f in self.files]
-        names = [n for n in names if held_out(n) == (side == "held_out")]
+        files = [f for f in self.files if held_out(f.relative_to(LIBRARY).as_posix()) == (side == "held_out")]
         if seed is not None:
-            order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed)).tolist()
-            names = [names[i] for i in order]
-        for name in names:
-            yield (root / name).read_text(encoding="utf-8", errors="replace")
+            order = torch.randperm(len(files), generator=torch.Generator().manual_seed(seed)).tolist()
+            files = [files[i] for i in order]
+        for file in files:
+            yield file.read_text(encoding="utf-8", errors="replace")
 
     def _datasets(self, side: Side, text_field: str, seed: int | None) -> Iterator[str]:
         stream = _open(self)
@@ -127,15 +126,10 @@ def resolve(source: str) -> Corpus:
     return Corpus(source, "hub", hub_name, _digest(name, split or "train"), split, subset or None)
 
 
-def library_root() -> Path:
-    return Path(sysconfig.get_paths()["stdlib"])
-
-
 def library_files() -> Iterable[Path]:
     """Every .py file of this interpreter's standard library but tests and installed packages, by relative path."""
-    root = library_root()
-    found = (f for f in root.rglob("*.py") if not NOT_LIBRARY.intersection(f.relative_to(root).parts[:-1]))
-    return sorted(found, key=lambda f: f.relative_to(root).as_posix())
+    files = (f for f in LIBRARY.rglob("*.py") if not NOT_LIBRARY.intersection(f.relative_to(LIBRARY).parts[:-1]))
+    return sorted(files, key=lambda f: f.relative_to(LIBRARY).as_posix())
 
 
 def _split_off(source: str) -> tuple[str, str | None]:
@@ -152,8 +146,8 @@ def _local_files(name: str) -> tuple[Path, ...]:
     elif path.is_dir():
         candidates = [f for f in path.rglob("*") if f.is_file()]
     else:
-        found = glob.glob(str(path), recursive=True)  # noqa: PTH207 - the pattern may be absolute
-        candidates = [f for f in map(Path, found) if f.is_file()]
+        names = glob.glob(str(path), recursive=True)  # noqa: PTH207 - the pattern may be absolute
+        candidates = [f for f in map(Path, names) if f.is_file()]
     files = tuple(sorted(f.resolve() for f in candidates if f.suffix in BUILDERS))
     kinds = sorted({BUILDERS[f.suffix] for f in files})
     if len(kinds) > 1:
@@ -162,7 +156,7 @@ def _local_files(name: str) -> tuple[Path, ...]:
 
 
 def _open(corpus: Corpus) -> Any:
-    """The source as a streaming data set, so that text is never copied and its size does not matter."""
+    """The source as a streaming data set, so that its size does not matter."""
     from datasets import disable_progress_bars, load_dataset, logging
 
     disable_progress_bars()

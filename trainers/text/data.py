@@ -26,29 +26,11 @@ CALIBRATION_SEED = 1  # added to the seed: calibration takes other documents fir
 DOCUMENTS_AT_ONCE = 256
 
 
-def load_sequences(
-    source: str,
-    tokenizer: Any,
-    *,
-    split: Split,
-    tokens: int,
-    sequence_length: int,
-    seed: int = 0,
-    cache_dir: str | Path | None = None,
-    text_field: str = "text",
-) -> Tensor:
-    """Token sequences of one split of a source (see `trainers.text.corpora`), `[N, T]` int64 with N = tokens // T.
-
-    `train` and `calibration` come from the training side, documents shuffled by `seed` (each with its own order), the
-    calibration evenly spaced over many documents; `eval` from the held-out side, evenly spaced over it, in fixed order
-    whatever the seed. With `cache_dir` the result is kept there under a name that holds everything it depends on.
-    Raises DataError when there is too little text.
-    """
+def load_sequences(source: str, tokenizer: Any, *, cache_dir: str | Path | None = None, **cut: Any) -> Tensor:
+    """The sequences of `sequence_file(source, tokenizer, **cut)`, `[N, T]` int64; without `cache_dir` none are kept."""
     if cache_dir is not None:
-        settings = {"split": split, "tokens": tokens, "sequence_length": sequence_length, "seed": seed}
-        return read_sequences(sequence_file(source, tokenizer, **settings, cache_dir=cache_dir, text_field=text_field))
-    _check(split, tokens, sequence_length)
-    return _build(resolve(source), tokenizer, split, tokens, sequence_length, seed, text_field).long()
+        return read_sequences(sequence_file(source, tokenizer, cache_dir=cache_dir, **cut))
+    return _build(resolve(source), tokenizer, **cut).long()
 
 
 def sequence_file(
@@ -62,7 +44,13 @@ def sequence_file(
     cache_dir: str | Path,
     text_field: str = "text",
 ) -> Path:
-    """As `load_sequences`, but the safetensors file in `cache_dir`: built on the first call, reused afterwards."""
+    """A file in `cache_dir` with the token sequences of one split of a source (see `trainers.text.corpora`), `[N, T]`
+    with N = tokens // T; its name holds everything that they depend on, so it is built once.
+
+    `train` and `calibration` come from the training side, documents shuffled by `seed` (each with its own order), the
+    calibration evenly spaced over many documents; `eval` from the held-out side, evenly spaced over it, in fixed order
+    whatever the seed. Raises DataError when there is too little text.
+    """
     _check(split, tokens, sequence_length)
     corpus = resolve(source)
     key = [corpus.source, corpus.fingerprint, tokenizer_digest(tokenizer), split, tokens, sequence_length, text_field]
@@ -111,24 +99,31 @@ def _check(split: str, tokens: int, sequence_length: int) -> None:
 
 
 def _build(
-    corpus: Corpus, tokenizer: Any, split: Split, tokens: int, length: int, seed: int, text_field: str
+    corpus: Corpus,
+    tokenizer: Any,
+    split: Split,
+    tokens: int,
+    sequence_length: int,
+    seed: int = 0,
+    text_field: str = "text",
 ) -> Tensor:
+    _check(split, tokens, sequence_length)
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no end token to join documents with; set tokenizer.eos_token")
     order = None if split == "eval" else seed + (CALIBRATION_SEED if split == "calibration" else 0)
     texts = corpus.documents("held_out" if split == "eval" else "train", text_field, order)
-    wanted = tokens // length
+    length, wanted = sequence_length, tokens // sequence_length
     pool = max(tokens, {"train": 0, "eval": POOL, "calibration": min(POOL, CALIBRATION_SPREAD * tokens)}[split])
     ids, documents = _tokenise(texts, tokenizer, pool)
-    found = ids.numel() // length
-    if found < wanted:
+    there = ids.numel() // length
+    if there < wanted:
         raise DataError(
-            f"{corpus.source}: {split} needs {wanted} sequences of {length} tokens ({wanted * length}), found {found} "
+            f"{corpus.source}: {split} needs {wanted} sequences of {length} tokens ({wanted * length}), found {there} "
             f"({ids.numel()} tokens in {documents} documents); ask for fewer tokens or give more text"
         )
-    sequences = ids[: found * length].view(found, length)
+    sequences = ids[: there * length].view(there, length)
     if split != "train":
-        sequences = sequences[torch.arange(wanted) * found // wanted]
+        sequences = sequences[torch.arange(wanted) * there // wanted]
     return sequences[:wanted].clone()
 
 
@@ -148,9 +143,8 @@ def _tokenise(texts: Iterator[str], tokenizer: Any, limit: int) -> tuple[Tensor,
 class BatchStream:
     """Endless shuffled epochs over `sequences [N, T]`: `next()` gives this worker's rows of a step, `[B / W, T]` int64.
 
-    Worker r of W gets rows r B/W to (r + 1) B/W of the step, so that all workers together see exactly what one worker
-    would. An epoch's remainder is not dropped: the step that meets its end goes on with the next epoch's order.
-    The state is a position, so resuming is exact, also with another number of workers.
+    Worker r of W gets rows r B/W to (r + 1) B/W of the step, so that all together see what one worker would. An epoch's
+    remainder begins the next one's first step. The state is a position, so resuming is exact, with any W.
     """
 
     def __init__(

@@ -135,10 +135,7 @@ PATTERNS: dict[str, Callable[[Domain, dict[str, str], np.random.Generator], Draw
 
 
 def all_tasks() -> tuple[Task, ...]:
-    """Every pattern with every transformation that fits it, sorted.
-
-    `other class` needs a domain with classes; `same item` looks up a person, of whom only the name can be said.
-    """
+    """Every pattern with every transformation that fits it, sorted; of a person (`same item`) only the name is said."""
     made = []
     for pattern in PATTERNS:
         for domain in DOMAINS.values():

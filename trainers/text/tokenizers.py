@@ -26,7 +26,7 @@ def read_tokenizer(source: str | Path) -> Any:
     folder = Path(source)
     try:
         cached = not folder.is_dir() and only_cached(source)
-        found = AutoTokenizer.from_pretrained(str(source), local_files_only=cached)
+        tokenizer = AutoTokenizer.from_pretrained(str(source), local_files_only=cached)
     except Exception as error:  # its files may hold anything, and their readers may stumble over it in any way
         present = [name for name in VOCABULARIES if (folder / name).is_file()]
         if folder.is_dir() and not present:
@@ -34,10 +34,10 @@ def read_tokenizer(source: str | Path) -> Any:
         said = " ".join((str(error) or type(error).__name__).split())[:300]
         what = f"{folder / present[0]} cannot be read" if present else f"no tokenizer at {str(source)!r}"
         raise TokenizerError(f"{what}: {said}; copy it again from the model's source") from None
-    own: dict[str, str] = type(found).vocab_files_names
-    if folder.is_dir() and own and not any((folder / name).is_file() for name in (*VOCABULARIES, *own.values())):
+    files: dict[str, str] = type(tokenizer).vocab_files_names
+    if folder.is_dir() and files and not any((folder / name).is_file() for name in (*VOCABULARIES, *files.values())):
         raise _none_at(source)
-    return found
+    return tokenizer
 
 
 def _none_at(source: str | Path) -> TokenizerError:

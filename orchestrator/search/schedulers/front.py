@@ -128,11 +128,8 @@ class Rungs:
 
 
 class FrontHalving(RungScheduler):
-    """Pauses every trial at every rung but the last, and advances the best 1 / factor of the front by rank.
-
-    With one objective it decides as ASHA does (Li 2020, Algorithm 2). When the searcher has no more candidates, nothing
-    runs and nobody is to advance, the trials that still wait are stopped, at least one of each rung having gone on.
-    """
+    """`Rungs` for Tune. When the searcher has no more candidates, nothing runs and nobody is to advance, the trials
+    that still wait are stopped, at least one of each rung having gone on."""
 
     def __init__(self, problem: RungProblem, ties: str, synchronous: bool) -> None:
         super().__init__(problem)

@@ -18,8 +18,7 @@ OBJECTIVES = ("loss", "kv_bytes_per_token")
 
 @dataclass
 class Slots:
-    """How many trials run at a time. Tune's own limit (`max_concurrent_trials`) counts a paused trial as one that runs
-    [ray 2.60]: as soon as that many are paused nothing would start any more.
+    """How many trials run at a time, in place of Tune's `max_concurrent_trials`, which counts paused ones too [2.60].
 
     `capacity`: a number, or who knows it now (None: no limit). `promised`: whether a paused trial goes first.
     """

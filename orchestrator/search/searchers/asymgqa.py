@@ -3,7 +3,7 @@
 Several chains walk at a time, each with a generator of its own and one probe at most under way, so that each accepts,
 resets and preserves as in the paper; results are taken as they come. A chain's score is minus its probe's loss on the
 calibration tokens: the held-out text judges the search and decides nothing in it. When the probes are used up, the best
-plan of each budget is trained through the rungs, once with every learning rate and seed.
+plan of each KV ratio is trained through the rungs, once with every learning rate and seed.
 """
 
 from __future__ import annotations
@@ -42,14 +42,13 @@ class ChainSearch(ResumableSearcher):
     """
 
     def __init__(self, problem: SearchProblem, chains: int) -> None:
-        super().__init__(metric="loss", mode="min")
         self._problem, self._made = problem, 0
         self._recipe = walk_recipe(problem)
         self._chains = make_chains(problem, self._recipe, chains)
         self._scores: dict[str, float | None] = {}
         self._running: dict[str, str] = {}
         self._finals = list(itertools.product(self._chains, problem.space.learning_rates, problem.seeds))
-        self.total = problem.total + len(self._finals)
+        super().__init__(problem.total + len(self._finals))
 
     def suggest(self, trial_id: str) -> Any:
         """A trial; None while every chain waits for a result; FINISHED when all has been suggested."""
@@ -82,17 +81,17 @@ class ChainSearch(ResumableSearcher):
 
     def _probe(self, trial_id: str) -> Candidate | None:
         """A plan that some chain wants measured and no trial measures yet."""
-        for budget, chain in self._walking():
+        for kv_ratio, chain in self._walking():
             plan = self._wanted(chain)
             if plan is not None and plan not in self._running.values():
                 self._running[trial_id] = plan
                 rate, seed = self._problem.space.learning_rates[0], self._problem.seeds[0]
-                return Candidate(self._recipe, budget, rate, seed, plan, probe=True)
+                return Candidate(self._recipe, kv_ratio, rate, seed, plan, probe=True)
         return None
 
     def _walking(self) -> list[tuple[float, Chain]]:
         """The chains that have not ended, by ratio; those that have moved least come first."""
-        chains = [(budget, chain) for budget, chains in self._chains.items() for chain in chains if not chain.done]
+        chains = [(kv_ratio, chain) for kv_ratio, chains in self._chains.items() for chain in chains if not chain.done]
         return sorted(chains, key=lambda pair: pair[1].moves)
 
     def _wanted(self, chain: Chain) -> str | None:
@@ -105,13 +104,13 @@ class ChainSearch(ResumableSearcher):
         return None
 
     def _final(self) -> Candidate | None:
-        """The best plan of a budget whose chains have all ended, with one of the learning rates and seeds."""
-        for place, (budget, rate, seed) in enumerate(self._finals):
-            chains = self._chains[budget]
+        """The best plan of a KV ratio whose chains have all ended, with one of the learning rates and seeds."""
+        for place, (kv_ratio, rate, seed) in enumerate(self._finals):
+            chains = self._chains[kv_ratio]
             if all(chain.done for chain in chains):
                 del self._finals[place]
                 best = max(chains, key=lambda chain: chain.score)  # the first of equals
-                return Candidate(self._recipe, budget, rate, seed, best.plan.to_json())
+                return Candidate(self._recipe, kv_ratio, rate, seed, best.plan.to_json())
         return None
 
     @cached_property
@@ -142,52 +141,50 @@ def walk_recipe(problem: SearchProblem) -> Recipe:
             "walk_asymmetric or walk_symmetric"
         )
     changed = base.with_changes(**changes)
-    own = {name: value for name, value in joint.settings.items() if name in dict(changed.settings)}
-    return replace(changed.with_changes(settings=own), name=NAME)
+    settings = {name: value for name, value in joint.settings.items() if name in dict(changed.settings)}
+    return replace(changed.with_changes(settings=settings), name=NAME)
 
 
 def make_chains(problem: SearchProblem, walk: Recipe, chains: int) -> dict[float, list[Chain]]:
-    """The chains of every budget. The samples are spread evenly over them and their sites, the first sites first.
+    """The chains of every KV ratio. The samples are spread evenly over them and their sites, the first sites first.
 
-    Raises ConfigError for a budget that cannot be met, and for fewer samples than one move a site, or more than
+    Raises ConfigError for a KV ratio that cannot be met, and for fewer samples than one move a site, or more than
     `grouping.iterations` allows.
     """
     joint = problem.space.joint
     geometry = cast(HeadGeometry, joint.geometry)
     counts = {}
-    for budget in map(float, joint.kv_ratios):
+    for kv_ratio in map(float, joint.kv_ratios):
         try:
-            check_budget(walk, budget, geometry)
+            check_budget(walk, kv_ratio, geometry)
         except ValueError as error:
             raise ConfigError(f"search.kv_ratios: {error}") from None
         admissible = admissible_counts(walk, geometry)
-        counts[budget] = uniform(geometry.num_layers, geometry.num_kv_heads, budget, admissible=admissible)
-    sites = {budget: list(searched_sites(counts[budget], geometry.num_kv_heads)) for budget in counts}
+        counts[kv_ratio] = uniform(geometry.num_layers, geometry.num_kv_heads, kv_ratio, admissible=admissible)
+    sites = {kv_ratio: list(searched_sites(counts[kv_ratio], geometry.num_kv_heads)) for kv_ratio in counts}
     moves = spread(problem.samples, sites, chains, walk.knobs("grouping")["iterations"])
     settings = {k: v for k, v in walk.knobs("grouping").items() if k not in ("iterations", "equal_sizes")}
     settings["symmetric"] = walk.grouping == "walk_symmetric"
-    generators = iter(np.random.default_rng(problem.seed).spawn(len(counts) * chains))
-    return {
-        budget: [
-            Chain(geometry, counts[budget], moves[budget, index], next(generators), settings) for index in range(chains)
-        ]
-        for budget in counts
-    }
+    generators = np.random.default_rng(problem.seed).spawn(len(moves))
+    by_ratio: dict[float, list[Chain]] = {kv_ratio: [] for kv_ratio in counts}
+    for ((kv_ratio, _), at_sites), generator in zip(moves.items(), generators, strict=True):
+        by_ratio[kv_ratio].append(Chain(geometry, counts[kv_ratio], at_sites, generator, settings))
+    return by_ratio
 
 
 def spread(
     samples: int, sites: Mapping[float, list[SiteKey]], chains: int, iterations: int
 ) -> dict[tuple[float, int], dict[SiteKey, int]]:
-    """Moves at each site of each chain (budget, index), `samples` in all. Raises ConfigError if they do not fit."""
+    """Moves at each site of each chain (KV ratio, index), `samples` in all. Raises ConfigError if they do not fit."""
     places = [
-        (budget, index, own[position])
+        (kv_ratio, index, keys[position])
         for position in range(max(map(len, sites.values())))
-        for budget, own in sites.items()
-        if position < len(own)
+        for kv_ratio, keys in sites.items()
+        if position < len(keys)
         for index in range(chains)
     ]
     if not len(places) <= samples <= iterations * len(places):
-        walked = " and ".join(f"{len(own)} sites at {budget:g}" for budget, own in sites.items())
+        walked = " and ".join(f"{len(keys)} sites at {kv_ratio:g}" for kv_ratio, keys in sites.items())
         raise ConfigError(
             f"search.num_samples: got {samples}, but {chains} chain(s) for each budget, with {walked}, make "
             f"{len(places)} probes with one move a site and {iterations * len(places)} with grouping.iterations "
@@ -195,17 +192,17 @@ def spread(
             "search.params"
         )
     each, more = divmod(samples, len(places)) if places else (0, 0)
-    moves: dict[tuple[float, int], dict[SiteKey, int]] = {(budget, i): {} for budget in sites for i in range(chains)}
-    for place, (budget, index, site) in enumerate(places):
-        moves[budget, index][site] = each + (place < more)
+    moves: dict[tuple[float, int], dict[SiteKey, int]] = {key: {} for key in itertools.product(sites, range(chains))}
+    for place, (kv_ratio, index, site) in enumerate(places):
+        moves[kv_ratio, index][site] = each + (place < more)
     return moves
 
 
 @SEARCHERS.part(
     "asymgqa",
     source="Chen 2024 (paper 003), sec. 2.1, Alg. 1 and 2, as parallel chains",
-    knobs=(Knob("chains", "int", "walks at a time for each budget", low=1, high=1024),),
+    knobs=(Knob("chains", "int", "walks at a time for each KV ratio", low=1, high=1024),),
 )
 def asymgqa(problem: SearchProblem, *, chains: int = 2) -> ResumableSearcher:
-    """Raises ConfigError for choices, budgets or samples that the walk cannot use."""
+    """Raises ConfigError for choices, KV ratios or samples that the walk cannot use."""
     return ChainSearch(problem, chains)

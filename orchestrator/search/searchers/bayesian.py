@@ -3,20 +3,17 @@
 Two objectives, held-out loss and KV bytes a token, so that the search spreads along the front and does not settle at
 one budget. Conditional decisions are asked for only where they come up (define by run).
 
-A suggestion is a function of the seed, its number and the results told before it; nothing of it is stored.
+A suggestion is a function of the seed, its number and the results told before it, in whatever order they came.
 
 A trial that is paused or stopped at an early rung is told with the loss that it had there, and again when it gets
 further; its highest rung counts. An early loss is above what full training would give, and only trials that were behind
 at the same rung stay there, so the estimator errs on the safe side. A trial that diverged or failed is not told of, nor
 the loss of a pooled model that a relaxation never trains from.
-
-In which order results came makes no difference to a proposal, only which were there: they are told by trial number.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -40,11 +37,7 @@ DIRECTIONS = [optuna.study.StudyDirection.MINIMIZE] * len(OBJECTIVES)
 
 
 class FrontSearch(ListedSearcher):
-    """The configured candidates, then what Optuna proposes.
-
-    Configured candidates that lie in the space are told too, so that the estimator learns from them; those outside of
-    it are run without telling.
-    """
+    """The configured candidates, then what Optuna proposes; it learns from those too that lie in the space."""
 
     def __init__(self, problem: SearchProblem) -> None:
         super().__init__(problem)
@@ -81,7 +74,7 @@ class FrontSearch(ListedSearcher):
         )
 
     def _window(self) -> list[Any]:
-        """What a proposal rests on, at most RECENT + BEST results, by trial number: a function of what is known."""
+        """What a proposal rests on, at most RECENT + BEST results, by trial number."""
         seen = [self._seen[trial] for trial in sorted(self._seen, key=lambda trial: (len(trial), trial))]
         if len(seen) <= RECENT + BEST:
             return seen
@@ -92,8 +85,8 @@ class FrontSearch(ListedSearcher):
     def draws(self, number: int) -> Iterator[Candidate]:
         """The estimator's, and, where that was tried, what lies beside it: one decision drawn anew, later more.
 
-        The estimator takes the likeliest of its draws. Among decisions that are mostly choices that is what was best so
-        far, again and again, whatever the seed; asking it again takes long and helps little.
+        Asking the estimator again helps little: among decisions that are mostly choices its likeliest draw is what was
+        best so far, whatever the seed.
         """
         space = self._problem.space
         study = optuna.create_study(directions=DIRECTIONS)
@@ -120,5 +113,4 @@ def ask(trial: Any, domain: Domain) -> Any:
 @SEARCHERS.part("optuna", source="Bergstra 2011; Ozaki 2022 (several objectives)")
 def bayesian(problem: SearchProblem) -> ResumableSearcher:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    logging.getLogger("optuna").setLevel(logging.WARNING)
     return FrontSearch(problem)

@@ -17,7 +17,7 @@ class ListedSearcher(ResumableSearcher):
     """The configured candidates, then new ones among those that `draws` gives."""
 
     def __init__(self, problem: SearchProblem) -> None:
-        super().__init__(metric="loss", mode="min")
+        super().__init__(problem.total)
         self._problem, self._made = problem, 0
         self._tried = {candidate.key for candidate in problem.named}
 
@@ -27,7 +27,7 @@ class ListedSearcher(ResumableSearcher):
 
     def suggest(self, trial_id: str) -> Any:
         number, named = self._made, self._problem.named
-        if number >= self._problem.total:
+        if number >= self.total:
             return Searcher.FINISHED
         candidate = named[number] if number < len(named) else first_new(self.draws(number), self._tried)
         config = candidate.config()

@@ -44,7 +44,11 @@ class SearchProblem:
 
 
 class ResumableSearcher(Searcher):
-    """A searcher that can be told of trials which it suggested in an earlier process."""
+    """A searcher that can be told of trials which it suggested in an earlier process. `total`: trials at the most."""
+
+    def __init__(self, total: int) -> None:
+        super().__init__(metric=OBJECTIVES[0], mode="min")
+        self.total = total
 
     def add_trial(self, trial_id: str, config: dict[str, Any]) -> None:
         """Take up a recorded suggestion, as if `suggest` had made it now."""
@@ -55,11 +59,6 @@ def make_searcher(name: str, problem: SearchProblem) -> ResumableSearcher:
     """The searcher of a name with the problem's settings. Raises ValueError for settings that it does not have."""
     part = SEARCHERS.get(name)
     return part(problem, **part.settings(problem.settings))
-
-
-def trials_of(searcher: Searcher, problem: SearchProblem) -> int:
-    """How many trials a searcher suggests, at most: `total` of the problem, or of the searcher where it has its own."""
-    return getattr(searcher, "total", problem.total)
 
 
 def first_new(candidates: Iterator[Candidate], tried: Collection[Any]) -> Candidate:

@@ -101,8 +101,8 @@ def test_one_group_carries_out_job_after_job(pool: str, job: TrainJob, whole: di
     for name in ("first", "second", "third"):
         steps = told.setdefault(name, [])
         outcome = train_on_pool(pool, other(job, name), lambda report, steps=steps: steps.append(report["step"]))
-        assert {key: outcome.metrics[key] for key in SAME} == {key: whole[key] for key in SAME}
-        assert Path(outcome.metrics["checkpoint_path"], "layout.json").is_file()
+        assert {key: outcome[key] for key in SAME} == {key: whole[key] for key in SAME}
+        assert Path(outcome["checkpoint_path"], "layout.json").is_file()
     assert set(map(tuple, told.values())) == {(2, 4, 6)}
     (group,) = state(pool)["groups"].values()
     assert group == {"shape": (1, 0.4, 0.0), "jobs": 3, "busy": False}
@@ -125,9 +125,9 @@ def test_a_job_ends_where_its_holder_leaves_it_and_goes_on_later(
         train_on_pool(pool, mine, leave)
     assert not Path(mine.out_dir).exists()
     steps: list[int] = []
-    outcome = train_on_pool(pool, mine, lambda report: steps.append(report["step"]), reported=2)
-    assert steps == [4, 6]  # 4 was not seen to the end
-    assert {key: outcome.metrics[key] for key in SAME} == {key: whole[key] for key in SAME}
+    outcome = train_on_pool(pool, mine, lambda report: steps.append(report["step"]))
+    assert steps == [2, 4, 6]  # earlier reports come again
+    assert {key: outcome[key] for key in SAME} == {key: whole[key] for key in SAME}
     assert actors("RayTrainWorker")["RayTrainWorker"] == [worker], "the same processes went on"
     assert state(pool)["leases"] == []
 
@@ -138,7 +138,7 @@ def test_a_job_that_fails_tells_why_and_the_next_one_runs(pool: str, job: TrainJ
     with pytest.raises(GroupError, match="gone"):
         train_on_pool(pool, broken, print)
     outcome = train_on_pool(pool, other(job, "after"), lambda report: None)
-    assert outcome.metrics["weights_digest"] == whole["weights_digest"]
+    assert outcome["weights_digest"] == whole["weights_digest"]
 
 
 def test_a_killed_worker_is_replaced_and_its_job_goes_on(pool: str, job: TrainJob, whole: dict[str, Any]) -> None:
@@ -153,7 +153,7 @@ def test_a_killed_worker_is_replaced_and_its_job_goes_on(pool: str, job: TrainJo
 
     outcome = train_on_pool(pool, again, kill)
     assert steps == [2, 4, 6], "each milestone was told once"
-    assert {key: outcome.metrics[key] for key in SAME} == {key: whole[key] for key in SAME}
+    assert {key: outcome[key] for key in SAME} == {key: whole[key] for key in SAME}
     assert before not in actors("RayTrainWorker")["RayTrainWorker"]
 
 
@@ -185,18 +185,18 @@ def test_a_group_of_two_takes_jobs_of_every_kind(pool: str, job: TrainJob, whole
     losses = {}
     for name, changes in kinds.items():
         settings = two.model_copy(update=changes)
-        losses[name] = train_on_pool(pool, other(job, name, settings=settings), lambda r: None).metrics["loss"]
+        losses[name] = train_on_pool(pool, other(job, name, settings=settings), lambda r: None)["loss"]
     assert losses["zero0"] == pytest.approx(losses["zero3"], abs=1e-3)
     assert losses["zero0"] == pytest.approx(whole["loss"], abs=1e-3)
     assert losses["bf16"] == pytest.approx(whole["loss"], abs=0.1)
     spec = RelaxationSpec("lagrangian", (HALVED.to_json(),), 4)
     relaxed = other(job, "relaxed", settings=two, model_dir=str(job.teacher_dir), relaxation=spec)
-    metrics = train_on_pool(pool, relaxed, lambda r: None).metrics
+    metrics = train_on_pool(pool, relaxed, lambda r: None)
     assert metrics["relaxation_steps"] == 4
     assert checkpoint.plan_of(checkpoint.load(relaxed.out_dir)) == HALVED
     told: list[int] = []
     alone = other(job, "alone", settings=two, model_dir=str(job.teacher_dir), relaxation=spec, milestones=(0,))
-    assert train_on_pool(pool, alone, lambda r: told.append(r["step"])).metrics["relaxation_steps"] == 4
+    assert train_on_pool(pool, alone, lambda r: told.append(r["step"]))["relaxation_steps"] == 4
     assert told == [0]  # no recovery: what the relaxation came to is the one report
     (group,) = state(pool)["groups"].values()
     assert group == {"shape": (2, 0.9, 0.0), "jobs": 7, "busy": False}
@@ -220,7 +220,7 @@ def test_a_crowded_cluster_and_the_end_of_a_pool(job: TrainJob, pool: str, tmp_p
     crowded = replace(job, settings=job.settings.model_copy(update={"cpus_per_worker": 0.7}))
     with open_pool(str(tmp_path), idle_seconds=1, stuck_seconds=3) as own:
         outcome = train_on_pool(own, other(crowded, "squeezed"), lambda report: None)
-        assert outcome.metrics["step"] == 6
+        assert outcome["step"] == 6
         ray.kill(holder)
         assert wait_until(lambda: not state(own)["groups"]), "idle for long"
 

@@ -158,7 +158,7 @@ def test_a_killed_command_goes_on_to_the_same_numbers(whole: dict[str, Any], lik
     options += ["--sequence-length", "32", "--device", "cpu", "--recipe", "dcformer"]
     options += [part for override in COMPOSED for part in ("--set", override)]
     command = [sys.executable, "-m", "orchestrator.main", "train", "--architecture", str(like), *options]
-    log = tmp_path / "killed.training" / "milestones.jsonl"
+    log = tmp_path / "killed.training" / "train" / "scratch" / "checkpoints.json"
     process = subprocess.Popen(
         [*command, "--out", str(tmp_path / "killed")], cwd=REPOSITORY, start_new_session=True, stdout=subprocess.DEVNULL
     )

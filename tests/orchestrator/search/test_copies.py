@@ -85,7 +85,7 @@ class Listening(ResumableSearcher):
     """Suggests as many trials as are asked for, and keeps what it is told."""
 
     def __init__(self, count: int) -> None:
-        super().__init__(metric="loss", mode="min")
+        super().__init__(count)
         self.count, self.told = count, []
 
     def suggest(self, trial_id: str) -> Any:

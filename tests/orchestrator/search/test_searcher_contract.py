@@ -21,7 +21,7 @@ from attention.io.checkpoint import load_config
 from attention.plan import AttentionPlan
 from orchestrator.config.schema import ConfigError, parse_config
 from orchestrator.search.candidates import Candidate, candidate_space, named_candidates
-from orchestrator.search.searchers import SEARCHERS, SearchProblem, trials_of
+from orchestrator.search.searchers import SEARCHERS, ResumableSearcher, SearchProblem
 from orchestrator.search.searchers.asymgqa import ChainSearch
 from search_spaces.planning.budgets import check_budget
 from search_spaces.recipes.recipes import RECIPES, Recipe
@@ -60,12 +60,12 @@ def complete(searcher: Searcher, trial_id: str, config: dict[str, Any]) -> None:
     searcher.on_trial_complete(trial_id, result | {"training_iteration": 1})
 
 
-def expected(searcher: Searcher, task: SearchProblem) -> int:
+def expected(searcher: ResumableSearcher) -> int:
     """How many trials there are in the end: the chains' plans that were measured already need no trial."""
     if not isinstance(searcher, ChainSearch):
-        return trials_of(searcher, task)
+        return searcher.total
     moves = sum(chain.moves for chains in searcher._chains.values() for chain in chains)
-    return trials_of(searcher, task) - (moves - len(searcher._scores))
+    return searcher.total - (moves - len(searcher._scores))
 
 
 def drive(searcher: Searcher, start: int = 0, stop: int | None = None, fail_every: int = 0) -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ def test_named_candidates_come_first_then_samples_then_the_end(demo_dir: Path, n
     task = problem(demo_dir, name)
     searcher = SEARCHERS.get(name)(task)
     configs = drive(searcher)
-    assert len(configs) == expected(searcher, task) >= len(task.named) + 0.7 * task.samples
+    assert len(configs) == expected(searcher) >= len(task.named) + 0.7 * task.samples
     assert [Candidate.from_config(c).key for c in configs[: len(task.named)]] == [c.key for c in task.named]
 
 
@@ -168,7 +168,7 @@ def test_the_same_seed_gives_the_same_suggestions_in_another_process(demo_dir: P
 def test_failed_trials_do_not_end_the_search(demo_dir: Path, name: str) -> None:
     task = problem(demo_dir, name)
     searcher = SEARCHERS.get(name)(task)
-    assert len(drive(searcher, fail_every=2)) == expected(searcher, task)
+    assert len(drive(searcher, fail_every=2)) == expected(searcher)
 
 
 def test_several_trials_may_run_at_a_time(demo_dir: Path, name: str) -> None:
@@ -184,7 +184,7 @@ def test_several_trials_may_run_at_a_time(demo_dir: Path, name: str) -> None:
         assert isinstance(config, dict)
         waiting[f"t{made}"] = config
         made, most = made + 1, max(most, len(waiting))
-    assert made == expected(searcher, task)
+    assert made == expected(searcher)
     assert most >= min(made, len(task.named) + 4)
 
 
@@ -205,7 +205,7 @@ def test_candidates_outside_of_the_space_run_all_the_same(demo_dir: Path, name: 
     task = problem(demo_dir, name, search_space=choices)
     searcher = SEARCHERS.get(name)(task)
     configs = drive(searcher)
-    assert len(configs) == expected(searcher, task)
+    assert len(configs) == expected(searcher)
     assert {c["choices"]["grouping"] for c in configs[: len(task.named)]} == {"neighbour", "walk_asymmetric", "exact"}
     assert {c["choices"]["grouping"] for c in configs[len(task.named) :]} <= {*choices["grouping"]}
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from orchestrator.cli.searches import _split
+from orchestrator.cluster import session
 from orchestrator.cluster.session import Demand, Room, concurrency
 from orchestrator.config.schema import ConfigError, parse_config
 from orchestrator.search.validation import validate_search
@@ -162,9 +163,11 @@ def test_more_workers_than_the_cluster_has_are_refused(
         assert word in str(caught.value)
 
 
-def test_the_room_follows_the_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_room_follows_the_cluster(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = {"CPU": 2.0}
-    room = Room(Demand(0.05, 0, 1, 0.95, 0), seconds=0, ask=lambda: nodes)
+    monkeypatch.setattr(session, "capacity", lambda: nodes)
+    monkeypatch.setattr(session, "LOOK_SECONDS", 0)
+    room = Room(Demand(0.05, 0, 1, 0.95, 0))
     seen = []
     for nodes["CPU"] in (2.0, 8.0, 8.0, 1.0, 0.5, 3.0):
         seen.append(room.trials())
@@ -177,8 +180,9 @@ def test_the_room_follows_the_cluster(capsys: pytest.CaptureFixture[str]) -> Non
         "3 trial(s) at a time",
     ]
     nodes["CPU"] = 64.0
-    assert Room(Demand(0.05, 0, 1, 0.95, 0), 4, ask=lambda: nodes).trials() == 4
-    rested = Room(Demand(0.05, 0, 1, 0.95, 0), seconds=1e6, ask=lambda: nodes)
+    assert Room(Demand(0.05, 0, 1, 0.95, 0), 4).trials() == 4
+    monkeypatch.setattr(session, "LOOK_SECONDS", 1e6)
+    rested = Room(Demand(0.05, 0, 1, 0.95, 0))
     assert rested.trials() == 64
     nodes["CPU"] = 2.0
     assert rested.trials() == 64  # not asked for every trial

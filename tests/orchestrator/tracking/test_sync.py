@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from orchestrator.storage.records import DONE, KILLED, RUNNING
+from orchestrator.tracking import sync
 from orchestrator.tracking.runs import Tracker, TrackingError
 from orchestrator.tracking.sync import MlflowSync, Run, parent_run
 
@@ -56,13 +57,14 @@ class Line(Tracker):
 
 
 @pytest.fixture
-def store(plain: Tracker) -> Store:
+def store(plain: Tracker, monkeypatch: pytest.MonkeyPatch) -> Store:
+    monkeypatch.setattr(sync, "PAUSE_SECONDS", (0.0, 0.0))
     return Store(plain.client)
 
 
 def driver(plain: Tracker, store: Store, folder: Path, status: str = RUNNING) -> MlflowSync:
     """What a driver has after its start: it knows nothing of the store."""
-    return MlflowSync(lambda: Line(plain, store), parent_run(folder, status=status), pause=(0.0, 0.0))
+    return MlflowSync(lambda: Line(plain, store), parent_run(folder, status=status))
 
 
 def trial(number: int, rungs: int = 3, status: str = RUNNING) -> Run:

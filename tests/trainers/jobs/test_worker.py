@@ -17,7 +17,7 @@ from parameters import extended
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from trainers.evaluation import evaluate
-from trainers.jobs.worker import TrainingDiverged, TrainJob, TrainOutcome, run_training
+from trainers.jobs.worker import TrainingDiverged, TrainJob, run_training
 from trainers.settings import TrainSettings
 
 PLAN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)
@@ -56,7 +56,7 @@ def others(ray_cluster: None) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(job: TrainJob, others: set[str]) -> TrainOutcome:
+def whole(job: TrainJob, others: set[str]) -> dict[str, Any]:
     """The job without interruption, by workers of its own."""
     before = signal.getsignal(signal.SIGINT)
     outcome = run_training(job)
@@ -69,7 +69,7 @@ def other(job: TrainJob, name: str, **changes: Any) -> TrainJob:
     return replace(job, run_name=name, out_dir=str(Path(job.out_dir).parent.parent / name / "out"), **changes)
 
 
-def test_with_its_run_a_job_s_processes_end(whole: TrainOutcome, others: set[str]) -> None:
+def test_with_its_run_a_job_s_processes_end(whole: dict[str, Any], others: set[str]) -> None:
     deadline = time.monotonic() + 60
     while left := controllers() - others:
         assert time.monotonic() < deadline, left
@@ -89,8 +89,8 @@ def kill_worker_after_first_checkpoint(job: TrainJob, killed: list[int]) -> None
         killed.append(actor.pid)
 
 
-def test_one_worker_trains_measures_and_writes_its_weights(job: TrainJob, whole: TrainOutcome) -> None:
-    metrics = whole.metrics
+def test_one_worker_trains_measures_and_writes_its_weights(job: TrainJob, whole: dict[str, Any]) -> None:
+    metrics = whole
     assert metrics["step"] == STEPS
     assert metrics["tokens"] == STEPS * 8 * 32
     assert metrics["tokens_per_second"] > 0
@@ -107,7 +107,7 @@ def test_one_worker_trains_measures_and_writes_its_weights(job: TrainJob, whole:
 
 
 @pytest.mark.extended
-def test_a_killed_worker_resumes_to_the_same_numbers(job: TrainJob, whole: TrainOutcome) -> None:
+def test_a_killed_worker_resumes_to_the_same_numbers(job: TrainJob, whole: dict[str, Any]) -> None:
     again = other(job, "killed", max_failures=1)
     killed: list[int] = []
     killer = threading.Thread(target=kill_worker_after_first_checkpoint, args=(again, killed))
@@ -116,26 +116,28 @@ def test_a_killed_worker_resumes_to_the_same_numbers(job: TrainJob, whole: Train
     killer.join()
     assert killed
     for name in ("loss", "kl", "train_loss", "step", "tokens", "weights_digest"):
-        assert outcome.metrics[name] == whole.metrics[name], name
+        assert outcome[name] == whole[name], name
 
 
-def test_a_finished_run_is_not_done_again(job: TrainJob, whole: TrainOutcome, on_group: Any) -> None:
+def test_a_finished_run_is_not_done_again(job: TrainJob, whole: dict[str, Any], on_group: Any) -> None:
     weights = Path(job.out_dir) / "model.safetensors"
     written = weights.stat().st_mtime_ns
     again = on_group(job)
     assert weights.stat().st_mtime_ns == written
     for name in ("loss", "kl", "step", "weights_digest"):
-        assert again.metrics[name] == whole.metrics[name], name
+        assert again[name] == whole[name], name
 
 
 @pytest.mark.slow
-def test_a_later_job_carries_on_where_an_earlier_one_stopped(job: TrainJob, whole: TrainOutcome, on_group: Any) -> None:
+def test_a_later_job_carries_on_where_an_earlier_one_stopped(
+    job: TrainJob, whole: dict[str, Any], on_group: Any
+) -> None:
     first = on_group(other(job, "first", milestones=(10,), total_steps=STEPS))
-    rest = other(job, "rest", milestones=(STEPS,), start_step=10, resume_from=first.metrics["checkpoint_path"])
+    rest = other(job, "rest", milestones=(STEPS,), start_step=10, resume_from=first["checkpoint_path"])
     second = on_group(rest)
-    assert first.metrics["loss"] != second.metrics["loss"]
+    assert first["loss"] != second["loss"]
     for name in ("loss", "kl", "train_loss", "step", "tokens", "weights_digest"):
-        assert second.metrics[name] == whole.metrics[name], name
+        assert second[name] == whole[name], name
 
 
 def test_divergence_reaches_the_caller_at_once(job: TrainJob, on_group: Any) -> None:
@@ -161,16 +163,14 @@ def test_divergence_reaches_the_caller_at_once(job: TrainJob, on_group: Any) -> 
     ],
 )
 def test_two_workers_at_every_zero_stage(
-    job: TrainJob, whole: TrainOutcome, on_group: Any, stage: int, dtype: str
+    job: TrainJob, whole: dict[str, Any], on_group: Any, stage: int, dtype: str
 ) -> None:
     settings = job.settings.model_copy(
         update={"num_workers": 2, "zero_stage": stage, "dtype": dtype, "micro_batch_size": 2}
     )
     outcome = on_group(other(job, f"stage{stage}{dtype}", settings=settings))
-    assert outcome.metrics["loss"] == pytest.approx(whole.metrics["loss"], abs=0.01 if dtype == "float32" else 0.1)
-    measured = evaluate(checkpoint.load(outcome.metrics["out_dir"]), patterns(21, 1))
-    assert outcome.metrics["loss"] == pytest.approx(measured.loss, abs=1e-4 if dtype == "float32" else 0.02)
-    assert outcome.metrics["tokens"] == whole.metrics["tokens"]
-    assert checkpoint.load(outcome.metrics["out_dir"]).dtype == (
-        torch.float32 if dtype == "float32" else torch.bfloat16
-    )
+    assert outcome["loss"] == pytest.approx(whole["loss"], abs=0.01 if dtype == "float32" else 0.1)
+    measured = evaluate(checkpoint.load(outcome["out_dir"]), patterns(21, 1))
+    assert outcome["loss"] == pytest.approx(measured.loss, abs=1e-4 if dtype == "float32" else 0.02)
+    assert outcome["tokens"] == whole["tokens"]
+    assert checkpoint.load(outcome["out_dir"]).dtype == (torch.float32 if dtype == "float32" else torch.bfloat16)

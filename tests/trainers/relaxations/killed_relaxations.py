@@ -57,7 +57,7 @@ def work(job: TrainJob, rank: int, meeting: Path, dies: bool) -> None:
 
 
 def die_once_there_is(folder: Path) -> None:
-    while not list(folder.glob("*/latest.json")):
+    while not list(folder.glob("*/states/checkpoints.json")):
         time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGKILL)
 

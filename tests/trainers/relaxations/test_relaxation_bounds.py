@@ -18,11 +18,10 @@ from torch import Tensor
 
 from attention.axes import Part
 from attention.conversion.conversion import read_layers
-from attention.families import families
+from attention.families import families, family_of
 from attention.plan import AttentionPlan, HeadShare, LayerPlan
 from trainers.losses import objective
 from trainers.relaxations import RELAXATION
-from trainers.relaxations.base import attention_modules
 from trainers.relaxations.lagrangian import blocks
 from trainers.relaxations.stage import relaxed_objective
 
@@ -91,7 +90,7 @@ def used_heads(relaxation: Any) -> list[dict[str, Tensor]]:
     width, dim = relaxation.model.config.hidden_size, relaxation.plan.head_dim
     return [
         {s: response(getattr(module, f"{s}_proj"), width).unflatten(0, (-1, dim)) for s in ("q", "k", "v")}
-        for module in attention_modules(relaxation.model)
+        for module in family_of(relaxation.model.config).attention_modules(relaxation.model)
     ]
 
 

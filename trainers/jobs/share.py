@@ -1,0 +1,71 @@
+"""One worker's share of a training job: its part of the data, the teacher, a stopwatch."""
+
+from __future__ import annotations
+
+import time
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from attention.io import checkpoint
+from attention.io.precision import DTYPES
+from trainers.evaluation import Evaluation, evaluate
+from trainers.jobs.job import TrainJob
+from trainers.settings import TrainSettings
+from trainers.text.data import BatchStream, read_sequences
+
+KEEP_BELOW = 500_000_000
+"""Parameters up to which an original model stays in a process for its next job or trial."""
+
+
+class WorkerShare:
+    """What one worker has of a job that is trained with `settings`; `seconds`: of work, up to the last `lap`."""
+
+    def __init__(self, job: TrainJob, settings: TrainSettings) -> None:
+        self.job, self.settings, self.rank, self.world_size = job, settings, dist.get_rank(), dist.get_world_size()
+        sequences = read_sequences(job.train_file, dtype=torch.int32)
+        self.stream = BatchStream(
+            sequences, settings.batch_size, rank=self.rank, world_size=self.world_size, seed=job.seed
+        )
+        self.tokens_a_step = settings.batch_size * sequences.shape[1]
+        self.held_out = read_sequences(job.eval_file)
+        self.seconds, self._last = 0.0, time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last call."""
+        now = time.perf_counter()
+        lap, self._last = now - self._last, now
+        self.seconds += lap
+        return lap
+
+    def load(self, folder: str | Path) -> PreTrainedModel:
+        return checkpoint.load(folder, DTYPES[self.settings.dtype])
+
+    def evaluate(self, model: Any, teacher: Any = None) -> Evaluation:
+        """On the held-out text, with all other workers."""
+        together: dict[str, Any] = {"rank": self.rank, "world_size": self.world_size, "reduce": dist.all_reduce}
+        size = self.settings.device_batch_size
+        return evaluate(model, self.held_out, teacher=teacher, batch_size=size, **together)
+
+
+def load_teacher(job: TrainJob, settings: TrainSettings, device: torch.device, *, always: bool = False) -> Any:
+    """The job's teacher without gradients; None if it has none or (unless `always`) if nothing is distilled from it."""
+    if job.teacher_dir is None or (settings.distillation == "none" and not always):
+        return None
+    # Read again when one of its files has changed
+    stamp = max((file.stat().st_mtime_ns for file in Path(job.teacher_dir).glob("*")), default=0)
+    teacher = _teacher(job.teacher_dir, stamp, settings.dtype, device)
+    if sum(p.numel() for p in teacher.parameters()) > KEEP_BELOW:
+        _teacher.cache_clear()
+    return teacher
+
+
+@lru_cache(maxsize=1)
+def _teacher(folder: str, stamp: int, dtype: str, device: torch.device) -> Any:
+    """Shared by the jobs of a process, which only read it."""
+    teacher: Any = checkpoint.load(folder, DTYPES[dtype])
+    return teacher.to(device).requires_grad_(False)
