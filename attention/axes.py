@@ -133,8 +133,8 @@ class Axis:
         def add(function: F) -> F:
             if name in self._parts:
                 raise ValueError(f"axis {self.name} already has a part named {name!r}")
-            own = tuple(knob.of((function, *filter(None, (passes_to,)))) for knob in knobs)
-            self._parts[name] = Part(self.name, name, function, source, own, frozenset(needs))
+            with_defaults = tuple(knob.of((function, *filter(None, (passes_to,)))) for knob in knobs)
+            self._parts[name] = Part(self.name, name, function, source, with_defaults, frozenset(needs))
             return function
 
         return add

@@ -62,9 +62,7 @@ def project(module: Any, x_BTD: Tensor, head_dim: int) -> tuple[Tensor, Tensor, 
 
 def attend(
     module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    states: tuple[Tensor, Tensor, Tensor],
     mask: Tensor | None,
     cache: Cache | None,
     *,
@@ -72,7 +70,9 @@ def attend(
     dropout: float,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Cache, then the attention function that the config names. Returns the heads side by side, `[B, T, H·d]`."""
+    """Cache, then the attention function that the config names, on the queries, keys and values of `project`. Returns
+    the heads side by side, `[B, T, H·d]`."""
+    query, key, value = states
     if cache is not None:
         key, value = cache.update(key, value, module.layer_idx)
     attention = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, _no_eager)

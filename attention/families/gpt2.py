@@ -42,18 +42,9 @@ class UnevenGPT2Attention(GPT2Attention):
     ) -> tuple[Tensor, Tensor | None]:
         if encoder_hidden_states is not None:
             raise ValueError("a converted GPT-2 has no cross-attention, got encoder_hidden_states")
-        q, k, v = _uneven.project(self, hidden_states, self.head_dim)
-        mixed, weights = _uneven.attend(
-            self,
-            q,
-            k,
-            v,
-            attention_mask,
-            past_key_values,
-            scaling=self.scaling,
-            dropout=self.attn_dropout.p,
-            **kwargs,
-        )
+        states = _uneven.project(self, hidden_states, self.head_dim)
+        rates = {"scaling": self.scaling, "dropout": self.attn_dropout.p}
+        mixed, weights = _uneven.attend(self, states, attention_mask, past_key_values, **rates, **kwargs)
         return self.resid_dropout(self.c_proj(mixed)), weights
 
 

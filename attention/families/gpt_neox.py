@@ -40,18 +40,9 @@ class UnevenGPTNeoXAttention(GPTNeoXAttention):
         q, k, v = _uneven.project(self, hidden_states, self.head_size)
         if position_embeddings is None:
             raise ValueError("GPT-NeoX attention needs position_embeddings (cos, sin), got None")
-        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-        mixed, weights = _uneven.attend(
-            self,
-            q,
-            k,
-            v,
-            attention_mask,
-            layer_past,
-            scaling=self.scaling,
-            dropout=self.attention_dropout,
-            **kwargs,
-        )
+        states = (*apply_rotary_pos_emb(q, k, *position_embeddings), v)
+        rates = {"scaling": self.scaling, "dropout": self.attention_dropout}
+        mixed, weights = _uneven.attend(self, states, attention_mask, layer_past, **rates, **kwargs)
         return self.dense(mixed), weights
 
 

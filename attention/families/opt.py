@@ -31,17 +31,8 @@ class UnevenOPTAttention(OPTAttention):
     ) -> tuple[Tensor, Tensor | None]:
         q, k, v = _uneven.project(self, hidden_states, self.head_dim)
         # As in the stock forward, queries are scaled before the product and the product is not.
-        mixed, weights = _uneven.attend(
-            self,
-            q * self.scaling,
-            k,
-            v,
-            attention_mask,
-            past_key_values,
-            scaling=1.0,
-            dropout=self.dropout,
-            **kwargs,
-        )
+        states, rates = (q * self.scaling, k, v), {"scaling": 1.0, "dropout": self.dropout}
+        mixed, weights = _uneven.attend(self, states, attention_mask, past_key_values, **rates, **kwargs)
         return self.out_proj(mixed), weights
 
 

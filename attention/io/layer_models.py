@@ -30,11 +30,11 @@ EMBEDDING_ROWS = 4096  # rows of an embedding that are looked at together
 
 
 class LazyWeights:
-    """The tensors of a checkpoint folder by name, sharded or not. Nothing is read before it is asked for, and no file
-    stays open: pages of a mapped file count as memory of the process as long as it is mapped.
+    """The tensors of a checkpoint folder by the present model class' names. Nothing is read before it is asked for, and
+    no file stays open: pages of a mapped file count as memory of the process.
 
-    Names are those of the present model class, whatever the files call them. Raises WeightsError unless the files hold
-    all that the config's model has (`attention.io.weights.check`), and on reading for numbers that are not finite.
+    Raises WeightsError unless the files hold all that the config's model has (`attention.io.weights.check`), and on
+    reading for numbers that are not finite.
     """
 
     def __init__(self, folder: str | Path, config: PretrainedConfig) -> None:

@@ -22,10 +22,8 @@ def dha_greedy(
     `quanta` (small, large): every layer starts with `small`; the `first` layers of greatest loss are raised to `large`,
     but as printed only as many as whole `large` fit into what is left (line 10: R // 16, though each takes 12); then
     `small` more goes to the layer of greatest loss / heads until nothing is left. Ties go to the earlier layer. No
-    layer gets more than `cap` heads (default: no limit). The text calls it dynamic programming and keeps no cap and no
-    remainder; here both are errors to be told.
-
-    Raises ValueError if the total is too small, cannot be given out in steps of `small`, or exceeds the cap.
+    layer gets more than `cap` heads (default: no limit). Raises ValueError if the total is too small, cannot be given
+    out in steps of `small`, or exceeds the cap.
     """
     small, large = quanta
     layers = len(losses)

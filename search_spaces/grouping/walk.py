@@ -32,12 +32,10 @@ def asym_walk(
 ) -> Grouping:
     """Search a partition of high score (paper 003, App. A, Alg. 1 and 2, with the defects named in `propose` mended).
 
-    `similarity` `[n, n]`, higher is closer; `score(partition)`, higher is better, any sign (the best starts at none).
-    The walk starts, and restarts with probability `reset` before an iteration, at random groups of equal size (the last
-    one smaller where that size does not divide n: `full_sizes`), also when asymmetric. It moves to what it tried if
-    that beats the best, or with probability `accept`. Returns (best partition, best score, trace of `WalkStep`).
-
-    Raises ValueError for an impossible number of groups or a score that is not a number.
+    `similarity` `[n, n]`, higher is closer; `score(partition)`, higher is better, any sign. The walk starts, and
+    restarts with probability `reset` before an iteration, at random groups of `full_sizes`, also when asymmetric. It
+    moves to what it tried if that beats the best, or with probability `accept`. Its trace are `WalkStep`s. Raises
+    ValueError for an impossible number of groups or a score that is not a number.
     """
     similarity = np.asarray(similarity, dtype=np.float64)
     count = len(similarity)

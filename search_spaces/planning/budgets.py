@@ -56,13 +56,13 @@ def _nearest(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry)
     heads = own_heads(geometry)
     most = heads - bool(keeps_everything(recipe.sharing, recipe.composition, 1))
     whole = min(max(int(kv_ratio * heads), 0), most)
-    found = []
+    nearest = []
     for totals in (range(whole, 0, -1), range(whole + 1, most + 1)):
-        found += islice((t for t in totals if not _refused(recipe, Fraction(t, heads), geometry)), 1)
-    if not found:
+        nearest += islice((t for t in totals if not _refused(recipe, Fraction(t, heads), geometry)), 1)
+    if not nearest:
         return f"recipe {recipe.name} can meet no kv_ratio on this checkpoint"
     return (
-        f"the nearest kv_ratio that recipe {recipe.name} can meet is {' or '.join(f'{t / heads:.8g}' for t in found)}"
+        f"the nearest kv_ratio that recipe {recipe.name} can meet is {' or '.join(f'{t / heads:.8g}' for t in nearest)}"
     )
 
 

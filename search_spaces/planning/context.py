@@ -90,11 +90,9 @@ class PlanningContext:
         With `fit_steps` the layer is first fitted to the original's output for so many steps, as refinement will do.
         Raises ValueError without model or sequences.
         """
-        trials = self._trials.get(tokens)
-        if trials is None:
-            trials = LayerTrials(self.model, self.measured_on(tokens))  # type: ignore[arg-type]
-            self._trials[tokens] = trials
-        heads, layer_plan = self.heads[layer], plan.layers[layer]
+        if tokens not in self._trials:
+            self._trials[tokens] = LayerTrials(self.model, self.measured_on(tokens))  # type: ignore[arg-type]
+        trials, heads, layer_plan = self._trials[tokens], self.heads[layer], plan.layers[layer]
         statistics = self.calibration.layers[layer] if self.calibration else None
         for axis in ("alignment", "fusion"):
             heads = recipe.apply(axis, heads, layer_plan, statistics, self.geometry)

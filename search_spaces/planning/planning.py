@@ -94,8 +94,8 @@ class _Planner:
     context: PlanningContext
     generators: list[np.random.Generator]
     curve_generators: list[np.random.Generator]
-    partitions: dict[tuple[int, str], Partition] = field(default_factory=dict)
-    _last_objective: tuple[Any, Objective] | None = None
+    partitions: dict[tuple[int, str], Partition] = field(default_factory=dict, init=False)
+    _last_objective: tuple[Any, Objective] | None = field(default=None, init=False)
 
     def plan(self) -> AttentionPlan:
         for layer, counts in enumerate(self.counts()):

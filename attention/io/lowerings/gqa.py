@@ -10,6 +10,7 @@ Legend: H query heads, P KV heads and m query heads a KV head of the stock model
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,7 +61,8 @@ def _stock_model(model: PreTrainedModel, heads: int, kv_heads: int) -> PreTraine
     config = family.plain_config(model.config, kv_heads)
     if config is None or family.plain_config(model.config, 1) is None:
         raise ValueError(f"the {family.name} family has no stock GQA form")
-    fields = family_fields(config) | {"num_attention_heads": heads, "head_dim": geometry_of(model.config).head_dim}
+    changes = {"num_attention_heads": heads, "head_dim": geometry_of(model.config).head_dim}
+    fields: dict[str, Any] = family_fields(config) | changes
     if family.name != "llama" or config.hidden_size % heads == 0:
         return family.model_class._from_config(family.config_class(**fields), dtype=model.dtype)
     if fields.pop("attention_bias", False) or fields.pop("mlp_bias", False):

@@ -2,8 +2,7 @@
 
 Legend: B batch, H query heads, G^K / G^V kept key / value heads, S cached tokens, d head dim.
 
-The kernel needs Triton, which is imported on first use only. `HEADFOLD_TRITON=0` in the environment turns it off; then,
-and wherever it does not fit, `attention.modeling.decoding` takes its other ways.
+Triton is imported on first use only. `HEADFOLD_TRITON=0` in the environment turns the kernel off.
 """
 
 from __future__ import annotations
