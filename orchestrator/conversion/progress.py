@@ -26,7 +26,7 @@ from orchestrator.conversion.one_layer import Layer
 from orchestrator.storage.records import read_json, write_json
 
 STATE = "state.json"
-OWN = re.compile(
+OURS = re.compile(
     r"state\.json|(streams-\d{5}|result/model-\d+-of-\d+)\.safetensors|result|"
     r"(\.state\.json|(result/)?\.(streams|model)-[\w-]*\.safetensors)\.[\d-]+\.new"
 )
@@ -137,7 +137,7 @@ def check_stage(folder: Path) -> dict[str, Any] | None:
         if stat.S_ISDIR(mode):
             fits = name == "result"
         else:
-            within = ours and bool(OWN.fullmatch(name) or (known.get("finishing") and name.startswith("result/")))
+            within = ours and bool(OURS.fullmatch(name) or (known.get("finishing") and name.startswith("result/")))
             fits = stat.S_ISREG(mode) and within
         if not fits:
             raise OutputError(

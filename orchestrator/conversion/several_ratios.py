@@ -61,7 +61,7 @@ def convert_curve(
         raise Interrupted(left) from None
     if out is not None:
         _draw(out)
-    return {name: points[0][name] for name in SHARED} | {"points": [_own(point) for point in points]}
+    return {name: points[0][name] for name in SHARED} | {"points": [_facts(point) for point in points]}
 
 
 def convert_into(
@@ -127,7 +127,7 @@ def _folder(out: str | Path, ratio: float) -> Path:
     return Path(out) / f"kv-{ratio:g}"
 
 
-def _own(point: Mapping[str, Any]) -> dict[str, Any]:
+def _facts(point: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in point.items() if key not in SHARED}
 
 
@@ -145,7 +145,7 @@ def _add(out: str | Path, point: Mapping[str, Any]) -> None:
     if points and (other or abs(earlier["original_loss"] - point["original_loss"]) > SAME_LOSS):
         print(f"note: {file} leaves out earlier points, which were measured otherwise", file=sys.stderr)
         points = []
-    joined = sorted([*points, _own(point)], key=lambda p: -p["kv_ratio"])
+    joined = sorted([*points, _facts(point)], key=lambda p: -p["kv_ratio"])
     write_result(file, {name: point[name] for name in SHARED} | {"points": joined}, "out")
 
 

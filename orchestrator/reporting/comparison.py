@@ -1,4 +1,4 @@
-"""The table that papers print: each arm at each budget with its best learning rate, mean and spread over seeds.
+"""The table that papers print: each arm at each KV ratio with its best learning rate, mean and spread over seeds.
 
 An arm is what trials call their `recipe`. Rows are plain JSON values; terminal, page and `--json` all show these.
 """
@@ -43,7 +43,7 @@ def diverged(trial: TrialRecord) -> bool:
 
 
 def compare(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> list[Row]:
-    """One row for each arm and budget, in the order in which arms were first tried, budgets falling; no probes.
+    """One row for each arm and KV ratio, in the order in which arms were first tried, KV ratios falling; no probes.
 
     A learning rate takes part at a step if every seed of the search (of a candidate that the searcher drew: every seed
     of its own) was measured there and none of its trials failed; the best one has the lowest mean held-out loss at the

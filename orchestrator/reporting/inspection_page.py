@@ -78,12 +78,12 @@ def lead(record: Mapping[str, Any]) -> str:
     if worst:
         increase, side, layer = worst[0]
         text += f" Most sensitive: the {side}s of layer {layer} ({increase:+.2f} with one head)."
-    for budget in record["budgets"]:
-        asked = budget["kv_ratio_asked"]
+    for laid_out in record["budgets"]:
+        asked = laid_out["kv_ratio_asked"]
         mine = [e for e in record["recipes"] if e["kv_ratio_asked"] == asked and "loss_increase" in e]
         if mine:
             best = min(mine, key=lambda entry: entry["loss_increase"])
-            text += f" {percent(asked)} of the checkpoint's KV{unmet(budget)}: "
+            text += f" {percent(asked)} of the checkpoint's KV{unmet(laid_out)}: "
             text += f"{best['loss_increase']:+.3f} by {best['recipe']}."
     return text
 

@@ -1,4 +1,4 @@
-"""One self-contained page of a search: front, trials, rungs, head budgets, how it was made."""
+"""One self-contained page of a search: front, trials, rungs, heads kept, how it was made."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ RUNG_KEYS = (
     "best_step", "best_loss", "best_kl", "best_dir", "pooled", "timestamp",
 )  # fmt: skip
 """What is kept of a report for each rung."""
-OWN = {"seconds", "status", "rungs", "error", "error_log", "run_id", "choices", "relaxation"}
+NOT_REPORTED = {"trial_id", "recipe", "kv_ratio", "learning_rate", "seconds", "status", "rungs", "error", "error_log",
+                "run_id", "choices", "relaxation"}  # fmt: skip
 """Fields that no report of a trial sets directly."""
 
 
@@ -110,8 +111,7 @@ class TrialRecord:
 
     def add(self, result: dict[str, Any]) -> None:
         """Take over one report of the trial. A step that was reported before is replaced (a resumed trial)."""
-        names = {f.name for f in fields(self)} & set(result) - {"trial_id", "recipe", "kv_ratio", "learning_rate"}
-        for name in names - OWN:
+        for name in {f.name for f in fields(self)} & result.keys() - NOT_REPORTED:
             setattr(self, name, result[name])
         self.seconds.update(result.get("phases", {}))
         self.relaxation = result.get("relaxation_history") or self.relaxation
@@ -144,7 +144,7 @@ def family(recipe: str) -> str:
 
 
 def percent(ratio: float) -> str:
-    """A budget as text: 0.125 -> 12.5%, 0.25 -> 25%."""
+    """A KV ratio as text: 0.125 -> 12.5%, 0.25 -> 25%."""
     return f"{100 * ratio:.4g}%"
 
 
@@ -203,7 +203,7 @@ def front(trials: Sequence[TrialRecord]) -> list[TrialRecord]:
 
 
 def ranked(trials: Sequence[TrialRecord]) -> dict[float, list[TrialRecord]]:
-    """The usable trials of each budget by rising held-out loss; budgets falling."""
+    """The usable trials of each KV ratio by rising held-out loss; KV ratios falling."""
     by_budget: dict[float, list[TrialRecord]] = {}
     for trial in sorted((t for t in trials if t.usable), key=lambda t: (t.loss, t.trial_id)):
         by_budget.setdefault(trial.kv_ratio, []).append(trial)
@@ -211,5 +211,5 @@ def ranked(trials: Sequence[TrialRecord]) -> dict[float, list[TrialRecord]]:
 
 
 def best_per_budget(trials: Sequence[TrialRecord]) -> dict[float, TrialRecord]:
-    """The usable trial of lowest held-out loss at each budget; budgets falling."""
-    return {budget: best[0] for budget, best in ranked(trials).items()}
+    """The usable trial of lowest held-out loss at each KV ratio; KV ratios falling."""
+    return {kv_ratio: best[0] for kv_ratio, best in ranked(trials).items()}

@@ -13,7 +13,7 @@ from orchestrator.reporting.comparison import Row
 from orchestrator.reporting.figures.drawing import KV_BYTES, LOSS, legend_below, looks_of, one_axes, styled
 from orchestrator.storage.records import compact, family, percent
 
-APART, WIDEST = 0.025, 0.18  # how far arms of one budget stand apart sideways, and all of them, in shares of its bytes
+APART, WIDEST = 0.025, 0.18  # how far arms of one KV ratio stand apart sideways, and all of them: shares of its bytes
 NEAR = 0.05  # nats: increases below it stand on a linear scale, the others on a logarithmic one
 TICKS = (0, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
@@ -72,20 +72,20 @@ def tokens_figure(rows: Sequence[Row], base: Mapping[str, Any]) -> Figure:
     """Held-out loss against tokens trained on, those of a relaxation included: a row of panels a KV ratio, on the left
     from the untrained model on, on the right the trained models from close by. One line an arm at its best rate, its
     band one standard deviation to each side; dashed where a relaxation went on, in which nothing is measured."""
-    budgets = list(dict.fromkeys(row["kv_ratio"] for row in rows))
-    figure = Figure(figsize=(7, 0.7 + 2.6 * len(budgets)), layout="constrained")
-    grid = figure.subplots(len(budgets), 2, squeeze=False)
+    kv_ratios = list(dict.fromkeys(row["kv_ratio"] for row in rows))
+    figure = Figure(figsize=(7, 0.7 + 2.6 * len(kv_ratios)), layout="constrained")
+    grid = figure.subplots(len(kv_ratios), 2, squeeze=False)
     arms = _arms(rows, points=True)
     styles, handles = looks_of(arms), {}
     trained = (p["step"] for mine in arms.values() for row in mine for p in row["curve"] if p["step"] > 0)
     usual = min(trained, default=None)  # an arm that is measured later for the first time has been relaxing
-    for budget, (whole, close) in zip(budgets, grid, strict=True):
-        here = {name: row for name, mine in arms.items() for row in mine if row["kv_ratio"] == budget}
+    for kv_ratio, (whole, close) in zip(kv_ratios, grid, strict=True):
+        here = {name: row for name, mine in arms.items() for row in mine if row["kv_ratio"] == kv_ratio}
         for name, row in here.items():
             for axes in (whole, close):
                 handles[name] = _curve(axes, row["curve"], usual, styles[name])
         _zoom(close, here, base)
-        whole.set_title(f"{percent(budget)} of the checkpoint's KV cache", fontsize=10, loc="left")
+        whole.set_title(f"{percent(kv_ratio)} of the checkpoint's KV cache", fontsize=10, loc="left")
         close.set_title("from close by", fontsize=10, loc="left")
         for axes in (whole, close):
             handles["original model"] = axes.axhline(base["loss"], color="#888888", ls="--", lw=1.2)
@@ -100,7 +100,7 @@ def tokens_figure(rows: Sequence[Row], base: Mapping[str, Any]) -> Figure:
 def _arms(rows: Sequence[Row], points: bool = False) -> dict[str, list[Row]]:
     """The rows that have a loss and a place, by the name they are drawn under, bytes rising.
 
-    Of the searcher's own candidates, each with a name of its own, only the best at each budget is drawn.
+    Of the searcher's own candidates, each with a name of its own, only the best at each KV ratio is drawn.
     """
     best: dict[str, dict[float, Row]] = {}
     for row in sorted(rows, key=lambda r: (not r["last"], r["loss"]["mean"] or 0.0)):

@@ -15,7 +15,7 @@ from orchestrator.reporting.figures.drawing import COLOURS, legend_below, looks_
 from orchestrator.storage import records
 from orchestrator.storage.records import TrialRecord, family, percent
 
-LEAST = 4  # trials of a budget from which on a rank correlation tells anything
+LEAST = 4  # trials of a KV ratio from which on a rank correlation tells anything
 ROWS = 60  # trials that a timeline shows
 ORDER = ("load", "plan", "convert", "refine", "evaluate", "save", "similarity")
 SHORT = 0.01  # share of an arm's time below which phases are drawn as one
@@ -29,17 +29,17 @@ def proxy_agreement(trials: Sequence[TrialRecord]) -> dict[float, Agreement]:
     rung 0 ends above the best of all. Ratios of fewer than LEAST trials are left out, and so are relaxations.
     """
     agreements: dict[float, Agreement] = {}
-    for budget, pairs in _pairs(trials).items():
+    for kv_ratio, pairs in _pairs(trials).items():
         if len(pairs) < LEAST or len({a for a, _ in pairs}) == 1 or len({b for _, b in pairs}) == 1:
             continue
         rho = float(spearmanr([a for a, _ in pairs], [b for _, b in pairs]).statistic)  # type: ignore[union-attr]
         regret = min(pairs)[1] - min(b for _, b in pairs)
-        agreements[budget] = {"trials": len(pairs), "rho": rho, "regret": regret}
+        agreements[kv_ratio] = {"trials": len(pairs), "rho": rho, "regret": regret}
     return agreements
 
 
 def _pairs(trials: Sequence[TrialRecord]) -> dict[float, list[tuple[float, float]]]:
-    """(loss at rung 0, loss at the last rung that any trial has reached), of those that got there, by budget."""
+    """(loss at rung 0, loss at the last rung that any trial has reached), of those that got there, by KV ratio."""
     last = max((t.step for t in trials if t.usable), default=0)
     pairs: dict[float, list[tuple[float, float]]] = {}
     for t in sorted(trials, key=lambda t: -t.kv_ratio):
@@ -51,19 +51,21 @@ def _pairs(trials: Sequence[TrialRecord]) -> dict[float, list[tuple[float, float
 
 @styled
 def proxy_figure(trials: Sequence[TrialRecord]) -> Figure | None:
-    """Rank among the trials of a budget before training (rung 0) against rank at the last rung, a mark a trial.
+    """Rank among the trials of a KV ratio before training (rung 0) against rank at the last rung, a mark a trial.
 
-    None where no budget has enough trials that were trained to the end.
+    None where no KV ratio has enough trials that were trained to the end.
     """
     agreements = proxy_agreement(trials)
     if not agreements:
         return None
     figure, axes = one_axes(4.6, "rank untrained (rung 0), 1 is best", "rank at the last rung")
     most, handles = 1, {}
-    for (budget, agreement), look in zip(agreements.items(), looks_of(map(percent, agreements)).values(), strict=True):
-        firsts, lasts = (rankdata(losses, "ordinal") for losses in zip(*_pairs(trials)[budget], strict=True))
+    pairs, looks = _pairs(trials), looks_of(map(percent, agreements)).values()
+    for (kv_ratio, agreement), look in zip(agreements.items(), looks, strict=True):
+        firsts, lasts = (rankdata(losses, "ordinal") for losses in zip(*pairs[kv_ratio], strict=True))
         axes.plot(firsts, lasts, ls="", ms=6, alpha=0.8, **look)
-        name = f"{percent(budget)} of the checkpoint's KV: rho = {agreement['rho']:+.2f}, {agreement['trials']} trials"
+        rho = f"rho = {agreement['rho']:+.2f}, {agreement['trials']} trials"
+        name = f"{percent(kv_ratio)} of the checkpoint's KV: {rho}"
         handles[name] = Line2D([], [], ls="", **look)
         most = max(most, len(firsts))
     axes.plot([1, most], [1, most], color="#888888", lw=1, ls="--", zorder=0)

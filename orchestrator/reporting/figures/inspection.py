@@ -107,7 +107,7 @@ def evenly(items: Sequence[Any], most: int) -> list[Any]:
 
 @styled
 def recipes_figure(record: Mapping[str, Any]) -> Figure | None:
-    """Increase of the held-out loss by recipe, one mark a budget, untrained. None if nothing could be converted."""
+    """Increase of the held-out loss by recipe, one mark a KV ratio, untrained. None if nothing could be converted."""
     entries = [entry for entry in record["recipes"] if "loss_increase" in entry]
     if not entries:
         return None

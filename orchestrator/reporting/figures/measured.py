@@ -55,7 +55,7 @@ def similarity_figure(trials: Sequence[TrialRecord]) -> Figure | None:
         axes.set_xlabel("mean cosine")
         axes.axvline(0, color="#bbbbbb", lw=1, zorder=0)
         axes.grid(axis="y", visible=False)
-    panels[0].set_yticks(range(len(arms)), [f"{name} {percent(budget)}" for name, budget in arms], fontsize=9)
+    panels[0].set_yticks(range(len(arms)), [f"{name} {percent(kv_ratio)}" for name, kv_ratio in arms], fontsize=9)
     panels[0].set_ylim(len(arms) - 0.4, -0.6)
     marks = {"as they are": "white", "each pair aligned": COLOURS[0]}
     handles = {k: Line2D([], [], color=COLOURS[0], marker="o", ls="", mfc=fill) for k, fill in marks.items()}
@@ -74,8 +74,8 @@ def relaxation_figure(trials: Sequence[TrialRecord]) -> Figure | None:
     if not arms:
         return None
     names = {arm: [k for k in PANELS if any(k in p for t in mine for p in t.relaxation)] for arm, mine in arms.items()}
-    budgets = sorted({t.kv_ratio for mine in arms.values() for t in mine}, reverse=True)
-    colours = {budget: COLOURS[i % len(COLOURS)] for i, budget in enumerate(budgets)}
+    kv_ratios = sorted({t.kv_ratio for mine in arms.values() for t in mine}, reverse=True)
+    colours = {kv_ratio: COLOURS[i % len(COLOURS)] for i, kv_ratio in enumerate(kv_ratios)}
     figure = Figure(figsize=(7, 0.6 + 1.9 * len(names)), layout="constrained")
     grid = figure.subplots(len(names), max(map(len, names.values())), squeeze=False)
     for (arm, measured), row in zip(names.items(), grid, strict=True):
@@ -91,7 +91,7 @@ def relaxation_figure(trials: Sequence[TrialRecord]) -> Figure | None:
             axes.set_visible(False)
     figure.supxlabel("step of the relaxation", fontsize=9)
     lines = [Line2D([], [], color=colour) for colour in colours.values()]
-    labels = [f"{percent(budget)} of the checkpoint's KV" for budget in colours]
+    labels = [f"{percent(kv_ratio)} of the checkpoint's KV" for kv_ratio in colours]
     figure.legend(lines, labels, loc="outside upper right", ncols=len(lines), frameon=False)
     return figure
 

@@ -50,11 +50,11 @@ def front_figure(
 
 @styled
 def rungs_figure(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> Figure:
-    """Held-out loss over training steps, one line a trial; solid for the largest budget, dashed for the next."""
+    """Held-out loss over training steps, one line a trial; solid for the largest KV ratio, dashed for the next."""
     figure, axes = one_axes(across="training steps", upright=LOSS)
     looks = looks_of([family(t.recipe) for t in trials])
-    budgets = sorted({t.kv_ratio for t in trials}, reverse=True)
-    lines = {b: ("-", "--", ":", "-.")[i % 4] for i, b in enumerate(budgets)}
+    kv_ratios = sorted({t.kv_ratio for t in trials}, reverse=True)
+    lines = {b: ("-", "--", ":", "-.")[i % 4] for i, b in enumerate(kv_ratios)}
     named = set()
     drawn = {t.trial_id for t in sorted((t for t in trials if t.rungs), key=lambda t: (-t.step, t.loss))[:LINES]}
     for trial in (t for t in trials if t.trial_id in drawn):
@@ -64,8 +64,8 @@ def rungs_figure(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> Figu
         scored = [(r["step"], r["loss"]) for r in trial.rungs if r["loss"] is not None]
         steps, losses = [step for step, _ in scored], [loss for _, loss in scored]
         axes.plot(steps, losses, ls=lines[trial.kv_ratio], ms=5, lw=1.4, label=label, **looks[name])
-    for budget, line in lines.items():
-        axes.plot([], [], ls=line, color="#444444", label=f"{percent(budget)} of the checkpoint's KV")
+    for kv_ratio, line in lines.items():
+        axes.plot([], [], ls=line, color="#444444", label=f"{percent(kv_ratio)} of the checkpoint's KV")
     axes.axhline(base["loss"], color="#888888", lw=1)
     axes.legend(fontsize=9, frameon=False, ncols=2)
     return figure
@@ -93,7 +93,7 @@ def budgets_figure(plans: Mapping[str, AttentionPlan]) -> Figure:
 
 @styled
 def curve_figure(curve: Mapping[str, Any]) -> Figure:
-    """Held-out loss against KV bytes a token of one recipe at several budgets (see
+    """Held-out loss against KV bytes a token of one recipe at several KV ratios (see
     `orchestrator.conversion.several_ratios`)."""
     figure, axes = one_axes(across=KV_BYTES, upright=f"{LOSS}, no training")
     points = sorted(curve["points"], key=lambda p: p["kv_bytes_per_token"])
