@@ -40,6 +40,15 @@ class Kept:
     digests: dict[str, str]
 
 
+def gathered(value: Any, world_size: int) -> list[Any]:
+    """The values of all workers, by rank."""
+    if world_size == 1:
+        return [value]
+    values: list[Any] = [None] * world_size
+    dist.all_gather_object(values, value)
+    return values
+
+
 class CheckpointStore:
     """Checkpoints of the run `run_name` under `storage_path`, as worker `rank` of `world_size` sees them."""
 
@@ -72,7 +81,7 @@ class CheckpointStore:
                 path.replace(target / file)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-        whole = {file: digest for part in self._gathered(digests) for file, digest in part.items()}
+        whole = {file: digest for part in gathered(digests, self.world_size) for file, digest in part.items()}
         if self.rank == 0:
             kept, reports = self.read()
             kept = [*(k for k in kept if k.step < step), Kept(name, step, whole)][-KEEP:]
@@ -81,15 +90,15 @@ class CheckpointStore:
                 self.root / INDEX, json.dumps({"checkpoints": [asdict(k) for k in kept], "reports": reports}, indent=1)
             )
             self._remove_all_but({k.name for k in kept})
-        self._gathered(None)  # nobody goes on before the index says so
+        gathered(None, self.world_size)  # nobody goes on before the index says so
 
     def newest_whole(self) -> tuple[Kept | None, list[dict[str, Any]], list[str]]:
         """The newest checkpoint that is as it was written, the reports up to it, and what is wrong with newer ones."""
-        kept, reports = self._gathered(self.read() if self.rank == 0 else None)[0]
+        kept, reports = gathered(self.read() if self.rank == 0 else None, self.world_size)[0]
         damage: list[str] = []
         for candidate in reversed(kept):
             mine = sorted(candidate.digests)[self.rank :: self.world_size]
-            wrong = [problem for problem in self._gathered(self._damage(candidate, mine)) if problem]
+            wrong = [problem for problem in gathered(self._damage(candidate, mine), self.world_size) if problem]
             if not wrong:
                 return candidate, [r for r in reports if r["step"] <= candidate.step], damage
             damage.append(f"checkpoint of step {candidate.step} passed over: {wrong[0]}")
@@ -116,14 +125,6 @@ class CheckpointStore:
             ours = folder.name.lstrip(".").startswith("checkpoint_")
             if ours and folder.is_dir() and folder.name not in names:
                 shutil.rmtree(folder)
-
-    def _gathered(self, value: Any) -> list[Any]:
-        """The values of all workers, by rank."""
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
 
 
 def reports_of(job: TrainJob) -> list[dict[str, Any]]:

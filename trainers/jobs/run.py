@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import math
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,7 +20,7 @@ from attention import garbage
 from attention.io import checkpoint
 from attention.messages import reason
 from trainers.jobs import checkpoints, memory
-from trainers.jobs.checkpoints import CheckpointStore
+from trainers.jobs.checkpoints import CheckpointStore, gathered
 from trainers.jobs.job import TrainJob
 from trainers.jobs.share import DTYPES, WorkerShare, load_teacher
 from trainers.loop import TrainingDiverged, train
@@ -48,7 +49,7 @@ def run_job(job: TrainJob, link: Link) -> dict[str, Any]:
     JobOutOfMemoryError when that does not help, and MicroBatchLoweredError where several workers must start again for
     it: the others wait in a collective operation for the one that ran out.
     """
-    fitting, notes = _agreed(link, memory.as_it_fits(job) if link.rank == 0 else None)
+    fitting, notes = _agreed(link, lambda: memory.as_it_fits(job))
     try:
         return _attempt(fitting, link, notes)
     except RuntimeError as error:
@@ -74,7 +75,7 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
     store = CheckpointStore(job.storage_path, job.run_name, link.rank, link.world_size)
     newest, reports, damage = store.newest_whole()
     last = job.milestones[-1]
-    if newest is not None and not _agreed(link, link.rank == 0 and checkpoints.best_is_there(reports[-1], job.out_dir)):
+    if newest is not None and not _agreed(link, lambda: checkpoints.best_is_there(reports[-1], job.out_dir)):
         damage.append(
             f"the weights of the best step {reports[-1]['best_step']} are damaged: trained from the beginning"
         )
@@ -82,7 +83,7 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
     for known in reports:
         if not link.report(known, known["step"] == last):
             return {"stopped": known["step"]}
-    if newest is not None and newest.step == last and _agreed(link, link.rank == 0 and _is_written(job, reports[-1])):
+    if newest is not None and newest.step == last and _agreed(link, lambda: _is_written(job, reports[-1])):
         return {"metrics": reports[-1]}
     if job.relaxation is not None:
         try:
@@ -134,13 +135,9 @@ def _is_written(job: TrainJob, report: dict[str, Any]) -> bool:
         return False
 
 
-def _agreed(link: Link, value: Any) -> Any:
-    """Rank 0's value, on all workers."""
-    if link.world_size == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+def _agreed(link: Link, look: Callable[[], Any]) -> Any:
+    """What rank 0 finds, on all workers."""
+    return gathered(look() if link.rank == 0 else None, link.world_size)[0]
 
 
 class _Worker(WorkerShare):
