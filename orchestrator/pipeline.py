@@ -28,7 +28,13 @@ from orchestrator.reporting.figures.search import front_figure, rungs_figure
 from orchestrator.reporting.report_page import write_report
 from orchestrator.search.estimate import announce
 from orchestrator.search.outcome import SearchOutcome, print_outcome
-from orchestrator.search.prepare import SearchSession, measure_increases, prepare_base, run_search_phases, trial_context
+from orchestrator.search.prepare import (
+    SearchSession,
+    measure_increases,
+    prepare_original,
+    run_search_phases,
+    trial_context,
+)
 from orchestrator.search.tune_run import run_trials
 from orchestrator.search.validation import Prepared, validate_search
 from orchestrator.storage import records
@@ -173,12 +179,12 @@ def _start(
 def _run_of(config: SearchConfig, folder: SearchFolder, status: str) -> Run:
     """What MLflow is to hold of the search itself, as far as it has come."""
     state, points = read_json(folder.state), []
-    if folder.base.exists():
-        base, began = read_json(folder.base), datetime.fromisoformat(state["started"]).timestamp()
-        measured = {"original_loss": base["loss"], "kv_bytes_per_token_original": base["kv_bytes_per_token"]}
+    if folder.original.exists():
+        original, began = read_json(folder.original), datetime.fromisoformat(state["started"]).timestamp()
+        measured = {"original_loss": original["loss"], "kv_bytes_per_token_original": original["kv_bytes_per_token"]}
         points.append(measured | {"step": 0, "time": began})
         for ratio, trial in best_per_budget(load_trials(folder.root)).items():
-            increase = trial.loss - base["loss"]
+            increase = trial.loss - original["loss"]
             best = {f"best_loss_kv{ratio:.3g}": trial.loss, f"best_loss_increase_kv{ratio:.3g}": increase}
             points.append(best | {"step": 0, "time": trial.last["timestamp"]})
     files = [folder.snapshot, folder.root / "front.png", folder.root / "rungs.png", folder.report]
@@ -233,22 +239,22 @@ def _run_to_end(
 def _run(
     config: SearchConfig, prepared: Prepared, folder: SearchFolder, mlflow: MlflowSync, parallel: int
 ) -> SearchOutcome:
-    base = prepare_base(config, prepared, folder)
-    context = trial_context(config, prepared, folder, base)
+    original = prepare_original(config, prepared, folder)
+    context = trial_context(config, prepared, folder, original)
     run_search_phases(config, prepared, context)
     measure_increases(config, prepared, context)
-    outcome = SearchOutcome(folder.root, read_json(folder.state)["tracking"], base, [], config.search.baseline)
+    outcome = SearchOutcome(folder.root, read_json(folder.state)["tracking"], original, [], config.search.baseline)
     with pool_of_search(config, folder) as pool:
         session = SearchSession(config, folder, replace(context, pool=pool), mlflow, parallel)
         run_trials(session, prepared)
         outcome.trials = load_trials(folder.root)
         outcome.interrupted = any(t.status == records.KILLED for t in outcome.trials) or not outcome.trials
         if outcome.front:
-            save_png(front_figure(outcome.trials, base), folder.root / "front.png")
-            save_png(rungs_figure(outcome.trials, base), folder.root / "rungs.png")
+            save_png(front_figure(outcome.trials, original), folder.root / "front.png")
+            save_png(rungs_figure(outcome.trials, original), folder.root / "rungs.png")
         mlflow.put(_run_of(config, folder, records.RUNNING))
-        console.print_trials(outcome.trials, base)
-        console.print_comparison(compare(outcome.trials, base))
+        console.print_trials(outcome.trials, original)
+        console.print_comparison(compare(outcome.trials, original))
         if not outcome.interrupted and outcome.front and config.promotion.enabled:
             outcome.promotion = promote(session)
     outcome.report = write_report(folder.root)["report"]

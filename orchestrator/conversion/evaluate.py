@@ -62,7 +62,7 @@ def evaluate_checkpoint(
     cast_weights(model, loading.dtype_of(dtype))
     record = {
         "checkpoint": str(path),
-        "base": None if original is None else str(original),
+        "original": None if original is None else str(original),
         "loss": scored.loss,
         "original_loss": original_loss,
         "loss_increase": None if original_loss is None else scored.loss - original_loss,

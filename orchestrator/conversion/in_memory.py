@@ -53,11 +53,11 @@ def plan_and_convert(
 class Source:
     """A checkpoint with its texts and statistics, ready to be converted at any KV ratio.
 
-    `base`: the original model, in what is computed in; `loss`: its held-out loss.
+    `original`: the original model, in what is computed in; `loss`: its held-out loss.
     """
 
     request: ConversionRequest
-    base: PreTrainedModel
+    original: PreTrainedModel
     sequences: Tensor
     held_out: Tensor
     context: PlanningContext
@@ -81,24 +81,24 @@ class Source:
         request = ConversionRequest.check(model, recipe, kv_ratios, **settings)
         chosen, phases, cache_dir = request.recipe, request.phases, request.cache_dir
         sequences, held_out = request.texts()
-        base = request.load_model()
+        original = request.load_model()
         calibration = None
         if always_calibrate or "statistics" in chosen.needs:
             with phases("calibrate"):
                 calibration = (
-                    cached_calibration(base, sequences, cache_dir) if cache_dir else calibrate(base, sequences)
+                    cached_calibration(original, sequences, cache_dir) if cache_dir else calibrate(original, sequences)
                 )
         with phases("evaluate"):
-            loss = loading.score(base, held_out).loss
+            loss = loading.score(original, held_out).loss
         distances = None
         if NEED in chosen.needs:
             print("measuring how far apart heads come to lie in training (dha's search phase)", file=sys.stderr)
             with phases("search phase"):
                 knobs = chosen.knobs("objective")
                 training = TrainSettings(zero_stage=0, batch_size=min(8, len(sequences)))
-                distances = measure(base, sequences, training, knobs["steps"], knobs["rate"], request.seed)
-        context = planning_context(base, calibration, sequences, cache_dir, distances)
-        return cls(request, base, sequences, held_out, context, loss)
+                distances = measure(original, sequences, training, knobs["steps"], knobs["rate"], request.seed)
+        context = planning_context(original, calibration, sequences, cache_dir, distances)
+        return cls(request, original, sequences, held_out, context, loss)
 
     def at(
         self, kv_ratio: float | Fraction, out: str | Path | None = None, *, overwrite: bool = False
@@ -108,7 +108,7 @@ class Source:
         converted, plan = plan_and_convert(request.recipe, kv_ratio, self.context, request.seed, phases)
         with phases("evaluate"):
             round_weights(converted, request.written)  # what is measured is what is written
-            scored = loading.score(converted, self.held_out, self.base)
+            scored = loading.score(converted, self.held_out, self.original)
             cast_weights(converted, request.written)
         measured = {
             "original_loss": self.loss,

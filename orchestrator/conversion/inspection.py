@@ -116,8 +116,8 @@ def inspect_checkpoint(
         "head_dim": geometry.head_dim,
         "qk_norm": geometry.qk_norm,
         "rotary_dims": geometry.rotary.dims,
-        "parameters": loading.parameters(source.base),
-        "kv_bytes_per_token": plan_of(source.base).kv_bytes_per_token(request.dtype),
+        "parameters": loading.parameters(source.original),
+        "kv_bytes_per_token": plan_of(source.original).kv_bytes_per_token(request.dtype),
         "original_loss": source.loss,
         "eval_tokens": int(source.held_out.numel()),
         "calibration_tokens": int(source.sequences.numel()),
@@ -229,9 +229,9 @@ def _recipes(recipes: dict[str, Recipe], plans: dict[float, AttentionPlan], sour
                 if name != request.recipe.name:
                     ratio = nearest_budget(recipes[name], asked, context.geometry)
                     plan = make_plan(recipes[name], ratio, context, np.random.default_rng(request.seed))
-                converted = convert_with(recipes[name], source.base, plan, context.calibration)
+                converted = convert_with(recipes[name], source.original, plan, context.calibration)
                 round_weights(converted, request.written)
-                scored = loading.score(converted, source.held_out, source.base)
+                scored = loading.score(converted, source.held_out, source.original)
                 measured = {"loss": scored.loss, "loss_increase": scored.loss - source.loss, "kl": scored.kl}
                 entry |= _size(plan, request) | measured
             except ValueError as error:  # one recipe that does not fit this checkpoint must not cost the others

@@ -143,9 +143,9 @@ def score(
     batch = max(1, LOGIT_BYTES // (4 * head.vocabulary * tokens.shape[1]))
     for rows in torch.arange(len(tokens)).split(batch):
         labels = tokens[rows].long().to(head.device)
-        base, logits = head(original[rows]), (rounded or head)(converted[rows])
-        losses = language_modelling(base, labels), language_modelling(logits, labels)
-        values = (*losses, kl(logits[:, :-1], base[:, :-1]))
+        expected, logits = head(original[rows]), (rounded or head)(converted[rows])
+        losses = language_modelling(expected, labels), language_modelling(logits, labels)
+        values = (*losses, kl(logits[:, :-1], expected[:, :-1]))
         totals += torch.stack([value.double().cpu() for value in values]) * len(rows)
     original_loss, loss, divergence = (totals / len(tokens)).tolist()
     return {"original_loss": original_loss, "loss": loss, "kl": divergence}

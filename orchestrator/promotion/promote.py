@@ -58,7 +58,7 @@ def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int |
         connected() as resources,
     ):
         parallel = concurrency(resources, Demand.of(config), config.resources.max_concurrent)
-        context = trial_context(config, prepared, folder, read_json(folder.base))
+        context = trial_context(config, prepared, folder, read_json(folder.original))
         parent = parent_run(folder.root, status=None, run_id=read_json(folder.state).get("parent_run"))
         connect = partial(Tracker.open, config.tracking.uri, config.tracking.experiment, folder.storage)
         mlflow = MlflowSync(connect, parent)
@@ -81,9 +81,9 @@ def _stored_config(folder: SearchFolder) -> SearchConfig:
     record = folder.stored()
     record["storage"] = str(folder.storage)
     model, tracking = (part if isinstance(part := record.get(key), dict) else {} for key in ("model", "tracking"))
-    base = read_json(folder.base) if folder.base.exists() else {}
-    if "model" in base:
-        record["model"] = model | {"path": base["model"]}
+    original = read_json(folder.original) if folder.original.exists() else {}
+    if "model" in original:
+        record["model"] = model | {"path": original["model"]}
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if uri:
         record["tracking"] = tracking | {"uri": uri}
@@ -94,7 +94,7 @@ def _stored_config(folder: SearchFolder) -> SearchConfig:
 
 def _check_ended(folder: SearchFolder, records: Sequence[TrialRecord]) -> None:
     """Raises ConfigError for a search that has not come as far as a trial that can be promoted."""
-    missing = [file.name for file in (folder.base, folder.state) if not file.is_file()]
+    missing = [file.name for file in (folder.original, folder.state) if not file.is_file()]
     if missing or not any(trial.usable for trial in records):
         why = f"it has no {missing[0]}" if missing else "no trial of it has a result"
         raise ConfigError(

@@ -36,13 +36,13 @@ def lineage_of(entry: Entry, trial: TrialRecord, digests: dict[str, str], sessio
     `data.steps` and `data.position` are of the weights that are shipped, which may not be the last ones.
     """
     config, folder = session.config, session.folder
-    base = read_json(folder.base)
+    original = read_json(folder.original)
     return {
         "model": {
-            "path": base["model"],
-            "weights_digest": base.get("digests", {}).get("weights"),
-            "calibration_digest": base.get("digests", {}).get("calibration"),
-            "loss": base["loss"],
+            "path": original["model"],
+            "weights_digest": original.get("digests", {}).get("weights"),
+            "calibration_digest": original.get("digests", {}).get("calibration"),
+            "loss": original["loss"],
         },
         "search": {
             "name": folder.root.name,

@@ -42,7 +42,7 @@ def diverged(trial: TrialRecord) -> bool:
     return "diverged" in (trial.error or "").lower() or (bool(trial.rungs) and not math.isfinite(trial.loss))
 
 
-def compare(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> list[Row]:
+def compare(trials: Sequence[TrialRecord], original: Mapping[str, Any]) -> list[Row]:
     """One row for each arm and KV ratio, in the order in which arms were first tried, KV ratios falling; no probes.
 
     A learning rate takes part at a step if every seed of the search (of a candidate that the searcher drew: every seed
@@ -70,7 +70,7 @@ def compare(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> list[Row]
     seeds = seeds_of(trials)
     last = max((s for t in trials for s in _losses(t)), default=0)
     # What the searcher draws by itself is run with one seed only.
-    return [_row(arms[a], seeds_of(arms[a]) if family(a[0]) == "joint" else seeds, last, base) for a in ordered]
+    return [_row(arms[a], seeds_of(arms[a]) if family(a[0]) == "joint" else seeds, last, original) for a in ordered]
 
 
 def _losses(trial: TrialRecord) -> dict[int, float]:
@@ -80,7 +80,7 @@ def _losses(trial: TrialRecord) -> dict[int, float]:
     return {int(r["step"]): r["loss"] for r in trial.rungs if r.get("loss") is not None and math.isfinite(r["loss"])}
 
 
-def _row(arm: Sequence[TrialRecord], seeds: Sequence[int | None], last: int, base: Mapping[str, Any]) -> Row:
+def _row(arm: Sequence[TrialRecord], seeds: Sequence[int | None], last: int, original: Mapping[str, Any]) -> Row:
     rates = {rate: [t for t in arm if t.learning_rate == rate] for rate in sorted({t.learning_rate for t in arm})}
     steps = sorted({step for t in arm for step in _losses(t)})
     rungs = [rung for step in steps if (rung := _best_at(step, rates, seeds))]
@@ -102,7 +102,7 @@ def _row(arm: Sequence[TrialRecord], seeds: Sequence[int | None], last: int, bas
         "loss": _bare(best) if best else spread(()),
         "untrained": next((_bare(p) for p in curve if p["step"] == 0), spread(())),
         "pooled": any(t.relaxes for t in chosen or arm),
-        "loss_increase": best["mean"] - base["loss"] if best else None,
+        "loss_increase": best["mean"] - original["loss"] if best else None,
         "remaining_distance": spread(t.remaining_distance for t in chosen if t.remaining_distance is not None),
         "curve": curve,
         "rungs": rungs,

@@ -21,9 +21,9 @@ def console(width: int = 140) -> Console:
     return plain if plain.is_terminal else Console(highlight=False, width=width)
 
 
-def print_trials(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> None:
-    out, table = console(), trial_table(trials, base, most=len(trials))
-    out.print(f"\nTrials (* on the front; the original model has {base['loss']:.3f} nats a token):")
+def print_trials(trials: Sequence[TrialRecord], original: Mapping[str, Any]) -> None:
+    out, table = console(), trial_table(trials, original, most=len(trials))
+    out.print(f"\nTrials (* on the front; the original model has {original['loss']:.3f} nats a token):")
     out.print(table.for_terminal([name for name in TRIALS if name not in PAGE_ONLY], star=True))
     for note in table.notes:
         out.print(note, markup=False)

@@ -61,9 +61,9 @@ def write_report(search: str | Path, out: str | Path | None = None) -> dict[str,
     if out is not None:
         check_file(out, "page", "out")
     trials = load_trials(folder.root)
-    base = _recorded(folder.base)
-    rows = compare(trials, base) if trials and base else []
-    content = _build_page(folder, trials, base, rows)
+    original = _recorded(folder.original)
+    rows = compare(trials, original) if trials and original else []
+    content = _build_page(folder, trials, original, rows)
     path = Path(out) if out is not None else folder.report
     if out is None and folder.origin.is_file():
         write_whole(path, content)  # the search's own page, whatever version of Headfold wrote it
@@ -82,26 +82,26 @@ def _recorded(file: Path) -> dict[str, Any]:
 
 
 def _build_page(
-    folder: SearchFolder, trials: Sequence[TrialRecord], base: Mapping[str, Any], rows: Sequence[Row]
+    folder: SearchFolder, trials: Sequence[TrialRecord], original: Mapping[str, Any], rows: Sequence[Row]
 ) -> str:
     """The HTML of a search as far as it has come."""
     sections, lead = [], "No trial has reported yet."
-    if trials and base:
+    if trials and original:
         candidates = records.without_probes(trials)
         by_kv_ratio = [
-            f"{percent(ratio)} of the checkpoint's KV: {t.loss:.3f} ({t.loss - base['loss']:+.3f}) by {t.recipe}"
+            f"{percent(ratio)} of the checkpoint's KV: {t.loss:.3f} ({t.loss - original['loss']:+.3f}) by {t.recipe}"
             for ratio, t in best_per_budget(candidates).items()
         ]
         lead = (
-            f"Original model: {base['loss']:.3f} nats a token held out, {base['kv_bytes_per_token']} KV bytes a token. "
-            f"Best of {len(candidates)} trials: {'; '.join(by_kv_ratio) or 'none'}."
+            f"Original model: {original['loss']:.3f} nats a token held out, {original['kv_bytes_per_token']} KV bytes "
+            f"a token. Best of {len(candidates)} trials: {'; '.join(by_kv_ratio) or 'none'}."
         )
         promoted = list(_recorded(folder.promotion).get("candidates", {}).values())
-        front_picture, table = search.front_figure(candidates, base, promoted), trial_table(trials, base)
+        front_picture, table = search.front_figure(candidates, original, promoted), trial_table(trials, original)
         promotion = [Section("Promotion", table=promotion_table(promoted))] if promoted else []
         if several_seeds(rows):  # arms are compared, single trials come last and folded away
             every = Section("Every trial", front_picture, table=table, folded=f"{len(candidates)} trials")
-            sections = [*_arm_sections(rows, base), *_measured_sections(candidates), *promotion]
+            sections = [*_arm_sections(rows, original), *_measured_sections(candidates), *promotion]
             sections += [_uneven_plans(folder, rows), every]
         else:
             best = {f"{t.recipe} {percent(ratio)}": t.trial_id for ratio, t in best_per_budget(candidates).items()}
@@ -109,20 +109,20 @@ def _build_page(
                 Section("Quality against KV cache", front_picture),
                 *promotion,
                 Section("Trials", table=table),
-                Section("Loss over rungs", search.rungs_figure(candidates, base)),
+                Section("Loss over rungs", search.rungs_figure(candidates, original)),
                 *_measured_sections(candidates),
                 _kept_heads("best trial of each budget", _plans(folder, best)),
             ]
         sections += [*_course_sections(candidates), _again_section(folder, trials)]
     title = f"Headfold search: {folder.root.name}"
-    return render_page(f"Headfold: {folder.root.name}", title, lead, [*sections, _provenance(folder, base)])
+    return render_page(f"Headfold: {folder.root.name}", title, lead, [*sections, _provenance(folder, original)])
 
 
-def _arm_sections(rows: Sequence[Row], base: Mapping[str, Any]) -> list[Section]:
+def _arm_sections(rows: Sequence[Row], original: Mapping[str, Any]) -> list[Section]:
     sections = [Section("Comparison", table=comparison_table(rows))]
     if any(row["loss"]["mean"] is not None for row in rows):
-        sections.append(Section("Loss against KV cache", comparison.bytes_figure(rows, base), BYTES))
-        sections.append(Section("Loss against tokens", comparison.tokens_figure(rows, base), TOKENS))
+        sections.append(Section("Loss against KV cache", comparison.bytes_figure(rows, original), BYTES))
+        sections.append(Section("Loss against tokens", comparison.tokens_figure(rows, original), TOKENS))
     return sections
 
 
@@ -195,7 +195,7 @@ def _again_section(folder: SearchFolder, trials: Sequence[TrialRecord]) -> Secti
     return Section("Each point of the front again", text=AGAIN if points else "", again=points)
 
 
-def _provenance(folder: SearchFolder, base: Mapping[str, Any]) -> Section:
+def _provenance(folder: SearchFolder, original: Mapping[str, Any]) -> Section:
     state = _recorded(folder.state)
     facts = {
         "command": state.get("command"),
@@ -204,7 +204,7 @@ def _provenance(folder: SearchFolder, base: Mapping[str, Any]) -> Section:
         "tracking": state.get("tracking"),
         "parent run": state.get("parent_run"),
         "time": clock(state["seconds"]) if state.get("seconds") else None,
-        **{f"{name} digest": digest for name, digest in base.get("digests", {}).items()},
+        **{f"{name} digest": digest for name, digest in original.get("digests", {}).items()},
         "versions": ", ".join(f"{name} {version}" for name, version in _recorded(folder.versions).items()),
     }
     source = folder.snapshot.read_text(encoding="utf-8")

@@ -70,7 +70,7 @@ def read_status(folder: SearchFolder, now: datetime | None = None) -> View:
     under_way = (records.RUNNING, records.WAITING, records.KILLED)  # these count with their last rung
     so_far = [replace(t, status=records.STOPPED) if t.status in under_way else t for t in trials]
     state = read_json(folder.state) if folder.state.exists() else {}
-    base = read_json(folder.base) if folder.base.exists() else {}
+    original = read_json(folder.original) if folder.original.exists() else {}
     estimate = read_json(folder.estimate) if folder.estimate.exists() else {}
     promotion = read_json(folder.promotion) if folder.promotion.exists() else {}
     config = _config(folder)
@@ -98,8 +98,8 @@ def read_status(folder: SearchFolder, now: datetime | None = None) -> View:
         hours_left=left,
         money_spent=None if price is None else price * spent,
         money_left=None if price is None or left is None else price * left,
-        original_loss=base.get("loss"),
-        front=[_point(t, base.get("loss")) for t in front(so_far)],
+        original_loss=original.get("loss"),
+        front=[_point(t, original.get("loss")) for t in front(so_far)],
         failures=[f"{t.recipe} {percent(t.kv_ratio)}: {t.error}" for t in trials if t.status == records.FAILED],
         promotion=dict(Counter(entry["status"] for entry in promotion.get("candidates", {}).values())),
     )

@@ -56,7 +56,7 @@ TRIALS = (
 )
 
 
-def trial_table(trials: Sequence[TrialRecord], base: Mapping[str, Any], most: int = MOST_ROWS) -> Table:
+def trial_table(trials: Sequence[TrialRecord], original: Mapping[str, Any], most: int = MOST_ROWS) -> Table:
     """Every trial by KV ratio and loss, those on the front marked; probes of the searcher are only counted."""
     candidates = records.without_probes(trials)
     drawn = _best(candidates, most)
@@ -71,7 +71,7 @@ def trial_table(trials: Sequence[TrialRecord], base: Mapping[str, Any], most: in
             str(t.step),
             UNTOLD if t.untrained is None else number(t.untrained["loss"]) + (" pooled" if t.relaxes else ""),
             number(t.loss),
-            number(t.loss - base["loss"], "+.3f"),
+            number(t.loss - original["loss"], "+.3f"),
             number(t.last.get("kl")),
             f"same as {t.copy_of}" if t.status == records.COPY else t.status,
             clock(sum(t.seconds.values())),

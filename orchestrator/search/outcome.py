@@ -24,7 +24,7 @@ class SearchOutcome:
 
     folder: Path
     tracking: str
-    base: dict[str, Any]
+    original: dict[str, Any]
     trials: list[TrialRecord]
     baseline: str
     promotion: dict[str, Any] = field(default_factory=dict)
@@ -52,12 +52,12 @@ class SearchOutcome:
         return {
             "folder": str(self.folder),
             "tracking": self.tracking,
-            "base": self.base,
-            "original_loss": self.base.get("loss"),
+            "original": self.original,
+            "original_loss": self.original.get("loss"),
             "trials": [asdict(t) for t in self.trials],
             "front": [t.trial_id for t in self.front],
             "best_per_budget": {f"{b:g}": t.trial_id for b, t in best_per_budget(self.trials).items()},
-            "comparison": compare(self.trials, self.base) if self.base else [],
+            "comparison": compare(self.trials, self.original) if self.original else [],
             "promotion": self.promotion,
             "interrupted": self.interrupted,
             "report": self.report,

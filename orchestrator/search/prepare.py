@@ -50,10 +50,10 @@ class SearchSession:
     parallel: int
 
 
-def prepare_base(config: SearchConfig, prepared: Prepared, folder: SearchFolder) -> dict[str, Any]:
-    """Score the original model (nats a token) and calibrate it, once a search; kept in `base.json`."""
-    if folder.base.exists():
-        return read_json(folder.base)
+def prepare_original(config: SearchConfig, prepared: Prepared, folder: SearchFolder) -> dict[str, Any]:
+    """Score the original model (nats a token) and calibrate it, once a search; kept in `original.json`."""
+    if folder.original.exists():
+        return read_json(folder.original)
     started = time.perf_counter()
     path = locate_model(config.model.path, folder)
     device = "cuda" if config.resources.trial_gpus else "cpu"
@@ -74,7 +74,7 @@ def prepare_base(config: SearchConfig, prepared: Prepared, folder: SearchFolder)
         "digests": {"weights": checkpoint.weights_digest(path), "calibration": calibration.digest},
         "seconds": time.perf_counter() - started,
     }
-    write_json(folder.base, record)
+    write_json(folder.original, record)
     size = f"{record['kv_bytes_per_token']} KV bytes a token"
     print(f"original model: held-out loss {scored.loss:.3f} nats a token, {size}", flush=True)
     return record
@@ -100,17 +100,19 @@ def _copy(source: Path, target: Path) -> None:
     shutil.copytree(source, target, dirs_exist_ok=True)
 
 
-def trial_context(config: SearchConfig, prepared: Prepared, folder: SearchFolder, base: dict[str, Any]) -> TrialContext:
+def trial_context(
+    config: SearchConfig, prepared: Prepared, folder: SearchFolder, original: dict[str, Any]
+) -> TrialContext:
     """What all trials share."""
     return TrialContext(
         folder=str(folder.root),
-        model=base["model"],
-        dtype=loading.written_dtype(base["model"], config.model.dtype),
+        model=original["model"],
+        dtype=loading.written_dtype(original["model"], config.model.dtype),
         **{f"{split}_file": str(file) for split, file in prepared.files.items()},
         calibration_cache=str(prepared.cache / "calibration"),
         rungs=tuple(config.rungs.steps),
         train=config.train.model_dump(mode="json"),
-        original_loss=base["loss"],
+        original_loss=original["loss"],
         device="cuda" if config.resources.trial_gpus else "cpu",
         teacher=config.model.teacher and locate_model(config.model.teacher, folder, "teacher"),
     )

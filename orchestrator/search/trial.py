@@ -192,10 +192,10 @@ def _untrained(candidate: Candidate, context: TrialContext, folder: Path) -> dic
     phases = loading.Phases()
     recipe = candidate.recipe
     with phases("load"):
-        base, calibration, calibration_tokens, held_out, teacher = shared_parts(context)
+        original, calibration, calibration_tokens, held_out, teacher = shared_parts(context)
     phase = context.search_phase(candidate)
     distances = dha_distances.read(phase.file(context.calibration_cache)) if phase else None
-    planning = planning_context(base, calibration, calibration_tokens, context.calibration_cache, distances)
+    planning = planning_context(original, calibration, calibration_tokens, context.calibration_cache, distances)
     own_cache = own_heads(planning.geometry)
     given = None if candidate.plan is None else AttentionPlan.from_json(candidate.plan)
     converted, plan = plan_and_convert(recipe, candidate.kv_ratio, planning, candidate.seed, phases, given)
@@ -210,17 +210,17 @@ def _untrained(candidate: Candidate, context: TrialContext, folder: Path) -> dic
     cast_weights(converted, written)
     if not candidate.probe:
         with phases("save"):
-            original = checkpoint.original_note(own_cache)
+            note = checkpoint.original_note(own_cache)
             record = {"recipe": recipe.to_dict(), "seed": candidate.seed, **original}
             checkpoint.save(converted, folder / "converted", context.model, record=record)
             if context.relaxation_steps(recipe):
-                start = relaxation_start(recipe, base, plan, calibration)
-                checkpoint.save(start, folder / "start", context.model, record=original)
+                start = relaxation_start(recipe, original, plan, calibration)
+                checkpoint.save(start, folder / "start", context.model, record=note)
     with phases("similarity"):
         sampled = all(layer.inputs.numel() for layer in calibration.layers)
         similarity = sharing_similarity(shared_pairs(context), plan, planning.geometry.kv_map) if sampled else None
     measured = loading.cache_facts(converted, own_cache)
-    if loading.parameters(base) > KEEP_BELOW:
+    if loading.parameters(original) > KEEP_BELOW:
         shared_parts.cache_clear()
     return {
         **measured,
@@ -244,17 +244,17 @@ def _untrained(candidate: Candidate, context: TrialContext, folder: Path) -> dic
 def shared_parts(context: TrialContext) -> tuple[PreTrainedModel, Calibration, Tensor, Tensor, CachedTeacher]:
     """Original model, its statistics, calibration tokens, held-out tokens, and the model as a teacher that knows what
     it said of them: read once a process, trials reuse it."""
-    base = loading.load_working(context.model, context.dtype, context.device)
+    original = loading.load_working(context.model, context.dtype, context.device)
     tokens = read_sequences(context.calibration_file)
-    calibration = cached_calibration(base, tokens, context.calibration_cache)
-    return base, calibration, tokens, read_sequences(context.eval_file), CachedTeacher(base)
+    calibration = cached_calibration(original, tokens, context.calibration_cache)
+    return original, calibration, tokens, read_sequences(context.eval_file), CachedTeacher(original)
 
 
 @lru_cache(maxsize=1)
 def shared_pairs(context: TrialContext) -> Any:
     """How alike each pair of heads of the original model is; kept even where the model is too large to be."""
-    base, calibration, *_ = shared_parts(context)
-    planning = planning_context(base, calibration, None, None)
+    original, calibration, *_ = shared_parts(context)
+    planning = planning_context(original, calibration, None, None)
     return similarity_pairs(planning.heads, calibration.layers, planning.geometry)
 
 

@@ -3,7 +3,7 @@
 <storage>/mlflow.db, mlartifacts/     the MLflow store, unless tracking.uri names another
 <storage>/<name>/                     one search; a second one of the same name becomes <name>-2
     search.yaml, versions.json        snapshot of the configuration, package versions
-    base.json, data/, calibration/    the original model's scores; token sequences and statistics that trials share
+    original.json, data/, calibration/    the original model's scores; token sequences and statistics that trials share
     journal.jsonl                     what was tried, reported, decided and ended: the only record of the search
     trials/<id>/                      recipe, plan, converted and trained checkpoint of each trial
     state.json, driver.lock           when and how the search began and ended; who runs it
@@ -85,7 +85,7 @@ class SearchFolder:
         self.state = self.root / "state.json"
         self.estimate = self.root / "estimate.json"
         self.origin = self.root / "origin.json"
-        self.base = self.root / "base.json"
+        self.original = self.root / "original.json"
         self.journal = self.root / journal.NAME
         self.lock = self.root / "driver.lock"
         self.tune = self.root / "tune"

@@ -19,7 +19,7 @@ TICKS = (0, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 
 @styled
-def bytes_figure(rows: Sequence[Row], base: Mapping[str, Any]) -> Figure:
+def bytes_figure(rows: Sequence[Row], original: Mapping[str, Any]) -> Figure:
     """Increase of the held-out loss against KV bytes a token: one line an arm at its best rates, bars of one sd, arms
     of one KV ratio a little apart sideways. Hollow: the row compares at an earlier rung than the others."""
     figure, axes = one_axes(5.2, KV_BYTES)
@@ -36,7 +36,7 @@ def bytes_figure(rows: Sequence[Row], base: Mapping[str, Any]) -> Figure:
     places = sorted({row["kv_bytes_per_token"] for row in drawn})
     axes.set_xticks(places, [f"{place:,}" for place in places])
     ends = [row["loss_increase"] + sign * (row["loss"]["sd"] or 0.0) for row in drawn for sign in (-1, 1)]
-    _loss_increases(axes, base, min(ends, default=0.0), max(ends, default=1.0))
+    _loss_increases(axes, original, min(ends, default=0.0), max(ends, default=1.0))
     if axes.get_ylim()[0] < 0:
         handles["original model"] = original
     legend_below(figure, handles)
@@ -55,7 +55,7 @@ def _bars(axes: Any, rows: Sequence[Row], shift: float, look: dict[str, Any]) ->
     return line
 
 
-def _loss_increases(axes: Any, base: Mapping[str, Any], lowest: float, highest: float) -> None:
+def _loss_increases(axes: Any, original: Mapping[str, Any], lowest: float, highest: float) -> None:
     """The axis of increases. The original model has its place on it unless all arms are far above."""
     axes.set_yscale("symlog", linthresh=NEAR, linscale=0.5)
     low = lowest / 1.25 if lowest > NEAR else 1.25 * min(lowest, 0) - NEAR / 5
@@ -64,11 +64,11 @@ def _loss_increases(axes: Any, base: Mapping[str, Any], lowest: float, highest: 
     shown = [tick for tick in sorted({sign * tick for tick in TICKS for sign in (-1, 1)}) if low <= tick <= high]
     axes.set_yticks(shown, [f"{tick:+g}" if tick else "0" for tick in shown])
     axes.minorticks_off()
-    axes.set_ylabel(f"increase of held-out loss over {base['loss']:.3f}, nats a token")
+    axes.set_ylabel(f"increase of held-out loss over {original['loss']:.3f}, nats a token")
 
 
 @styled
-def tokens_figure(rows: Sequence[Row], base: Mapping[str, Any]) -> Figure:
+def tokens_figure(rows: Sequence[Row], original: Mapping[str, Any]) -> Figure:
     """Held-out loss against tokens trained on, those of a relaxation included: a row of panels a KV ratio, on the left
     from the untrained model on, on the right the trained models from close by. One line an arm at its best rate, its
     band one standard deviation to each side; dashed where a relaxation went on, in which nothing is measured."""
@@ -84,11 +84,11 @@ def tokens_figure(rows: Sequence[Row], base: Mapping[str, Any]) -> Figure:
         for name, row in here.items():
             for axes in (whole, close):
                 handles[name] = _curve(axes, row["curve"], usual, styles[name])
-        _zoom(close, here, base)
+        _zoom(close, here, original)
         whole.set_title(f"{percent(kv_ratio)} of the checkpoint's KV cache", fontsize=10, loc="left")
         close.set_title("from close by", fontsize=10, loc="left")
         for axes in (whole, close):
-            handles["original model"] = axes.axhline(base["loss"], color="#888888", ls="--", lw=1.2)
+            handles["original model"] = axes.axhline(original["loss"], color="#888888", ls="--", lw=1.2)
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
     for axes in grid[-1]:
         axes.set_xlabel("tokens trained on")
@@ -127,14 +127,14 @@ def _curve(axes: Any, curve: Sequence[Mapping[str, Any]], usual: int | None, loo
     return line
 
 
-def _zoom(axes: Any, rows: Mapping[str, Row], base: Mapping[str, Any]) -> None:
+def _zoom(axes: Any, rows: Mapping[str, Row], original: Mapping[str, Any]) -> None:
     """Show what lies between the original model and the losses of the later half of the training."""
     trained = [p for row in rows.values() for p in row["curve"] if p["step"] > 0 and p["tokens"] is not None]
     if not trained:
         return
     most = max(p["tokens"] for p in trained)
     late = [p for p in trained if p["tokens"] >= most / 2]
-    bottom = min(base["loss"], *(p["mean"] - (p["sd"] or 0) for p in late))
+    bottom = min(original["loss"], *(p["mean"] - (p["sd"] or 0) for p in late))
     top = max(p["mean"] + (p["sd"] or 0) for p in late)
     margin = 0.08 * (top - bottom) or 0.1
     axes.set_ylim(bottom - margin, top + margin)

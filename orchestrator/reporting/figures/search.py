@@ -18,7 +18,7 @@ LINES = 200
 
 @styled
 def front_figure(
-    trials: Sequence[TrialRecord], base: Mapping[str, Any], promoted: Sequence[Mapping[str, Any]] = ()
+    trials: Sequence[TrialRecord], original: Mapping[str, Any], promoted: Sequence[Mapping[str, Any]] = ()
 ) -> Figure:
     """Held-out loss against KV bytes a token: every trial at its last rung, the front, the original model."""
     figure, axes = one_axes(across=KV_BYTES, upright=LOSS)
@@ -43,13 +43,13 @@ def front_figure(
     if after := [p for p in promoted if p.get("loss") is not None]:
         x, y = [p["kv_bytes_per_token"] for p in after], [p["loss"] for p in after]
         axes.scatter(x, y, s=150, edgecolors="#111111", zorder=4, label="promoted", **circle)
-    axes.axhline(base["loss"], color="#888888", ls="--", lw=1.2, label=f"original model ({base['loss']:.3f})")
+    axes.axhline(original["loss"], color="#888888", ls="--", lw=1.2, label=f"original model ({original['loss']:.3f})")
     axes.legend(fontsize=9, frameon=False)
     return figure
 
 
 @styled
-def rungs_figure(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> Figure:
+def rungs_figure(trials: Sequence[TrialRecord], original: Mapping[str, Any]) -> Figure:
     """Held-out loss over training steps, one line a trial; solid for the largest KV ratio, dashed for the next."""
     figure, axes = one_axes(across="training steps", upright=LOSS)
     looks = looks_of([family(t.recipe) for t in trials])
@@ -66,7 +66,7 @@ def rungs_figure(trials: Sequence[TrialRecord], base: Mapping[str, Any]) -> Figu
         axes.plot(steps, losses, ls=lines[trial.kv_ratio], ms=5, lw=1.4, label=label, **looks[name])
     for kv_ratio, line in lines.items():
         axes.plot([], [], ls=line, color="#444444", label=f"{percent(kv_ratio)} of the checkpoint's KV")
-    axes.axhline(base["loss"], color="#888888", lw=1)
+    axes.axhline(original["loss"], color="#888888", lw=1)
     axes.legend(fontsize=9, frameon=False, ncols=2)
     return figure
 

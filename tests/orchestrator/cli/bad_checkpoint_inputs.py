@@ -11,9 +11,9 @@ EVALUATIONS = (
     Bad("no checkpoint", "evaluate", ("checkpoint",)),
     Bad("a checkpoint that is not there", "evaluate none ...", ("none",)),
     Bad("a text for a checkpoint", "evaluate texts/notes.txt ...", ("texts/notes.txt",)),
-    Bad("a base that is not there", "evaluate model --original none ...", ("none",)),
+    Bad("an original model that is not there", "evaluate model --original none ...", ("none",)),
     Bad(
-        "a base with other words",
+        "an original model with other words",
         "evaluate grouped --original model ...",
         ("original", "300", "257"),
         config(vocab_size=300),

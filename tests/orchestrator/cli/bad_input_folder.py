@@ -92,7 +92,7 @@ def _make_search(root: Path, home: Path) -> None:
     stored = parse_config(CONFIG).model_dump(mode="json")
     folder.snapshot.write_text(yaml.safe_dump(stored, sort_keys=False))
     write_json(folder.origin, {"folder": str(home / "runs" / "mine")})
-    write_json(folder.base, {"loss": 5.0, "kv_bytes_per_token": 512, "model": "model"})
+    write_json(folder.original, {"loss": 5.0, "kv_bytes_per_token": 512, "model": "model"})
     write_json(folder.state, {"parent_run": "none", "started": "2026-01-01T12:00:00+00:00", "ended": "done"})
     rungs = [{"step": 0, "loss": 5.5, "kl": 0.5, "tokens": 0}, {"step": 2, "loss": 5.4, "kl": 0.4, "tokens": 128}]
     trials = [

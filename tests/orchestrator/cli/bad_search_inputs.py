@@ -7,6 +7,7 @@ from bad_input import Bad, removes, renames, writes
 from orchestrator.storage.journal import FORMAT
 
 SEARCH = "runs/mine"
+ORIGINAL = f"{SEARCH}/original.json"
 S = "search mine.yaml"
 BEGUN = f'{{"event": "search", "format": {FORMAT}, "rungs": 2}}\n'
 OLD = '{"config": {}, "event": "trial", "trial": "t0000"}\n'
@@ -135,7 +136,12 @@ WATCHES = (
         writes(f"{SEARCH}/journal.jsonl", BEGUN.replace(f'"format": {FORMAT}', '"format": 99')),
     ),
     Bad("a number for a state", f"watch {SEARCH} --once", ("state.json", "got 3"), writes(f"{SEARCH}/state.json", "3")),
-    Bad("a list for a base", f"watch {SEARCH} --once", ("base.json", "got []"), writes(f"{SEARCH}/base.json", "[]")),
+    Bad(
+        "a list for the original model",
+        f"watch {SEARCH} --once",
+        ("original.json", "got []"),
+        writes(ORIGINAL, "[]"),
+    ),
     Bad("--json of watch over other work", f"watch {SEARCH} --json work", ("json", "work")),
 )
 
@@ -165,7 +171,12 @@ PROMOTIONS = (
         writes(f"{SEARCH}/journal.jsonl", BEGUN),
     ),
     Bad("a search of a former version", f"promote {SEARCH}", FORMER, removes(f"{SEARCH}/journal.jsonl")),
-    Bad("a search without its base", f"promote {SEARCH}", ("base.json", "--resume"), removes(f"{SEARCH}/base.json")),
+    Bad(
+        "a search without its original model",
+        f"promote {SEARCH}",
+        ("original.json", "--resume"),
+        removes(ORIGINAL),
+    ),
     Bad("a search whose model is gone", f"promote {SEARCH}", ("model",), renames("model", "moved")),
 )
 
@@ -173,7 +184,12 @@ REPORTS = (
     Bad("no search to report", "report", ("search",)),
     Bad("a report of a former version", f"report {SEARCH}", FORMER, writes(f"{SEARCH}/journal.jsonl", OLD)),
     Bad("a report of other work", "report work", ("work", "folder of a search")),
-    Bad("a report of broken records", f"report {SEARCH}", ("base.json", "JSON"), writes(f"{SEARCH}/base.json", "{")),
+    Bad(
+        "a report of broken records",
+        f"report {SEARCH}",
+        ("original.json", "JSON"),
+        writes(ORIGINAL, "{"),
+    ),
     Bad("a report over other work", f"report {SEARCH} --out work", ("out", "work")),
     Bad("a report over a config", f"report {SEARCH} --out model/config.json", ("out", "model/config.json")),
     Bad("a report below a file", f"report {SEARCH} --out texts/notes.txt/page.html", ("texts/notes.txt",)),

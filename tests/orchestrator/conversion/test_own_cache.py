@@ -228,7 +228,7 @@ def test_a_search_of_a_former_version_is_not_misread(tmp_path: Path) -> None:
     folder = SearchFolder.fresh(tmp_path, "old")
     """Its ratios may have been shares of another cache."""
     folder.snapshot.write_text("name: old\n")
-    write_json(folder.base, {"kv_ratio": 0.25, "loss": 3.0})
+    write_json(folder.original, {"kv_ratio": 0.25, "loss": 3.0})
     with pytest.raises(ConfigError, match="former version of Headfold"):
         SearchFolder.existing(folder.root)
 

@@ -56,7 +56,7 @@ def decisions(storage: Path, trials: list[TrialRecord], monkeypatch: pytest.Monk
     monkeypatch.chdir(REPOSITORY)
     config = load_config("configs/demo.yaml", [*SMALL, f"storage={storage}"])
     prepared, folder = validate_search(config), SearchFolder(storage / "walk")
-    context = trial_context(config, prepared, folder, read_json(folder.base))
+    context = trial_context(config, prepared, folder, read_json(folder.original))
     searcher = make_searcher("asymgqa", replace(prepared.problem, similarities=partial(head_similarities, context)))
     losses = {t.plan_digest: t.calibration_loss for t in trials if t.probe}
     configs: list[dict[str, Any]] = []

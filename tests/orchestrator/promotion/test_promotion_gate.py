@@ -76,7 +76,7 @@ def folder(tmp_path: Path, tiny_model: Any) -> SearchFolder:
         checkpoint.save(conversion.convert(base, plan(layer)), own / "trained")
         (own / "plan.json").write_text(plan(layer).to_json())
     write_sequences(torch.arange(48).reshape(3, 16) % 64, tmp_path / "eval.safetensors")
-    write_json(found.base, {"loss": 2.0, "model": str(tmp_path / "base")})
+    write_json(found.original, {"loss": 2.0, "model": str(tmp_path / "base")})
     write_json(found.state, {"parent_run": "none"})
     found.snapshot.write_text("name: small\n")
     return found
@@ -464,7 +464,7 @@ def test_a_version_tells_where_it_comes_from(
     head.run_id, head.seed = "run-of-the-trial", 7
     head.rungs[-1]["data_position"] = 64
     write_journal(folder.root, [head, trial("base", "gqa", 2.9)])
-    write_json(folder.base, read_json(folder.base) | {"digests": {"weights": "aa", "calibration": "bb"}})
+    write_json(folder.original, read_json(folder.original) | {"digests": {"weights": "aa", "calibration": "bb"}})
     parent = tracker.start("search")
     context = dataclasses.replace(context, train_file=context.eval_file)
     (candidate,) = promoted(config, context, folder, tracker, parent)["candidates"].values()

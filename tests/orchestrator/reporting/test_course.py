@@ -108,7 +108,7 @@ def test_the_page_tells_the_course_and_how_to_repeat(folder: SearchFolder) -> No
     trials = [trial(i, [3.0 + i, 2.0 + i / 10], choices=recipe("gqa").to_dict(), seed=0) for i in range(6)]
     trials[0].rungs[-1]["weights_digest"] = "feedbeef"
     trials[0].plan_digest = "0123abcd"
-    write_json(folder.base, {"loss": 1.9, "kv_bytes_per_token": 8192})
+    write_json(folder.original, {"loss": 1.9, "kv_bytes_per_token": 8192})
     write_journal(folder.root, trials)
     page = Path(write_report(folder.root)["report"]).read_text()
     for word in ("rho = +1.00", "When trials ran", "Where the time went", "feedbeef", "0123abcd", "headfold search"):
@@ -122,7 +122,7 @@ def test_a_page_of_two_thousand_trials_stays_below_the_limit(folder: SearchFolde
     for i in range(2000):
         losses = [7.0 - i / 1000, 3.0, 2.5 + (i * 7919 % 2000) / 1000][: 1 + i % 3]
         trials.append(trial(i, losses, 0.25 * (1 + i // 7 % 3), choices=choices))
-    write_json(folder.base, {"loss": 1.9, "kv_bytes_per_token": 8192})
+    write_json(folder.original, {"loss": 1.9, "kv_bytes_per_token": 8192})
     write_journal(folder.root, trials)
     written = write_report(folder.root)
     assert written["bytes"] < 3_000_000

@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> SearchFolder:
     write_journal(made.root)
     made.snapshot.write_text(yaml.safe_dump(parse_config(CONFIG).model_dump(mode="json")))
     write_json(made.state, {"started": "2026-01-01T12:00:00+00:00"})
-    write_json(made.base, {"loss": 2.0})
+    write_json(made.original, {"loss": 2.0})
     write_json(made.estimate, {"trials": 8, "cpu_hours": 2.0, "gpu_hours": 0.0})
     return made
 

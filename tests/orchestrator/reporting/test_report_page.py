@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> SearchFolder:
 
 
 def fill(folder: SearchFolder, trials: list[TrialRecord]) -> None:
-    write_json(folder.base, BASE)
+    write_json(folder.original, BASE)
     write_json(folder.versions, {"torch": "2.13"})
     write_json(folder.state, {"command": "headfold search x.yaml", "parent_run": "r1", "seconds": 75})
     write_journal(folder.root, trials)

@@ -31,7 +31,7 @@ def work(tmp_path: Path) -> Path:
     """A search with a record, a checkpoint and what must not travel."""
     root = tmp_path / "work"
     write(root, demo__search_yaml="name: demo", demo__trials__a__weights="aa", demo__trials_json="[a]")
-    write(root, **{"demo__.base.json.7.new": "half", "demo__driver.lock": "me"})
+    write(root, **{"demo__.original.json.7.new": "half", "demo__driver.lock": "me"})
     (root / "exported").symlink_to(root / "demo" / "trials")
     return root
 

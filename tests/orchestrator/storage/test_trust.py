@@ -103,7 +103,7 @@ def test_records_from_elsewhere_cannot_name_a_path(folder: SearchFolder) -> None
     folder.journal.write_text(folder.journal.read_text().replace('"trial": "t1"', '"trial": "../../../etc"'))
     from orchestrator.reporting.report_page import write_report
 
-    folder.base.write_text(json.dumps({"loss": 2.0, "kv_bytes_per_token": 8}))
+    folder.original.write_text(json.dumps({"loss": 2.0, "kv_bytes_per_token": 8}))
     with pytest.raises(ConfigError, match="no trial's id"):
         write_report(folder.root)
 
