@@ -175,7 +175,8 @@ def _plans_and_curves(
     with progress("measuring increases of the loss") as advance:
         done, total = itertools.count(1), 2 * geometry.num_layers * _measured_counts(chosen, geometry)
         fields: dict[str, Any] = {name: getattr(context, name) for name in PlanningContext.__dataclass_fields__}
-        watched = WatchedContext(**fields | {"curves": {}}, after=lambda: advance(next(done), total))
+        fields["curves"] = {}
+        watched = WatchedContext(**fields, after=lambda: advance(next(done), total))
         for ratio in sorted(kv_ratios, reverse=True):
             budget = nearest_budget(chosen, ratio, geometry)
             plans[ratio] = make_plan(chosen, budget, watched, np.random.default_rng(seed))
