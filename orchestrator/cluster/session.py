@@ -124,11 +124,8 @@ def connected() -> Iterator[dict[str, float]]:
 
 
 def start() -> None:
-    """`ray.init`, with the dashboard's address known to all workers.
-
-    Ray Train's cleaner of placement groups asks the dashboard whether a stopped trial is gone. Without a dashboard, or
-    with that of another Ray on the machine, the groups of stopped trials stay for ever and the search stands still.
-    """
+    """`ray.init`, with the dashboard's address known to all workers: without it, or with that of another Ray on the
+    machine, Ray Train never removes the placement groups of stopped trials, and the search stands still."""
     import ray
 
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}

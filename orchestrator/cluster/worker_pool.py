@@ -296,10 +296,8 @@ class Pool:
                 self._squeeze(self.waiting[0].shape)
 
     def _squeeze(self, shape: Shape) -> None:
-        """Start a group on less CPU where only that keeps it from starting.
-
-        The holders of jobs have a little CPU each. Once nodes have gone that may be what the last group would need, and
-        all would wait for each other for ever. CPUs are counted by Ray, not enforced: the group is slower, no more.
+        """Start a group on less CPU where only that keeps it from starting: once nodes have gone, the little CPU of
+        those who wait for it may be what it lacks, for ever. Ray counts CPUs and enforces none: it is slower, no more.
         """
         workers, cpus, gpus = shape
         nodes = free_on_nodes()

@@ -81,9 +81,8 @@ def _tuner(session: SearchSession, search: JournaledSearch, scheduler: Journaled
 def stops_in_training(config: SearchConfig) -> bool:
     """Whether a trial may be stopped while its workers train.
 
-    A process that has loaded torch and the original model takes the next trial: seconds saved each time. But one whose
-    trial was stopped in the middle still waits for the workers; Tune gives it two seconds to end, then drops the *next*
-    trial without a word to searcher, scheduler or log [ray 2.60]. Such a process must go with its trial.
+    Else its process, with torch and the original model loaded, takes the next trial. One that still waits for workers
+    must not: Tune gives it two seconds to end, then drops the *next* trial without a word to anybody [ray 2.60].
     """
     return config.rungs.stop and len(config.rungs.steps) > 2
 

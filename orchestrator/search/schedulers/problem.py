@@ -124,7 +124,7 @@ class RungScheduler(FIFOScheduler):
         self._over(trial)
 
     def choose_trial_to_run(self, tune_controller: Any) -> Any:
-        """Tune starts what is pending by itself; to look through all trials for it would take ever longer."""
+        """Tune starts what is pending by itself."""
         return None
 
     def _judge(self, trial: Any, result: dict) -> str:
