@@ -211,7 +211,7 @@ def _untrained(candidate: Candidate, context: TrialContext, folder: Path) -> dic
     if not candidate.probe:
         with phases("save"):
             note = checkpoint.original_note(own_cache)
-            record = {"recipe": recipe.to_dict(), "seed": candidate.seed, **original}
+            record = {"recipe": recipe.to_dict(), "seed": candidate.seed, **note}
             checkpoint.save(converted, folder / "converted", context.model, record=record)
             if context.relaxation_steps(recipe):
                 start = relaxation_start(recipe, original, plan, calibration)

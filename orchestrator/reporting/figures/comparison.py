@@ -28,7 +28,7 @@ def bytes_figure(rows: Sequence[Row], original: Mapping[str, Any]) -> Figure:
     apart = min(APART, WIDEST / len(arms)) if arms else 0.0
     for place, (name, mine) in enumerate(arms.items()):
         handles[name] = _bars(axes, mine, 1 + apart * (place - (len(arms) - 1) / 2), styles[name])
-    original = axes.axhline(0, color="#888888", ls="--", lw=1.2)
+    line = axes.axhline(0, color="#888888", ls="--", lw=1.2)
     drawn = [row for mine in arms.values() for row in mine]
     if not all(row["last"] for row in drawn):
         handles["hollow: stopped earlier"] = Line2D([], [], ls="", marker="o", mfc="white", color="#444444")
@@ -38,7 +38,7 @@ def bytes_figure(rows: Sequence[Row], original: Mapping[str, Any]) -> Figure:
     ends = [row["loss_increase"] + sign * (row["loss"]["sd"] or 0.0) for row in drawn for sign in (-1, 1)]
     _loss_increases(axes, original, min(ends, default=0.0), max(ends, default=1.0))
     if axes.get_ylim()[0] < 0:
-        handles["original model"] = original
+        handles["original model"] = line
     legend_below(figure, handles)
     return figure
 
