@@ -81,4 +81,4 @@ def _search(file: Path, changes: list[str]) -> dict[str, Any]:
         print(f"{name}: {value}")
     for warning in estimated.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    return estimated.to_dict()
+    return asdict(estimated)

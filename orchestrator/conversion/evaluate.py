@@ -9,7 +9,7 @@ from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
 from attention.modeling.modeling import plan_of
 from orchestrator.conversion import loading
-from trainers.evaluation import decode_speed
+from trainers.evaluation import decode_speed, evaluate
 from trainers.text.data import load_sequences
 
 
@@ -49,8 +49,8 @@ def evaluate_checkpoint(
         teacher = loading.load_working(original, dtype, device) if original is not None else None
     with phases("evaluate"):
         round_weights(model, loading.dtype_of(dtype))
-        scored = loading.score(model, sequences, teacher)
-        original_loss = loading.score(teacher, sequences).loss if teacher is not None else None
+        scored = evaluate(model, sequences, teacher=teacher)
+        original_loss = evaluate(teacher, sequences).loss if teacher is not None else None
     heads, kind = (
         plan_of(model).kv_heads,
         "its own cache, as no other is known (give an original to compare with)",

@@ -25,6 +25,7 @@ from orchestrator.conversion.steps import planning_context, refine_with
 from search_spaces.planning.context import convert_with
 from search_spaces.planning.planning import PlanningContext, make_plan
 from search_spaces.recipes.recipe import Recipe
+from trainers.evaluation import evaluate
 from trainers.settings import TrainSettings
 
 
@@ -89,7 +90,7 @@ class Source:
                     cached_calibration(original, sequences, cache_dir) if cache_dir else calibrate(original, sequences)
                 )
         with phases("evaluate"):
-            loss = loading.score(original, held_out).loss
+            loss = evaluate(original, held_out).loss
         distances = None
         if NEED in chosen.needs:
             print("measuring how far apart heads come to lie in training (dha's search phase)", file=sys.stderr)
@@ -108,7 +109,7 @@ class Source:
         converted, plan = plan_and_convert(request.recipe, kv_ratio, self.context, request.seed, phases)
         with phases("evaluate"):
             round_weights(converted, request.written)  # what is measured is what is written
-            scored = loading.score(converted, self.held_out, self.original)
+            scored = evaluate(converted, self.held_out, teacher=self.original)
             cast_weights(converted, request.written)
         measured = {
             "original_loss": self.loss,

@@ -40,6 +40,7 @@ from search_spaces.recipes.recipes import RECIPES, Recipe
 from search_spaces.recipes.recipes import recipe as named_recipe
 from search_spaces.similarity.sharing import similarity_pairs
 from search_spaces.site import SIDES
+from trainers.evaluation import evaluate
 
 COMPARED = ("gqa", "asymgqa", "align", "least_squares", "headfold")
 MANY_HEADS = 16  # above it only head counts that are powers of two are measured, unless others are asked for
@@ -232,7 +233,7 @@ def _recipes(recipes: dict[str, Recipe], plans: dict[float, AttentionPlan], sour
                     plan = make_plan(recipes[name], ratio, context, np.random.default_rng(request.seed))
                 converted = convert_with(recipes[name], source.original, plan, context.calibration)
                 round_weights(converted, request.written)
-                scored = loading.score(converted, source.held_out, source.original)
+                scored = evaluate(converted, source.held_out, teacher=source.original)
                 measured = {"loss": scored.loss, "loss_increase": scored.loss - source.loss, "kl": scored.kl}
                 entry |= _size(plan, request) | measured
             except ValueError as error:  # one recipe that does not fit this checkpoint must not cost the others

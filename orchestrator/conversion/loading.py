@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from attention import families
@@ -24,7 +24,7 @@ from attention.io.weights import check, check_finite
 from attention.modeling.modeling import check_fits, plan_of, plan_of_config
 from attention.ratios import own_heads, ratio_of
 from orchestrator.config.schema import ConfigError
-from trainers.evaluation import CachedTeacher, Evaluation, evaluate, measure_cache
+from trainers.evaluation import measure_cache
 from trainers.text.tokenizers import TokenizerError, read_tokenizer
 
 AUTO = "auto"  # the dtype of the checkpoint
@@ -189,10 +189,3 @@ def cache_facts(model: PreTrainedModel, original: int) -> dict[str, Any]:
         "cache_tokens": CACHE_TOKENS,
         "parameters": parameters(model),
     }
-
-
-def score(
-    model: PreTrainedModel, sequences: Tensor, teacher: PreTrainedModel | CachedTeacher | None = None
-) -> Evaluation:
-    """Held-out loss, and KL to the teacher if there is one."""
-    return evaluate(model, sequences, teacher=teacher)

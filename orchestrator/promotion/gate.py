@@ -20,7 +20,7 @@ from orchestrator.conversion import loading
 from orchestrator.promotion.state import Entry
 from orchestrator.search.prepare import SearchSession
 from orchestrator.search.trial import TrialContext
-from trainers.evaluation import measure_cache
+from trainers.evaluation import evaluate, measure_cache
 from trainers.text.data import read_sequences
 
 OK = "passed"
@@ -118,7 +118,7 @@ def _check_logits(model: Any, target: str, entry: Entry, context: TrialContext, 
     """Logits of the exported checkpoint, read back, against the trained model's on held-out text, in float32."""
     back = loading.load_model(target, device=context.device)
     held_out = read_sequences(context.eval_file)
-    entry.checks["exported_loss"] = loading.score(back, held_out).loss
+    entry.checks["exported_loss"] = evaluate(back, held_out).loss
     back.to(model.device)
     tokens = held_out[:2]
     with torch.no_grad():

@@ -112,9 +112,6 @@ class SearchEstimate(Work):
     disk_free: int
     warnings: tuple[str, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, alone: bool = True) -> SearchEstimate:
     """The estimate of a search with `parallel` trials at a time. No text and no weights are read, nothing is written.
@@ -180,7 +177,7 @@ def announce(config: SearchConfig, folder: SearchFolder, parallel: int) -> None:
     except Exception as error:
         print(f"estimate not possible: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return
-    write_json(folder.estimate, estimate.to_dict())
+    write_json(folder.estimate, asdict(estimate))
     for number, (name, value) in enumerate(describe_search(estimate, config).items()):
         print(f"{'' if number else 'estimate':9}{name}: {value}", flush=True)
     for warning in estimate.warnings:

@@ -36,6 +36,7 @@ from search_spaces.recipes.recipe import Recipe
 from search_spaces.recipes.recipes import AXES
 from search_spaces.recipes.recipes import recipe as named_recipe
 from search_spaces.site import SIDES
+from trainers.evaluation import evaluate
 from trainers.text.data import read_sequences
 
 
@@ -60,7 +61,7 @@ def prepare_original(config: SearchConfig, prepared: Prepared, folder: SearchFol
     dtype = loading.written_dtype(path, config.model.dtype)
     model = loading.load_working(path, dtype, device)
     held_out = read_sequences(prepared.files["eval"])
-    scored = loading.score(model, held_out)
+    scored = evaluate(model, held_out)
     tokens = read_sequences(prepared.files["calibration"])
     calibration = cached_calibration(model, tokens, prepared.cache / "calibration")
     cast_weights(model, loading.dtype_of(dtype))  # bytes are those of what is written

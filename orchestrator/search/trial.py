@@ -34,7 +34,7 @@ from orchestrator.storage.records import read_json, write_json
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.relaxation.stages import OWN
 from search_spaces.similarity.sharing import sharing_similarity, similarity_pairs
-from trainers.evaluation import CachedTeacher
+from trainers.evaluation import CachedTeacher, evaluate
 from trainers.jobs.job import TrainJob
 from trainers.jobs.share import KEEP_BELOW
 from trainers.relaxations.stage import RelaxationSpec
@@ -204,9 +204,9 @@ def _untrained(candidate: Candidate, context: TrialContext, folder: Path) -> dic
     written = loading.dtype_of(context.dtype)
     with phases("evaluate"):
         round_weights(converted, written)  # what is measured is what is written
-        scored = loading.score(converted, held_out, teacher)
+        scored = evaluate(converted, held_out, teacher=teacher)
         # What a searcher decides by is measured on other tokens than what the search is judged by.
-        decided_by = {} if given is None else {"calibration_loss": loading.score(converted, calibration_tokens).loss}
+        decided_by = {} if given is None else {"calibration_loss": evaluate(converted, calibration_tokens).loss}
     cast_weights(converted, written)
     if not candidate.probe:
         with phases("save"):

@@ -31,8 +31,8 @@ class KeptPrices:
     def read(self) -> dict[int, np.ndarray]:
         """float64 prices by size; none if the file is missing or damaged, since they can be worked out again."""
         try:
-            found = load_file(self.file)
-            return {int(size): prices for size, prices in found.items() if _sound(prices)}
+            kept = {int(size): prices for size, prices in load_file(self.file).items()}
+            return {s: p for s, p in kept.items() if p.dtype == np.float64 and p.ndim == 1 and np.isfinite(p).all()}
         except (OSError, ValueError, SafetensorError):
             return {}
 
@@ -58,7 +58,3 @@ def prices_of_site(folder: str | Path, objective: str, knobs: Mapping[str, Any],
 
 def _digest(matrix: np.ndarray | None) -> str | None:
     return None if matrix is None else hashlib.sha256(np.ascontiguousarray(matrix).tobytes()).hexdigest()
-
-
-def _sound(prices: np.ndarray) -> bool:
-    return prices.dtype == np.float64 and prices.ndim == 1 and bool(np.isfinite(prices).all())

@@ -1,4 +1,4 @@
-"""Similarity of the heads' weights: linear CKA, and their cosine; the redundancy of a layer.
+"""Similarity of the heads' weights: linear CKA, and their cosine.
 
 Legend: H heads, d head dim, D model dim.
 """
@@ -32,34 +32,17 @@ def cka(a: Tensor, b: Tensor, *, center: bool = False) -> float:
     return float((a.T @ b).norm() ** 2 / scale) if scale > 0 else 0.0
 
 
-def _pairs(weight_HdD: Tensor) -> Tensor:
-    """CKA of all pairs, rows being the model's dims, so that a rotation inside a head changes nothing. `[H, H]`."""
-    weight_HdD = weight_HdD.double()
+@SIMILARITY.part("cka", source="Chen 2024 (paper 000), App. B.1")
+def cka_similarity(heads: LayerHeads, statistics: LayerStatistics | None, geometry: HeadGeometry, side: str) -> Tensor:
+    """Linear CKA of the heads' weights, rows being the model's dims, so that a rotation inside a head changes nothing.
+    `[H, H]` float64."""
+    weight_HdD = projection(heads, side)[0].double()
     count, width, _ = weight_HdD.shape
     flat = weight_HdD.flatten(0, 1)
     gram = (flat @ flat.T).view(count, width, count, width)
     square = gram.pow(2).sum((1, 3))
     scale = square.diagonal().sqrt()
     return square / torch.outer(scale, scale).clamp_min(torch.finfo(torch.float64).tiny)
-
-
-@SIMILARITY.part("cka", source="Chen 2024 (paper 000), App. B.1")
-def cka_similarity(heads: LayerHeads, statistics: LayerStatistics | None, geometry: HeadGeometry, side: str) -> Tensor:
-    """Linear CKA of the heads' weights. `[H, H]` float64."""
-    return _pairs(projection(heads, side)[0])
-
-
-def redundancy(heads: LayerHeads | Tensor, side: str = "key") -> float:
-    """Mean CKA over all pairs of heads of one projection, in [0, 1] (paper 000, App. B.1.2); 0 for a single head.
-
-    `heads`: a layer's heads and the `side` to look at, or the weights `[H, d, D]` themselves.
-    """
-    weight = heads if isinstance(heads, Tensor) else projection(heads, side)[0]
-    count = len(weight)
-    if count < 2:
-        return 0.0
-    pairs = _pairs(weight)
-    return float((pairs.sum() - pairs.diagonal().sum()) / (count * (count - 1)))
 
 
 @SIMILARITY.part("weight", source="Chen 2024 (paper 003), sec. 2.2, option 1; the exact form is silent there")

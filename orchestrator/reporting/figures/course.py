@@ -139,7 +139,8 @@ def timeline_figure(trials: Sequence[TrialRecord]) -> Figure | None:
     timed = sorted(timed[:ROWS], key=lambda pair: pair[1][0])
     zero = min(working[0][0] for _, working in timed)
     looks = looks_of([family(t.recipe) for t, _ in timed])
-    unit, name = _unit(max(working[-1][1] for _, working in timed) - zero)
+    longest = max(working[-1][1] for _, working in timed) - zero  # seconds
+    unit, name = (3600, "hours") if longest > 5400 else (60, "minutes") if longest > 90 else (1, "seconds")
     figure, axes = one_axes(1.4 + 0.13 * len(timed), f"{name} since the first trial started", "trials")
     for row, (trial, working) in enumerate(timed):
         colour = looks[family(trial.recipe)]["color"]
@@ -161,7 +162,3 @@ def timeline_figure(trials: Sequence[TrialRecord]) -> Figure | None:
 
 
 _ENDS: Mapping[str, str] = {records.STOPPED: "o", records.FAILED: "X", records.KILLED: "P"}
-
-
-def _unit(seconds: float) -> tuple[float, str]:
-    return (3600.0, "hours") if seconds > 5400 else (60.0, "minutes") if seconds > 90 else (1.0, "seconds")

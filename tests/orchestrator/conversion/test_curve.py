@@ -17,6 +17,7 @@ from orchestrator.conversion.request import asked_ratios
 from orchestrator.conversion.several_ratios import convert_curve
 from search_spaces.planning.context import PlanningContext
 from search_spaces.recipes.recipes import recipe
+from trainers.evaluation import evaluate
 from trainers.text.data import load_sequences
 
 SMALL = {"calibration_tokens": 2048, "eval_tokens": 2048, "sequence_length": 128, "device": "cpu"}
@@ -50,7 +51,7 @@ def test_one_calibration_and_one_measurement_for_all_ratios(
         assert plan_of(saved).kv_ratio == point["kv_ratio"]
     tokenizer = loading.load_tokenizer(demo_dir)
     held_out = load_sequences("stdlib", tokenizer, split="eval", tokens=2048, sequence_length=128)
-    assert loading.score(saved, held_out).loss == pytest.approx(losses[-1], abs=1e-4)
+    assert evaluate(saved, held_out).loss == pytest.approx(losses[-1], abs=1e-4)
 
 
 def test_ratios_that_mean_the_same_budget_are_converted_once(demo_dir: Path) -> None:

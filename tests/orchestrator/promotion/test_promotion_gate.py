@@ -19,7 +19,6 @@ from attention.conversion import conversion
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
-from orchestrator.conversion import loading
 from orchestrator.promotion import gate, promote, steps
 from orchestrator.promotion.gate import check_candidate
 from orchestrator.promotion.state import (
@@ -43,6 +42,7 @@ from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import DONE, TrialRecord, read_json, write_json
 from orchestrator.tracking.runs import Tracker, TrackingError
 from orchestrator.tracking.sync import MlflowSync, parent_run
+from trainers.evaluation import evaluate
 from trainers.text.data import read_sequences, write_sequences
 
 HALF = LayerPlan((0, 0, 1, 1), (0, 0, 1, 1))
@@ -138,7 +138,7 @@ def test_the_export_has_the_dtype_of_the_checkpoint_and_agrees_with_the_rounded_
     assert candidate.checks["cache_bytes_measured"] == candidate.kv_bytes_per_token * candidate.checks["cache_tokens"]
     exported = checkpoint.load(candidate.model or "")
     assert exported.dtype == torch.bfloat16
-    shipped = loading.score(exported.float(), read_sequences(context.eval_file))
+    shipped = evaluate(exported.float(), read_sequences(context.eval_file))
     assert candidate.checks["exported_loss"] == pytest.approx(shipped.loss, abs=1e-6)
 
 

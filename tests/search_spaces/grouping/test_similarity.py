@@ -10,7 +10,7 @@ import torch
 from attention.geometry import RotaryLayout
 from search_spaces.axes import SIMILARITY
 from search_spaces.similarity.activation import activation_similarity
-from search_spaces.similarity.cka import cka, redundancy
+from search_spaces.similarity.cka import cka
 from search_spaces.similarity.projections import activations
 
 
@@ -64,20 +64,6 @@ def test_cka_by_hand_and_its_invariances() -> None:
     assert cka(x, 3 * x @ turn) == pytest.approx(1)
     assert cka(x, x + 5, center=True) == pytest.approx(1)
     assert cka(x, x + 5) < 0.9
-
-
-def test_redundancy_by_hand() -> None:
-    weight = torch.zeros(3, 1, 2)
-    weight[0, 0, 0] = weight[1, 0, 0] = weight[2, 0, 1] = 1.0
-    # Pairs: (0, 1) equal, the other two orthogonal.
-    assert redundancy(weight) == pytest.approx(1 / 3)
-    assert redundancy(weight[:1]) == 0.0
-
-
-def test_redundancy_of_a_layer_takes_the_side_asked_for(demo_context) -> None:
-    heads = demo_context.heads[0]
-    assert redundancy(heads, "value") == pytest.approx(redundancy(heads.v))
-    assert redundancy(heads, "key") != pytest.approx(redundancy(heads, "value"))
 
 
 @pytest.mark.parametrize("side", ["key", "value"])
