@@ -56,7 +56,7 @@ ui: $(STAMP) ## show the demo's runs in MLflow on the loopback address
 	@$(BIN)/mlflow server --host 127.0.0.1 --port $(UI_PORT) --workers 1 --backend-store-uri sqlite:///$(DEMO)/mlflow.db
 
 # One thread a process: the tests and what they start already want more than a core each.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations 25
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
 
 test: lint ## lint, types, import rule, and the tests: what must be green
 	@echo "test: all but the extended tests (make test-all has them too)"

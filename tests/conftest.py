@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from xdist.scheduler import LoadFileScheduling
 
 from attention.conversion.conversion import convert
 from attention.io import checkpoint
@@ -87,11 +89,7 @@ TINY_SETTINGS: dict[str, Any] = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first, those that may take longest before all: else the last runs beside an idle core.
-
-    A file stays on one of pytest-xdist's workers, and those that share a Ray cluster and its training workers stay on
-    the same one: each of them would start half a dozen processes.
-    """
+    """Files with slow tests first, those that may take longest before all: else the last runs beside an idle core."""
 
     def patience(item: pytest.Item) -> float:
         limit = item.get_closest_marker("timeout")
@@ -102,9 +100,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         longest[item.path] = max(longest.get(item.path, 0.0), patience(item))
     items.sort(key=lambda item: -longest[item.path])
-    on_ray = {item.path for item in items if "ray_cluster" in getattr(item, "fixturenames", ())}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("ray" if item.path in on_ray else item.path.stem))
+
+
+class ByFile(LoadFileScheduling):
+    """A file's tests on one of pytest-xdist's workers, and all files that share a Ray cluster and its training workers
+    on the same one: another worker would start half a dozen processes of its own."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        text = _text(self.config.rootpath / file)
+        return "on the Ray cluster" if "ray_cluster" in text or "on_group" in text else file
+
+
+@cache
+def _text(file: Path) -> str:
+    return file.read_text()
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
