@@ -146,7 +146,7 @@ def print_inspection(record: Mapping[str, Any]) -> None:
     out.print(lead(record) + "\n")
     for side in ("key", "value"):
         counts = list(record["sensitivity"][0][side])
-        out.print(f"Rise of the loss when only the {side}s of a layer are fused into so many heads:")
+        out.print(f"Loss increase when only the {side}s of a layer are fused into so many heads:")
         rows = [[str(x["layer"]), *(number(x[side].get(c), "+.3f") for c in counts)] for x in record["sensitivity"]]
         out.print(Table(("layer", *counts), rows).for_terminal(), "\n")
     out.print("Heads kept in each layer (keys/values), and the sum of the increases:")

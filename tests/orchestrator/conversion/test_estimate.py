@@ -77,7 +77,7 @@ def test_a_model_that_does_not_fit_is_streamed_by_itself(
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_peak_memory_is_as_estimated(tmp_path: Path) -> None:
     """In a process of its own; neighbours, which cost no time to group."""
     config = llama(2, {"num_attention_heads": 8, "head_dim": 96, "intermediate_size": 1200, "vocab_size": 2048})

@@ -41,7 +41,7 @@ def test_the_seven_rows_of_paper_001_table_1() -> None:
     for r in rows:
         assert r.relaxation == "hard_concrete"
         # Eq. 30 and sec. 4.1: KL + BiLD alone, and the rate falls to 0
-        assert r.training == {"distillation": "kl_bild", "distillation_weight": 1.0, "min_lr_ratio": 0.0}
+        assert r.apply("recovery") == {"distillation": "kl_bild", "distillation_weight": 1.0, "min_lr_ratio": 0.0}
         if r.similarity is not None:
             assert r.knobs("similarity")["criterion"] == r.knobs("alignment")["criterion"]
 

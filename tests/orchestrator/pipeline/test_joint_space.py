@@ -41,7 +41,7 @@ def test_every_part_comes_up_and_nothing_impossible(problem: SearchProblem) -> N
         assert not broken_rules(chosen.to_dict() | {"kv_ratio": candidate.kv_ratio})
         check_budget(chosen, candidate.kv_ratio, geometry)
         assert admissible_counts(chosen, geometry)
-        TrainSettings.model_validate(chosen.training | {"learning_rate": candidate.learning_rate})
+        TrainSettings.model_validate(chosen.apply("recovery") | {"learning_rate": candidate.learning_rate})
         for axis in AXES:
             seen.setdefault(axis, set()).add(getattr(chosen, axis))
     for axis, found in seen.items():
