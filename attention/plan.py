@@ -161,8 +161,8 @@ class AttentionPlan:
     def from_dict(cls, record: Any) -> AttentionPlan:
         """Inverse of `to_dict`. Raises PlanError naming what is wrong."""
         if not isinstance(record, dict) or record.get("format") != FORMAT:
-            found = record.get("format") if isinstance(record, dict) else type(record).__name__
-            raise PlanError(f"a plan must be a JSON object with format {FORMAT}, got {shortened(found)}")
+            form = record.get("format") if isinstance(record, dict) else type(record).__name__
+            raise PlanError(f"a plan must be a JSON object with format {FORMAT}, got {shortened(form)}")
         unknown = sorted(set(record) - {"format", "head_dim", "layers", "composition", *SHARES})
         if unknown:
             raise PlanError(f"a plan has no field {unknown[0]!r}")
@@ -188,10 +188,10 @@ Built = TypeVar("Built", HeadShare, Composition)
 
 
 def _listed(record: dict[str, Any], name: str) -> list[Any]:
-    found = record.get(name, [])
-    if not isinstance(found, list):
-        raise PlanError(f"{name} must be a list, got {shortened(found)}")
-    return found
+    entries = record.get(name, [])
+    if not isinstance(entries, list):
+        raise PlanError(f"{name} must be a list, got {shortened(entries)}")
+    return entries
 
 
 def _built(kind: type[Built], item: Any, where: str) -> Built:

@@ -68,13 +68,13 @@ class GroupCost:
         """Costs of many groups, those of one size in one batch where `many` is there."""
         groups = list(groups)
         missing = sorted({group for group in groups if group not in self._known}, key=lambda g: (len(g), g))
-        found = dict(zip(groups, (self._known.get(group) for group in groups), strict=True))
+        priced = dict(zip(groups, (self._known.get(group) for group in groups), strict=True))
         for _, some in groupby(missing, len):
             batch = list(some)
             values = self._many(batch) if self._many else [self._cost(group) for group in batch]
-            found |= zip(batch, map(float, values), strict=True)
-            self._remember(batch, [found[group] for group in batch])  # type: ignore[misc]
-        return [found[group] for group in groups]  # type: ignore[misc]
+            priced |= zip(batch, map(float, values), strict=True)
+            self._remember(batch, [priced[group] for group in batch])  # type: ignore[misc]
+        return [priced[group] for group in groups]  # type: ignore[misc]
 
     def _remember(self, groups: Sequence[Members], costs: Sequence[float]) -> None:
         self.priced += len(groups)
@@ -110,11 +110,11 @@ class GroupCost:
             self._table = np.full(1 << num_heads, np.nan)
         count = np.bitwise_count(np.arange(1 << num_heads, dtype=np.uint32))
         missing = [size for size in np.flatnonzero(wanted).tolist() if np.isnan(self._table[(1 << size) - 1])]
-        found = self.kept.read() if self.kept is not None and missing else {}
+        kept = self.kept.read() if self.kept is not None and missing else {}
         new: dict[int, np.ndarray] = {}
         for size in missing:
             groups = list(combinations(range(num_heads), size))
-            prices = found.get(size)
+            prices = kept.get(size)
             if prices is None or len(prices) != len(groups):
                 prices = new[size] = np.array(self.costs(groups), dtype=np.float64)
             self._table[[sum(1 << h for h in group) for group in groups]] = prices

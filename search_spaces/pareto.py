@@ -30,18 +30,18 @@ def ranks(values: Sequence[Sequence[float]]) -> list[int]:
     if any(len(point) > 2 for point in values):
         raise ValueError(f"points are ranked by one or two objectives, got {max(map(len, values))}")
     order = sorted(range(len(values)), key=lambda i: tuple(values[i]))
-    found, lowest, previous = [0] * len(values), [], None
+    levels, lowest, previous = [0] * len(values), [], None
     for i in order:
         if previous is not None and tuple(values[i]) == tuple(values[previous]):
-            found[i] = found[previous]
+            levels[i] = levels[previous]
             continue
         # Points come by a rising first objective, so that the last objective alone decides which ranks dominate this
         # one: those whose lowest point so far is not above it. Lowest points increase with the rank.
         last = values[i][-1]
         rank = bisect.bisect_right(lowest, last)
         lowest[rank : rank + 1] = [last]
-        found[i], previous = rank, i
-    return found
+        levels[i], previous = rank, i
+    return levels
 
 
 def crowding(values: Sequence[Sequence[float]]) -> list[float]:

@@ -93,11 +93,11 @@ class LayerOutputScore:
     @torch.no_grad()
     def scores(self, partitions: Sequence[Partition]) -> list[float]:
         """`score` of each; new groups are computed together, as many as may be remembered at a time."""
-        found = []
+        values = []
         for some in self._fitting(partitions):
             self._make_known(dict.fromkeys(group for partition in some for group in partition if len(group) > 1))
-            found += [self._sum(partition) for partition in some]
-        return found
+            values += [self._sum(partition) for partition in some]
+        return values
 
     @property
     def limit(self) -> int:

@@ -56,12 +56,12 @@ class Site:
         return self.similarity
 
 
-def plan_of_sites(found: Mapping[tuple[int, str], Partition], geometry: HeadGeometry) -> AttentionPlan:
+def plan_of_sites(partitions: Mapping[tuple[int, str], Partition], geometry: HeadGeometry) -> AttentionPlan:
     """The plan of partitions of units by (layer, side); sites without one keep what the checkpoint has."""
     units = groups_of(geometry.kv_map)
     own = tuple((unit,) for unit in range(len(units)))
     layers = []
     for layer in range(geometry.num_layers):
-        keys, values = (expand(found.get((layer, side), own), units) for side in SIDES)
+        keys, values = (expand(partitions.get((layer, side), own), units) for side in SIDES)
         layers.append(LayerPlan.from_groups(keys, values, geometry.num_heads))
     return AttentionPlan(tuple(layers), geometry.head_dim)

@@ -143,10 +143,10 @@ class Calibration:
                 raise CalibrationError(
                     f"{source}: expected format {FORMAT}, got {meta.get('format')!r}; calibrate again"
                 )
-            found = sha256(source / TENSORS)
-            if found != meta["sha256"]:
+            digest = sha256(source / TENSORS)
+            if digest != meta["sha256"]:
                 raise CalibrationError(
-                    f"{source / TENSORS}: expected SHA-256 {meta['sha256'][:16]}..., got {found[:16]}...; "
+                    f"{source / TENSORS}: expected SHA-256 {meta['sha256'][:16]}..., got {digest[:16]}...; "
                     "the file is damaged: delete the folder and calibrate again"
                 )
             tensors = load_file(source / TENSORS)

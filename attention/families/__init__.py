@@ -53,12 +53,12 @@ class Family:
 @cache
 def families() -> dict[str, Family]:
     """All families by model type. A module whose name starts with an underscore is a helper, not a family."""
-    found = {}
+    by_type = {}
     for info in pkgutil.iter_modules(__path__):
         if not info.name.startswith("_"):
             family = importlib.import_module(f"{__name__}.{info.name}").FAMILY
-            found[family.name] = family
-    return found
+            by_type[family.name] = family
+    return by_type
 
 
 def family_of(config: Any) -> Family:

@@ -148,8 +148,8 @@ def intact(folder: str | Path) -> bool:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-    return {name: path for name, path in sorted(found.items()) if name != DIGESTS}
+    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path for name, path in sorted(files.items()) if name != DIGESTS}
 
 
 def write_note(folder: Path, plan: AttentionPlan, record: dict[str, Any] | None = None) -> None:

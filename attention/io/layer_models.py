@@ -81,14 +81,14 @@ class LazyWeights:
     def rows(self, name: str, ids: Tensor) -> Tensor:
         """Rows `ids` (ascending) of a matrix; the others are not kept."""
         place = self._place(name)
-        found = []
+        parts = []
         with opened(self.folder / place.file) as file:
             part = file.get_slice(place.name)
             for start in range(0, part.get_shape()[0], EMBEDDING_ROWS):
                 inside = ids[(ids >= start) & (ids < start + EMBEDDING_ROWS)]
                 if len(inside):
-                    found.append(part[start : start + EMBEDDING_ROWS][inside - start].clone())
-        rows = torch.cat(found)
+                    parts.append(part[start : start + EMBEDDING_ROWS][inside - start].clone())
+        rows = torch.cat(parts)
         check_finite(self.folder, {name: rows})
         return self._round(rows)
 
@@ -102,9 +102,9 @@ class LazyWeights:
         """A whole tensor, floating-point ones in `dtype`, in memory of its own."""
         place = self._place(name)
         with opened(self.folder / place.file) as file:
-            found = file.get_tensor(place.name)
-            check_finite(self.folder, {name: found})
-            return found.to(dtype if found.is_floating_point() else found.dtype, copy=True)
+            tensor = file.get_tensor(place.name)
+            check_finite(self.folder, {name: tensor})
+            return tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
 
 
 # ---- windows ----------------------------------------------------------------------------------------------------

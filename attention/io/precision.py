@@ -24,8 +24,8 @@ class DtypeError(ValueError):
 def own_dtype(config: Any, source: str | Path) -> torch.dtype:
     """The dtype of the checkpoint at `source`: what its config says, as transformers reads it, else what most of its
     weights are stored in. Raises DtypeError if neither is known, or if it is none of DTYPES."""
-    found = getattr(config, "dtype", None)
-    name = str(found).removeprefix("torch.") if found is not None else _most_stored(Path(source))
+    stated = getattr(config, "dtype", None)
+    name = str(stated).removeprefix("torch.") if stated is not None else _most_stored(Path(source))
     if name is None:
         raise DtypeError(f"the config of {str(source)!r} says no dtype; name one of {sorted(DTYPES)}")
     if name not in DTYPES:

@@ -133,11 +133,11 @@ def _check_content(place: Path, overwrite: bool, key: str) -> None:
 def digests(folder: Path) -> dict[str, str]:
     """What `digests.json` of a folder names, file by SHA-256; empty if there is none that can be read."""
     try:
-        found = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
+        kept = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    sound = isinstance(found, dict) and all(re.fullmatch("[0-9a-f]{64}", str(digest)) for digest in found.values())
-    return found if sound else {}
+    sound = isinstance(kept, dict) and all(re.fullmatch("[0-9a-f]{64}", str(digest)) for digest in kept.values())
+    return kept if sound else {}
 
 
 def stranger(folder: Path) -> str | None:

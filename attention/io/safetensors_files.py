@@ -80,29 +80,29 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
             f"{folder} lacks {len(absent)} of the {len(files)} files that {INDEX} names: {listed(absent)}; "
             "download or copy them"
         )
-    found: dict[str, Stored] = {}
+    stored: dict[str, Stored] = {}
     for file in files:
         for name, tensor in tensors_of_file(folder, file).items():
-            if name in found:
-                raise WeightsError(f"{folder}: {name} lies in both {found[name].file} and {file}; save the model anew")
-            found[name] = tensor
+            if name in stored:
+                raise WeightsError(f"{folder}: {name} lies in both {stored[name].file} and {file}; save the model anew")
+            stored[name] = tensor
     for name, file in places.items():
-        if name not in found or found[name].file != file:
+        if name not in stored or stored[name].file != file:
             raise WeightsError(
                 f"{folder / file} has no tensor {name!r}, which {INDEX} says it has; file and index are not of one "
                 "model: download or copy both again"
             )
-    return found
+    return stored
 
 
 def tensors_of_file(folder: Path, file: str) -> dict[str, Stored]:
     """The tensors of one file by name. Raises WeightsError if it cannot be read."""
-    found = {}
+    tensors = {}
     with opened(folder / file) as weights:
         for name in weights.keys():  # noqa: SIM118 (not a dict)
             part = weights.get_slice(name)
-            found[name] = Stored(file, name, tuple(part.get_shape()), part.get_dtype())
-    return found
+            tensors[name] = Stored(file, name, tuple(part.get_shape()), part.get_dtype())
+    return tensors
 
 
 def _index(path: Path) -> dict[str, str]:

@@ -97,12 +97,13 @@ def _check_names(folder: Path, config: PretrainedConfig) -> None:
     """Complete the config by what only its model knows, and compare its tensors with those of the index."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    found = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
+    listed = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
     tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
     wanted = set(model.state_dict()) - tied
-    if found != wanted:
+    if listed != wanted:
         raise ValueError(
             f"{folder} must hold the {len(wanted)} tensors of {type(model).__name__}; missing are "
-            f"{sorted(wanted - found)[:3]}, too many {sorted(found - wanted)[:3]}; remove the folder and convert again"
+            f"{sorted(wanted - listed)[:3]}, too many {sorted(listed - wanted)[:3]}; "
+            "remove the folder and convert again"
         )
     config.architectures = [type(model).__name__]

@@ -44,11 +44,11 @@ def copy_files(source: str | Path, folder: Path) -> None:
     """
     origin = folder_of(source)
     for pattern in (*TOKENIZER_FILES, GENERATION):
-        found = [file for file in sorted(origin.glob(pattern)) if file.is_file()]
-        if pattern != GENERATION or found:
+        files = [file for file in sorted(origin.glob(pattern)) if file.is_file()]
+        if pattern != GENERATION or files:
             for old in folder.glob(pattern):
                 old.unlink()
-        for file in found:
+        for file in files:
             target = folder / file.relative_to(origin)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, target)
@@ -79,18 +79,18 @@ def write_both_forms(folder: Path) -> None:
 
 def older_form(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of transformers 4 that say what these of transformers 5 do; empty for a model without either."""
-    found: dict[str, Any] = {"torch_dtype": fields["dtype"]} if fields.get("dtype") else {}
+    older: dict[str, Any] = {"torch_dtype": fields["dtype"]} if fields.get("dtype") else {}
     rope = fields.get("rope_parameters")
     if not rope or "rope_theta" not in rope:
-        return found
+        return older
     scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
-    found["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
+    older["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
     part = rope.get("partial_rotary_factor")
     if str(fields.get("model_type")).endswith("gpt_neox"):
         names = ("rotary_emb_base", "rotary_pct")
     else:
         names = ("rope_theta", "partial_rotary_factor")
-    return found | {names[0]: rope["rope_theta"]} | ({names[1]: part} if part is not None else {})
+    return older | {names[0]: rope["rope_theta"]} | ({names[1]: part} if part is not None else {})
 
 
 def _write(file: Path, fields: dict[str, Any]) -> None:

@@ -85,11 +85,11 @@ def check(source: str | Path, config: PretrainedConfig) -> dict[str, Stored]:
 
 def _differences(model: PreTrainedModel, places: Mapping[str, Stored]) -> Differences:
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    found = {name: place.shape for name, place in places.items()}
-    wrong = {name: (found[name], own) for name, own in shapes.items() if found.get(name, own) != own}
-    told = LoadStateDictInfo(set(), found.keys() - shapes.keys(), set(), [], {}, set())
-    model._adjust_missing_and_unexpected_keys(told)  # takes away what its class knows not to need, masks for instance
-    return Differences(frozenset(shapes.keys() - found.keys()), wrong, frozenset(told.unexpected_keys))
+    stored = {name: place.shape for name, place in places.items()}
+    wrong = {name: (stored[name], own) for name, own in shapes.items() if stored.get(name, own) != own}
+    names = LoadStateDictInfo(set(), stored.keys() - shapes.keys(), set(), [], {}, set())
+    model._adjust_missing_and_unexpected_keys(names)  # takes away what its class knows not to need, masks for instance
+    return Differences(frozenset(shapes.keys() - stored.keys()), wrong, frozenset(names.unexpected_keys))
 
 
 def check_loaded(source: str | Path, model: PreTrainedModel, told: Mapping[str, Any]) -> None:
@@ -149,15 +149,15 @@ def _by_present_name(model: PreTrainedModel, stored: Mapping[str, Stored]) -> di
     state, mapping = model.state_dict(), get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    found = {}
+    by_name = {}
     for name, place in stored.items():
         present, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if converted is not None:
             return None
         if present not in state and name in state:
             present = name
-        found[present] = place
-    return found
+        by_name[present] = place
+    return by_name
 
 
 def _check_dtypes(folder: Path, places: Mapping[str, Stored], state: Mapping[str, torch.Tensor]) -> None:
@@ -188,42 +188,42 @@ def _quantised(source: str | Path, what: str) -> str:
 
 
 def _layers(names: set[str] | frozenset[str]) -> set[tuple[str, int]]:
-    return {(found[1], int(found[2])) for name in names if (found := LAYER.match(name))}
+    return {(match[1], int(match[2])) for name in names if (match := LAYER.match(name))}
 
 
-def _refuse(source: str | Path, model: PreTrainedModel, found: Differences) -> None:
+def _refuse(source: str | Path, model: PreTrainedModel, diff: Differences) -> None:
     """Raise WeightsError for differences that change what the model computes; tell the others."""
     state = set(model.state_dict())
     have, kind = model.config.num_hidden_layers, type(model).__name__
     prefix = f"{model.base_model_prefix}."
     stems = {form for stem, _ in _layers(state) for form in (stem, stem.removeprefix(prefix))}  # files may leave it out
-    beyond = {(stem, n) for stem, n in _layers(found.surplus) if stem in stems and n >= have}
+    beyond = {(stem, n) for stem, n in _layers(diff.surplus) if stem in stems and n >= have}
     if beyond:
         held = max(n for _, n in beyond) + 1
-        names = [name for name in found.surplus if _layers({name}) & beyond]
+        names = [name for name in diff.surplus if _layers({name}) & beyond]
         raise WeightsError(
             f"{source}: config.json says num_hidden_layers {have}, but the weights are of {held} layers; unused would "
             f"be {len(names)} tensors: {listed(names)}. Set num_hidden_layers to {held}"
         )
-    if found.missing:
-        raise WeightsError(_lacking(source, kind, have, state, found))
-    if found.wrong:
-        shapes = {name: f"{name} {list(file)} instead of {list(own)}" for name, (file, own) in found.wrong.items()}
+    if diff.missing:
+        raise WeightsError(_lacking(source, kind, have, state, diff))
+    if diff.wrong:
+        shapes = {name: f"{name} {list(file)} instead of {list(own)}" for name, (file, own) in diff.wrong.items()}
         raise WeightsError(
             f"{source}: {len(shapes)} tensors have other shapes than config.json says: {listed(shapes.values())}. "
             "Copy config.json and weights from one model"
         )
-    if found.surplus:
-        _tell(f"{source}: {len(found.surplus)} tensors are not part of {kind} and not used: {listed(found.surplus)}")
+    if diff.surplus:
+        _tell(f"{source}: {len(diff.surplus)} tensors are not part of {kind} and not used: {listed(diff.surplus)}")
 
 
-def _lacking(source: str | Path, kind: str, layers: int, state: set[str], found: Differences) -> str:
-    said = f"{source} lacks {len(found.missing)} of the {len(state)} tensors of {kind}: {listed(found.missing)}"
-    held = _layers(state - found.missing)
+def _lacking(source: str | Path, kind: str, layers: int, state: set[str], diff: Differences) -> str:
+    said = f"{source} lacks {len(diff.missing)} of the {len(state)} tensors of {kind}: {listed(diff.missing)}"
+    held = _layers(state - diff.missing)
     whole = max((n for _, n in held), default=-1) + 1
-    if found.surplus:
+    if diff.surplus:
         return (
-            f"{said}; it has {len(found.surplus)} of other names: {listed(found.surplus)}. Rename them to what "
+            f"{said}; it has {len(diff.surplus)} of other names: {listed(diff.surplus)}. Rename them to what "
             f"{kind} calls them, or copy config.json and weights from one model"
         )
     if 0 < whole < layers:

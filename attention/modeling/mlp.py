@@ -58,8 +58,8 @@ def mlp_sites(model: PreTrainedModel) -> list[MlpSite]:
     for layer in getattr(decoder, "layers", ()):
         module = getattr(layer, "mlp", layer)
         for inputs, output in LAYOUTS:
-            found = [getattr(module, name, None) for name in (*inputs, output)]
-            if all(isinstance(projection, nn.Linear | SharedProjection) for projection in found):
+            parts = [getattr(module, name, None) for name in (*inputs, output)]
+            if all(isinstance(projection, nn.Linear | SharedProjection) for projection in parts):
                 sites.append(MlpSite(module, inputs, output))
     if len(sites) != model.config.num_hidden_layers:
         raise ValueError(

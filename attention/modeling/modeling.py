@@ -135,9 +135,9 @@ def check_maps(model: PreTrainedModel) -> None:
     modules: list[nn.Module] = list(family_of(model.config).attention_modules(model))
     for index, (module, layer) in enumerate(zip(modules, plan_of(model).layers, strict=True)):
         for name in ("key_map", "value_map"):
-            found, wanted = tuple(getattr(module, name).tolist()), getattr(layer, name)
-            if found != wanted:
-                raise PlanError(f"layer {index}: {name} in the weights is {found}, in the config {wanted}")
+            held, wanted = tuple(getattr(module, name).tolist()), getattr(layer, name)
+            if held != wanted:
+                raise PlanError(f"layer {index}: {name} in the weights is {held}, in the config {wanted}")
 
 
 register()

@@ -37,10 +37,10 @@ class Call(NamedTuple):
 @torch.no_grad()
 def run_to(model: PreTrainedModel, module: nn.Module, ids: Tensor, *, through: bool = True) -> Call:
     """Run `ids [B, T]` up to `module` of the decoder, and `through` it or not. Nothing above runs."""
-    found: list[Call] = []
+    calls: list[Call] = []
 
     def reached(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> None:
-        found.append(Call(args, kwargs, output[0] if isinstance(output, tuple) else output))
+        calls.append(Call(args, kwargs, output[0] if isinstance(output, tuple) else output))
         raise _Reached
 
     register = module.register_forward_hook if through else module.register_forward_pre_hook
@@ -51,7 +51,7 @@ def run_to(model: PreTrainedModel, module: nn.Module, ids: Tensor, *, through: b
         pass
     finally:
         hook.remove()
-    return found[0]
+    return calls[0]
 
 
 def entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -66,7 +66,7 @@ def entered_by(stream: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def layer_of(model: PreTrainedModel, module: nn.Module) -> nn.Module:
     """The decoder layer that holds an attention module."""
-    path = next(name for name, found in model.named_modules() if found is module)
+    path = next(name for name, candidate in model.named_modules() if candidate is module)
     return model.get_submodule(path.rpartition(".")[0])
 
 

@@ -59,22 +59,22 @@ def shared_sites(model: PreTrainedModel, plan: AttentionPlan) -> list[SharedSite
     Raises ValueError for output projections or MLPs that are no linear layers (GPT-2).
     """
     modules: dict[int, Any] = dict(enumerate(family_of(model.config).attention_modules(model)))
-    found = [
+    sites = [
         SharedSite(name, SharedRows, plan.head_dim, shares, modules)
         for side, name in PROJECTIONS.items()
         if (shares := plan.shares_of(side))
     ]
     if plan.output_shares:
         name = _output_name(modules[0], family_of(model.config).name)
-        found.append(SharedSite(name, SharedColumns, plan.head_dim, plan.output_shares, modules))
+        sites.append(SharedSite(name, SharedColumns, plan.head_dim, plan.output_shares, modules))
     if plan.mlp_shares:
-        sites = mlp_sites(model)
-        owners = {index: site.module for index, site in enumerate(sites)}
-        size = block_size(sites[0].neurons, plan.num_heads)
-        for name in sites[0].names:
-            kind = SharedColumns if name == sites[0].output else SharedRows
-            found.append(SharedSite(name, kind, size, plan.mlp_shares, owners))
-    return found
+        mlps = mlp_sites(model)
+        owners = {index: site.module for index, site in enumerate(mlps)}
+        size = block_size(mlps[0].neurons, plan.num_heads)
+        for name in mlps[0].names:
+            kind = SharedColumns if name == mlps[0].output else SharedRows
+            sites.append(SharedSite(name, kind, size, plan.mlp_shares, owners))
+    return sites
 
 
 def _output_name(module: Any, family: str) -> str:

@@ -62,14 +62,14 @@ def towards_even(curves: Sequence[Mapping[int, float]], budget: int, at_most: in
     """
     errors = [error for curve in curves for error in curve.values() if error > 0]
     scale, even = float(np.mean(errors)) if errors else 1.0, budget / len(curves)
-    found: list[tuple[int, ...]] = []
+    steps: list[tuple[int, ...]] = []
     for weight in (0.0, *(scale * 2.0**power for power in POWERS)):
         held = [{count: error + weight * math.log(count / even) ** 2 for count, error in c.items()} for c in curves]
         plan = knapsack(held, budget, exact=True)
-        if plan not in found:
-            found.append(plan)
-    kept = np.unique(np.linspace(0, len(found) - 1, min(at_most, len(found))).round().astype(int))
-    return [found[index] for index in kept]
+        if plan not in steps:
+            steps.append(plan)
+    kept = np.unique(np.linspace(0, len(steps) - 1, min(at_most, len(steps))).round().astype(int))
+    return [steps[index] for index in kept]
 
 
 KNOBS = (

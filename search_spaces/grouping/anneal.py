@@ -19,7 +19,7 @@ from search_spaces.partitions import Partition, canonical, random_partition
 def swap_search(
     cost: GroupCost, start: Partition, temperatures: Iterable[float], generator: np.random.Generator
 ) -> tuple[Partition, float]:
-    """One exchange a temperature, kept if it lowers the cost or by chance exp(-rise / temperature).
+    """One exchange a temperature, kept if it lowers the cost or by chance exp(-increase / temperature).
 
     At temperature 0 only improvements are kept. Returns the best partition visited and its total cost.
     """
@@ -32,11 +32,11 @@ def swap_search(
             continue
         a = groups[i][int(generator.integers(len(groups[i])))]
         b = groups[j][int(generator.integers(len(groups[j])))]
-        rise = cost.swap_change(groups[i], groups[j], a, b)
-        chance = math.exp(-rise / temperature) if temperature > 0 and rise > 0 else 0.0
-        if rise < 0 or chance > generator.random():
+        increase = cost.swap_change(groups[i], groups[j], a, b)
+        chance = math.exp(-increase / temperature) if temperature > 0 and increase > 0 else 0.0
+        if increase < 0 or chance > generator.random():
             groups[i], groups[j] = exchanged(groups[i], a, b), exchanged(groups[j], b, a)
-            total += rise
+            total += increase
             if total < best_total:
                 best, best_total = canonical(groups), total
     # Summed afresh: the running total carries the rounding of every step.

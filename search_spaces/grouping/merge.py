@@ -20,22 +20,22 @@ from search_spaces.partitions import canonical
 Groups = list[Members]
 
 
-def _merged(cost: GroupCost, num_heads: int, groups: int, largest: int) -> Groups:
+def _merged(cost: GroupCost, num_heads: int, count: int, largest: int) -> Groups:
     """Merge the pair whose union raises the cost least, while it has at most `largest` members."""
-    found: Groups = [(h,) for h in range(num_heads)]
-    while len(found) > groups:
-        pairs = [(a, b) for a, b in combinations(found, 2) if len(a) + len(b) <= largest]
+    groups: Groups = [(h,) for h in range(num_heads)]
+    while len(groups) > count:
+        pairs = [(a, b) for a, b in combinations(groups, 2) if len(a) + len(b) <= largest]
         if not pairs:  # e.g. sizes 3, 3, 2 under a limit of 4: open the smallest group and place its heads one by one
-            found = _dissolved(cost, found, largest)
+            groups = _dissolved(cost, groups, largest)
             continue
         a, b = min(pairs, key=lambda p: (cost.cost(_union(*p)) - cost.cost(p[0]) - cost.cost(p[1]), p))
-        found = [group for group in found if group not in (a, b)] + [_union(a, b)]
-    return found
+        groups = [group for group in groups if group not in (a, b)] + [_union(a, b)]
+    return groups
 
 
-def _dissolved(cost: GroupCost, found: Groups, largest: int) -> Groups:
-    smallest = min(found, key=lambda group: (len(group), group))
-    rest = [group for group in found if group != smallest]
+def _dissolved(cost: GroupCost, groups: Groups, largest: int) -> Groups:
+    smallest = min(groups, key=lambda group: (len(group), group))
+    rest = [group for group in groups if group != smallest]
     for head in smallest:
         room = [group for group in rest if len(group) < largest]
         best = min(room, key=lambda group: (cost.cost(_union(group, (head,))) - cost.cost(group), group))
@@ -47,32 +47,32 @@ def _union(a: Members, b: Members) -> Members:
     return tuple(sorted(a + b))
 
 
-def improved(cost: GroupCost, found: Groups, may_move: bool, max_passes: int) -> Groups:
-    """`found` after the best swap (or move) between two groups, until none lowers the cost, changed in place."""
+def improved(cost: GroupCost, groups: Groups, may_move: bool, max_passes: int) -> Groups:
+    """`groups` after the best swap (or move) between two groups, until none lowers the cost, changed in place."""
     for _ in range(max_passes):
-        changes = list(_changes(cost, found, may_move))
+        changes = list(_changes(cost, groups, may_move))
         if not changes:
             break
         change, i, j, new_i, new_j = min(changes)
-        if change >= -1e-12 * max(1.0, abs(cost.score(canonical(found)))):
+        if change >= -1e-12 * max(1.0, abs(cost.score(canonical(groups)))):
             break
-        found[i], found[j] = new_i, new_j
-    return found
+        groups[i], groups[j] = new_i, new_j
+    return groups
 
 
-def _changes(cost: GroupCost, found: Groups, may_move: bool) -> Iterator[tuple[float, int, int, Members, Members]]:
-    """Every swap (and every move) between two groups: (rise of the cost, i, j, new group i, new group j)."""
-    for i, j in combinations(range(len(found)), 2):
-        for a in found[i]:
-            for b in found[j]:
-                rise = cost.swap_change(found[i], found[j], a, b)
-                yield rise, i, j, exchanged(found[i], a, b), exchanged(found[j], b, a)
+def _changes(cost: GroupCost, groups: Groups, may_move: bool) -> Iterator[tuple[float, int, int, Members, Members]]:
+    """Every swap (and every move) between two groups: (increase of the cost, i, j, new group i, new group j)."""
+    for i, j in combinations(range(len(groups)), 2):
+        for a in groups[i]:
+            for b in groups[j]:
+                increase = cost.swap_change(groups[i], groups[j], a, b)
+                yield increase, i, j, exchanged(groups[i], a, b), exchanged(groups[j], b, a)
         if may_move:
             for source, target in ((i, j), (j, i)):
-                for head in found[source] if len(found[source]) > 1 else ():
-                    left = tuple(h for h in found[source] if h != head)
-                    grown = _union(found[target], (head,))
-                    before = cost.cost(found[source]) + cost.cost(found[target])
+                for head in groups[source] if len(groups[source]) > 1 else ():
+                    left = tuple(h for h in groups[source] if h != head)
+                    grown = _union(groups[target], (head,))
+                    before = cost.cost(groups[source]) + cost.cost(groups[target])
                     yield cost.cost(left) + cost.cost(grown) - before, source, target, left, grown
 
 

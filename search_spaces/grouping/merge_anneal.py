@@ -24,40 +24,40 @@ PROBES = 64  # random steps from which the first temperature is taken
 
 
 def _annealed(
-    cost: GroupCost, found: list[Members], may_move: bool, steps: int, generator: np.random.Generator, limit: int
+    cost: GroupCost, groups: list[Members], may_move: bool, steps: int, generator: np.random.Generator, limit: int
 ) -> list[Members]:
     """The best partition met on the way. Ends early when `limit` groups have been priced."""
-    changes = [_step(cost, found, may_move, generator)[0] for _ in range(PROBES)]
+    changes = [_step(cost, groups, may_move, generator)[0] for _ in range(PROBES)]
     first = float(np.mean(np.abs(changes)))
     if first == 0:
-        return found
-    best, total, least = list(found), 0.0, 0.0
+        return groups
+    best, total, least = list(groups), 0.0, 0.0
     for index in range(steps):
         if cost.priced >= limit:
             break
         temperature = first * COLDEST ** (index / steps)
-        rise, i, j, new_i, new_j = _step(cost, found, may_move, generator)
-        if rise < 0 or math.exp(-rise / temperature) > generator.random():
-            found[i], found[j] = new_i, new_j
-            total += rise
+        increase, i, j, new_i, new_j = _step(cost, groups, may_move, generator)
+        if increase < 0 or math.exp(-increase / temperature) > generator.random():
+            groups[i], groups[j] = new_i, new_j
+            total += increase
             if total < least:
-                best, least = list(found), total
+                best, least = list(groups), total
     return best
 
 
 def _step(
-    cost: GroupCost, found: list[Members], may_move: bool, generator: np.random.Generator
+    cost: GroupCost, groups: list[Members], may_move: bool, generator: np.random.Generator
 ) -> tuple[float, int, int, Members, Members]:
-    """A random swap or move between two groups: (rise of the cost, i, j, new group i, new group j)."""
-    i, j = (int(g) for g in generator.choice(len(found), size=2, replace=False))
-    a = found[i][int(generator.integers(len(found[i])))]
-    if may_move and len(found[i]) > 1 and generator.random() < 0.5:
-        left, grown = tuple(h for h in found[i] if h != a), tuple(sorted((*found[j], a)))
-        rise = cost.cost(left) + cost.cost(grown) - cost.cost(found[i]) - cost.cost(found[j])
-        return rise, i, j, left, grown
-    b = found[j][int(generator.integers(len(found[j])))]
-    rise = cost.swap_change(found[i], found[j], a, b)
-    return rise, i, j, exchanged(found[i], a, b), exchanged(found[j], b, a)
+    """A random swap or move between two groups: (increase of the cost, i, j, new group i, new group j)."""
+    i, j = (int(g) for g in generator.choice(len(groups), size=2, replace=False))
+    a = groups[i][int(generator.integers(len(groups[i])))]
+    if may_move and len(groups[i]) > 1 and generator.random() < 0.5:
+        left, grown = tuple(h for h in groups[i] if h != a), tuple(sorted((*groups[j], a)))
+        increase = cost.cost(left) + cost.cost(grown) - cost.cost(groups[i]) - cost.cost(groups[j])
+        return increase, i, j, left, grown
+    b = groups[j][int(generator.integers(len(groups[j])))]
+    increase = cost.swap_change(groups[i], groups[j], a, b)
+    return increase, i, j, exchanged(groups[i], a, b), exchanged(groups[j], b, a)
 
 
 @GROUPING.part(
@@ -86,9 +86,9 @@ def merge_anneal(
         return start
     limit = cost.priced + PRICES
 
-    def settled(found: list[Members]) -> list[Members]:
+    def settled(groups: list[Members]) -> list[Members]:
         prices = int(SHARE * (limit - cost.priced))
-        return regrouped(cost, found, equal_sizes=equal_sizes, generator=generator, prices=prices)
+        return regrouped(cost, groups, equal_sizes=equal_sizes, generator=generator, prices=prices)
 
     best = settled(list(start.partition))
     rounds = max(ROUNDS, steps // ROUND)

@@ -88,14 +88,14 @@ class Programme:
 
     def best(self, groups: int) -> Grouping:
         """The cheapest partition into so many groups; its score is minus the cost."""
-        found, mask = [], self.full
+        partition, mask = [], self.full
         for left in range(groups, 0, -1):
             options = _first_groups(mask, self.size)
             rest = self.least[(mask ^ options) >> 1, left - 1]
             best = int(options[np.argmin(self.table[options] + rest)])
-            found.append([h for h in range(mask.bit_length()) if best >> h & 1])
+            partition.append([h for h in range(mask.bit_length()) if best >> h & 1])
             mask ^= best
-        return Grouping(canonical(found), -float(self.totals[groups - 1]))
+        return Grouping(canonical(partition), -float(self.totals[groups - 1]))
 
     def _tried(self, mask: int) -> np.ndarray:
         """Least cost of `mask` in 1, 2, ... groups for each group that may hold its first head, `[options, most]`."""

@@ -20,40 +20,40 @@ Groups = list[Members]
 
 
 def regrouped(
-    cost: GroupCost, found: Groups, *, equal_sizes: bool, generator: np.random.Generator, prices: int, work: int = WORK
+    cost: GroupCost, groups: Groups, *, equal_sizes: bool, generator: np.random.Generator, prices: int, work: int = WORK
 ) -> Groups:
-    """`found` after exact re-partitions of pairs and triples of groups, until none helps or means are spent.
+    """`groups` after exact re-partitions of pairs and triples of groups, until none helps or means are spent.
 
     The number of groups stays, and their sizes with `equal_sizes`. A union of m heads is work of `2^m` subsets, and may
     be as many groups to price, at most `prices` in all. The smallest unions come first, in random order.
     """
     limit = cost.priced + prices
     settled: set[frozenset[Members]] = set()  # sets of groups that are the best partition of their union
-    while open_sets := _open(found, settled):
+    while open_sets := _open(groups, settled):
         generator.shuffle(open_sets)
-        for groups in sorted(open_sets, key=_size):
-            if not set(groups) <= set(found):
+        for union in sorted(open_sets, key=_size):
+            if not set(union) <= set(groups):
                 continue  # one of them has changed meanwhile
-            subsets = 1 << _size(groups)
+            subsets = 1 << _size(union)
             work -= subsets
             if work < 0 or cost.priced + subsets > limit:
-                return found
-            new = _best(cost, groups, equal_sizes)
-            before, after = (sum(cost.cost(group) for group in some) for some in (groups, new))
+                return groups
+            new = _best(cost, union, equal_sizes)
+            before, after = (sum(cost.cost(group) for group in some) for some in (union, new))
             if after < before - 1e-12 * abs(before):
-                found = [group for group in found if group not in groups] + new
+                groups = [group for group in groups if group not in union] + new
                 settled.add(frozenset(new))
             else:
-                settled.add(frozenset(groups))
-    return found
+                settled.add(frozenset(union))
+    return groups
 
 
 def _size(groups: tuple[Members, ...]) -> int:
     return sum(len(group) for group in groups)
 
 
-def _open(found: Groups, settled: set[frozenset[Members]]) -> list[tuple[Members, ...]]:
-    sets = [groups for k in TOGETHER for groups in combinations(sorted(found), k)]
+def _open(kept: Groups, settled: set[frozenset[Members]]) -> list[tuple[Members, ...]]:
+    sets = [groups for k in TOGETHER for groups in combinations(sorted(kept), k)]
     return [groups for groups in sets if len(groups) < _size(groups) <= UNION and frozenset(groups) not in settled]
 
 

@@ -74,7 +74,7 @@ def agreement(
     if context.calibration is None:
         raise ValueError("the layer-output score needs calibration statistics; calibrate the model first")
     swaps = [random_swaps(count, groups, moves, generator) for _ in range(2 * context.geometry.num_layers)]
-    total, done, found = sum(map(len, swaps)), 0, []
+    total, done, sites = sum(map(len, swaps)), 0, []
     for index, candidates in enumerate(swaps):
         site = _site(context, index // 2, SIDES[index % 2], tokens)
         cheap = LayerOutputScore.from_site(site, tokens=tokens).scores(candidates)
@@ -85,8 +85,8 @@ def agreement(
             done += 1
             if progress is not None:
                 progress(done, total)
-        found.append(Agreement(site.layer, site.sides[0], tuple(candidates), tuple(cheap), tuple(full)))
-    return found
+        sites.append(Agreement(site.layer, site.sides[0], tuple(candidates), tuple(cheap), tuple(full)))
+    return sites
 
 
 def random_swaps(count: int, groups: int, moves: int, generator: np.random.Generator) -> list[Partition]:

@@ -85,7 +85,7 @@ class PlanningContext:
         return self.sequences[: max(1, tokens // self.sequences.shape[1])]
 
     def increase_of(self, recipe: Recipe, plan: AttentionPlan, layer: int, *, tokens: int, fit_steps: int = 0) -> float:
-        """Rise of the loss in nats a token if only `layer` follows `plan`, with the recipe's alignment and fusion.
+        """Loss increase in nats a token if only `layer` follows `plan`, with the recipe's alignment and fusion.
 
         With `fit_steps` the layer is first fitted to the original's output for so many steps, as refinement will do.
         Raises ValueError without model or sequences.

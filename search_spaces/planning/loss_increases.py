@@ -94,11 +94,11 @@ class LayerTrials:
             self._below, self._streams = 0, [None] * len(self.batches)
         if layer == self._below:
             return
-        found: list[Tensor] = []
+        states: list[Tensor] = []
         for batch, stream in zip(self.batches, self._streams, strict=True):
             with self._from(self._below, stream):
-                found.append(run_to(self.model, self.layers[layer], batch, through=False).stream.clone())
-        self._below, self._streams = layer, found
+                states.append(run_to(self.model, self.layers[layer], batch, through=False).stream.clone())
+        self._below, self._streams = layer, states
 
     @contextmanager
     def _from(self, start: int, stream: Tensor | None) -> Iterator[None]:

@@ -92,8 +92,8 @@ def sharing_similarity(
 
 def _pairs(groups: Iterable[Sequence[int]], kv_map: Sequence[int]) -> list[tuple[int, int]]:
     """Pairs of query heads that share a group, one query head for each stored head (its copies are equal)."""
-    found = []
+    pairs = []
     for group in groups:
         stored = {kv_map[head]: head for head in reversed(group)}
-        found += combinations(sorted(stored.values()), 2)
-    return found
+        pairs += combinations(sorted(stored.values()), 2)
+    return pairs

@@ -153,11 +153,12 @@ class JointSpace:
 
     def _broken(self, full: Point) -> list[str]:
         """Why these choices cannot be; empty if they can."""
-        found = broken_rules(full) + _twice_the_same(full) + _too_dear(full)
-        if not found and self.geometry is not None and {"kv_ratio", "grouping", "objective", "allocation"} <= set(full):
+        reasons = broken_rules(full) + _twice_the_same(full) + _too_dear(full)
+        needed = {"kv_ratio", "grouping", "objective", "allocation"}
+        if not reasons and self.geometry is not None and needed <= set(full):
             reason = self._over_budget(full)
-            found += [reason] if reason else []
-        return found
+            reasons += [reason] if reason else []
+        return reasons
 
     def _over_budget(self, full: Point) -> str | None:
         """Why the budget cannot be met: it looks at sharing, relaxation, grouping and allocation only."""
@@ -234,14 +235,14 @@ def _twice_the_same(full: Point) -> list[str]:
     if not {"grouping", "together"} <= set(full):
         return []
     searched = full["grouping"] != "neighbour"
-    found = []
+    reasons = []
     allocation = full.get("allocation")
     same = allocation is not None and "apart" not in AXES["allocation"].get(allocation).needs
     if not searched and full["together"] is False and same:
-        found.append("neighbour grouping is the same for keys and values")
+        reasons.append("neighbour grouping is the same for keys and values")
     if "by" in full and full["by"] != "both" and not (searched and full["together"]):
-        found.append("by only matters if one searched grouping serves keys and values")
-    return found
+        reasons.append("by only matters if one searched grouping serves keys and values")
+    return reasons
 
 
 def _too_dear(full: Point) -> list[str]:

@@ -44,10 +44,10 @@ def fit_real(grams: Tensor, metrics: Tensor, *, sweeps: int = 0) -> RealFit:
         if errors.sum() <= CUTOFF * energy:
             break  # the fit is exact already, or there is nothing to fit
         refitted = _refit_basis(flat, metrics, back, basis)
-        found, missed = _read_back(flat, metrics, refitted)
+        fitted, missed = _read_back(flat, metrics, refitted)
         if not missed.sum() < errors.sum():
             break  # only rounding is left to fit
-        basis, back, errors = refitted, found, missed
+        basis, back, errors = refitted, fitted, missed
     size = _size_factor(flat, basis)
     return RealFit((basis * size).view(members, dim, dim), back / size, errors)
 
