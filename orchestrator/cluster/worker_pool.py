@@ -193,7 +193,9 @@ class Pool:
         lease, outcome = group.lease, group.ended[0]
         group.lease, group.given, group.ended, group.idle_since = None, None, {}, time.monotonic()
         group.jobs += 1
-        if lease is not None:
+        if lease is not None and "failed" in outcome:
+            self._failed(lease, outcome["failed"])
+        elif lease is not None:
             lease.group = None
             lease.events.put_nowait({"ended": outcome})
         self._match()
@@ -252,7 +254,7 @@ class Pool:
         group.tell()
 
     def _gone(self, group: Group, error: BaseException | None) -> None:
-        """A group's run has ended. A job that it had goes to another one, unless it has failed too often."""
+        """A group's run has ended, perhaps under its job."""
         del self.groups[group.name]
         group.tell()
         shutil.rmtree(Path(self.storage_path) / group.name, ignore_errors=True)
@@ -263,14 +265,20 @@ class Pool:
             for waiting in [w for w in self.waiting if w.shape == group.shape]:
                 self.waiting.remove(waiting)
                 waiting.events.put_nowait({"failed": f"no group of workers could start: {last_error(said)}"})
-        if lease is not None and not lease.released:
-            lease.group, lease.answer = None, None
-            lease.failures += "MicroBatchLoweredError" not in said  # which has put right what was wrong
-            if lease.failures > lease.job.max_failures:
-                lease.events.put_nowait({"failed": last_error(said)})
-            else:
-                self.waiting.insert(0, lease)
+        if lease is not None:
+            self._failed(lease, said)
         self._match()
+
+    def _failed(self, lease: Lease, said: str) -> None:
+        """A job has another try, unless it has failed too often."""
+        if lease.released:
+            return
+        lease.group, lease.answer = None, None
+        lease.failures += "MicroBatchLoweredError" not in said  # which has put right what was wrong
+        if lease.failures > lease.job.max_failures:
+            lease.events.put_nowait({"failed": last_error(said)})
+        else:
+            self.waiting.insert(0, lease)
 
     def _answer(self, lease: Lease, go: bool) -> bool:
         """Whether somebody had waited for it."""

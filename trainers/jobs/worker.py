@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,8 +73,9 @@ def serve_pool(pool: Any, group: str, shape: Shape, storage_path: str) -> None:
     """Be a group of a worker pool: workers of a shape take jobs from the pool's actor until it has no more.
 
     `pool.next(group, rank, number, worker)` gives job `number` as JSON, or None to end; `pool.report(group, metrics,
-    last)` is told rank 0's milestones and says whether to go on; `pool.finished(group, rank, ended)` what
-    `run_job` returned. Returns when all workers have ended; raises when one has died or failed.
+    last)` is told rank 0's milestones and says whether to go on; `pool.finished(group, rank, ended)` what `run_job`
+    returned, or {"failed"} with the traceback. Returns when all workers have ended; raises when one has died, or failed
+    beside others.
     """
     _trainer(_serve, {"pool": pool, "group": group}, shape, group, storage_path, 0).fit()
 
@@ -153,4 +155,10 @@ def _serve(config: dict[str, Any]) -> None:
         given: Any = ray.get(pool.next.remote(group, link.rank, number, worker))
         if given is None:
             return
-        ray.get(pool.finished.remote(group, link.rank, run_job(TrainJob.from_json(given), link)))
+        try:
+            ended = run_job(TrainJob.from_json(given), link)
+        except Exception:
+            if link.world_size > 1 or torch.cuda.is_available():
+                raise  # the others wait for this one; a CUDA context may be broken
+            ended = {"failed": traceback.format_exc()}
+        ray.get(pool.finished.remote(group, link.rank, ended))

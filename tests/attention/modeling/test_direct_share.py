@@ -129,6 +129,7 @@ print(sum(p.numel() for p in model.parameters()), resident() - before)
 """
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from Linux' /proc")
 def test_resident_memory_falls_by_the_shared_heads(tiny_model, tmp_path: Path) -> None:
     """A random model of 8 layers of 16 heads of 64, loaded and run in processes of their own: at least 90 % shows."""

@@ -98,7 +98,7 @@ def test_probes_ctrl_c_and_the_best_plan_trained(tmp_path: Path, monkeypatch: py
     (final,) = [t for t in trials if t.recipe == "asymgqa-search" and not t.probe]
     after = {t.plan_digest: t.calibration_loss for t in probes}
     assert before.items() <= after.items(), "nothing that was measured is lost, or measured again"
-    assert f"and {len(probes)} probes of the searcher" in log
+    assert f"{len(probes)} probes of the searcher" in log
 
     # Probes end untrained and leave no weights; the best plan is trained like any candidate.
     assert {t.step for t in probes} == {0}

@@ -98,6 +98,7 @@ def test_a_search_that_stops_in_training_gives_each_trial_a_process() -> None:
     assert not stops_in_training(load_config(demo, ["rungs.steps=[0,8]"])), "stopped before the workers start"
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_trial_after_one_stopped_in_training_has_its_turn(tmp_path: Path, ray_cluster: None) -> None:

@@ -15,6 +15,7 @@ from orchestrator.storage import records
 from orchestrator.storage.journal import load_trials
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_simulated_search_ends_with_every_trial_in_records_and_mlflow(tmp_path: Path) -> None:
     measured = simulate(tmp_path, trials=90, workers=8, window=30)

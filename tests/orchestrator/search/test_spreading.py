@@ -52,6 +52,7 @@ def _write(file: Path, layer: int) -> None:
         curves.curve(layer, ("key",), [count], 100)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_tasks_leave_what_one_process_leaves(
     ray_cluster: None, demo_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

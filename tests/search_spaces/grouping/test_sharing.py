@@ -196,7 +196,7 @@ def test_recipes_make_plans_that_keep_the_cache(name: str, demo_context) -> None
 @pytest.mark.extended
 def test_the_same_plan_in_another_process() -> None:
     code = (
-        "import torch; from attention.heads import LayerHeads; from search_spaces.sharing import match_heads\n"
+        "import torch; from attention.heads import LayerHeads; from search_spaces.sharing.matching import match_heads\n"
         "g = torch.Generator().manual_seed(3); x = [torch.randn(2, 6, 3, 5, generator=g) for _ in range(4)]\n"
         "print(match_heads([LayerHeads(a, b, a, a.transpose(1, 2)) for a, b in x], 0.5))"
     )

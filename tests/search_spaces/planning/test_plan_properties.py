@@ -27,7 +27,7 @@ NEAREST = re.compile(r"nearest kv_ratio that recipe \S+ can meet is (\S+)(?: or 
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_a_plan_meets_its_budget_or_is_refused_with_budgets_that_can_be_met(name: str, data: st.DataObject) -> None:
     heads = data.draw(st.one_of(st.integers(2, 8), st.integers(9, 64)))
@@ -110,6 +110,7 @@ for name in sorted(RECIPES):
 """
 
 
+@pytest.mark.extended
 def test_the_same_plans_in_two_processes_with_other_hash_seeds() -> None:
     runs = []
     for seed in ("1", "271828"):
