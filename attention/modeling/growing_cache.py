@@ -41,7 +41,9 @@ class GrowingLayer(DynamicLayer):
         total = held + key_states.shape[2]
         keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
         room = self._room
-        if room is None or room[0].shape[2] < total or not _writable(room[0]):
+        # What was made in inference mode may not be written to outside of it
+        lent = room is not None and room[0].is_inference() and not torch.is_inference_mode_enabled()
+        if room is None or lent or room[0].shape[2] < total:
             room = _longer(keys, total + ROOM), _longer(values, total + ROOM)
         for tensor, new in zip(room, (key_states, value_states), strict=True):
             tensor.narrow(2, held, total - held).copy_(new)
@@ -56,11 +58,6 @@ def _longer(held: Tensor, tokens: int) -> Tensor:
     result = held.new_empty((batch, heads, tokens, width))
     result[:, :, :length] = held
     return result
-
-
-def _writable(tensor: Tensor) -> bool:
-    """What was made in inference mode may not be written to outside of it."""
-    return torch.is_inference_mode_enabled() or not tensor.is_inference()
 
 
 def own_layer(cache: Cache, index: int, kind: type[GrowingLayer]) -> Any:

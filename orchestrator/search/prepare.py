@@ -92,13 +92,9 @@ def locate_model(path: str, folder: SearchFolder, name: str = "model") -> str:
     if in_ray_job() and not Path(path).is_absolute():
         copy = folder.root / name
         if not copy.exists():
-            checkpoint.write_atomically(copy, lambda fresh: _copy(source, fresh))
+            checkpoint.write_atomically(copy, lambda fresh: shutil.copytree(source, fresh, dirs_exist_ok=True))
         return str(copy)
     return str(source.absolute())
-
-
-def _copy(source: Path, target: Path) -> None:
-    shutil.copytree(source, target, dirs_exist_ok=True)
 
 
 def trial_context(

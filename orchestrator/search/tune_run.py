@@ -71,8 +71,8 @@ def _tuner(session: SearchSession, search: JournaledSearch, scheduler: Journaled
             scheduler=scheduler,
             num_samples=log.expected,
             reuse_actors=not stops_in_training(session.config),
-            trial_name_creator=_name,
-            trial_dirname_creator=_name,
+            trial_name_creator=lambda trial: trial.trial_id,
+            trial_dirname_creator=lambda trial: trial.trial_id,
         ),
         run_config=tune.RunConfig(name="search", storage_path=str(session.folder.tune), callbacks=[log], verbose=0),
     )
@@ -85,10 +85,6 @@ def stops_in_training(config: SearchConfig) -> bool:
     must not: Tune gives it two seconds to end, then drops the *next* trial without a word to anybody [ray 2.60].
     """
     return config.rungs.stop and len(config.rungs.steps) > 2
-
-
-def _name(trial: Any) -> str:
-    return str(trial.trial_id)
 
 
 def _quiet(parallel: int) -> None:

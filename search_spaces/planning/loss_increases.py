@@ -113,14 +113,10 @@ class LayerTrials:
         # The stock forward is shadowed on the instances only, and shown again afterwards.
         hook = self.layers[start].register_forward_pre_hook(enter, with_kwargs=True)
         for skipped in self.layers[:start]:
-            skipped.forward = _hand_on
+            skipped.forward = lambda hidden_states, *args, **kwargs: hidden_states
         try:
             yield
         finally:
             hook.remove()
             for skipped in self.layers[:start]:
                 del skipped.forward
-
-
-def _hand_on(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return hidden_states
