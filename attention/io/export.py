@@ -5,13 +5,13 @@ One file a target in `attention/io/lowerings`; each is a function `(model) -> Lo
 
 from __future__ import annotations
 
-import copy
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attention.axes import Axis
@@ -91,15 +91,15 @@ def export(
     lowered = lowering(model)
     if lowered.exact and lowered.folded:
         check_equal(model, lowered.model)  # before the dtype of the checkpoint rounds what was folded
-    if lowered.model is model:  # a model that has the stock form already
-        lowered = replace(lowered, model=copy.deepcopy(model))
     if not lowered.folded:
         round_weights(model, dtype)
-    after = plan_of(lowered.model)
+    reference = probe(model)
+    del model  # so that it does not lie beside the copy that is read back
+    stock, after = lowered.model, plan_of(lowered.model)
     report = ExportReport(
         target=target,
         folder=str(Path(out).absolute()),
-        model_type=lowered.model.config.model_type,
+        model_type=stock.config.model_type,
         exact=lowered.exact,
         notes=lowered.notes,
         dtype=str(dtype).removeprefix("torch."),
@@ -112,10 +112,10 @@ def export(
 
     def write(fresh: Path) -> None:
         nonlocal report
-        cast_weights(lowered.model, dtype)
-        checkpoint.write_model(lowered.model, fresh, tokenizer)
+        cast_weights(stock, dtype)
+        checkpoint.write_model(stock, fresh, tokenizer)
         back = AutoModelForCausalLM.from_pretrained(str(fresh), dtype=torch.float32).eval()
-        difference, largest = compare(model, back)
+        difference, largest = largest_difference(reference, probe(back)), reference.abs().max().item()
         report = replace(report, max_logit_difference=difference, max_logit=largest)
         if lowered.exact and difference > tolerance(dtype, lowered.folded) * max(largest, 1.0):
             raise ValueError(f"the exported logits differ from the source by {difference:.3g}; nothing was written")
@@ -147,15 +147,19 @@ def tolerance(dtype: torch.dtype, folded: bool = False) -> float:
 
 def check_equal(one: PreTrainedModel, other: PreTrainedModel) -> None:
     """Raise ValueError unless two float32 models agree up to rounding."""
-    difference, largest = compare(one, other)
-    if difference > tolerance(torch.float32) * max(largest, 1.0):
+    reference = probe(one)
+    difference = largest_difference(reference, probe(other))
+    if difference > tolerance(torch.float32) * max(reference.abs().max().item(), 1.0):
         raise ValueError(f"the lowered model's logits differ from the source by {difference:.3g}; nothing was written")
 
 
 @torch.no_grad()
-def compare(one: PreTrainedModel, other: PreTrainedModel, tokens: int = 48, seed: int = 0) -> tuple[float, float]:
-    """Largest absolute logit difference, and the largest logit, of two models on the same random tokens."""
+def probe(model: PreTrainedModel, tokens: int = 48, seed: int = 0) -> Tensor:
+    """Logits `[2, tokens, V]` on random tokens, on the CPU: what two models of one vocabulary are compared by."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(one.config.vocab_size, (2, tokens), generator=generator).to(one.device)
-    a, b = one(ids).logits, other(ids.to(other.device)).logits.to(one.device)
-    return (a - b).abs().max().item(), a.abs().max().item()
+    ids = torch.randint(model.config.vocab_size, (2, tokens), generator=generator)
+    return model(ids.to(model.device)).logits.cpu()
+
+
+def largest_difference(one: Tensor, other: Tensor) -> float:
+    return (one - other).abs().max().item()

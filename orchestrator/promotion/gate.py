@@ -6,20 +6,24 @@ import contextlib
 import math
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attention.io import checkpoint
-from attention.io.export import compare, export
+from attention.io.export import export, largest_difference, probe
 from attention.io.precision import cast_weights, round_weights
 from attention.modeling.modeling import PREFIX, plan_of
 from attention.plan import AttentionPlan
+from orchestrator.cluster.tasks import on_cluster
 from orchestrator.config.schema import SearchConfig
 from orchestrator.conversion import loading
 from orchestrator.promotion.state import Entry
 from orchestrator.search.prepare import SearchSession
 from orchestrator.search.trial import TrialContext
+from orchestrator.storage.paths import SearchFolder
 from trainers.evaluation import evaluate, measure_cache
 from trainers.text.data import read_sequences
 
@@ -27,12 +31,23 @@ OK = "passed"
 
 
 def check_candidate(entry: Entry, session: SearchSession) -> dict[str, str]:
-    """Export a trained candidate and check it. Fills in the entry's `gate`, `checks`, `reasons` (none: passed), and
-    what is said of the model that was written; returns the digests of plan, trained and exported weights."""
-    context, folder = session.context, session.folder
+    """Export a trained candidate and check it, in a task of the cluster. Fills in the entry's `gate`, `checks`,
+    `reasons` (none: passed), and what is said of the model that was written; returns the digests of plan, trained and
+    exported weights."""
+    config = session.config
+    what = f"gate of {entry.recipe} {entry.kv_ratio:.0%}"
+    seen, digests = on_cluster(config, what, _examine, entry, config, session.folder, session.context)
+    vars(entry).update(vars(seen))
+    return digests
+
+
+def _examine(
+    entry: Entry, config: SearchConfig, folder: SearchFolder, context: TrialContext
+) -> tuple[Entry, dict[str, str]]:
+    """The checks, where the weights may be loaded. One model at a time is held."""
     entry.gate, entry.checks, entry.reasons = {}, {}, []
     with _check(entry, "loss"):
-        _check_loss(entry, session.config)
+        _check_loss(entry, config)
     assert entry.folder is not None
     plan = AttentionPlan.from_json((folder.trial(entry.trial_id) / "plan.json").read_text(encoding="utf-8"))
     digests = {"plan_digest": plan.digest, "trained_digest": checkpoint.weights_digest(entry.folder)}
@@ -40,16 +55,22 @@ def check_candidate(entry: Entry, session: SearchSession) -> dict[str, str]:
     round_weights(model, dtype)  # what is shipped; training may have computed in a wider dtype
     with _check(entry, "cache"):
         _check_cache(model, plan, dtype, entry)
+    held_out = read_sequences(context.eval_file)
+    with torch.no_grad():
+        expected = [model(held_out[:2]).logits, probe(model)]
+    plain = checkpoint.plain_form(model.config, plan) is not None
+    del model
     with _check(entry, "export"):
+        target = folder.promoted / f"{entry.trial_id}-{entry.steps}" / ("exported" if plain else "headfold")
         try:
-            _export(model, plan, dtype, entry, session)
+            _export(target, dtype, entry, context.model)
         except ValueError as error:
             entry.reasons.append(f"export failed: {error}")
     if entry.model is not None:
         with _check(entry, "logits"):
-            _check_logits(model, entry.model, entry, context, session.config.promotion.logit_tolerance)
+            _check_logits(expected, held_out, entry, context, config.promotion.logit_tolerance)
         digests["weights_digest"] = checkpoint.weights_digest(entry.model)
-    return digests
+    return entry, digests
 
 
 @contextlib.contextmanager
@@ -95,12 +116,9 @@ def _check_cache(model: Any, plan: AttentionPlan, dtype: torch.dtype, entry: Ent
         entry.reasons.append(f"the cache holds {held} bytes after {tokens} tokens, planned were {planned * tokens}")
 
 
-def _export(model: Any, plan: AttentionPlan, dtype: torch.dtype, entry: Entry, session: SearchSession) -> None:
+def _export(target: Path, dtype: torch.dtype, entry: Entry, tokenizer: str) -> None:
     """Plain GQA where plan and family allow it; else Headfold's own format, under a name that says so."""
-    trained, tokenizer = str(entry.folder), session.context.model
-    plain = checkpoint.plain_form(model.config, plan) is not None
-    name = "exported" if plain else "headfold"
-    target = session.folder.promoted / f"{entry.trial_id}-{entry.steps}" / name
+    trained, plain = str(entry.folder), target.name == "exported"
     shutil.rmtree(target, ignore_errors=True)  # what a check that was killed has left there
     exact = True
     if plain:
@@ -114,16 +132,16 @@ def _export(model: Any, plan: AttentionPlan, dtype: torch.dtype, entry: Entry, s
     entry.exported = entry.model if entry.plain else None
 
 
-def _check_logits(model: Any, target: str, entry: Entry, context: TrialContext, tolerance: float) -> None:
+def _check_logits(
+    expected: list[Tensor], held_out: Tensor, entry: Entry, context: TrialContext, tolerance: float
+) -> None:
     """Logits of the exported checkpoint, read back, against the trained model's on held-out text, in float32."""
-    back = loading.load_model(target, device=context.device)
-    held_out = read_sequences(context.eval_file)
+    back = loading.load_model(str(entry.model), device=context.device)
     entry.checks["exported_loss"] = evaluate(back, held_out).loss
-    back.to(model.device)
-    tokens = held_out[:2]
+    back.cpu()  # where the trained model's were computed
     with torch.no_grad():
-        difference = (model(tokens).logits - back(tokens).logits).abs().max().item()
-    difference = max(difference, compare(model, back)[0])
+        logits = [back(held_out[:2]).logits, probe(back)]
+    difference = max(map(largest_difference, expected, logits))
     entry.checks |= {"max_logit_difference": difference, "logit_tolerance": tolerance}
     if not difference <= tolerance:
         entry.reasons.append(

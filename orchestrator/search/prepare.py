@@ -21,6 +21,7 @@ from attention.io import checkpoint
 from attention.io.precision import cast_weights
 from attention.ratios import own_heads
 from orchestrator.cluster.session import capacity
+from orchestrator.cluster.tasks import on_cluster
 from orchestrator.config.schema import SearchConfig
 from orchestrator.conversion import dha_distances, loading
 from orchestrator.conversion.steps import planning_context
@@ -55,18 +56,26 @@ def prepare_original(config: SearchConfig, prepared: Prepared, folder: SearchFol
     """Score the original model (nats a token) and calibrate it, once a search; kept in `original.json`."""
     if folder.original.exists():
         return read_json(folder.original)
-    started = time.perf_counter()
     path = locate_model(config.model.path, folder)
     device = "cuda" if config.resources.trial_gpus else "cpu"
     dtype = loading.written_dtype(path, config.model.dtype)
+    record = on_cluster(config, "original model", measure_original, path, dtype, device, prepared)
+    write_json(folder.original, record)
+    size = f"{record['kv_bytes_per_token']} KV bytes a token"
+    print(f"original model: held-out loss {record['loss']:.3f} nats a token, {size}", flush=True)
+    return record
+
+
+def measure_original(path: str, dtype: str, device: str, prepared: Prepared) -> dict[str, Any]:
+    """What is known of the original model; leaves its calibration in the cache."""
+    started = time.perf_counter()
     model = loading.load_working(path, dtype, device)
-    held_out = read_sequences(prepared.files["eval"])
-    scored = evaluate(model, held_out)
+    scored = evaluate(model, read_sequences(prepared.files["eval"]))
     tokens = read_sequences(prepared.files["calibration"])
     calibration = cached_calibration(model, tokens, prepared.cache / "calibration")
     cast_weights(model, loading.dtype_of(dtype))  # bytes are those of what is written
-    record = {
-        "model": str(path),
+    return {
+        "model": path,
         "dtype": dtype,
         "loss": scored.loss,
         "eval_tokens": scored.tokens,
@@ -75,10 +84,6 @@ def prepare_original(config: SearchConfig, prepared: Prepared, folder: SearchFol
         "digests": {"weights": checkpoint.weights_digest(path), "calibration": calibration.digest},
         "seconds": time.perf_counter() - started,
     }
-    write_json(folder.original, record)
-    size = f"{record['kv_bytes_per_token']} KV bytes a token"
-    print(f"original model: held-out loss {scored.loss:.3f} nats a token, {size}", flush=True)
-    return record
 
 
 def locate_model(path: str, folder: SearchFolder, name: str = "model") -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from ray import tune
 
 from orchestrator.cluster.session import Demand, Room, last_error
+from orchestrator.cluster.tasks import on_cluster
 from orchestrator.config.schema import SearchConfig
 from orchestrator.search.callbacks import SearchLog
 from orchestrator.search.duplicates import CopyingSearcher
@@ -33,7 +34,8 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
     config, folder = session.config, session.folder
     journal = Journal(folder.journal)
     history = journal.history
-    problem = replace(prepared.problem, similarities=partial(head_similarities, session.context))
+    similar = partial(on_cluster, config, "similarities of heads", head_similarities, session.context)
+    problem = replace(prepared.problem, similarities=similar)
     searcher = make_searcher(config.search.searcher, problem)
     log = SearchLog(journal, session.mlflow, searcher.total, session.context.original_loss)
     rungs = config.rungs
