@@ -1,0 +1,44 @@
+"""Work that loads a model, as Ray tasks: the driver holds no weights, so its node needs no GPU and little memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import ray
+import torch
+from ray.exceptions import RayTaskError
+
+from orchestrator.config.schema import SearchConfig
+from orchestrator.storage.records import clock
+
+SAY_SECONDS = 60.0
+T = TypeVar("T")
+
+
+def on_cluster(config: SearchConfig, what: str, work: Callable[..., T], *arguments: Any) -> T:
+    """`work(*arguments)` in a Ray task that asks for what a trial's own process does; raises what it raises.
+
+    `what` names it in the line that says, once a minute, that it is not over. A task that loses its node starts again
+    on another. Without Ray, as in a notebook, it is carried out in this process.
+    """
+    if not ray.is_initialized():
+        return work(*arguments)
+    resources = config.resources
+    # On CPUs nothing else runs meanwhile: it has the threads that this process would have
+    threads = None if resources.trial_gpus else torch.get_num_threads()
+    task: Any = ray.remote(num_cpus=resources.trial_cpus, num_gpus=resources.trial_gpus, max_retries=3)(_carry_out)
+    reference, started = task.remote(threads, work, arguments), time.monotonic()
+    while not ray.wait([reference], timeout=SAY_SECONDS)[0]:
+        print(f"{what}: waits or runs since {clock(time.monotonic() - started)}", flush=True)
+    try:
+        return ray.get(reference)
+    except RayTaskError as error:
+        raise error.cause from None  # without Ray's trace around what a user can mend
+
+
+def _carry_out(threads: int | None, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return work(*arguments)
