@@ -45,10 +45,10 @@ SCALE = "rate_scale"  # in a group of the optimiser: its learning rate over the 
 class Engine:
     """DeepSpeed's engine behind five verbs. All workers must make every call together.
 
-    `total_steps` fixes the learning-rate schedule; the first step is taken at `schedule_offset` of it, for a training
-    that is one part of a longer one. Parameters in `groups` have rates of their own on the same schedule. With LoRA
-    the model is given its adapters here, and only they are trained. Without a process group, as in a notebook, a group
-    of one is made.
+    `total_steps` fixes the learning-rate schedule; step 0 lies at `schedule_offset` of it, for a training that is one
+    part of a longer one (below 0: the schedule begins later, with what `load` goes on from). Parameters in `groups`
+    have rates of their own on the same schedule. With LoRA the model is given its adapters here, and only they are
+    trained. Without a process group, as in a notebook, a group of one is made.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class Engine:
         *,
         schedule_offset: int = 0,
     ) -> None:
-        if not 0 <= schedule_offset <= total_steps:
-            raise ValueError(f"expected 0 <= schedule_offset <= total_steps, got {schedule_offset} and {total_steps}")
+        if schedule_offset > total_steps:
+            raise ValueError(f"expected schedule_offset <= total_steps, got {schedule_offset} and {total_steps}")
         _group_of_one()
         if dist.get_world_size() != settings.num_workers:
             raise ValueError(f"settings say num_workers {settings.num_workers}, the group has {dist.get_world_size()}")
@@ -92,6 +92,17 @@ class Engine:
     def rate(self) -> float:
         """Learning rate of the next step."""
         return self.settings.rate(self.schedule_offset + self.steps_done, self.total_steps)
+
+    @property
+    def last_rate(self) -> float:
+        """Learning rate of the last step; that of the next one before the first."""
+        return self.settings.rate(self.schedule_offset + max(0, self.steps_done - 1), self.total_steps)
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """Of the last step, over all workers, before clipping; None before the first."""
+        norm = self._engine.get_global_grad_norm()
+        return None if norm is None else float(norm)
 
     def step(self, batch: Tensor, loss_fn: LossFunction) -> float:
         """One optimiser step on this worker's rows `[B / W, T]`; the loss before it, averaged over all workers.
@@ -130,7 +141,7 @@ class Engine:
         with contextlib.redirect_stdout(None):  # DeepSpeed prints; errors still come as exceptions
             self._engine.save_checkpoint(str(folder), tag=TAG, client_state=state)
         if dist.get_rank() == 0:
-            (folder / LAYOUT).write_text(json.dumps(_layout(self.settings)))
+            (folder / LAYOUT).write_text(json.dumps(self.settings.layout))
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Continue exactly where `save` was called; returns its `client_state`.
@@ -140,7 +151,7 @@ class Engine:
         file = Path(folder) / LAYOUT
         if not file.is_file():
             raise ValueError(f"expected a training checkpoint in {folder}, found no {LAYOUT} there")
-        written, wanted = json.loads(file.read_text()), _layout(self.settings)
+        written, wanted = json.loads(file.read_text()), self.settings.layout
         if written != wanted:
             raise ValueError(
                 f"training checkpoint {folder} was written with {written}, these settings are {wanted}; use the same, "
@@ -186,12 +197,6 @@ def _forget(model: nn.Module) -> None:
     for cell in getattr(method, "__closure__", None) or ():  # it is wrapped in a function that counts time
         if hasattr(cell.cell_contents, "cache_clear"):
             cell.cell_contents.cache_clear()
-
-
-def _layout(settings: TrainSettings) -> dict[str, Any]:
-    layout = {"num_workers": settings.num_workers, "zero_stage": settings.zero_stage, "dtype": settings.dtype}
-    lora = {"tuning": "lora", "lora_rank": settings.lora_rank, "lora_alpha": settings.lora_alpha}
-    return layout | (lora if settings.tuning == "lora" else {})
 
 
 def _config(settings: TrainSettings) -> dict[str, Any]:

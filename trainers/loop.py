@@ -62,13 +62,15 @@ def train(
     on_milestone: Callable[[int, float], None] | None = None,
     on_step: Callable[[int, float], None] | None = None,
     until: Callable[[], bool] | None = None,
+    losses: list[float] | None = None,
 ) -> int:
-    """Steps `start_step + 1` to `steps`. `on_step(step, loss)` after each; `on_milestone(step, mean loss since the
-    last milestone)` after those in `milestones`. Steps count from the beginning of the whole training, so a resumed
-    run passes what is done as `start_step`. `until`, asked after each step, may end the training early. Returns the
-    last step done. Raises TrainingDiverged at the first loss that is not finite.
+    """Steps `start_step + 1` to `steps`. `on_step(step, loss)` after each; `on_milestone(step, mean loss since the last
+    milestone)` after those in `milestones`. Steps count from the beginning of the whole training, so a resumed run
+    passes what is done as `start_step`, and as `losses`, which is kept up to date, those since the last milestone.
+    `until`, asked after each step, may end the training early. Returns the last step done. Raises TrainingDiverged at
+    the first loss that is not finite.
     """
-    losses: list[float] = []
+    losses = [] if losses is None else losses
     for step in range(start_step + 1, steps + 1):
         loss = engine.step(stream.next(), loss_fn)
         if not math.isfinite(loss):

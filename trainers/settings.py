@@ -106,6 +106,13 @@ class TrainSettings(Strict):
     def shape(self) -> Shape:
         return self.num_workers, self.cpus_per_worker, self.gpus_per_worker
 
+    @property
+    def layout(self) -> dict[str, Any]:
+        """What a training checkpoint depends on: another one cannot be gone on with."""
+        layout = {"num_workers": self.num_workers, "zero_stage": self.zero_stage, "dtype": self.dtype}
+        lora = {"tuning": "lora", "lora_rank": self.lora_rank, "lora_alpha": self.lora_alpha}
+        return layout | (lora if self.tuning == "lora" else {})
+
     def rate(self, step: int, total_steps: int) -> float:
         """Learning rate of the step after `step` finished ones: linear warm-up, then a cosine to the final fraction.
 

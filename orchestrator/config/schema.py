@@ -184,13 +184,16 @@ class RungsSection(Section):
 
 
 class PromotionSection(Section):
-    """Which trials go on to the full training, and what they must pass.
+    """Which trials go on to the full training, how they are trained, and what they must pass.
 
     `select`: the `top` best trials at each KV ratio, or every trial on the front. `steps` is added to the steps of the
-    last rung, with `evaluations` measurements on the way. Of all that was measured of a trial, the untrained conversion
-    included, the step of lowest held-out loss is shipped. The gate asks that this loss is below the baseline's (at its
-    own best step of equally many) by more than `margin` nats a token at the same KV ratio; KV bytes as planned; and
-    logits of the exported checkpoint within `logit_tolerance` of the trained model's.
+    last rung, with `evaluations` measurements on the way. `train`: settings that differ from the trials'
+    (`{num_workers: 32, learning_rate: 1e-5}`); `data`: fresh training text (none: that of the trials, read on). The
+    learning rate has a schedule of its own, which warms up again. A checkpoint is kept at each measurement, and in
+    between every `checkpoint_steps` steps, or after `checkpoint_minutes` at the latest. Of all that was measured of a
+    trial, the untrained conversion included, the step of lowest held-out loss is shipped. The gate asks that this loss
+    is below the baseline's (at its own best step of equally many) by more than `margin` nats a token at the same KV
+    ratio; KV bytes as planned; and logits of the exported checkpoint within `logit_tolerance` of the trained model's.
     """
 
     enabled: bool = True
@@ -198,6 +201,10 @@ class PromotionSection(Section):
     top: PositiveInt = 1
     steps: int = Field(default=0, ge=0)
     evaluations: PositiveInt = 4
+    train: dict[str, Any] = {}
+    data: TextSection | None = None
+    checkpoint_steps: PositiveInt | None = None
+    checkpoint_minutes: PositiveFloat = 30.0
     margin: float = Field(default=0.0, ge=0)
     logit_tolerance: PositiveFloat = 1e-4
     registered_name: Name | None = None
@@ -253,6 +260,12 @@ class SearchConfig(Section):
     @property
     def learning_rates(self) -> list[float]:
         return self.search.learning_rates or [self.train.learning_rate]
+
+    @property
+    def promotion_train(self) -> TrainSettings:
+        """How a promotion trains, but for what a recipe changes. Raises ConfigError."""
+        merged = self.train.model_dump() | self.promotion.train
+        return parse_section(TrainSettings, merged, where="promotion.train")
 
     @property
     def seeds(self) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -59,7 +59,18 @@ class PromotionSteps:
                 self._trained(entry, training, loss, error)
             self.save()
 
-        run_all(trainings, self.session, done)
+        def going_on(training: Training) -> None:
+            for entry in entries[training.trial.trial_id]:
+                self._tell(entry)
+
+        for training in trainings:
+            going_on(training)  # the run is there before the training is
+        try:
+            run_all(trainings, self.session, done, going_on)
+        except (KeyboardInterrupt, SystemExit):
+            for entry in (entry for mine in entries.values() for entry in mine if entry.status == PENDING):
+                self.session.mlflow.put(replace(self.run_of(entry), status=records.KILLED))
+            raise
 
     def _trained(self, entry: Entry, training: Training, last_loss: float | None, error: str | None) -> None:
         """Take over what a training gave. The best of all that was measured on a trial's way is what is shipped, and
@@ -97,10 +108,12 @@ class PromotionSteps:
         goal = (trial_id, entry.role, steps)
         if again := sum((e.trial_id, e.role, e.steps) == goal for e in self.state.before(entry)):
             tags["promotion_attempt"] = again + 1
-        at, texts = {"time": entry.trained_at}, {}
-        reports = Training.of(self.trials[trial_id], steps, self.session).reports()
-        points = [{k: v for k, v in r.items() if not k.startswith("best_")} | at for r in reports]
-        points.append(entry.compared | {"best_loss": entry.loss, "loss": entry.last_loss, "step": steps} | at)
+        training, texts = Training.of(self.trials[trial_id], steps, self.session), {}
+        reports = training.reports()
+        points = [{k: v for k, v in r.items() if not k.startswith("best_")} for r in reports] + training.curve()
+        if entry.trained_at is not None:
+            compared = entry.compared | {"best_loss": entry.loss, "loss": entry.last_loss}
+            points.append(compared | {"step": steps, "time": entry.trained_at})
         if entry.shipped is not None:
             tags["shipped"] = entry.shipped
         if entry.status == FAILED:

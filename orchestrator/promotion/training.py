@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,10 @@ from orchestrator.search.prepare import SearchSession
 from orchestrator.search.resume import LOSSES, lost
 from orchestrator.search.trial import prepare_process
 from orchestrator.storage.records import TrialRecord, read_json
-from trainers.jobs.checkpoints import reports_of
+from trainers.jobs.checkpoints import CheckpointStore, reports_of
+from trainers.jobs.curve import read_curve
 from trainers.jobs.job import TrainJob
+from trainers.settings import TrainSettings
 
 POLL_SECONDS = 10.0
 Done = Callable[["Training", "float | None", "str | None"], None]
@@ -27,12 +28,14 @@ Done = Callable[["Training", "float | None", "str | None"], None]
 
 @dataclass(frozen=True)
 class Training:
-    """One trial's way to `total` steps. `job` None: the trial has got there already."""
+    """One trial's way to `total` steps. `job` None: the trial has got there already; `before`: steps of the trial that
+    the job does not count."""
 
     trial: TrialRecord
     total: int
     start: int
     job: TrainJob | None
+    before: int = 0
 
     @property
     def label(self) -> str:
@@ -40,31 +43,53 @@ class Training:
 
     @classmethod
     def of(cls, trial: TrialRecord, total: int, session: SearchSession) -> Training:
-        """Continue from the trial's last training checkpoint; from its converted weights if it has none."""
+        """Continue from the trial's last training checkpoint; where the promotion splits its training otherwise, from
+        the trial's last weights with a fresh optimiser; from its converted weights if it was not trained."""
         context, folder = session.context, session.folder.trial(trial.trial_id)
         if trial.step == total:
             return cls(trial, total, total, None)
-        saved = trial.last.get("checkpoint_path")
-        start = trial.step if saved and Path(saved).is_dir() else 0
+        section, saved = session.config.promotion, trial.last.get("checkpoint_path")
         target = session.folder.promoted / f"{trial.trial_id}-{total}"
         candidate = Candidate.from_config(read_json(folder / "recipe.json"))
-        # The steps of a relaxation count, but lie before the run that goes on
-        spec = context.relaxation(candidate.recipe, folder) if start else None
-        before = spec.total_steps if spec else 0
-        model = Path(str(trial.last["relaxed_dir"])) if before else folder / "converted"
-        steps = [step - before for step in milestones(start, total, session.config.promotion.evaluations)]
-        offset = spec.scheduled_steps if spec else 0
-        going_on = {"start_step": start - before, "schedule_offset": offset, "resume_from": saved if start else None}
-        job = context.job(f"promote-{target.name}", model, target / "trained", candidate, steps, **going_on)
-        return cls(trial, total, start, job)
+        alike = context.settings(candidate.recipe, candidate.learning_rate)
+        settings = TrainSettings.model_validate(alike.model_dump() | section.train)
+        more: dict[str, Any] = {"settings": settings, "train_file": context.promotion_file or context.train_file}
+        more |= {"checkpoint_steps": section.checkpoint_steps, "checkpoint_minutes": section.checkpoint_minutes}
+        start, before, model = 0, 0, folder / "converted"
+        if trial.step and saved and Path(saved).is_dir() and settings.layout == alike.layout:
+            # The steps of a relaxation count, but lie before the run that goes on
+            spec = context.relaxation(candidate.recipe, folder)
+            start, before = trial.step, spec.total_steps if spec else 0
+            model = Path(str(trial.last["relaxed_dir"])) if before else model
+            going_on = start - before
+            more |= {"start_step": going_on, "schedule_offset": -going_on, "resume_from": saved}
+        elif trial.step and (folder / "trained").is_dir():
+            start = before = trial.step
+            model = folder / "trained"
+        if start and not more.get("resume_from") and context.promotion_file is None:
+            more["first_sequence"] = int(trial.last.get("data_position", 0))
+        steps = [step - before for step in milestones(start, total, section.evaluations)]
+        job = context.job(f"promote-{target.name}", model, target / "trained", candidate, steps, **more)
+        return cls(trial, total, start, job, before)
 
     def reports(self) -> list[dict[str, Any]]:
         """The milestones so far, in steps of the trial: those of a relaxation before it count."""
         if self.job is None:
             return []
-        before = self.start - self.job.start_step
         steps = ("step", "best_step")
-        return [r | {key: r[key] + before for key in steps if key in r} for r in reports_of(self.job)]
+        return [r | {key: r[key] + self.before for key in steps if key in r} for r in reports_of(self.job)]
+
+    def curve(self) -> list[dict[str, Any]]:
+        """Its course so far, as far as it is behind the last report or between two, in steps of the trial."""
+        if self.job is None:
+            return []
+        lines = read_curve(Path(self.job.storage_path) / self.job.run_name)
+        return [line | {"step": line["step"] + self.before} for line in lines]
+
+    def newest_step(self) -> int:
+        """The step of its newest checkpoint; -1 without one."""
+        kept = CheckpointStore(self.job.storage_path, self.job.run_name).read()[0] if self.job else []
+        return kept[-1].step if kept else -1
 
 
 def milestones(start: int, total: int, evaluations: int) -> tuple[int, ...]:
@@ -73,21 +98,26 @@ def milestones(start: int, total: int, evaluations: int) -> tuple[int, ...]:
     return tuple(sorted({start + round(span * (i + 1) / evaluations) for i in range(evaluations)} - {start}))
 
 
-def run_all(trainings: Sequence[Training], session: SearchSession, done: Done) -> None:
+def run_all(
+    trainings: Sequence[Training], session: SearchSession, done: Done, going_on: Callable[[Training], None]
+) -> None:
     """Run the trainings, each a Ray task, as many at a time as the session has room for; `done(training, loss after the
-    last step or None, error)` after each. One that loses its machines goes on from its last checkpoint."""
+    last step or None, error)` after each, `going_on(training)` every few seconds until then. One that loses its
+    machines goes on from its last checkpoint; it fails if that happens again and again without a new one."""
     for training in (t for t in trainings if t.job is None):
         done(training, training.trial.loss, None)
     waiting = [t for t in trainings if t.job is not None]
     task: Any = ray.remote(num_cpus=session.config.resources.trial_cpus, max_retries=0)(_train)
     running: dict[Any, Training] = {}
-    losses: Counter[str] = Counter()
+    lost_at: dict[str, list[int]] = {}  # newest checkpoints at the losses of machines
     while waiting or running:
         while waiting and len(running) < session.parallel:
             training = waiting.pop(0)
             running[task.remote(training.job, session.context.pool)] = training
             print(f"promotion: {training.label} goes on from step {training.start} to {training.total}", flush=True)
         finished, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)
+        for training in running.values():
+            going_on(training)
         for reference in finished:
             training = running.pop(reference)
             label = training.label
@@ -96,8 +126,9 @@ def run_all(trainings: Sequence[Training], session: SearchSession, done: Done) -
                 print(f"promotion: {label}: loss {loss:.3f} after {training.total} steps", flush=True)
             except Exception as failure:
                 loss, error = None, last_error(f"{type(failure).__name__}: {failure}")  # the cause that Ray wraps
-                losses[training.trial.trial_id] += 1
-                if lost(failure) and losses[training.trial.trial_id] <= LOSSES:
+                at = lost_at.setdefault(training.trial.trial_id, [])
+                at.append(training.newest_step())
+                if lost(failure) and at.count(at[-1]) <= LOSSES:
                     print(f"promotion: {label} has lost its machines and starts again: {error}", flush=True)
                     waiting.append(training)
                     continue

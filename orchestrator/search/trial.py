@@ -63,6 +63,7 @@ class TrialContext:
     original_loss: float
     device: str = "cpu"
     teacher: str | None = None
+    promotion_file: str | None = None  # the promotion's own training text
     pool: str | None = None  # name of the worker pool; None: every training starts workers of its own
 
     def search_phase(self, candidate: Candidate) -> dha_distances.SearchPhase | None:
@@ -91,20 +92,20 @@ class TrialContext:
         self, name: str, model_dir: Path, out_dir: Path, candidate: Candidate, milestones: Sequence[int], **more: Any
     ) -> TrainJob:
         """The training of a candidate's weights up to some steps; `more` fields of the job."""
-        return TrainJob(
-            model_dir=str(model_dir),
-            teacher_dir=self.teacher or self.model,
-            train_file=self.train_file,
-            eval_file=self.eval_file,
-            out_dir=str(out_dir),
-            storage_path=str(Path(self.folder) / "train"),
-            run_name=name,
-            milestones=tuple(milestones),
-            settings=self.settings(candidate.recipe, candidate.learning_rate),
-            seed=candidate.seed,
-            keep_best=True,
-            **more,
-        )
+        fields: dict[str, Any] = {
+            "model_dir": str(model_dir),
+            "teacher_dir": self.teacher or self.model,
+            "train_file": self.train_file,
+            "eval_file": self.eval_file,
+            "out_dir": str(out_dir),
+            "storage_path": str(Path(self.folder) / "train"),
+            "run_name": name,
+            "milestones": tuple(milestones),
+            "settings": self.settings(candidate.recipe, candidate.learning_rate),
+            "seed": candidate.seed,
+            "keep_best": True,
+        }
+        return TrainJob(**fields | more)
 
     def relaxation(self, recipe: Recipe, folder: Path, settings: TrainSettings | None = None) -> RelaxationSpec | None:
         """The relaxation of the trial in `folder`; None if its recipe has none."""

@@ -46,6 +46,7 @@ def validate_search(config: SearchConfig) -> Prepared:
     problem = search_problem(config, geometry)
     check_searcher(config, problem)
     check_scheduler(config)
+    _ = config.promotion_train
     check_machine(Demand.of(config), config.resources.max_concurrent)
     storage = storage_path(config.storage)
     check_writable(storage)
@@ -109,11 +110,13 @@ def check_searcher(config: SearchConfig, problem: SearchProblem) -> None:
 def token_files(config: SearchConfig, cache: Path) -> dict[str, Path]:
     """The token sequences of each split, as safetensors files. Raises DataError naming split and source."""
     tokenizer: Any = loading.load_tokenizer(config.model.path)
-    files = {}
-    for split in ("train", "eval", "calibration"):
-        source, tokens = config.data.section(split)
+    files, texts = {}, {split: config.data.section(split) for split in ("train", "eval", "calibration")}
+    if (fresh := config.promotion.data) is not None:
+        texts["promotion"] = fresh.source or config.data.source, fresh.tokens
+    for name, (source, tokens) in texts.items():
+        split = "train" if name == "promotion" else name
         try:
-            files[split] = sequence_file(
+            files[name] = sequence_file(
                 source,
                 tokenizer,
                 split=split,  # pyright: ignore[reportArgumentType]
@@ -124,5 +127,6 @@ def token_files(config: SearchConfig, cache: Path) -> dict[str, Path]:
                 text_field=config.data.text_field,
             )
         except DataError as error:
-            raise DataError(f"data.{split}: source {source!r}: {error}") from None
+            key = "promotion.data" if name == "promotion" else f"data.{name}"
+            raise DataError(f"{key}: source {source!r}: {error}") from None
     return files

@@ -64,12 +64,13 @@ class CheckpointStore:
             return [], []
         return [Kept(**kept) for kept in record["checkpoints"]], record["reports"]
 
-    def save(self, step: int, write: Callable[[Path], None], report: dict[str, Any]) -> None:
+    def save(self, step: int, write: Callable[[Path], None], report: dict[str, Any] | None = None) -> None:
         """Keep what `write(folder)` of every worker writes as the checkpoint of `step`, and with it the `report` of
-        rank 0, `checkpoint_path` added."""
+        rank 0, `checkpoint_path` added; None between two milestones."""
         name = f"checkpoint_{step:06d}"
         target, scratch = self.root / name, self.root / f".{name}-{self.rank}"
-        report["checkpoint_path"] = str(target)
+        if report is not None:
+            report["checkpoint_path"] = str(target)
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         try:
@@ -85,7 +86,7 @@ class CheckpointStore:
         if self.rank == 0:
             kept, reports = self.read()
             kept = [*(k for k in kept if k.step < step), Kept(name, step, whole)][-KEEP:]
-            reports = [*(r for r in reports if r["step"] < step), report]
+            reports = [*(r for r in reports if r["step"] < step), *([report] if report is not None else [])]
             write_whole(
                 self.root / INDEX, json.dumps({"checkpoints": [asdict(k) for k in kept], "reports": reports}, indent=1)
             )

@@ -30,7 +30,11 @@ class TrainJob:
     the relaxation has its own: stage i starts at position `i steps`, the training after them at
     `relaxation.total_steps`. What a stage that ends early leaves of its positions stays unused, so that the rate of a
     step depends on the job alone. `schedule_offset`: the schedule's steps before step 0, for a job that goes on behind
-    the relaxation of an earlier one.
+    the relaxation of an earlier one; minus `start_step` for a schedule that begins, and warms up, with this job.
+    `first_sequence`: of the training data, for a job that reads on where an earlier one has stopped.
+
+    A checkpoint is kept at each milestone; in between every `checkpoint_steps` steps, and once `checkpoint_minutes`
+    have gone by since the last one (None: not).
 
     `keep_best`: also keep the weights of the milestone with the lowest held-out loss (`trainers.jobs.checkpoints`); the
     reports then have `best_step`, `best_loss`, `best_kl` and `best_dir`.
@@ -51,6 +55,9 @@ class TrainJob:
     start_step: int = 0
     total_steps: int | None = None
     schedule_offset: int = 0
+    first_sequence: int = 0
+    checkpoint_steps: int | None = None
+    checkpoint_minutes: float | None = None
     resume_from: str | None = None
     seed: int = 0
     max_failures: int = 1
@@ -73,10 +80,10 @@ class TrainJob:
                 "a job that resumes has its relaxation behind it: set model_dir to the relaxed_dir of its reports, "
                 "schedule_offset to its relaxation.scheduled_steps and relaxation to None"
             )
-        if self.schedule_offset < 0 or (self.schedule_offset and self.relaxation):
+        if self.schedule_offset < -self.start_step or (self.schedule_offset and self.relaxation):
             raise ValueError(
-                "schedule_offset must be at least 0, and is 0 for a job with a relaxation of its own, got "
-                f"{self.schedule_offset}"
+                f"schedule_offset must be at least {-self.start_step} (minus start_step), and is 0 for a job with a "
+                f"relaxation of its own, got {self.schedule_offset}"
             )
         if self.start_step and self.resume_from is None:
             raise ValueError(f"start_step {self.start_step} needs the checkpoint it was reached with; set resume_from")

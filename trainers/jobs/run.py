@@ -21,6 +21,7 @@ from attention.io import checkpoint
 from attention.messages import reason
 from trainers.jobs import checkpoints, memory
 from trainers.jobs.checkpoints import CheckpointStore, gathered
+from trainers.jobs.curve import Curve
 from trainers.jobs.job import TrainJob
 from trainers.jobs.share import DTYPES, WorkerShare, load_teacher
 from trainers.loop import TrainingDiverged, train
@@ -100,6 +101,7 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
             start = worker.resume(Path(job.resume_from), earlier_job=True)
         else:
             start = 0
+            worker.stream.skip(job.first_sequence)
         worker.metrics = reports[-1] if reports else {}
         if last == 0 and not reports:  # a relaxation and no recovery: speed and loss are those of the relaxation
             assert relaxed is not None  # the job has checked it
@@ -115,6 +117,7 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
                 on_milestone=worker.report,
                 on_step=worker.on_step,
                 until=lambda: worker.stopped,
+                losses=worker.losses,
                 loss_fn=objective(job.settings.distillation, job.settings.distillation_weight, worker.teacher),
             )
         except TrainingDiverged as error:
@@ -162,12 +165,18 @@ class _Worker(WorkerShare):
             self.earlier_tokens, self.seconds = relaxed.tokens, relaxed.seconds
         self.metrics: dict[str, Any] = {}
         self.stopped, self.first_step_at = False, 0.0
+        self.losses: list[float] = []  # since the last milestone
+        self.saved_at, self.saved_step = time.monotonic(), 0
+        parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.model.parameters())
+        self.curve = Curve(store.root, 6.0 * parameters, self.world_size) if self.rank == 0 else None
 
     def resume(self, folder: Path, earlier_job: bool = False) -> int:
         """The step to go on from: that of this run's checkpoint, or of an earlier job's (`resume_from`)."""
         state = self.engine.load(folder)
+        self.saved_step = int(state["step"])
         if not earlier_job:
             self.seconds = float(state["seconds"])
+            self.losses += state.get("losses", [])
         elif state["step"] != self.job.start_step:
             raise ValueError(
                 f"start_step is {self.job.start_step}, checkpoint {self.job.resume_from} is at {state['step']}"
@@ -178,8 +187,35 @@ class _Worker(WorkerShare):
 
     def on_step(self, step: int, loss: float) -> None:
         self.first_step_at = self.first_step_at or time.time()
-        self.train_seconds += self.lap()
+        lap = self.lap()
+        self.train_seconds += lap
         self.steps += 1
+        if self.curve is not None:
+            now = self.engine.last_rate, self.engine.gradient_norm
+            self.curve.add(step, loss, *now, self.tokens_a_step, lap)
+        if step not in self.job.milestones and self._due(step):
+            self._save(step)
+            self.lap()
+
+    def _due(self, step: int) -> bool:
+        """Whether a checkpoint is kept between two milestones; the clock is rank 0's."""
+        steps, minutes = self.job.checkpoint_steps, self.job.checkpoint_minutes
+        if steps is not None and step - self.saved_step >= steps:
+            return True
+        if minutes is None:
+            return False
+        late = torch.tensor(
+            time.monotonic() - self.saved_at >= 60 * minutes, dtype=torch.int, device=self.engine.device
+        )
+        if self.world_size > 1:
+            dist.broadcast(late, src=0)
+        return bool(late.item())
+
+    def _save(self, step: int, report: dict[str, Any] | None = None) -> None:
+        state = {"step": step, "stream": self.stream.state_dict(), "train_file": self.job.train_file}
+        state |= {"seconds": self.seconds, "losses": self.losses if report is None else []}
+        self.store.save(step, lambda folder: self.engine.save(folder, state), report)
+        self.saved_at, self.saved_step = time.monotonic(), step
 
     def report(self, step: int, train_loss: float) -> None:
         """Measure, save, and report: every worker takes part, rank 0's numbers count."""
@@ -209,15 +245,12 @@ class _Worker(WorkerShare):
         if last:
             self.finish(metrics)
         self.lap()
-        metrics["seconds"] = self.seconds
-        state = {"step": step, "stream": self.stream.state_dict(), "train_file": job.train_file}
-        state["seconds"] = self.seconds
-        self.store.save(step, lambda folder: self.engine.save(folder, state), metrics)
+        metrics["seconds"], metrics["time"] = self.seconds, time.time()
+        self._save(step, metrics)
         if job.keep_best and self.link.rank == 0:
             kept, reports = self.store.read()
-            going_on = {k.step for k in kept}
-            named = [metrics] if last else [r for r in reports if r["step"] in going_on]
-            checkpoints.remove_other_bests(job.out_dir, named)
+            before = [[r for r in reports if r["step"] <= k.step][-1:] for k in kept]
+            checkpoints.remove_other_bests(job.out_dir, [metrics] if last else sum(before, []))
         self.metrics = metrics
         self.stopped = not self.link.report(metrics, last)
         self.lap()

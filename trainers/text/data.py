@@ -176,6 +176,10 @@ class BatchStream:
             self._epoch, self._order = epoch, torch.randperm(len(self._sequences), generator=generator)
         return int(self._order[offset])
 
+    def skip(self, sequences: int) -> None:
+        """Leave out the next sequences."""
+        self._position += sequences
+
     def state_dict(self) -> dict[str, Any]:
         return {"position": self._position, "seed": self._seed, "sequences": len(self._sequences)}
 
