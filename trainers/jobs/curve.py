@@ -6,12 +6,16 @@ counts.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from trainers.engine import Engine
 
 NAME = "curve.jsonl"
 SECONDS = 10.0
@@ -21,24 +25,23 @@ PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 class Curve:
-    """Lines of the run in `folder`; `flops_per_token`: of a step, forward and back."""
+    """Lines of the run in `folder`, of an `engine` on `workers` devices."""
 
-    def __init__(self, folder: Path, flops_per_token: float, workers: int) -> None:
+    def __init__(self, folder: Path, engine: Engine, workers: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._file, self._flops, self._workers = folder / NAME, flops_per_token, workers
+        self._file, self._engine, self._workers = folder / NAME, engine, workers
+        parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.model.parameters())
+        self._flops = 6.0 * parameters  # a token's, forward and back; the products of attention are left out
         self._written, self._tokens, self._seconds = 0.0, 0, 0.0
 
-    def add(
-        self, step: int, loss: float, rate: float, gradient_norm: float | None, tokens: int, seconds: float
-    ) -> None:
+    def add(self, step: int, loss: float, tokens: int, seconds: float) -> None:
         """After a step of `tokens` tokens that took `seconds`."""
         self._tokens, self._seconds = self._tokens + tokens, self._seconds + seconds
         if time.time() - self._written < SECONDS:
             return
         self._written, speed = time.time(), self._tokens / self._seconds
-        line = {"step": step, "time": self._written, "batch_loss": loss, "learning_rate": rate, "speed": speed}
-        if gradient_norm is not None:
-            line["gradient_norm"] = gradient_norm
+        line = {"step": step, "time": self._written, "batch_loss": loss, "speed": speed}
+        line |= {"learning_rate": self._engine.last_rate, "gradient_norm": self._engine.gradient_norm}
         if (peak := peak_flops()) is not None:
             line["mfu"] = speed * self._flops / (peak * self._workers)
         with self._file.open("a", encoding="utf-8") as stream:
@@ -47,11 +50,11 @@ class Curve:
 
 
 def read_curve(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run by rising step; a last one that is half written is left out."""
+    """The lines of a run by rising step; one that a kill has cut short is left out."""
     lines: dict[int, dict[str, Any]] = {}
     file = folder / NAME
-    for text in file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else ():
-        if text.endswith("\n"):
+    for text in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        with contextlib.suppress(ValueError):
             line = json.loads(text)
             lines[line["step"]] = line
     return [lines[step] for step in sorted(lines)]

@@ -76,7 +76,11 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
     store = CheckpointStore(job.storage_path, job.run_name, link.rank, link.world_size)
     newest, reports, damage = store.newest_whole()
     last = job.milestones[-1]
-    if newest is not None and not _agreed(link, lambda: checkpoints.best_is_there(reports[-1], job.out_dir)):
+    if (
+        newest is not None
+        and reports
+        and not _agreed(link, lambda: checkpoints.best_is_there(reports[-1], job.out_dir))
+    ):
         damage.append(
             f"the weights of the best step {reports[-1]['best_step']} are damaged: trained from the beginning"
         )
@@ -167,8 +171,7 @@ class _Worker(WorkerShare):
         self.stopped, self.first_step_at = False, 0.0
         self.losses: list[float] = []  # since the last milestone
         self.saved_at, self.saved_step = time.monotonic(), 0
-        parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.model.parameters())
-        self.curve = Curve(store.root, 6.0 * parameters, self.world_size) if self.rank == 0 else None
+        self.curve = Curve(store.root, engine, self.world_size) if self.rank == 0 else None
 
     def resume(self, folder: Path, earlier_job: bool = False) -> int:
         """The step to go on from: that of this run's checkpoint, or of an earlier job's (`resume_from`)."""
@@ -191,8 +194,7 @@ class _Worker(WorkerShare):
         self.train_seconds += lap
         self.steps += 1
         if self.curve is not None:
-            now = self.engine.last_rate, self.engine.gradient_norm
-            self.curve.add(step, loss, *now, self.tokens_a_step, lap)
+            self.curve.add(step, loss, self.tokens_a_step, lap)
         if step not in self.job.milestones and self._due(step):
             self._save(step)
             self.lap()
@@ -204,9 +206,7 @@ class _Worker(WorkerShare):
             return True
         if minutes is None:
             return False
-        late = torch.tensor(
-            time.monotonic() - self.saved_at >= 60 * minutes, dtype=torch.int, device=self.engine.device
-        )
+        late = torch.tensor([time.monotonic() - self.saved_at >= 60 * minutes], device=self.engine.device)
         if self.world_size > 1:
             dist.broadcast(late, src=0)
         return bool(late.item())
@@ -249,8 +249,8 @@ class _Worker(WorkerShare):
         self._save(step, metrics)
         if job.keep_best and self.link.rank == 0:
             kept, reports = self.store.read()
-            before = [[r for r in reports if r["step"] <= k.step][-1:] for k in kept]
-            checkpoints.remove_other_bests(job.out_dir, [metrics] if last else sum(before, []))
+            named = [report for k in kept for report in [r for r in reports if r["step"] <= k.step][-1:]]
+            checkpoints.remove_other_bests(job.out_dir, [metrics] if last else named)
         self.metrics = metrics
         self.stopped = not self.link.report(metrics, last)
         self.lap()
