@@ -76,11 +76,7 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
     store = CheckpointStore(job.storage_path, job.run_name, link.rank, link.world_size)
     newest, reports, damage = store.newest_whole()
     last = job.milestones[-1]
-    if (
-        newest is not None
-        and reports
-        and not _agreed(link, lambda: checkpoints.best_is_there(reports[-1], job.out_dir))
-    ):
+    if reports and not _agreed(link, lambda: checkpoints.best_is_there(reports[-1], job.out_dir)):
         damage.append(
             f"the weights of the best step {reports[-1]['best_step']} are damaged: trained from the beginning"
         )
