@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
@@ -15,8 +15,20 @@ LONGEST = 4096
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what every generator below takes
 
 
-Shape = tuple[int, float, float]
-"""Workers of a training, CPUs of each, GPUs of each."""
+Strategy = Literal["auto", "PACK", "STRICT_PACK", "SPREAD"]
+"""How workers lie on nodes, in Ray's words; AUTO: whoever starts them decides by the nodes that there are."""
+AUTO: Strategy = "auto"
+
+
+class Shape(NamedTuple):
+    """Workers of a training: how many, CPUs and GPUs of each, which accelerators (Ray's name; None: any), and how they
+    lie on nodes."""
+
+    workers: int
+    cpus: float
+    gpus: float
+    accelerator_type: str | None = None
+    strategy: Strategy = AUTO
 
 
 class Strict(BaseModel):
@@ -84,6 +96,11 @@ class TrainSettings(Strict):
                 "dtype bfloat16 needs zero_stage 1, 2 or 3, got 0: DeepSpeed's plain bfloat16 optimiser takes wrong "
                 "first steps; set zero_stage=1 or dtype=float32"
             )
+        if self.num_workers > 1 and self.gpus_per_worker % 1:
+            raise ValueError(
+                f"gpus_per_worker must be a whole number for several workers, got {self.gpus_per_worker:g} for each of "
+                f"{self.num_workers}: NCCL takes no two workers on one GPU; set gpus_per_worker=1 or num_workers=1"
+            )
         size = self.device_batch_size
         if self.batch_size % (self.num_workers * size):
             raise ValueError(
@@ -104,7 +121,7 @@ class TrainSettings(Strict):
 
     @property
     def shape(self) -> Shape:
-        return self.num_workers, self.cpus_per_worker, self.gpus_per_worker
+        return Shape(self.num_workers, self.cpus_per_worker, self.gpus_per_worker)
 
     @property
     def layout(self) -> dict[str, Any]:

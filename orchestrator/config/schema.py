@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PositiveFloat, PositiveInt, ValidationInfo
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PositiveFloat, PositiveInt, ValidationInfo, model_validator
 
 from attention.io.dtype_names import full_name
 from orchestrator.config.parsing import ConfigError, apply_override, parse_section, read_sections
-from trainers.settings import Seed, Strict, TrainSettings
+from trainers.settings import AUTO, Seed, Strategy, Strict, TrainSettings
 
 
 class Section(Strict, BaseModel):
@@ -220,11 +220,16 @@ class TrackingSection(Section):
 class ResourcesSection(Section):
     """How trials share the cluster.
 
-    `max_concurrent` trials at a time; `auto` derives it from what the cluster has, also while it grows and shrinks.
-    `trial_cpus`, `trial_gpus`: of a trial's own process, which plans, converts and measures the untrained model
-    before its workers start. `reuse_workers`: workers take one training after another, so that a trial waits for no
-    process to start; they end after `idle_seconds` without one. With `reuse_workers` false every training starts
-    workers of its own.
+    `max_concurrent` trials at a time; `auto` derives it from what fits the nodes of the cluster one by one, also while
+    it grows and shrinks. `trial_cpus`, `trial_gpus`: of what plans, converts and measures the untrained model before a
+    trial's workers start. With GPUs this is a task of its own, and they are free again while the workers train.
+    `reuse_workers`: workers take one training after another, so that a trial waits for no process to start; they end
+    after `idle_seconds` without one. With `reuse_workers` false every training starts workers of its own.
+
+    `accelerator_type`: workers run on nodes with these GPUs alone, by Ray's name of them (A100, A10G, H100; none: on
+    any node). `trial_accelerator_type`: the same for planning and measuring (none: that of the workers).
+    `placement_strategy`: how the workers of a training lie on nodes, in Ray's words: STRICT_PACK all on one node, PACK
+    on few, SPREAD on many; `auto`: on one where a node of the cluster can hold them, else on few.
 
     For estimates and bills: `tokens_per_second` that one worker trains on (none: measured where it can be), and
     `price_per_hour` of a GPU, or of a CPU where workers have no GPU, in whatever money.
@@ -233,10 +238,22 @@ class ResourcesSection(Section):
     max_concurrent: Literal["auto"] | PositiveInt = "auto"
     trial_cpus: float = Field(default=0.05, gt=0)
     trial_gpus: float = Field(default=0.0, ge=0)
+    accelerator_type: str | None = Field(default=None, min_length=1)
+    trial_accelerator_type: str | None = Field(default=None, min_length=1)
+    placement_strategy: Strategy = AUTO
     reuse_workers: bool = True
     idle_seconds: PositiveFloat = 300.0
     tokens_per_second: PositiveFloat | None = None
     price_per_hour: PositiveFloat | None = None
+
+    @model_validator(mode="after")
+    def _asked_for(self) -> ResourcesSection:
+        if self.trial_accelerator_type and not self.trial_gpus:
+            raise ValueError(
+                f"trial_accelerator_type {self.trial_accelerator_type!r} needs trial_gpus above 0, got 0: without GPUs "
+                "plans are made wherever there is a CPU; set trial_gpus=1 or leave it out"
+            )
+        return self
 
 
 class SearchConfig(Section):
