@@ -10,6 +10,7 @@ import ray
 import torch
 from ray.exceptions import RayTaskError
 
+from orchestrator.cluster.placement import task_options
 from orchestrator.config.schema import SearchConfig
 from orchestrator.storage.records import clock
 
@@ -25,10 +26,9 @@ def on_cluster(config: SearchConfig, what: str, work: Callable[..., T], *argumen
     """
     if not ray.is_initialized():
         return work(*arguments)
-    resources = config.resources
     # On CPUs nothing else runs meanwhile: it has the threads that this process would have
-    threads = None if resources.trial_gpus else torch.get_num_threads()
-    task: Any = ray.remote(num_cpus=resources.trial_cpus, num_gpus=resources.trial_gpus, max_retries=3)(_carry_out)
+    threads = None if config.resources.trial_gpus else torch.get_num_threads()
+    task: Any = ray.remote(**task_options(config), max_retries=3)(_carry_out)
     reference, started = task.remote(threads, work, arguments), time.monotonic()
     while not ray.wait([reference], timeout=SAY_SECONDS)[0]:
         print(f"{what}: waits or runs since {clock(time.monotonic() - started)}", flush=True)

@@ -63,7 +63,7 @@ class PromotionSteps:
             for entry in entries[training.trial.trial_id]:
                 self._tell(entry)
 
-        for training in trainings:
+        for training in (t for t in trainings if t.job is not None):
             going_on(training)  # the run is there before the training is
         try:
             run_all(trainings, self.session, done, going_on)
