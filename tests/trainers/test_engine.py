@@ -107,6 +107,21 @@ def test_a_part_of_a_longer_training_takes_its_part_of_the_schedule(engine: Any,
         engine(schedule_offset=7)
 
 
+def test_a_schedule_of_its_own_warms_up_where_a_training_goes_on(engine: Any, ids: Tensor, tmp_path: Path) -> None:
+    first = engine(total_steps=4)
+    run(first, ids, 0, 4)
+    first.save(tmp_path / "at-4")
+    second = engine(total_steps=8, schedule_offset=-4, warmup_fraction=0.25)
+    second.load(tmp_path / "at-4")
+    rates = []
+    for step in range(4, 8):
+        rates.append(second.rate)
+        run(second, ids, step, step + 1)
+        assert second.last_rate == rates[-1] and (second.gradient_norm or 0) > 0
+    assert rates == [second.settings.rate(step, 8) for step in range(4)]
+    assert rates[0] < rates[1]
+
+
 def test_the_betas_are_those_of_the_settings(engine: Any) -> None:
     for given, expected in (({}, (0.9, 0.999)), ({"beta2": 0.95}, (0.9, 0.95))):
         assert tuple(engine(**given)._engine.optimizer.param_groups[0]["betas"]) == expected

@@ -33,8 +33,9 @@ from orchestrator.promotion.state import (
     PromotionState,
 )
 from orchestrator.promotion.steps import PromotionSteps
-from orchestrator.promotion.training import best_model, milestones
+from orchestrator.promotion.training import Training, best_model, milestones
 from orchestrator.reporting import console
+from orchestrator.search.candidates import Candidate
 from orchestrator.search.prepare import SearchSession
 from orchestrator.search.trial import TrialContext
 from orchestrator.storage.journal import load_trials
@@ -42,6 +43,7 @@ from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import DONE, TrialRecord, read_json, write_json
 from orchestrator.tracking.runs import Tracker, TrackingError
 from orchestrator.tracking.sync import MlflowSync, parent_run
+from search_spaces.recipes.recipes import recipe
 from trainers.evaluation import evaluate
 from trainers.text.data import read_sequences, write_sequences
 
@@ -670,3 +672,58 @@ def test_the_state_comes_back_from_disk(tmp_path: Path, folder: SearchFolder) ->
 )
 def test_measurements_are_spread_evenly(start: int, total: int, evaluations: int, expected: tuple[int, ...]) -> None:
     assert milestones(start, total, evaluations) == expected
+
+
+# ---- trainings ------------------------------------------------------------------------------------------------------
+
+
+def training_of(
+    config: SearchConfig, context: TrialContext, folder: SearchFolder, saved: Path, **section: Any
+) -> Training:
+    """The promotion of a trial of 4 steps to 10, with settings of its own."""
+    config = parse_config(config.model_dump() | {"promotion": {"steps": 6, "evaluations": 2, **section}})
+    candidate = Candidate(recipe("headfold"), 0.5, 1e-3)
+    write_json(folder.trial("head") / "recipe.json", candidate.config())
+    rungs = [{"step": 4, "loss": 2.2, "checkpoint_path": str(saved), "data_position": 32}]
+    record = replace(trial("head", "headfold", 2.2), rungs=rungs)
+    mlflow: Any = None
+    return Training.of(record, 10, SearchSession(config, folder, context, mlflow, 1))
+
+
+def test_a_promotion_goes_on_from_the_trial_s_checkpoint_on_a_schedule_of_its_own(
+    config: SearchConfig, context: TrialContext, folder: SearchFolder, tmp_path: Path
+) -> None:
+    training = training_of(config, context, folder, tmp_path, train={"learning_rate": 1e-5}, checkpoint_steps=3)
+    job = training.job
+    assert job is not None
+    assert (job.start_step, job.milestones, job.resume_from) == (4, (7, 10), str(tmp_path))
+    settings, first = job.settings, job.schedule_offset + job.start_step
+    assert (first, job.schedule_steps) == (0, 6)
+    rates = [settings.rate(first + done, job.schedule_steps) for done in range(6)]
+    assert rates[0] == 1e-5 and rates[-1] < 0.2e-5
+    assert (job.checkpoint_steps, job.checkpoint_minutes, training.before) == (3, 30.0, 0)
+
+
+def test_on_more_workers_it_starts_from_the_weights_and_reads_on(
+    config: SearchConfig, context: TrialContext, folder: SearchFolder, tmp_path: Path
+) -> None:
+    training = training_of(config, context, folder, tmp_path, train={"num_workers": 4})
+    job = training.job
+    assert job is not None
+    assert (job.start_step, job.milestones, job.resume_from) == (0, (3, 6), None)
+    assert job.model_dir == str(folder.trial("head") / "trained")
+    assert (job.settings.num_workers, job.first_sequence, training.before) == (4, 32, 4)
+    fresh = replace(context, promotion_file="fresh.safetensors")
+    job = training_of(config, fresh, folder, tmp_path, train={"num_workers": 4}).job
+    assert job is not None
+    assert (job.train_file, job.first_sequence) == ("fresh.safetensors", 0)
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [({"batch_size": 3, "num_workers": 2}, "batch_size must be a multiple"), ({"learning_rat": 1}, "learning_rat")],
+)
+def test_settings_of_a_promotion_are_checked(config: SearchConfig, train: dict[str, Any], said: str) -> None:
+    changed = parse_config(config.model_dump() | {"promotion": {"train": train}})
+    with pytest.raises(ConfigError, match=f"promotion.train.*(?s:.*){said}"):
+        _ = changed.promotion_train

@@ -1,0 +1,105 @@
+"""Between two milestones: checkpoints by steps and by the clock, from which a killed job goes on, and the curve."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_carrying import PLAN, Alone
+
+from attention.io import checkpoint
+from trainers.engine import _group_of_one
+from trainers.jobs.checkpoints import CheckpointStore
+from trainers.jobs.curve import read_curve
+from trainers.jobs.job import TrainJob
+from trainers.jobs.run import run_job
+from trainers.settings import TrainSettings
+from trainers.text.data import BatchStream
+
+SAME = ("loss", "kl", "step", "tokens", "train_loss", "data_position", "weights_digest", "best_step", "best_loss")
+MILESTONES = (3, 8)
+
+
+@pytest.fixture(scope="module")
+def make(tiny_job: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TrainJob]:
+    _group_of_one()
+    folder, generator = tmp_path_factory.mktemp("between"), torch.Generator().manual_seed(0)
+    train, held_out = (torch.randint(0, 64, (rows, 16), generator=generator) for rows in (100, 9))
+    job = tiny_job(folder, PLAN, train, held_out, TrainSettings(learning_rate=3e-3, seed=1), milestones=MILESTONES)
+
+    def named(name: str, **changes: Any) -> TrainJob:
+        return replace(job, run_name=name, out_dir=str(folder / name / "out"), keep_best=True, **changes)
+
+    return named
+
+
+@pytest.fixture(scope="module")
+def whole(make: Callable[..., TrainJob]) -> dict[str, Any]:
+    return run_job(make("whole"), Alone())["metrics"]
+
+
+def steps_kept(job: TrainJob) -> list[int]:
+    return [kept.step for kept in CheckpointStore(job.storage_path, job.run_name).read()[0]]
+
+
+def killed_before_step(job: TrainJob, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Carry out the job until it asks for the data of `step`."""
+    calls, real = [0], BatchStream.next
+
+    def next_or_die(stream: BatchStream) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] == step:
+            raise KeyboardInterrupt
+        return real(stream)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(BatchStream, "next", next_or_die)
+        run_job(job, Alone())
+
+
+@pytest.mark.parametrize("step", range(1, 9))
+def test_killed_at_any_step_it_loses_as_many_as_lie_between_two_checkpoints_at_most(
+    make: Callable[..., TrainJob], whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    job = make(f"killed-{step}", checkpoint_steps=2)
+    killed_before_step(job, step, monkeypatch)
+    assert step - 1 - max([0, *steps_kept(job)]) <= 1
+    metrics = run_job(job, Alone())["metrics"]
+    assert {name: metrics[name] for name in SAME} == {name: whole[name] for name in SAME}
+
+
+def test_by_the_clock(make: Callable[..., TrainJob], whole: dict[str, Any]) -> None:
+    seldom, always = make("seldom", checkpoint_minutes=60), make("always", checkpoint_minutes=1e-9)
+    for job in (seldom, always):
+        metrics = run_job(job, Alone())["metrics"]
+        assert {name: metrics[name] for name in SAME} == {name: whole[name] for name in SAME}
+    assert (steps_kept(seldom), steps_kept(always)) == ([3, 8], [7, 8])
+
+
+def test_the_curve_is_there_before_the_first_milestone(
+    make: Callable[..., TrainJob], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make("curve")
+    killed_before_step(job, 2, monkeypatch)
+    folder = Path(job.storage_path) / job.run_name
+    (line,) = read_curve(folder)
+    assert (line["step"], line["learning_rate"]) == (1, job.settings.rate(0, MILESTONES[-1]))
+    assert line["gradient_norm"] > 0 and line["speed"] > 0 and math.isfinite(line["batch_loss"])
+    with (folder / "curve.jsonl").open("a") as stream:
+        stream.write('{"step": 2, "ti')  # what a kill leaves
+    run_job(job, Alone())
+    assert read_curve(folder)[0]["step"] == 1
+
+
+def test_a_job_may_read_on_where_another_has_stopped(make: Callable[..., TrainJob], whole: dict[str, Any]) -> None:
+    first = run_job(make("first", total_steps=8), Alone(until=1))
+    assert first == {"stopped": 3}
+    later = make("later", first_sequence=8)
+    metrics = run_job(later, Alone())["metrics"]
+    assert metrics["data_position"] == whole["data_position"] + 8
+    assert metrics["weights_digest"] != whole["weights_digest"] == checkpoint.weights_digest(whole["out_dir"])
