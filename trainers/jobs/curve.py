@@ -40,7 +40,7 @@ class Curve:
         if time.time() - self._written < SECONDS:
             return
         self._written, speed = time.time(), self._tokens / self._seconds
-        line = {"step": step, "time": self._written, "batch_loss": loss, "speed": speed}
+        line = {"step": step, "time": self._written, "batch_loss": loss, "tokens_per_second": speed}
         line |= {"learning_rate": self._engine.last_rate, "gradient_norm": self._engine.gradient_norm}
         if (peak := peak_flops()) is not None:
             line["mfu"] = speed * self._flops / (peak * self._workers)

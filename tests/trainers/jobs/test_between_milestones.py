@@ -89,7 +89,7 @@ def test_the_curve_is_there_before_the_first_milestone(
     folder = Path(job.storage_path) / job.run_name
     (line,) = read_curve(folder)
     assert (line["step"], line["learning_rate"]) == (1, job.settings.rate(0, MILESTONES[-1]))
-    assert line["gradient_norm"] > 0 and line["speed"] > 0 and math.isfinite(line["batch_loss"])
+    assert line["gradient_norm"] > 0 and line["tokens_per_second"] > 0 and math.isfinite(line["batch_loss"])
     with (folder / "curve.jsonl").open("a") as stream:
         stream.write('{"step": 2, "ti')  # what a kill leaves
     run_job(job, Alone())
