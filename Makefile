@@ -12,7 +12,7 @@ UI_PORT ?= 5000
 # Processes of tests beside each other; each, with what it starts, keeps a core busy.
 WORKERS ?= 2
 # How many things `make chaos` kills, and the seed of when.
-KILLS ?= 24
+KILLS ?= 27
 SEED ?= 0
 
 # Nothing in the commands below may reach for a model hub, or guess at a proxy for the loopback address.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.train import PreemptionError
 
 from orchestrator.cluster.ray_private import free_on_nodes
 from orchestrator.cluster.session import last_error, ray_train_intervals
@@ -266,15 +267,15 @@ class Pool:
                 self.waiting.remove(waiting)
                 waiting.events.put_nowait({"failed": f"no group of workers could start: {last_error(said)}"})
         if lease is not None:
-            self._failed(lease, said)
+            self._failed(lease, said, _forgiven(error, said))
         self._match()
 
-    def _failed(self, lease: Lease, said: str) -> None:
-        """A job has another try, unless it has failed too often."""
+    def _failed(self, lease: Lease, said: str, forgiven: bool = False) -> None:
+        """A job has another try, unless it has failed too often; what is `forgiven` does not count."""
         if lease.released:
             return
         lease.group, lease.answer = None, None
-        lease.failures += "MicroBatchLoweredError" not in said  # which has put right what was wrong
+        lease.failures += not forgiven
         if lease.failures > lease.job.max_failures:
             lease.events.put_nowait({"failed": last_error(said)})
         else:
@@ -318,6 +319,13 @@ class Pool:
         most = next((cpus * (1 - step / 20) for step in steps if fit(cpus * (1 - step / 20))), cpus)
         if most < cpus:
             self._start(shape, most)
+
+
+def _forgiven(error: BaseException | None, said: str) -> bool:
+    """Whether a node was taken away, or a smaller micro-batch has put right what was wrong."""
+    workers = getattr(error, "worker_failures", {}).values()
+    preempted = isinstance(error, PreemptionError) or any(getattr(worker, "preempted", False) for worker in workers)
+    return preempted or "MicroBatchLoweredError" in said
 
 
 def _said(error: BaseException | None) -> str:

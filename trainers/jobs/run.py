@@ -41,6 +41,10 @@ class Link(Protocol):
 
     def report(self, metrics: dict[str, Any], last: bool) -> bool: ...
 
+    def leaving(self) -> bool:
+        """Whether a worker's node is about to be taken away. Called by all workers together."""
+        ...
+
 
 def run_job(job: TrainJob, link: Link) -> dict[str, Any]:
     """Carry out a job, or what is left of it. Returns the last report and how it ended: {"metrics"},
@@ -166,7 +170,7 @@ class _Worker(WorkerShare):
         self.metrics: dict[str, Any] = {}
         self.stopped, self.first_step_at = False, 0.0
         self.losses: list[float] = []  # since the last milestone
-        self.saved_at, self.saved_step = time.monotonic(), 0
+        self.saved_at, self.saved_step, self.leaving = time.monotonic(), 0, False
         self.curve = Curve(store.root, engine, self.world_size) if self.rank == 0 else None
 
     def resume(self, folder: Path, earlier_job: bool = False) -> int:
@@ -196,7 +200,11 @@ class _Worker(WorkerShare):
             self.lap()
 
     def _due(self, step: int) -> bool:
-        """Whether a checkpoint is kept between two milestones; the clock is rank 0's."""
+        """Whether a checkpoint is kept between two milestones; the clock is rank 0's. One is kept, once, when a node is
+        about to be taken away."""
+        if self.link.leaving() and not self.leaving:
+            self.leaving = True
+            return True
         steps, minutes = self.job.checkpoint_steps, self.job.checkpoint_minutes
         if steps is not None and step - self.saved_step >= steps:
             return True

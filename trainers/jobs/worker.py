@@ -13,6 +13,7 @@ cluster of several.
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import threading
 import traceback
@@ -77,7 +78,7 @@ def serve_pool(pool: Any, group: str, shape: Shape, storage_path: str) -> None:
     returned, or {"failed"} with the traceback. Returns when all workers have ended; raises when one has died, or failed
     beside others.
     """
-    _trainer(_serve, {"pool": pool, "group": group}, shape, group, storage_path, 0).fit()
+    _trainer(_serve, {"pool": pool, "group": group}, shape, group, storage_path, 0, preemptions=0).fit()
 
 
 def _trainer(
@@ -88,7 +89,10 @@ def _trainer(
     storage_path: str,
     max_failures: int,
     callbacks: Sequence[Any] = (),
+    preemptions: int = -1,
 ) -> TorchTrainer:
+    """`max_failures`, `preemptions`: how often the workers may fail, or lose a node that is taken away, and start again
+    (-1: without end). Those of a pool's group never do: the pool would not know them."""
     workers, cpus, gpus = shape
     resources = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
     return TorchTrainer(
@@ -100,7 +104,9 @@ def _trainer(
             name=name,
             storage_path=storage_path,
             # Without a limit on the controller's failures a start that can never succeed is tried for ever
-            failure_config=FailureConfig(max_failures=max_failures, controller_failure_limit=1),
+            failure_config=FailureConfig(
+                max_failures=max_failures, controller_failure_limit=1, max_preemption_failures=preemptions
+            ),
             checkpoint_config=CheckpointConfig(num_to_keep=1),
             callbacks=list(callbacks),
             logging_config=ray.train.LoggingConfig(log_level="WARNING"),
@@ -115,6 +121,10 @@ class _RayLink:
         context = ray.train.get_context()
         self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
         self.pool, self.group = pool, group
+        self._watched = os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1") != "0"
+
+    def leaving(self) -> bool:
+        return self._watched and ray.train.get_preemption_info() is not None
 
     def report(self, metrics: dict[str, Any], last: bool) -> bool:
         if self.pool is None:

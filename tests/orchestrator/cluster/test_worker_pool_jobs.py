@@ -41,6 +41,9 @@ class Alone:
     def report(self, metrics: dict[str, Any], last: bool) -> bool:
         return True
 
+    def leaving(self) -> bool:
+        return False
+
 
 @pytest.fixture(scope="module")
 def pool(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:

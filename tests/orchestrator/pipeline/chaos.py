@@ -36,7 +36,7 @@ MARK = "HEADFOLD_CHAOS"
 KINDS = ("driver", "worker", "node", "mlflow", "disk")
 OF_RAY = ("_AutoscalingCoordinatorActor",)
 """What Ray Train starts once a cluster and leaves there [2.60]."""
-MORE_KINDS = (*KINDS, "terminate", "interrupt", "trial")
+MORE_KINDS = (*KINDS, "terminate", "interrupt", "trial", "drain")
 WAIT = float(os.environ.get("HEADFOLD_CHAOS_PATIENCE", "1200"))
 """Seconds that any one thing may take on a machine that does other things too."""
 
@@ -76,12 +76,13 @@ class Nodes:
     Nodes on one machine share the folder that Ray unpacks a job's files into, and take it from each other.
     """
 
-    def __init__(self, mark: str, one: bool) -> None:
+    def __init__(self, mark: str, one: bool, preemptions: bool) -> None:
         from ray.cluster_utils import Cluster
 
         self.folder = tempfile.mkdtemp(prefix="hf-ray-", dir="/tmp")  # short: sockets lie in it
-        self._before = {key: os.environ.get(key) for key in (*self._settings(mark), DASHBOARD)}
-        os.environ.update(self._settings(mark))
+        settings = self._settings(mark) | {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": str(int(preemptions))}
+        self._before = {key: os.environ.get(key) for key in (*settings, DASHBOARD)}
+        os.environ.update(settings)
         os.environ.pop(DASHBOARD, None)  # other tests' Ray is not to be asked
         self.dashboard = free_port()
         head = {"num_cpus": int(one), "include_dashboard": True, "dashboard_host": "127.0.0.1", "temp_dir": self.folder}
@@ -97,7 +98,7 @@ class Nodes:
             "RAY_health_check_initial_delay_ms": "1000",
             "RAY_health_check_period_ms": "1000",
             "RAY_health_check_failure_threshold": "5",
-            "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+            "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.5",
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # a job says `python`
             "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
         }
@@ -106,6 +107,16 @@ class Nodes:
         """Kill the node as a cloud takes a machine away, and bring another."""
         self.cluster.remove_node(self.node, allow_graceful=False)
         self.node = self.cluster.add_node(num_cpus=1)
+
+    def drain_node(self, seconds: int = 10) -> None:
+        """Give notice to the node as a cloud does, bring another, and take the first away when its time is over."""
+        ray = str(Path(sys.executable).with_name("ray"))
+        command = [ray, "drain-node", "--address", self.cluster.address, "--node-id", self.node.node_id]
+        command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "chaos"]
+        subprocess.run([*command, "--deadline-remaining-seconds", str(seconds)], check=True, capture_output=True)
+        leaving, self.node = self.node, self.cluster.add_node(num_cpus=1)
+        time.sleep(seconds)
+        self.cluster.remove_node(leaving, allow_graceful=False)
 
     def leftovers(self) -> list[str]:
         """Placement groups that are held and actors that live, when nothing runs."""
@@ -208,7 +219,7 @@ class Disk:
 class Arena:
     """Cluster, MLflow server and storage of one run, and the driver on it."""
 
-    def __init__(self, folder: Path, empty_store: Path, settings: Sequence[str], megabytes: int, one: bool) -> None:
+    def __init__(self, folder: Path, empty_store: Path, settings: Sequence[str], megabytes: int, **nodes: bool) -> None:
         self.mark = uuid.uuid4().hex
         self.disk, self.settings = Disk(folder / "storage", megabytes), list(settings)
         self.storage, self.scratch = folder / "storage", folder / "tmp"
@@ -221,7 +232,7 @@ class Arena:
             made.callback(self.disk.close)
             self.server = Server(folder / "mlflow", empty_store, self.mark)
             made.callback(self.server.kill)
-            self.nodes = Nodes(self.mark, one)
+            self.nodes = Nodes(self.mark, **nodes)
             made.pop_all()  # all of it stands: `close` ends it
         record = yaml.safe_load((REPOSITORY / "configs" / "demo.yaml").read_text())
         record["tracking"] = {"uri": self.server.address.replace("//", f"//user:{self.token}@")}
@@ -327,10 +338,16 @@ class Arena:
 
 @contextlib.contextmanager
 def arena(
-    folder: Path, empty_store: Path, settings: Sequence[str], megabytes: int, *, one_node: bool = False
+    folder: Path,
+    empty_store: Path,
+    settings: Sequence[str],
+    megabytes: int,
+    *,
+    one_node: bool = False,
+    preemptions: bool = False,
 ) -> Iterator[Arena]:
-    """`megabytes`: of the storage, if it is a disk of its own."""
-    made = Arena(folder, empty_store, settings, megabytes, one_node)
+    """`megabytes`: of the storage, if it is a disk of its own; `preemptions`: whether Ray Train looks for notices."""
+    made = Arena(folder, empty_store, settings, megabytes, one=one_node, preemptions=preemptions)
     try:
         yield made
     finally:
@@ -418,6 +435,9 @@ class Killer:
 
     def _node(self) -> None:
         self.place.nodes.replace_node()
+
+    def _drain(self) -> None:
+        self.place.nodes.drain_node()
 
     def _mlflow(self) -> None:
         """The server is away until the next kill; a second kill finds it there again."""

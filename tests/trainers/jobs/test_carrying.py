@@ -45,6 +45,9 @@ class Alone:
         self.reports.append(dict(metrics))
         return len(self.reports) < self.until
 
+    def leaving(self) -> bool:
+        return False
+
     @property
     def steps(self) -> list[int]:
         return [report["step"] for report in self.reports]
