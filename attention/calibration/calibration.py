@@ -165,7 +165,9 @@ def calibration_digest(
     The batch size is left out: it changes the result by rounding alone.
     """
     digest = hashlib.blake2b(digest_size=8)
-    own = {k: v for k, v in config.to_diff_dict().items() if k not in ("transformers_version", "_name_or_path", "dtype")}
+    own = {
+        k: v for k, v in config.to_diff_dict().items() if k not in ("transformers_version", "_name_or_path", "dtype")
+    }
     made = {"sample_tokens": sample_tokens, "mixed": mixed, "dtype": str(dtype), "weights": weights}
     settings = made | {"shape": list(sequences.shape), "config": own}
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())

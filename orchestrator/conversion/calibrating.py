@@ -125,7 +125,9 @@ def chosen(geometry: HeadGeometry, tokens: int, free: float) -> Mixed:
     mixed = most_exact(geometry, tokens, FREE_SHARE * (free or math.inf))
     exact, own = (geometry.num_layers * layer_bytes(geometry, tokens, m) / 2**30 for m in (MIXED[0], mixed))
     if exact >= 1:
-        told = f"{own:.1f} GiB with the mixed moments kept as {mixed!r} ({exact:.1f} GiB exact, {free / 2**30:.1f} free)"
+        told = (
+            f"{own:.1f} GiB with the mixed moments kept as {mixed!r} ({exact:.1f} GiB exact, {free / 2**30:.1f} free)"
+        )
         print(f"calibration: statistics of all layers take {told}", file=sys.stderr, flush=True)
     return mixed
 

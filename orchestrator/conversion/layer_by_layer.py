@@ -30,9 +30,8 @@ from attention.io.shards import complete
 from attention.modeling.modeling import headfold_config
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion.limits import batch_size, check_layerwise
 from orchestrator.conversion.loading import local_folder
-from orchestrator.conversion.one_layer import LayerwiseConversion, score
+from orchestrator.conversion.one_layer import LayerwiseConversion, batch_size, check_layerwise, score
 from orchestrator.conversion.progress import Stage, check_stage
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.storage.outputs import Interrupted

@@ -234,7 +234,9 @@ def test_the_digest_names_weights_tokens_and_settings(tiny_model: Tiny, tiny_tok
         next(other.parameters())[0, 0] += 1e-3
     windowed = tiny_model("mistral", sliding_window=4), tiny_model("mistral")
 
-    def digest(model: PreTrainedModel, tokens: Tensor = tiny_tokens, sample: int = 100, mixed: Mixed = "float32") -> str:
+    def digest(
+        model: PreTrainedModel, tokens: Tensor = tiny_tokens, sample: int = 100, mixed: Mixed = "float32"
+    ) -> str:
         return calibration_digest(model.config, weights_of(model), tokens, sample, model.dtype, mixed)
 
     digests = [
