@@ -4,10 +4,10 @@ Legend: L layers, H query heads, d head dim, D model dim, B sequences a batch, T
 
 The pass reads two things in each attention module: its input x (a forward pre-hook) and the queries and keys after RoPE
 (an attention function of our own, registered with transformers), from which it has the attention weights. Only a slice
-of one head's weights lives at a time, so the memory grows neither with the tokens nor with the heads. The statistics take
-`attention.calibration.sizes.layer_bytes` a layer: of all layers at once in `calibrate`, of one in `layer_by_layer`, which
-reads the checkpoint a layer at a time too. While the pass runs, one layer of one batch adds `4 B T 3 (D + 1)` bytes and
-three slices of `collecting.SLICE_BYTES` to it and to the model's own activations.
+of one head's weights lives at a time, so the memory grows neither with the tokens nor with the heads. The statistics
+take `attention.calibration.sizes.layer_bytes` a layer: of all layers at once in `calibrate`, of one in
+`layer_by_layer`, which reads the checkpoint a layer at a time too. While the pass runs, one layer of one batch adds
+`4 B T 3 (D + 1)` bytes and three slices of `collecting.SLICE_BYTES` to it and to the model's own activations.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def cached_calibration(
     weights: str | None = None,
     progress: ProgressFn | None = None,
 ) -> Calibration:
-    """`calibrate`, kept under `cache_dir` by the digest of weights, tokens and settings (`attention.calibration.store`).
+    """`calibrate`, kept under `cache_dir` by the digest of all that it depends on (`attention.calibration.store`).
 
     Files that are damaged or belong to another digest are made anew. Several processes may call it at once. Raises as
     `calibrate` does, and OSError if the folder cannot be written.

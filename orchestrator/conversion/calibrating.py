@@ -30,7 +30,7 @@ from attention.io import checkpoint
 from attention.io.layer_models import LazyWeights, check_windows
 from attention.io.precision import DTYPES
 from orchestrator.conversion import loading
-from orchestrator.conversion.limits import batch_size
+from orchestrator.conversion.one_layer import batch_size
 
 FREE_SHARE = 0.5
 """Of the disk, or of the memory, that is free: what the statistics of all layers may take of it."""
@@ -47,8 +47,8 @@ class Workers:
 
 @dataclass(frozen=True)
 class Pass:
-    """A calibration pass over a checkpoint, as plain values. `dtype`: of what is written; `mixed`: how the mixed moments
-    are kept."""
+    """A calibration pass over a checkpoint, as plain values. `dtype`: of what is written; `mixed`: how the mixed
+    moments are kept."""
 
     model: str
     dtype: str
@@ -89,8 +89,9 @@ def checkpoint_calibration(
     depend on. What is there is neither read nor hashed again before a layer is used.
 
     `dtype`: of what is written; `weights`: the digest of the checkpoint's weights, if it is known; `mixed`: how the
-    mixed moments are kept, by default the most exact way for which half of the free disk is enough. `workers`: Ray tasks
-    to share the pass. Raises ValueError for tokens that do not fit the model, OSError if the folder cannot be written.
+    mixed moments are kept, by default the most exact way for which half of the free disk is enough. `workers`: Ray
+    tasks to share the pass. Raises ValueError for tokens that do not fit the model, OSError if the folder cannot be
+    written.
     """
     config = checkpoint.load_config(model)
     geometry = geometry_of(config)
@@ -125,10 +126,8 @@ def chosen(geometry: HeadGeometry, tokens: int, free: float) -> Mixed:
     mixed = most_exact(geometry, tokens, FREE_SHARE * (free or math.inf))
     exact, own = (geometry.num_layers * layer_bytes(geometry, tokens, m) / 2**30 for m in (MIXED[0], mixed))
     if exact >= 1:
-        told = (
-            f"{own:.1f} GiB with the mixed moments kept as {mixed!r} ({exact:.1f} GiB exact, {free / 2**30:.1f} free)"
-        )
-        print(f"calibration: statistics of all layers take {told}", file=sys.stderr, flush=True)
+        sizes = f"{own:.1f} GiB in all (exact {exact:.1f} GiB; {free / 2**30:.1f} GiB free)"
+        print(f"calibration: mixed moments kept as {mixed}, {sizes}", file=sys.stderr, flush=True)
     return mixed
 
 

@@ -1,5 +1,5 @@
-"""One layer of a conversion layer by layer: calibrate, plan, convert, refine, and carry the streams on. Which recipes and
-checkpoints can be converted so, and how many sequences at once.
+"""One layer of a conversion layer by layer: calibrate, plan, convert, refine, and carry the streams on. Which recipes
+and checkpoints can be converted so, and how many sequences at once.
 
 Legend: N sequences of T tokens, the first C of them for calibration, the others for the held-out loss; D model dim.
 
