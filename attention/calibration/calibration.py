@@ -3,36 +3,39 @@
 Legend: L layers, H query heads, d head dim, D model dim, B sequences a batch, T tokens a sequence.
 
 The pass reads two things in each attention module: its input x (a forward pre-hook) and the queries and keys after RoPE
-(an attention function of our own, registered with transformers), from which it has the attention weights. Only one
-layer's weights of one batch live at a time, so the memory does not grow with the tokens. With S stored inputs and
-E = D + 1 the statistics take `L (8 E^2 + 4 E^2 H + 8 H d^2 + 4 D S)` bytes; while the pass runs, one layer of one batch
-adds `4 B T (2 H T + 3 E)` to it and to the model's own activations.
+(an attention function of our own, registered with transformers), from which it has the attention weights. Only a slice
+of one head's weights lives at a time, so the memory grows neither with the tokens nor with the heads. The statistics
+take `attention.calibration.sizes.layer_bytes` a layer: of all layers at once in `calibrate`, of one in
+`layer_by_layer`, which reads the checkpoint a layer at a time too. While the pass runs, one layer of one batch adds
+`4 B T 3 (D + 1)` bytes and three slices of `collecting.SLICE_BYTES` to it and to the model's own activations.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from attention.calibration.collecting import collecting
-from attention.calibration.moments import Calibration, CalibrationError
+from attention.calibration.moments import LayerStatistics
+from attention.calibration.sizes import SAMPLE_TOKENS, Mixed
+from attention.calibration.store import Calibration, folder_of, kept, write
 from attention.families import geometry_of
 from attention.geometry import HeadGeometry
+from attention.io.layer_models import LazyWeights, advance, embed, open_window, rows_of
 from attention.modeling.modeling import plan_of
 from attention.modeling.running import evaluating
 
-SAMPLE_TOKENS = 16_384
 ProgressFn = Callable[[int, int], None]
 
 
@@ -46,13 +49,16 @@ def calibrate(
     *,
     sample_tokens: int = SAMPLE_TOKENS,
     batch_size: int = 8,
+    mixed: Mixed = "float32",
+    weights: str | None = None,
     progress: ProgressFn | None = None,
 ) -> Calibration:
     """Statistics of every layer of `model` over `sequences` (`[N, T]` token ids, no padding), on the CPU.
 
     `sample_tokens` bounds the stored inputs (whole sequences, from the first on; 0 stores none). The model runs in its
     own dtype and evaluation mode, without gradients, and is left as it was; sums are taken in float32 and collected in
-    float64 (the mixed moments in float32). `progress(done, total)` counts sequences; by default a line on stderr.
+    float64 (the mixed moments in float32, and kept as `mixed` says). `weights`: a digest of the model's weights, where
+    it is known; if not, all of them are hashed. `progress(done, total)` counts sequences; by default a line on stderr.
 
     Raises ValueError if the tokens do not fit the model, for an unsupported model and for a composed one.
     """
@@ -64,17 +70,52 @@ def calibrate(
             "calibrate the checkpoint that it was converted from"
         )
     sampled = min(sample_tokens // sequences.shape[1], len(sequences))
-    batches = sequences.split(batch_size)
-    with collecting(model, geometry, sampled) as collectors, evaluating(model), _shown(progress) as show:
+    with collecting(model, geometry, sampled, mixed) as collectors, evaluating(model), shown(progress) as show:
         done = 0
         show(0, len(sequences))
-        for batch in batches:
+        for batch in sequences.split(batch_size):
             # The decoder alone: logits over the vocabulary are not needed and would be the largest tensor of all.
             model.get_decoder()(input_ids=batch.to(model.device), use_cache=False)
             done += len(batch)
             show(done, len(sequences))
         layers = tuple(collector.finish() for collector in collectors)
-    return Calibration(layers, sequences.numel(), calibration_digest(model, sequences, sample_tokens))
+    weights = weights or weights_of(model)
+    digest = calibration_digest(model.config, weights, sequences, sample_tokens, model.dtype, mixed)
+    return Calibration(layers, sequences.numel(), digest, weights, mixed)
+
+
+@torch.no_grad()
+def layer_by_layer(
+    weights: LazyWeights,
+    config: PretrainedConfig,
+    sequences: Tensor,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    sampled: int,
+    batch_size: int = 8,
+    mixed: Mixed = "float32",
+    progress: ProgressFn | None = None,
+) -> Iterator[LayerStatistics]:
+    """The statistics that `calibrate` has of the checkpoint of `weights` in `dtype`, layer after layer, from disk.
+
+    One decoder layer and its sums are held at a time, and the hidden states of all sequences (`N T D` numbers).
+    `sampled`: sequences whose inputs are stored; `progress(done, total)` counts layers. Raises ValueError as
+    `calibrate` does, and for a checkpoint whose layers cannot stand alone (`layer_models.check_windows`).
+    """
+    geometry = geometry_of(config)
+    check_sequences(sequences, geometry)
+    streams = embed(weights, config, sequences, dtype, device, batch_size)
+    same = {"sample_tokens": sampled * sequences.shape[1], "batch_size": batch_size, "mixed": mixed}
+    with shown(progress, "layers") as show:
+        for layer in range(geometry.num_layers):
+            show(layer, geometry.num_layers)
+            window = open_window(weights, config, layer, streams, dtype, device)
+            yield calibrate(window, rows_of(streams), weights="a layer", progress=silent, **same).layers[0]
+            advance(window, streams, batch_size)
+            del window
+            gc.collect()  # a window and the hooks that feed it know each other
+        show(geometry.num_layers, geometry.num_layers)
 
 
 def cached_calibration(
@@ -82,48 +123,61 @@ def cached_calibration(
     sequences: Tensor,
     cache_dir: str | Path,
     *,
+    mixed: Mixed = "float32",
+    weights: str | None = None,
     progress: ProgressFn | None = None,
 ) -> Calibration:
-    """`calibrate`, kept under `cache_dir` by the digest of weights and tokens.
+    """`calibrate`, kept under `cache_dir` by the digest of all that it depends on (`attention.calibration.store`).
 
-    Files that are damaged or belong to another digest are made anew. Several processes may call it at once: each
-    writes the same content in one step. Raises as `calibrate` does, and OSError if the folder cannot be written.
+    Files that are damaged or belong to another digest are made anew. Several processes may call it at once. Raises as
+    `calibrate` does, and OSError if the folder cannot be written.
     """
-    geometry = geometry_of(model.config)
-    check_sequences(sequences, geometry, SAMPLE_TOKENS)
-    digest = calibration_digest(model, sequences, SAMPLE_TOKENS)
-    folder = Path(cache_dir) / f"calibration-{digest}"
-    if folder.exists():
-        try:
-            kept = Calibration.load(folder)
-            if kept.digest == digest:
-                return kept
-            print(f"{folder} holds calibration {kept.digest}, expected {digest}; calibrating again", file=sys.stderr)
-        except CalibrationError as error:
-            print(f"{error}: calibrating again", file=sys.stderr)
-    Path(cache_dir).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=cache_dir):  # a folder that cannot be written is better known before the pass
-        pass
-    made = calibrate(model, sequences, progress=progress)
-    made.save(folder)
-    return made
+    check_sequences(sequences, geometry_of(model.config), SAMPLE_TOKENS)
+    weights = weights or weights_of(model)
+    digest = calibration_digest(model.config, weights, sequences, SAMPLE_TOKENS, model.dtype, mixed)
+
+    def layers() -> Iterator[LayerStatistics]:
+        yield from calibrate(model, sequences, mixed=mixed, weights=weights, progress=progress).layers
+
+    folder = folder_of(cache_dir, digest)
+    return kept(folder, digest) or write(folder, layers(), sequences.numel(), digest, weights, mixed)
 
 
-def calibration_digest(model: PreTrainedModel, sequences: Tensor, sample_tokens: int) -> str:
-    """Digest of all that a calibration depends on: weights, config, tokens, settings. 16 hex digits.
+def weights_of(model: PreTrainedModel) -> str:
+    """Digest of all weights of a model in memory, 16 hex digits: what a checkpoint's files have is known without it."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, tensor in model.named_parameters():
+        _add(digest, name, tensor.detach())
+    return digest.hexdigest()
+
+
+def calibration_digest(
+    config: PretrainedConfig,
+    weights: str,
+    sequences: Tensor,
+    sample_tokens: int,
+    dtype: torch.dtype,
+    mixed: Mixed = "float32",
+) -> str:
+    """Digest of all that a calibration depends on: weights (their own digest), config, tokens, the dtype that the model
+    runs in, settings. 16 hex digits.
 
     The batch size is left out: it changes the result by rounding alone.
     """
     digest = hashlib.blake2b(digest_size=8)
-    config = {
-        k: v for k, v in model.config.to_diff_dict().items() if k not in ("transformers_version", "_name_or_path")
+    own = {
+        k: v for k, v in config.to_diff_dict().items() if k not in ("transformers_version", "_name_or_path", "dtype")
     }
-    settings = {"sample_tokens": sample_tokens, "shape": list(sequences.shape), "config": config}
+    made = {"sample_tokens": sample_tokens, "mixed": mixed, "dtype": str(dtype), "weights": weights}
+    settings = made | {"shape": list(sequences.shape), "config": own}
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
-    for name, tensor in (*model.named_parameters(), ("tokens", sequences.long())):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    _add(digest, "tokens", sequences.long())
     return digest.hexdigest()
+
+
+def _add(digest: Any, name: str, tensor: Tensor) -> None:
+    digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+    digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def check_sequences(sequences: Tensor, geometry: HeadGeometry, sample_tokens: int = 0) -> None:
@@ -148,12 +202,12 @@ def check_sequences(sequences: Tensor, geometry: HeadGeometry, sample_tokens: in
 
 
 @contextmanager
-def _shown(progress: ProgressFn | None) -> Iterator[ProgressFn]:
+def shown(progress: ProgressFn | None, what: str = "sequences") -> Iterator[ProgressFn]:
     """The given callback, or a line on stderr with the time left."""
     if progress is not None:
         yield progress
         return
-    columns = (TextColumn("calibrating"), BarColumn(), MofNCompleteColumn(), TextColumn("sequences"))
+    columns = (TextColumn("calibrating"), BarColumn(), MofNCompleteColumn(), TextColumn(what))
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task("calibrating", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,7 +1,7 @@
 """What the calibration pass reads from a running model, and how it gets in and out of it.
 
 Legend: B sequences a batch, T tokens, S tokens attended to, H query heads, d head dim, D model dim, e = D + 1 (the
-constant of the biases appended).
+constant of the biases appended); b, t: a slice of the sequences and of their tokens.
 """
 
 from __future__ import annotations
@@ -16,27 +16,34 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from attention.calibration.moments import LayerStatistics
+from attention.calibration.sizes import Mixed, matrices, mixed_dtype
 from attention.families import families, family_of
 from attention.geometry import HeadGeometry
-from attention.heads import LayerHeads
 from attention.modeling.running import entering
 
 NAME = "headfold_calibration"
+SLICE_BYTES = 128 * 2**20
+"""Of the attention weights in float32 that are held at a time: those of one head, of some sequences or some tokens."""
 
 _collectors: dict[nn.Module, Collector] = {}
 
 
 class Collector:
-    """Sums of one layer. `see_call` and `see_attention` are called by the model as it runs."""
+    """Sums of one layer, on `device`. `see_call` and `see_attention` are called by the model as it runs."""
 
-    def __init__(self, module: nn.Module, geometry: HeadGeometry, heads: LayerHeads, sampled: int) -> None:
-        wide = geometry.hidden_size + 1
-        self.num_heads, self.sampled, self.tokens = geometry.num_heads, sampled, 0
-        self.heads = heads
-        self.norm = getattr(module, families()[geometry.family].query_norm) if geometry.qk_norm else None
-        self.input_sum = torch.zeros(wide, wide, dtype=torch.float64)
-        self.mixed_sum = torch.zeros(geometry.num_heads, wide, wide)
-        self.query_sum = torch.zeros(geometry.num_heads, geometry.head_dim, geometry.head_dim, dtype=torch.float64)
+    def __init__(
+        self, module: nn.Module, geometry: HeadGeometry, sampled: int, mixed: Mixed, device: torch.device
+    ) -> None:
+        family, wide, dim = families()[geometry.family], geometry.hidden_size + 1, geometry.head_dim
+        heads = family.read(module, geometry)
+        self.q_HdD = heads.q.float()
+        self.q_bias_Hd = None if heads.q_bias is None else heads.q_bias.float()
+        self.norm = getattr(module, family.query_norm) if geometry.qk_norm else None
+        self.num_heads, self.sampled, self.mixed, self.tokens = geometry.num_heads, sampled, mixed, 0
+        double: dict[str, Any] = {"dtype": torch.float64, "device": device}
+        self.input_sum = torch.zeros(wide, wide, **double)
+        self.mixed_sum = torch.zeros(matrices(geometry, mixed), wide, wide, device=device)
+        self.query_sum = torch.zeros(geometry.num_heads, dim, dim, **double)
         self.samples: list[Tensor] = []
         self.x_BTe: Tensor | None = None
 
@@ -47,38 +54,42 @@ class Collector:
         self.x_BTe = torch.cat([x_BTD, x_BTD.new_ones(*x_BTD.shape[:2], 1)], dim=-1)
         flat = self.x_BTe.flatten(0, 1)
         self.tokens += len(flat)
-        self.input_sum += (flat.T @ flat).cpu()
+        self.input_sum += (flat.T @ flat).to(self.input_sum.device)
         for head, query in enumerate(self.queries(x_BTD)):
-            self.query_sum[head] += (query.T @ query).cpu()
+            self.query_sum[head] += (query.T @ query).to(self.query_sum.device)
 
     def queries(self, x_BTD: Tensor) -> Iterator[Tensor]:
         """Queries of each head before RoPE, `[BT, d]` float32."""
         for head in range(self.num_heads):
-            query = x_BTD.flatten(0, 1) @ self.heads.q[head].T
-            if self.heads.q_bias is not None:
-                query = query + self.heads.q_bias[head]
+            query = x_BTD.flatten(0, 1) @ self.q_HdD[head].T
+            if self.q_bias_Hd is not None:
+                query = query + self.q_bias_Hd[head]
             if self.norm is not None:
                 query = self.norm(query.to(self.norm.weight.dtype)).float()
             yield query
 
-    def see_attention(self, weights_BHTS: Tensor) -> None:
-        """Moments of the mixed inputs, one head at a time."""
+    def see_attention(self, head: int, sequences: slice, weights_btS: Tensor) -> None:
+        """Moments of the mixed inputs of one head, for some `sequences` of the batch and some of their tokens."""
         if self.x_BTe is None:
             raise RuntimeError("attention ran before its input was seen; this model calls its layers in a way unknown")
-        for head in range(self.num_heads):
-            # The rows of the weights sum to 1, so the appended constant stays 1.
-            mixed = (weights_BHTS[:, head] @ self.x_BTe).flatten(0, 1)
-            self.mixed_sum[head] += (mixed.T @ mixed).cpu()
+        # The rows of the weights sum to 1, so the appended constant stays 1.
+        mixed = (weights_btS @ self.x_BTe[sequences]).flatten(0, 1)
+        self.mixed_sum[head * len(self.mixed_sum) // self.num_heads] += (mixed.T @ mixed).to(self.mixed_sum.device)
+
+    def end_call(self) -> None:
+        """The attention has seen all heads: nothing of the batch is held between layers."""
         self.x_BTe = None
 
     def finish(self) -> LayerStatistics:
-        empty = torch.zeros(0, 0, self.heads.hidden_size)
+        """The means, on the CPU."""
+        heads_a_matrix = self.num_heads // len(self.mixed_sum)
+        mixed = self.mixed_sum.div_(self.tokens * heads_a_matrix)
         return LayerStatistics(
             tokens=self.tokens,
-            input_moment=self.input_sum / self.tokens,
-            mixed_moment=self.mixed_sum.div_(self.tokens),
-            query_moment=self.query_sum / self.tokens,
-            inputs=torch.cat(self.samples) if self.samples else empty,
+            input_moment=(self.input_sum / self.tokens).cpu(),
+            mixed_moment=mixed.to(mixed_dtype(self.mixed)).cpu(),
+            query_moment=(self.query_sum / self.tokens).cpu(),
+            inputs=torch.cat(self.samples) if self.samples else torch.zeros(0, 0, self.q_HdD.shape[2]),
         )
 
 
@@ -94,16 +105,33 @@ def calibration_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: plain attention, whose weights the module's collector sees.
 
-    query `[B, H, T, d]`, key and value of as many heads as the checkpoint keeps, additive mask `[B, 1, T, T]`.
+    query `[B, H, T, d]`, key and value of as many heads as the checkpoint keeps, additive mask `[B, 1, T, S]`. The
+    weights of all heads would be the largest tensor by far: `SLICE_BYTES` of them exist at a time.
     """
     key, value = (_to_query_heads(module, states, name) for states, name in ((key, "key_map"), (value, "value_map")))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = (query @ key.transpose(-1, -2)).float() * scale
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    weights = scores.softmax(-1)
-    _collectors[module].see_attention(weights)
-    return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous(), None
+    count, heads, length, _ = query.shape
+    output_BTHd = value.new_empty(count, length, heads, value.shape[-1])
+    collector = _collectors[module]
+    for head in range(heads):
+        for b, t in _slices(count, length, key.shape[2]):
+            scores = (query[b, head, t] @ key[b, head].transpose(-1, -2)).float() * scale
+            if attention_mask is not None:
+                scores = scores + attention_mask[b, 0, t]
+            weights = scores.softmax(-1)
+            collector.see_attention(head, b, weights)
+            output_BTHd[b, t, head] = weights.to(value.dtype) @ value[b, head]
+    collector.end_call()
+    return output_BTHd, None
+
+
+def _slices(count: int, length: int, keys: int) -> Iterator[tuple[slice, slice]]:
+    """Sequences and query tokens whose attention weights are held at a time: whole sequences where they fit."""
+    tokens = max(1, SLICE_BYTES // (4 * keys))
+    sequences = max(1, tokens // length)
+    for first in range(0, count, sequences):
+        for start in range(0, length, tokens):
+            yield slice(first, first + sequences), slice(start, start + tokens)
 
 
 def _to_query_heads(module: nn.Module, states: Tensor, name: str) -> Tensor:
@@ -122,16 +150,18 @@ AttentionMaskInterface.register(NAME, eager_mask)
 
 
 @contextmanager
-def collecting(model: PreTrainedModel, geometry: HeadGeometry, sampled: int) -> Iterator[list[Collector]]:
-    """Hooks and our attention function in place; both gone afterwards, also after an error."""
-    family = family_of(model.config)
-    modules = list(family.attention_modules(model))
+def collecting(model: PreTrainedModel, geometry: HeadGeometry, sampled: int, mixed: Mixed) -> Iterator[list[Collector]]:
+    """Hooks and our attention function in place; both gone afterwards, also after an error.
+
+    The sums of a single layer stay on its device; those of several would be more than a GPU has.
+    """
+    modules = list(family_of(model.config).attention_modules(model))
     before = str(model.config._attn_implementation)
+    device = model.device if len(modules) == 1 else torch.device("cpu")
     handles, collectors = [], []
     try:
         for module in modules:
-            heads = family.read(module, geometry).to(torch.float32)
-            collectors.append(Collector(module, geometry, heads, sampled))
+            collectors.append(Collector(module, geometry, sampled, mixed, device))
             _collectors[module] = collectors[-1]
             handles.append(module.register_forward_pre_hook(collectors[-1].see_call, with_kwargs=True))
         model.set_attn_implementation(NAME)

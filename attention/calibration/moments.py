@@ -8,26 +8,15 @@ without another pass over the tokens. Results lie on the device of the heads.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from attention.heads import LayerHeads
-from attention.io.files import sha256, write_whole, written_whole
 
-TENSORS, META, FORMAT = "calibration.safetensors", "calibration.json", 1
 STATISTICS = ("input_moment", "mixed_moment", "query_moment", "inputs")
-
-
-class CalibrationError(ValueError):
-    """Calibration files that are missing, damaged or of another format."""
 
 
 def augmented(weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -46,10 +35,10 @@ def _gram(rows_Hde: Tensor, moment_ee: Tensor) -> Tensor:
 class LayerStatistics:
     """Statistics of one layer over `tokens` tokens.
 
-    input_moment `[D+1, D+1]` float64: mean of x~ x~^T. mixed_moment `[H, D+1, D+1]` float32: the same of what the
-    values of head h really see, [sum_s a_hts x_s; 1] with its attention weights a. query_moment `[H, d, d]` float64:
-    mean of q q^T before RoPE, after bias and query norm. inputs `[S, T, D]` float32: x of the first sequences, in
-    corpus order.
+    input_moment `[D+1, D+1]` float64: mean of x~ x~^T. mixed_moment `[M, D+1, D+1]`: the same of what the values of
+    head h really see, [sum_s a_hts x_s; 1] with its attention weights a; one for each head in float32, or as
+    `attention.calibration.sizes.MIXED` says, that of head h at h * M // H. query_moment `[H, d, d]` float64: mean of
+    q q^T before RoPE, after bias and query norm. inputs `[S, T, D]` float32: x of the first sequences, in corpus order.
     """
 
     tokens: int
@@ -93,67 +82,34 @@ class LayerStatistics:
         """
         rows = augmented(heads.v, heads.v_bias)
         rows = rows if members is None else rows[list(members)]
-        which = range(len(self.mixed_moment)) if under is None else under
+        which = range(heads.num_heads) if under is None else under
         grams = rows.new_empty(len(which), len(rows), len(rows), rows.shape[1], rows.shape[1])
         for gram, head in zip(grams, which, strict=True):
-            gram.copy_(_gram(rows, self.mixed_moment[head]))
+            gram.copy_(_gram(rows, self.mixed_moment[self._place(head, heads)]))
         return grams
 
     def mixed_value_mean(self, heads: LayerHeads) -> Tensor:
         """`[H, G, d]` float64: mean of u_hi (see `mixed_value_gram`)."""
         rows = augmented(heads.v, heads.v_bias)
-        return torch.einsum("gde,he->hgd", rows, self.mixed_moment[:, :, -1].to(rows))
+        means = self.mixed_moment[:, :, -1].to(rows)
+        means = means[[self._place(head, heads) for head in range(heads.num_heads)]]
+        return torch.einsum("gde,he->hgd", rows, means)
+
+    def _place(self, head: int, heads: LayerHeads) -> int:
+        """Where the mixed moment of a query head is."""
+        return head * len(self.mixed_moment) // heads.num_heads
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """Statistics of all layers. `digest` names the content: the weights, the tokens and the settings they came from."""
+def merged(parts: Sequence[LayerStatistics]) -> LayerStatistics:
+    """The statistics of one layer over all tokens from those over some each, in the order of the corpus."""
+    tokens = sum(part.tokens for part in parts)
 
-    layers: tuple[LayerStatistics, ...]
-    tokens: int
-    digest: str
+    def mean(name: str) -> Tensor:
+        total = torch.zeros_like(getattr(parts[0], name))
+        for part in parts:
+            total.add_(getattr(part, name), alpha=part.tokens / tokens)
+        return total
 
-    def save(self, directory: str | Path) -> None:
-        """Write `calibration.safetensors` and then `calibration.json`, each in one step; `load` refuses the two of
-        different calibrations, which a kill between them leaves.
-
-        Raises OSError if `directory` cannot be written.
-        """
-        target = Path(directory)
-        tensors = {f"{i}.{name}": getattr(layer, name) for i, layer in enumerate(self.layers) for name in STATISTICS}
-        with written_whole(target / TENSORS) as fresh:
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, fresh)
-            checksum = sha256(fresh)
-        meta = {
-            "format": FORMAT,
-            "digest": self.digest,
-            "tokens": self.tokens,
-            "layer_tokens": [layer.tokens for layer in self.layers],
-            "sha256": checksum,
-        }
-        write_whole(target / META, json.dumps(meta, indent=1))
-
-    @classmethod
-    def load(cls, directory: str | Path) -> Calibration:
-        """Inverse of `save`. Raises CalibrationError if files are missing, damaged or of another format."""
-        source = Path(directory)
-        try:
-            meta: dict[str, Any] = json.loads((source / META).read_text())
-            if meta.get("format") != FORMAT:
-                raise CalibrationError(
-                    f"{source}: expected format {FORMAT}, got {meta.get('format')!r}; calibrate again"
-                )
-            digest = sha256(source / TENSORS)
-            if digest != meta["sha256"]:
-                raise CalibrationError(
-                    f"{source / TENSORS}: expected SHA-256 {meta['sha256'][:16]}..., got {digest[:16]}...; "
-                    "the file is damaged: delete the folder and calibrate again"
-                )
-            tensors = load_file(source / TENSORS)
-            layers = tuple(
-                LayerStatistics(tokens, **{name: tensors[f"{index}.{name}"] for name in STATISTICS})
-                for index, tokens in enumerate(meta["layer_tokens"])
-            )
-        except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
-            raise CalibrationError(f"{source} holds no readable calibration ({error}); calibrate again") from None
-        return cls(layers, meta["tokens"], meta["digest"])
+    sampled = [part.inputs for part in parts if part.inputs.numel()] or [parts[0].inputs]
+    moments = {name: mean(name) for name in STATISTICS if name != "inputs"}
+    return LayerStatistics(tokens, **moments, inputs=torch.cat(sampled))

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from attention.axes import ALIGNMENT, FUSION, Part
-from attention.calibration.moments import Calibration
+from attention.calibration.store import Calibration
 from attention.families import family_of, geometry_of
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads

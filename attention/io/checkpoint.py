@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from attention.families import family_of, geometry_of
 from attention.io import weights
-from attention.io.files import honour_umask, sha256
+from attention.io.files import honour_umask, sha256, write_whole
 from attention.io.replacing import DIGESTS, digests, parents_made, recover, resolved, swap, unused
 from attention.io.sources import CheckpointError, only_cached
 from attention.io.stock_files import put_tokenizer, write_both_forms
@@ -238,12 +238,24 @@ def load_config(source: str | Path, *, trust_remote_code: bool = False) -> Any:
         ) from None
 
 
-def weights_digest(folder: str | Path) -> str:
-    """SHA-256 over the names and bytes of the safetensors files of a checkpoint folder, first 16 hex digits."""
+def weights_digest(folder: str | Path, cache_dir: str | Path | None = None) -> str:
+    """SHA-256 over the names and bytes of the safetensors files of a checkpoint folder, first 16 hex digits.
+
+    With `cache_dir` it is kept there, and the files are read again only when the size or time of one has changed.
+    """
+    files = sorted(Path(folder).glob("*.safetensors"))
+    note = None
+    if cache_dir is not None:
+        stamps = [[str(p.absolute()), p.stat().st_size, p.stat().st_mtime_ns] for p in files]
+        note = Path(cache_dir) / f"weights-{hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:24]}.txt"
+        if note.is_file():
+            return note.read_text(encoding="utf-8").strip()
     digest = hashlib.sha256()
-    for path in sorted(Path(folder).glob("*.safetensors")):
+    for path in files:
         digest.update(path.name.encode())
         with path.open("rb") as stream:
             while block := stream.read(1 << 20):
                 digest.update(block)
+    if note is not None:
+        write_whole(note, digest.hexdigest()[:16] + "\n")
     return digest.hexdigest()[:16]

@@ -53,7 +53,7 @@ class SearchPhase:
     def file(self, cache: str | Path) -> Path:
         """Where the distances lie, or will."""
         local = Path(self.model).is_dir()
-        weights = checkpoint.weights_digest(self.model) if local else self.model
+        weights = checkpoint.weights_digest(self.model, cache) if local else self.model
         parts = [weights, Path(self.train_file).name, self.settings, self.steps, self.rate, self.seed]
         digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
         return Path(cache) / f"fusion-distances-{digest}.safetensors"

@@ -21,12 +21,14 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from attention.calibration.collecting import SLICE_BYTES
+from attention.calibration.sizes import Mixed, layer_bytes
 from attention.families import family_of, geometry_of
 from attention.geometry import HeadGeometry
 from attention.io.layer_models import empty, layer_prefix, window_config
 from attention.ratios import own_heads
 from orchestrator.conversion import loading
-from orchestrator.conversion.limits import LOGIT_BYTES, batch_size, check_layerwise
+from orchestrator.conversion.one_layer import LOGIT_BYTES, batch_size, check_layerwise
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.storage.records import percent, unmet
 from search_spaces.planning.budgets import nearest_budget
@@ -95,7 +97,8 @@ class Estimate:
 @dataclass(frozen=True)
 class Conversion:
     """What is estimated: everything that the formulas read. `kv_ratio`: of the checkpoint's own KV cache; `dtype`: of
-    what is written, `working`: of what is computed in."""
+    what is written, `working`: of what is computed in; `mixed`: how the mixed moments are kept; `in_files`: whether the
+    statistics lie in files, of which a layer at a time is mapped."""
 
     config: PretrainedConfig
     recipe: Recipe
@@ -105,6 +108,8 @@ class Conversion:
     sequence_length: int
     dtype: torch.dtype
     working: torch.dtype = torch.float32
+    mixed: Mixed = "float32"
+    in_files: bool = False
 
     @property
     def geometry(self) -> HeadGeometry:
@@ -120,21 +125,19 @@ class Conversion:
         """Bytes of one layer's statistics."""
         if "statistics" not in self.recipe.needs:
             return 0
-        g = self.geometry
-        wide = (g.hidden_size + 1) ** 2
-        sample = FLOAT * g.hidden_size * min(self.used_tokens, 16_384)
-        return DOUBLE * wide + FLOAT * wide * g.num_heads + DOUBLE * g.num_heads * g.head_dim**2 + sample
+        return layer_bytes(self.geometry, self.used_tokens, self.mixed)
 
     def calibrating(self) -> int:
-        """Bytes of a calibration pass besides the statistics: float32 heads, one batch of weights and activations."""
+        """Bytes of a calibration pass besides the statistics: float32 queries, one batch of activations and of its
+        attention weights a slice."""
         if "statistics" not in self.recipe.needs:
             return 0
         g, length = self.geometry, self.sequence_length
         batch = batch_size(g.num_heads, length)
-        scores = 3 * FLOAT * batch * g.num_heads * length**2
+        scores = 3 * min(SLICE_BYTES, FLOAT * batch * length**2)
         # x~ and its mixture, and the product of either with itself before it is added
         wide = g.hidden_size + 1
-        return self.heads() + scores + FLOAT * (3 * batch * length * wide + wide**2)
+        return self.heads() // 4 + scores + FLOAT * (3 * batch * length * wide + wide**2)
 
     def heads(self) -> int:
         """Bytes of one layer's lifted heads in float32."""
@@ -228,7 +231,7 @@ def resident_peak(conversion: Conversion, size: Size, width: int) -> int:
     """Bytes that a conversion in memory holds at its largest stage, the process itself left out."""
     g, c = conversion.geometry, conversion
     model, layers = width * size.total, g.num_layers
-    lifted, statistics = layers * c.heads(), layers * c.statistics()
+    lifted, statistics = layers * c.heads(), c.statistics() * (1 if c.in_files else layers)
     logits = 8 * c.sequence_length * g.vocab_size * (3 * FLOAT + 2 * width)
     return max(
         model + statistics + c.calibrating(),

@@ -13,13 +13,16 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.calibration.calibration import cached_calibration, calibrate
+from attention.calibration.calibration import calibrate
+from attention.calibration.store import Calibration
 from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
 from attention.plan import AttentionPlan
 from attention.ratios import own_heads
 from orchestrator.conversion import loading
+from orchestrator.conversion.calibrating import checkpoint_calibration, chosen
 from orchestrator.conversion.dha_distances import NEED, measure
+from orchestrator.conversion.estimate import available_bytes
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.conversion.steps import planning_context, refine_with
 from search_spaces.planning.context import convert_with
@@ -80,25 +83,23 @@ class Source:
         what a user can mend.
         """
         request = ConversionRequest.check(model, recipe, kv_ratios, **settings)
-        chosen, phases, cache_dir = request.recipe, request.phases, request.cache_dir
+        needs, phases = request.recipe.needs, request.phases
         sequences, held_out = request.texts()
         original = request.load_model()
         calibration = None
-        if always_calibrate or "statistics" in chosen.needs:
+        if always_calibrate or "statistics" in needs:
             with phases("calibrate"):
-                calibration = (
-                    cached_calibration(original, sequences, cache_dir) if cache_dir else calibrate(original, sequences)
-                )
+                calibration = _calibration(request, original, sequences)
         with phases("evaluate"):
             loss = evaluate(original, held_out).loss
         distances = None
-        if NEED in chosen.needs:
+        if NEED in needs:
             print("measuring how far apart heads come to lie in training (dha's search phase)", file=sys.stderr)
             with phases("search phase"):
-                knobs = chosen.knobs("objective")
+                knobs = request.recipe.knobs("objective")
                 training = TrainSettings(zero_stage=0, batch_size=min(8, len(sequences)))
                 distances = measure(original, sequences, training, knobs["steps"], knobs["rate"], request.seed)
-        context = planning_context(original, calibration, sequences, cache_dir, distances)
+        context = planning_context(original, calibration, sequences, request.cache_dir, distances)
         return cls(request, original, sequences, held_out, context, loss)
 
     def at(
@@ -118,7 +119,17 @@ class Source:
             "eval_tokens": scored.tokens,
             **loading.cache_facts(converted, own_heads(request.geometry)),
         }
+        if self.context.calibration is not None:
+            measured["mixed_moments"] = self.context.calibration.mixed
         if out is not None:
             with phases("save"):
                 checkpoint.save(converted, out, request.model, record=request.note(), overwrite=overwrite)
         return request.record(plan, kv_ratio, self.sequences, measured, out) | {"seconds": dict(phases)}
+
+
+def _calibration(request: ConversionRequest, original: PreTrainedModel, sequences: Tensor) -> Calibration:
+    """In files where the request names a folder for them, and there a layer at a time; else all in memory."""
+    if request.cache_dir is not None:
+        own = {"dtype": request.dtype, "device": request.device}
+        return checkpoint_calibration(request.model, sequences, request.cache_dir, **own)
+    return calibrate(original, sequences, mixed=chosen(request.geometry, sequences.numel(), available_bytes()))

@@ -27,13 +27,11 @@ from attention.io import checkpoint
 from attention.io.layer_models import Head, LazyWeights, embed, stored_outer_names
 from attention.io.replacing import check_folder, parents_made
 from attention.io.shards import complete
-from attention.io.stock_files import GENERATION, TOKENIZER_FILES
-from attention.messages import reason
 from attention.modeling.modeling import headfold_config
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion.limits import batch_size, check_layerwise
-from orchestrator.conversion.one_layer import LayerwiseConversion, score
+from orchestrator.conversion.loading import local_folder
+from orchestrator.conversion.one_layer import LayerwiseConversion, batch_size, check_layerwise, score
 from orchestrator.conversion.progress import Stage, check_stage
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.storage.outputs import Interrupted
@@ -79,18 +77,6 @@ def convert_layerwise(
 def stage_of(out: Path) -> Path:
     """Where a conversion to `out` is kept until it is complete."""
     return out.with_name(f".{out.name}.layerwise")
-
-
-def local_folder(model: str) -> Path:
-    """The folder of a checkpoint; a hub name is downloaded first. Raises ConfigError if that fails."""
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", *TOKENIZER_FILES, GENERATION]))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model: {model!r} cannot be fetched: {reason(error)}") from None
 
 
 @dataclass(frozen=True)

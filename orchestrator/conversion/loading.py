@@ -20,7 +20,9 @@ from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from attention.io.dtype_names import SHORT, full_name
 from attention.io.precision import DTYPES, DtypeError, own_dtype
+from attention.io.stock_files import GENERATION, TOKENIZER_FILES
 from attention.io.weights import check, check_finite
+from attention.messages import reason
 from attention.modeling.modeling import check_fits, plan_of, plan_of_config
 from attention.ratios import own_heads, ratio_of
 from orchestrator.config.schema import ConfigError
@@ -132,6 +134,18 @@ def geometry_of(
             f"sequence_length: got {sequence_length}, but {path!r} takes at most {geometry.max_positions} positions"
         )
     return geometry
+
+
+def local_folder(model: str) -> Path:
+    """The folder of a checkpoint; a hub name is downloaded first. Raises ConfigError if that fails."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", *TOKENIZER_FILES, GENERATION]))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: {model!r} cannot be fetched: {reason(error)}") from None
 
 
 def check_own_cache(config: PretrainedConfig, geometry: HeadGeometry, path: str, key: str) -> None:

@@ -1,4 +1,5 @@
-"""One layer of a conversion layer by layer: calibrate, plan, convert, refine, and carry the streams on.
+"""One layer of a conversion layer by layer: calibrate, plan, convert, refine, and carry the streams on. Which recipes
+and checkpoints can be converted so, and how many sequences at once.
 
 Legend: N sequences of T tokens, the first C of them for calibration, the others for the held-out loss; D model dim.
 
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from attention.calibration.calibration import calibrate, silent
@@ -25,6 +26,7 @@ from attention.io.layer_models import (
     Head,
     LazyWeights,
     advance,
+    check_windows,
     feed,
     layer_prefix,
     of_layer,
@@ -34,14 +36,46 @@ from attention.io.layer_models import (
 from attention.io.precision import cast_weights, round_weights
 from attention.modeling.grouped import cache_bytes
 from attention.plan import AttentionPlan, LayerPlan
+from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
-from orchestrator.conversion.limits import LOGIT_BYTES
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.conversion.steps import refine_with
 from search_spaces.allocation.problem import Counts
+from search_spaces.planning.budgets import LOOKS_AT_WEIGHTS
 from search_spaces.planning.context import convert_with
 from search_spaces.planning.planning import PlanningContext, plan_layer
+from search_spaces.recipes.recipe import Recipe
 from trainers.losses import kl, language_modelling
+
+LOGIT_BYTES = 32 * 2**20  # of the float32 logits of one batch
+BATCH, ATTENTION_BYTES = 8, 128 * 2**20  # sequences run at once; less if their attention weights would take more
+
+
+def check_layerwise(recipe: Recipe, config: PretrainedConfig) -> None:
+    """Raise ConfigError saying which setting to change if a conversion by `recipe` needs more than one layer at once,
+    and ValueError for a checkpoint whose layers cannot stand alone."""
+    check_windows(config)
+    parts, wrong = recipe.parts(), []
+    if parts["allocation"].needs & LOOKS_AT_WEIGHTS:
+        wrong.append(("allocation", "looks at all layers before any gets its heads", "uniform"))
+    if recipe.objective is not None and parts["objective"].needs & {"measure", "fusion_distances"}:
+        wrong.append(("objective", "runs the whole model", "least_squares"))
+    if recipe.sharing != "none":
+        wrong.append(("sharing", "compares the heads of all layers", "none"))
+    if recipe.composition != "none":
+        wrong.append(("composition", "is for a training, which holds the whole model", "none"))
+    if wrong:
+        why = ", ".join(f"{axis}={getattr(recipe, axis)} {reason}" for axis, reason, _ in wrong)
+        instead = " ".join(f"--set {axis}={other}" for axis, _, other in wrong)
+        raise ConfigError(
+            f"recipe {recipe.name} cannot be converted layer by layer: {why}. Add {instead}, or take another recipe "
+            "(headfold_gqa, least_squares, align, asymgqa, gqa), or convert in memory: --no-layerwise"
+        )
+
+
+def batch_size(num_heads: int, length: int) -> int:
+    """Sequences of `length` tokens that are run at once."""
+    return min(BATCH, max(1, ATTENTION_BYTES // (4 * num_heads * length**2)))
 
 
 @dataclass(frozen=True)

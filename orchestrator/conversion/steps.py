@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from attention.axes import ALIGNMENT
-from attention.calibration.moments import Calibration
+from attention.calibration.store import Calibration
 from attention.conversion import conversion
 from attention.conversion.refinement.refine import LayerFit, refine
 from attention.families import geometry_of

@@ -23,12 +23,14 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from attention.calibration.sizes import layer_bytes, most_exact
 from attention.families import geometry_of
 from attention.io import checkpoint
 from attention.io.precision import DTYPES
 from orchestrator.cluster.session import Demand, concurrency
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.conversion import loading
+from orchestrator.conversion.calibrating import FREE_SHARE
 from orchestrator.conversion.estimate import (
     SPARE,
     Conversion,
@@ -125,9 +127,10 @@ def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, a
     work = Work.of(config, problem)
     written, working = _dtypes(config)
     tokens = (config.data.calibration.tokens, config.data.eval.tokens, config.data.sequence_length)
-    conversions = [
-        Conversion(model_config, c.recipe, c.kv_ratio, *tokens, written, working=working) for c in problem.named
-    ]
+    free = _free(storage)
+    mixed = most_exact(geometry, tokens[0], FREE_SHARE * (free or math.inf))
+    kept: dict[str, Any] = {"working": working, "mixed": mixed, "in_files": True}
+    conversions = [Conversion(model_config, c.recipe, c.kv_ratio, *tokens, written, **kept) for c in problem.named]
     # A trial's own process: its largest conversion, libraries included
     driver = PROCESS + max(resident_peak(c, size, working.itemsize) for c in conversions)
     worker = worker_bytes(model_config, size, train, config)
@@ -142,7 +145,8 @@ def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, a
         hours = (training / train.num_workers + driving) / parallel
         if resources.price_per_hour is not None:
             price = resources.price_per_hour * (gpu if train.gpus_per_worker else cpu)
-    disk, free = disk_bytes(size, config, work), _free(storage)
+    statistics = geometry.num_layers * layer_bytes(geometry, tokens[0], mixed)
+    disk = disk_bytes(size, config, work) + statistics
     held = parallel * (driver + train.num_workers * worker)
     memory = available_bytes() if alone else 0
     warnings = []

@@ -16,7 +16,6 @@ import ray
 import torch
 from ray.exceptions import RayError
 
-from attention.calibration.calibration import cached_calibration
 from attention.io import checkpoint
 from attention.io.precision import cast_weights
 from attention.ratios import own_heads
@@ -24,6 +23,7 @@ from orchestrator.cluster.session import capacity
 from orchestrator.cluster.tasks import on_cluster
 from orchestrator.config.schema import SearchConfig
 from orchestrator.conversion import dha_distances, loading
+from orchestrator.conversion.calibrating import Workers, checkpoint_calibration
 from orchestrator.conversion.steps import planning_context
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.trial import TrialContext, shared_parts
@@ -59,20 +59,24 @@ def prepare_original(config: SearchConfig, prepared: Prepared, folder: SearchFol
     path = locate_model(config.model.path, folder)
     device = "cuda" if config.resources.trial_gpus else "cpu"
     dtype = loading.written_dtype(path, config.model.dtype)
-    record = on_cluster(config, "original model", measure_original, path, dtype, device, prepared)
+    workers = calibration_workers(config)
+    record = on_cluster(config, "original model", measure_original, path, dtype, device, prepared, workers)
     write_json(folder.original, record)
     size = f"{record['kv_bytes_per_token']} KV bytes a token"
     print(f"original model: held-out loss {record['loss']:.3f} nats a token, {size}", flush=True)
     return record
 
 
-def measure_original(path: str, dtype: str, device: str, prepared: Prepared) -> dict[str, Any]:
+def measure_original(path: str, dtype: str, device: str, prepared: Prepared, workers: Workers | None) -> dict[str, Any]:
     """What is known of the original model; leaves its calibration in the cache."""
     started = time.perf_counter()
     model = loading.load_working(path, dtype, device)
     scored = evaluate(model, read_sequences(prepared.files["eval"]))
     tokens = read_sequences(prepared.files["calibration"])
-    calibration = cached_calibration(model, tokens, prepared.cache / "calibration")
+    cache = prepared.cache / "calibration"
+    weights = checkpoint.weights_digest(loading.local_folder(path), cache)
+    own: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights, "workers": workers}
+    calibration = checkpoint_calibration(path, tokens, cache, **own)
     cast_weights(model, loading.dtype_of(dtype))  # bytes are those of what is written
     return {
         "model": path,
@@ -81,7 +85,8 @@ def measure_original(path: str, dtype: str, device: str, prepared: Prepared) -> 
         "eval_tokens": scored.tokens,
         "family": prepared.geometry.family,
         **loading.cache_facts(model, own_heads(prepared.geometry)),
-        "digests": {"weights": checkpoint.weights_digest(path), "calibration": calibration.digest},
+        "digests": {"weights": weights, "calibration": calibration.digest},
+        "mixed_moments": calibration.mixed,
         "seconds": time.perf_counter() - started,
     }
 
@@ -112,6 +117,8 @@ def trial_context(
         dtype=loading.written_dtype(original["model"], config.model.dtype),
         **{f"{split}_file": str(file) for split, file in prepared.files.items()},
         calibration_cache=str(prepared.cache / "calibration"),
+        weights=original.get("digests", {}).get("weights"),
+        mixed_moments=original.get("mixed_moments"),
         rungs=tuple(config.rungs.steps),
         train=config.train.model_dump(mode="json"),
         original_loss=original["loss"],
@@ -124,8 +131,7 @@ def head_similarities(context: TrialContext, recipe: Recipe) -> dict[tuple[int, 
     """The recipe's similarity of the stored KV heads, `[U, U]`, by (layer, side): for a searcher of plans."""
     model = loading.load_working(context.model, context.dtype, context.device)
     tokens = read_sequences(context.calibration_file)
-    calibration = cached_calibration(model, tokens, context.calibration_cache)
-    planning = planning_context(model, calibration, tokens, None)
+    planning = planning_context(model, context.calibration(tokens), tokens, None)
     layers = range(planning.geometry.num_layers)
     return {(layer, side): planning.similarity(recipe, layer, side) for layer in layers for side in SIDES}
 
@@ -145,18 +151,28 @@ def run_search_phases(config: SearchConfig, prepared: Prepared, context: TrialCo
 # the file that trials read (`search_spaces.planning.curves`); what is there already is not measured again.
 
 SEVERAL = 4
-"""Workers from which on their start is worth it."""
+"""Workers from which on their start is worth it; two are enough where they are GPUs."""
 CurveTask = tuple[Candidate, int]
 """A candidate, and the layer of which the loss increases are measured that its plan rests on."""
+
+
+def slots_of(config: SearchConfig) -> int:
+    """Tasks of one trial's CPUs and GPUs that the cluster has room for."""
+    cpus, gpus, have = config.train.cpus_per_worker, config.resources.trial_gpus, capacity()
+    return int(min(have["CPU"] // cpus, have["GPU"] // gpus if gpus else math.inf))
+
+
+def calibration_workers(config: SearchConfig) -> Workers | None:
+    """Tasks that share the calibration, where there is room for several; None where one process makes it."""
+    cpus, gpus, slots = config.train.cpus_per_worker, config.resources.trial_gpus, slots_of(config)
+    return Workers(slots, cpus, gpus) if slots >= (2 if gpus else SEVERAL) else None
 
 
 def measure_increases(config: SearchConfig, prepared: Prepared, context: TrialContext) -> None:
     """The loss increases that plans of named candidates rest on, if several workers can share the measuring; if not,
     the first trial that needs them measures them."""
     cpus, gpus = config.train.cpus_per_worker, config.resources.trial_gpus
-    have = capacity()
-    slots = min(have["CPU"] // cpus, have["GPU"] // gpus if gpus else math.inf)
-    if slots >= SEVERAL:
+    if slots_of(config) >= SEVERAL:
         measure_on_workers(curve_tasks(prepared.problem.named, prepared.geometry.num_layers), context, cpus, gpus)
 
 

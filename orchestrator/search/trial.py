@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from attention.calibration.calibration import Calibration, cached_calibration
+from attention.calibration.sizes import Mixed
+from attention.calibration.store import Calibration
 from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
 from attention.plan import AttentionPlan
@@ -26,6 +27,7 @@ from attention.ratios import own_heads
 from orchestrator.cluster.pool_client import train
 from orchestrator.cluster.session import ray_train_intervals
 from orchestrator.conversion import dha_distances, loading
+from orchestrator.conversion.calibrating import checkpoint_calibration
 from orchestrator.conversion.in_memory import plan_and_convert
 from orchestrator.conversion.steps import planning_context, relaxation_start
 from orchestrator.search.candidates import Candidate
@@ -49,7 +51,7 @@ relaxation does not start from, and what it would go on to train (`orchestrator.
 @dataclass(frozen=True)
 class TrialContext:
     """What all trials of a search share; plain values, paths absolute and visible to every node. `dtype`: of what is
-    written and counted."""
+    written and counted; `weights`: digest of the original model's; `mixed_moments`: how its statistics are kept."""
 
     folder: str
     model: str
@@ -64,7 +66,15 @@ class TrialContext:
     device: str = "cpu"
     teacher: str | None = None
     promotion_file: str | None = None  # the promotion's own training text
+    weights: str | None = None
+    mixed_moments: Mixed | None = None
     pool: str | None = None  # name of the worker pool; None: every training starts workers of its own
+
+    def calibration(self, tokens: Tensor) -> Calibration:
+        """The original model's statistics over calibration `tokens` `[N, T]`, from the search's cache."""
+        known: dict[str, Any] = {"weights": self.weights, "mixed": self.mixed_moments}
+        own = {"dtype": self.dtype, "device": self.device}
+        return checkpoint_calibration(self.model, tokens, self.calibration_cache, **own, **known)
 
     def search_phase(self, candidate: Candidate) -> dha_distances.SearchPhase | None:
         """DHA's search phase that a candidate's plan rests on; None if it needs none."""
@@ -247,8 +257,7 @@ def shared_parts(context: TrialContext) -> tuple[PreTrainedModel, Calibration, T
     it said of them: read once a process, trials reuse it."""
     original = loading.load_working(context.model, context.dtype, context.device)
     tokens = read_sequences(context.calibration_file)
-    calibration = cached_calibration(original, tokens, context.calibration_cache)
-    return original, calibration, tokens, read_sequences(context.eval_file), CachedTeacher(original)
+    return original, context.calibration(tokens), tokens, read_sequences(context.eval_file), CachedTeacher(original)
 
 
 @lru_cache(maxsize=1)

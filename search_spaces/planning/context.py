@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.calibration.moments import Calibration
+from attention.calibration.store import Calibration
 from attention.conversion.conversion import convert
 from attention.conversion.refinement.local import FIT_BATCH, FIT_RATE, FIT_TOKENS, LayerTask, fit_module
 from attention.conversion.refinement.refine import refine

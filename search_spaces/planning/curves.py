@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attention.calibration.calibration import calibration_digest
+from attention.calibration.calibration import calibration_digest, weights_of
 from attention.io.files import write_whole
 from search_spaces.partitions import Partition
 from search_spaces.planning.context import PlanningContext
@@ -84,12 +84,16 @@ def curve_name(recipe: Recipe, context: PlanningContext, knobs: dict[str, int], 
 
     `knobs` are those of the measurement; `seed_of` stands for the random generator of the grouping.
     """
-    is_measured = context.model is not None and context.sequences is not None
+    measured_on = None
+    if context.model is not None and context.sequences is not None:
+        # Known where there is a calibration: to hash a large model takes longer than to plan it.
+        weights = context.calibration.weights if context.calibration else weights_of(context.model)
+        measured_on = calibration_digest(context.model.config, weights, context.sequences, 0, context.model.dtype)
     record = {
         "axes": {axis: [getattr(recipe, axis), recipe.knobs(axis)] for axis in DECIDES},
         "by": [recipe.together, recipe.by],
         "calibration": None if context.calibration is None else context.calibration.digest,
-        "measured on": calibration_digest(context.model, context.sequences, 0) if is_measured else None,  # type: ignore[arg-type]
+        "measured on": measured_on,
         "knobs": knobs,
         "seed": seed_of,
     }

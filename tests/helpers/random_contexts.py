@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from measured_contexts import MeasuredContext
 
-from attention.calibration.moments import Calibration, LayerStatistics
+from attention.calibration.moments import LayerStatistics
+from attention.calibration.store import Calibration
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
 from attention.plan import AttentionPlan
@@ -42,7 +43,7 @@ def random_context(heads: int, stored: int, layers: int, *, dim: int = 3, width:
         """Falls with every head kept, later layers counting more."""
         return sum((i + 1) / layer.key_heads + 0.1 / layer.value_heads for i, layer in enumerate(plan.layers))
 
-    calibration = Calibration(tuple(statistics), 12, "random")
+    calibration = Calibration(tuple(statistics), 12, "random", "random")
     apart = normal(2, layers, heads, heads).abs().triu(1).double().numpy()
     distances = {side: matrix + matrix.swapaxes(1, 2) for side, matrix in zip(("key", "value"), apart, strict=True)}
     return MeasuredContext(geometry, lifted, calibration, measure=measure, fusion_distances=distances)

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attention.calibration.calibration import calibrate, silent
-from attention.calibration.moments import Calibration
+from attention.calibration.store import Calibration
 from trainers.text.data import load_sequences
 
 

@@ -20,7 +20,7 @@ import torch
 from arms import Corpus, best, fused_and_recovered, neighbours, recovered
 from transformers import PreTrainedModel
 
-from attention.calibration.moments import Calibration
+from attention.calibration.store import Calibration
 from attention.plan import AttentionPlan
 from orchestrator.conversion.steps import planning_context, relaxation_start
 from search_spaces.planning.context import convert_with

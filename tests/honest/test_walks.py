@@ -12,7 +12,7 @@ import pytest
 from arms import Corpus
 from transformers import PreTrainedModel
 
-from attention.calibration.moments import Calibration
+from attention.calibration.store import Calibration
 from orchestrator.conversion.steps import planning_context
 from search_spaces.planning.context import convert_with
 from search_spaces.planning.planning import make_plan

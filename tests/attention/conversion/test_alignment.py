@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from attention.axes import ALIGNMENT, Part
 from attention.calibration.calibration import calibrate, silent
-from attention.calibration.moments import Calibration, LayerStatistics
+from attention.calibration.moments import LayerStatistics
+from attention.calibration.store import Calibration
 from attention.conversion.alignment.generalised import align_group, rotate_keys, rotate_values
 from attention.conversion.alignment.grams import head_gram, pair_similarity
 from attention.conversion.alignment.rotations import procrustes, rotary_procrustes

@@ -15,9 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.calibration import calibration as calibration_module
-from attention.calibration import moments
-from attention.calibration.calibration import cached_calibration, calibrate, calibration_digest, silent
-from attention.calibration.moments import Calibration, CalibrationError, LayerStatistics
+from attention.calibration import store
+from attention.calibration.calibration import cached_calibration, calibrate, calibration_digest, silent, weights_of
+from attention.calibration.moments import LayerStatistics
+from attention.calibration.sizes import MIXED, Mixed, layer_bytes
+from attention.calibration.store import META, Calibration, CalibrationError
 from attention.conversion.conversion import convert
 from attention.families import family_of, geometry_of
 from attention.plan import AttentionPlan, LayerPlan
@@ -153,15 +155,13 @@ def test_the_model_is_left_as_it_was(tiny_model: Tiny, tiny_tokens: Tensor, monk
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_memory_is_what_the_docstring_says(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
-    model = tiny_model("llama")
+@pytest.mark.parametrize("mixed", MIXED)
+def test_the_size_is_the_one_that_is_estimated(mixed: Mixed, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    model = tiny_model("llama", num_key_value_heads=2)
     geometry = geometry_of(model.config)
-    result = calibrate(model, tiny_tokens, sample_tokens=96, progress=silent)
+    result = calibrate(model, tiny_tokens, sample_tokens=96, mixed=mixed, progress=silent)
     held = sum(t.untyped_storage().nbytes() for layer in result.layers for t in tensors(layer).values())
-    wide = (geometry.hidden_size + 1) ** 2
-    moments = 8 * wide + 4 * wide * geometry.num_heads
-    queries, inputs = 8 * geometry.num_heads * geometry.head_dim**2, 4 * geometry.hidden_size * 96
-    assert held == geometry.num_layers * (moments + queries + inputs)
+    assert held == geometry.num_layers * layer_bytes(geometry, 96, mixed)
 
 
 def test_progress_counts_sequences(tiny_model: Tiny, tiny_tokens: Tensor, capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,7 +199,7 @@ def test_a_failed_save_leaves_the_old_files(
         path.write_bytes(b"half a file")
         raise OSError("disk full")
 
-    monkeypatch.setattr(moments, "save_file", fail)
+    monkeypatch.setattr(store, "save_file", fail)
     with pytest.raises(OSError, match="disk full"):
         new.save(tmp_path / "c")
     assert Calibration.load(tmp_path / "c").digest == old.digest
@@ -209,7 +209,7 @@ def test_a_failed_save_leaves_the_old_files(
 @pytest.mark.parametrize("damage", ["flip", "cut", "meta", "format", "gone"])
 def test_damaged_files_are_refused_by_name(damage: str, tiny_model: Tiny, tiny_tokens: Tensor, tmp_path: Path) -> None:
     calibrate(tiny_model("llama"), tiny_tokens, progress=silent).save(tmp_path / "c")
-    weights, meta = tmp_path / "c" / moments.TENSORS, tmp_path / "c" / moments.META
+    weights, meta = tmp_path / "c" / "layer-0001.safetensors", tmp_path / "c" / META
     content = bytearray(weights.read_bytes())
     if damage == "flip":
         content[-5] ^= 1
@@ -233,16 +233,24 @@ def test_the_digest_names_weights_tokens_and_settings(tiny_model: Tiny, tiny_tok
     with torch.no_grad():
         next(other.parameters())[0, 0] += 1e-3
     windowed = tiny_model("mistral", sliding_window=4), tiny_model("mistral")
+
+    def digest(
+        model: PreTrainedModel, tokens: Tensor = tiny_tokens, sample: int = 100, mixed: Mixed = "float32"
+    ) -> str:
+        return calibration_digest(model.config, weights_of(model), tokens, sample, model.dtype, mixed)
+
     digests = [
-        calibration_digest(model, tiny_tokens, 100),
-        calibration_digest(other, tiny_tokens, 100),
-        calibration_digest(model, tiny_tokens.flip(0), 100),
-        calibration_digest(model, tiny_tokens.view(6, 48), 100),
-        calibration_digest(model, tiny_tokens, 200),
-        *(calibration_digest(m, tiny_tokens, 100) for m in windowed),
+        digest(model),
+        digest(other),
+        digest(model, tiny_tokens.flip(0)),
+        digest(model, tiny_tokens.view(6, 48)),
+        digest(model, sample=200),
+        digest(copy.deepcopy(model).to(torch.bfloat16)),
+        *(digest(m) for m in windowed),
+        *(digest(model, mixed=mixed) for mixed in MIXED[1:]),
     ]
     assert len(set(digests)) == len(digests)
-    assert digests[0] == calibration_digest(tiny_model("llama"), tiny_tokens.int(), 100)
+    assert digests[0] == digest(tiny_model("llama"), tiny_tokens.int())
 
 
 def test_the_cache_runs_the_model_once(
@@ -259,7 +267,7 @@ def test_the_cache_runs_the_model_once(
     assert torch.equal(first.layers[1].mixed_moment, again.layers[1].mixed_moment)
     cached_calibration(model, tiny_tokens[:6], tmp_path, progress=count)
     assert len(runs) == 2
-    weights = tmp_path / f"calibration-{first.digest}" / moments.TENSORS
+    weights = tmp_path / f"calibration-{first.digest}" / "layer-0000.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     mended = cached_calibration(model, tiny_tokens, tmp_path, progress=count)
     assert len(runs) == 3 and "calibrating again" in capsys.readouterr().err

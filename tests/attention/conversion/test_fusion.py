@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from attention.axes import ALIGNMENT, FUSION
 from attention.calibration.calibration import calibrate, silent
-from attention.calibration.moments import Calibration, LayerStatistics
+from attention.calibration.moments import LayerStatistics
+from attention.calibration.store import Calibration
 from attention.conversion.conversion import convert
 from attention.conversion.fusion.costs import KeyCost, ValueCost
 from attention.conversion.fusion.least_squares import least_squares_fuse

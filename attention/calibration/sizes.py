@@ -1,0 +1,43 @@
+"""How large the statistics of a layer are, and how the largest part of them, the mixed moments, is kept.
+
+Legend: H query heads, G KV heads, d head dim, D model dim, e = D + 1.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+
+from attention.geometry import HeadGeometry
+
+SAMPLE_TOKENS = 16_384
+"""Tokens whose inputs are kept besides the moments."""
+Mixed = Literal["float32", "bfloat16", "kv_group", "pooled"]
+MIXED: tuple[Mixed, ...] = get_args(Mixed)
+"""Ways to keep the mixed moments, `[e, e]` each, from the exact one to the smallest: one a query head in float32; the
+same in bfloat16; in float32 one for the query heads of a KV head, their mean; one for all heads of the layer."""
+
+
+def matrices(geometry: HeadGeometry, mixed: Mixed) -> int:
+    """Number of mixed moments of a layer; that of query head h is number h * matrices // H."""
+    return {"kv_group": geometry.num_kv_heads, "pooled": 1}.get(mixed, geometry.num_heads)
+
+
+def mixed_dtype(mixed: Mixed) -> torch.dtype:
+    """What the mixed moments are kept in."""
+    return torch.bfloat16 if mixed == "bfloat16" else torch.float32
+
+
+def layer_bytes(geometry: HeadGeometry, tokens: int, mixed: Mixed = "float32") -> int:
+    """Bytes of the statistics of one layer over so many tokens."""
+    wide = (geometry.hidden_size + 1) ** 2
+    moments = (8 + mixed_dtype(mixed).itemsize * matrices(geometry, mixed)) * wide
+    queries, inputs = 8 * geometry.num_heads * geometry.head_dim**2, 4 * geometry.hidden_size
+    return moments + queries + inputs * min(tokens, SAMPLE_TOKENS)
+
+
+def most_exact(geometry: HeadGeometry, tokens: int, limit: float) -> Mixed:
+    """The most exact way in which the statistics of all layers take at most `limit` bytes; the smallest if none is."""
+    fitting = (m for m in MIXED if geometry.num_layers * layer_bytes(geometry, tokens, m) <= limit)
+    return next(fitting, MIXED[-1])

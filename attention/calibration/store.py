@@ -1,0 +1,193 @@
+"""A calibration in files: one safetensors file a layer, mapped into memory when the layer is used and not before.
+
+    calibration-DIGEST/layer-0000.safetensors, ...     `LayerStatistics` of a layer
+    calibration-DIGEST/calibration.json                what it is of, and of each file its SHA-256, size and time
+
+The SHA-256 of a file is worked out when it is written. A reader compares size and time of modification with those in
+`calibration.json` and hashes only a file that differs (a copy, or a damaged one); what proves sound is noted there, so
+that no other process hashes it again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from attention.calibration.moments import STATISTICS, LayerStatistics
+from attention.calibration.sizes import Mixed
+from attention.io.files import sha256, write_whole, written_whole
+from attention.io.replacing import unused
+
+META, FORMAT = "calibration.json", 2
+AGAIN = "delete the folder and calibrate again"
+
+
+class CalibrationError(ValueError):
+    """Calibration files that are missing, damaged or of another format."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Statistics of all layers. `digest` names the content: weights, tokens and settings that they came from;
+    `weights`: that of the weights alone; `mixed`: how the mixed moments are kept."""
+
+    layers: Sequence[LayerStatistics]
+    tokens: int
+    digest: str
+    weights: str
+    mixed: Mixed = "float32"
+
+    def save(self, directory: str | Path) -> Calibration:
+        """`write` this one. Returns it as it lies there."""
+        return write(directory, self.layers, self.tokens, self.digest, self.weights, self.mixed)
+
+    @classmethod
+    def load(cls, directory: str | Path) -> Calibration:
+        """The calibration of a folder; no layer is read before it is used. Raises CalibrationError if files are
+        missing, damaged or of another format."""
+        source = Path(directory)
+        try:
+            noted = (source / META).stat().st_mtime_ns
+            meta: dict[str, Any] = json.loads((source / META).read_text())
+            if meta.get("format") != FORMAT:
+                raise CalibrationError(
+                    f"{source}: expected format {FORMAT}, got {meta.get('format')!r}; calibrate again"
+                )
+            entries = [dict(entry) for entry in meta["layers"]]
+            fresh = [_verified(source / entry["file"], entry, noted) for entry in entries]
+            layers = StoredLayers(source, tuple((entry["file"], int(entry["tokens"])) for entry in entries))
+            made = cls(layers, meta["tokens"], meta["digest"], meta["weights"], meta["mixed"])
+        except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise CalibrationError(f"{source} holds no readable calibration ({error}); calibrate again") from None
+        if any(fresh):
+            with suppress(OSError):  # somebody else's folder, to be read only
+                write_whole(source / META, json.dumps(meta | {"layers": entries}, indent=1))
+        return made
+
+
+@dataclass(frozen=True)
+class StoredLayers(Sequence[LayerStatistics]):
+    """The layers of a folder: each is mapped into memory anew when it is asked for, and goes with what uses it.
+
+    `files`: name and tokens of each.
+    """
+
+    folder: Path
+    files: tuple[tuple[str, int], ...]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    @overload
+    def __getitem__(self, index: int) -> LayerStatistics: ...
+    @overload
+    def __getitem__(self, index: slice) -> StoredLayers: ...
+    def __getitem__(self, index: int | slice) -> LayerStatistics | StoredLayers:
+        """Raises CalibrationError if the file is not there any more, or is no safetensors file."""
+        if isinstance(index, slice):
+            return StoredLayers(self.folder, self.files[index])
+        name, tokens = self.files[index]
+        try:
+            with safe_open(self.folder / name, framework="pt") as file:
+                return LayerStatistics(tokens, **{name: file.get_tensor(name) for name in STATISTICS})
+        except (OSError, SafetensorError) as error:
+            raise CalibrationError(f"{self.folder / name} cannot be read ({error}); {AGAIN}") from None
+
+
+def folder_of(cache_dir: str | Path, digest: str) -> Path:
+    """Where the calibration of a digest is kept, or will be."""
+    return Path(cache_dir) / f"calibration-{digest}"
+
+
+def kept(folder: Path, digest: str) -> Calibration | None:
+    """The calibration of that digest in a folder; None if there is none that can be used, and then a line on stderr
+    says why."""
+    if not folder.exists():
+        return None
+    try:
+        found = Calibration.load(folder)
+    except CalibrationError as error:
+        print(f"{error}: calibrating again", file=sys.stderr)
+        return None
+    if found.digest == digest:
+        return found
+    print(f"{folder} holds calibration {found.digest}, expected {digest}; calibrating again", file=sys.stderr)
+    return None
+
+
+def write(
+    directory: str | Path,
+    layers: Iterable[LayerStatistics],
+    tokens: int,
+    digest: str,
+    weights: str,
+    mixed: Mixed = "float32",
+) -> Calibration:
+    """Write a calibration, a layer at a time as `layers` yields them, and open it.
+
+    The folder takes its place in one step when all is written, so that a kill, a full disk or another process that
+    writes the same leave no half of it. Raises OSError if it cannot be written.
+    """
+    target = Path(directory)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh = unused(target)
+    fresh.mkdir()
+    try:
+        entries = [_write_layer(fresh / f"layer-{i:04}.safetensors", layer) for i, layer in enumerate(layers)]
+        meta = {"format": FORMAT, "digest": digest, "weights": weights, "mixed": mixed, "tokens": tokens}
+        write_whole(fresh / META, json.dumps(meta | {"layers": entries}, indent=1))
+        _replace(fresh, target)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return Calibration.load(target)
+
+
+def _write_layer(path: Path, layer: LayerStatistics) -> dict[str, Any]:
+    """What is kept of the file in `calibration.json`."""
+    with written_whole(path) as fresh:
+        save_file({name: getattr(layer, name).contiguous() for name in STATISTICS}, fresh)
+        checksum = sha256(fresh)
+    return {"file": path.name, "tokens": layer.tokens, "sha256": checksum, "stamp": _stamp(path)}
+
+
+def _stamp(path: Path) -> list[int]:
+    """Size and time of modification in nanoseconds."""
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _verified(path: Path, entry: dict[str, Any], noted: int) -> bool:
+    """Check a file against its entry; True if it had to be hashed, and the entry now has its new stamp.
+
+    `noted`: when the entry was written. A file of the same tick of the clock may have been changed after it.
+    """
+    stamp = _stamp(path)
+    if stamp == entry["stamp"] and stamp[1] < noted:
+        return False
+    if (checksum := sha256(path)) != entry["sha256"]:
+        raise CalibrationError(
+            f"{path}: expected SHA-256 {entry['sha256'][:16]}..., got {checksum[:16]}...; the file is damaged: {AGAIN}"
+        )
+    entry["stamp"] = stamp
+    return True
+
+
+def _replace(fresh: Path, target: Path) -> None:
+    """Rename a finished folder; what was there (damaged, or of a former format) steps aside first."""
+    with suppress(FileNotFoundError):
+        target.rename(aside := unused(target))
+        shutil.rmtree(aside, ignore_errors=True)
+    try:
+        fresh.rename(target)
+    except OSError:
+        if not (target / META).is_file():  # else another process has put the same there meanwhile
+            raise

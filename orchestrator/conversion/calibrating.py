@@ -1,0 +1,173 @@
+"""The statistics of a checkpoint, in files: those that are there, or made layer by layer from disk, in this process or
+by Ray tasks that share the sequences.
+
+Legend: L layers, N sequences of T tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from attention.calibration.calibration import calibrate, calibration_digest, check_sequences, layer_by_layer, silent
+from attention.calibration.moments import STATISTICS, LayerStatistics, merged
+from attention.calibration.sizes import MIXED, SAMPLE_TOKENS, Mixed, layer_bytes, mixed_dtype, most_exact
+from attention.calibration.store import Calibration, folder_of, kept, write
+from attention.families import geometry_of
+from attention.geometry import HeadGeometry
+from attention.io import checkpoint
+from attention.io.layer_models import LazyWeights, check_windows
+from attention.io.precision import DTYPES
+from orchestrator.conversion import loading
+from orchestrator.conversion.one_layer import batch_size
+
+FREE_SHARE = 0.5
+"""Of the disk, or of the memory, that is free: what the statistics of all layers may take of it."""
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Ray tasks that share a calibration pass: how many at a time, and what each has."""
+
+    count: int
+    cpus: float
+    gpus: float
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A calibration pass over a checkpoint, as plain values. `dtype`: of what is written; `mixed`: how the mixed
+    moments are kept."""
+
+    model: str
+    dtype: str
+    device: str
+    mixed: Mixed
+
+    @property
+    def working(self) -> torch.dtype:
+        return DTYPES[loading.working_dtype(self.dtype, self.device)]
+
+    def layers(self, sequences: Tensor, sampled: int, **more: Any) -> Iterator[LayerStatistics]:
+        """Statistics of layer after layer; inputs are stored of the first `sampled` sequences."""
+        source = loading.local_folder(self.model)
+        config: PretrainedConfig = checkpoint.load_config(source)
+        size = batch_size(geometry_of(config).num_heads, sequences.shape[1])
+        where = {"dtype": self.working, "device": loading.device_of(self.device)}
+        own = {"sampled": sampled, "batch_size": size, "mixed": self.mixed}
+        yield from layer_by_layer(LazyWeights(source, config), config, sequences, **where, **own, **more)
+
+    def layers_in_memory(self, sequences: Tensor) -> Iterator[LayerStatistics]:
+        """The same of a checkpoint whose layers cannot stand alone."""
+        model = loading.load_working(self.model, self.dtype, self.device)
+        yield from calibrate(model, sequences, mixed=self.mixed, weights=self.model).layers
+
+
+def checkpoint_calibration(
+    model: str | Path,
+    sequences: Tensor,
+    cache_dir: str | Path,
+    *,
+    dtype: str,
+    device: str = "cpu",
+    weights: str | None = None,
+    mixed: Mixed | None = None,
+    workers: Workers | None = None,
+) -> Calibration:
+    """The statistics of a checkpoint over `sequences` `[N, T]`, kept under `cache_dir` by the digest of all that they
+    depend on. What is there is neither read nor hashed again before a layer is used.
+
+    `dtype`: of what is written; `weights`: the digest of the checkpoint's weights, if it is known; `mixed`: how the
+    mixed moments are kept, by default the most exact way for which half of the free disk is enough. `workers`: Ray
+    tasks to share the pass. Raises ValueError for tokens that do not fit the model, OSError if the folder cannot be
+    written.
+    """
+    config = checkpoint.load_config(model)
+    geometry = geometry_of(config)
+    check_sequences(sequences, geometry, SAMPLE_TOKENS)
+    weights = weights or checkpoint.weights_digest(loading.local_folder(str(model)), cache_dir)
+    working = DTYPES[loading.working_dtype(dtype, device)]
+
+    def folder(mixed: Mixed) -> tuple[Path, str]:
+        digest = calibration_digest(config, weights, sequences, SAMPLE_TOKENS, working, mixed)
+        return folder_of(cache_dir, digest), digest
+
+    # What was chosen when more was free, or less, is as good
+    for way in MIXED if mixed is None else (mixed,):
+        if (found := kept(*folder(way))) is not None:
+            return found
+    Path(cache_dir).mkdir(parents=True, exist_ok=True)
+    mixed = mixed or chosen(geometry, sequences.numel(), shutil.disk_usage(cache_dir).free)
+    task, sampled = Pass(str(model), dtype, device, mixed), min(SAMPLE_TOKENS // sequences.shape[1], len(sequences))
+    try:
+        check_windows(config)
+        shared = workers is not None and min(workers.count, len(sequences)) > 1
+        layers = layers_by_workers(task, sequences, sampled, workers) if shared else task.layers(sequences, sampled)
+    except ValueError:
+        layers = task.layers_in_memory(sequences)
+    place, digest = folder(mixed)
+    return write(place, layers, sequences.numel(), digest, weights, mixed)
+
+
+def chosen(geometry: HeadGeometry, tokens: int, free: float) -> Mixed:
+    """How the mixed moments are kept where so many bytes of disk or memory are free; a line on stderr says which and
+    why, unless it is the exact way and small."""
+    mixed = most_exact(geometry, tokens, FREE_SHARE * (free or math.inf))
+    exact, own = (geometry.num_layers * layer_bytes(geometry, tokens, m) / 2**30 for m in (MIXED[0], mixed))
+    if exact >= 1:
+        sizes = f"{own:.1f} GiB in all (exact {exact:.1f} GiB; {free / 2**30:.1f} GiB free)"
+        print(f"calibration: mixed moments kept as {mixed}, {sizes}", file=sys.stderr, flush=True)
+    return mixed
+
+
+# ---- by Ray tasks ---------------------------------------------------------------------------------------------------
+# Each task carries its sequences through all layers and hands over the sums of a layer before it begins the next but
+# one, so that of every task two layers' statistics exist at most.
+
+
+def layers_by_workers(task: Pass, sequences: Tensor, sampled: int, workers: Workers) -> Iterator[LayerStatistics]:
+    """`Pass.layers`, each task with a share of the sequences; equal to one process's up to rounding.
+
+    Raises RayError if a task fails twice.
+    """
+    import ray
+
+    parts = sequences.tensor_split(min(workers.count, len(sequences)))
+    firsts = np.cumsum([0, *map(len, parts)])
+    own = {"num_cpus": workers.cpus, "num_gpus": workers.gpus, "max_retries": 1}
+    remote: Any = ray.remote(_partial).options(**own, num_returns="streaming", _generator_backpressure_num_objects=1)
+    threads = max(1, int(workers.cpus))
+    # Sums are rounded once, when they are whole
+    whole = replace(task, mixed="float32") if task.mixed == "bfloat16" else task
+    running = [
+        remote.remote(whole, part, int(np.clip(sampled - first, 0, len(part))), threads)
+        for part, first in zip(parts, firsts, strict=False)
+    ]
+    print(f"calibration: {len(parts)} tasks share {len(sequences)} sequences", flush=True)
+    for _ in range(geometry_of(checkpoint.load_config(task.model)).num_layers):
+        together = merged([_statistics(*ray.get(next(results))) for results in running])
+        yield replace(together, mixed_moment=together.mixed_moment.to(mixed_dtype(task.mixed)))
+
+
+def _partial(task: Pass, sequences: Tensor, sampled: int, threads: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    """A Ray task: tokens and statistics of layer after layer, as arrays that other processes map."""
+    torch.set_num_threads(threads)
+    for layer in task.layers(sequences, sampled, progress=silent):
+        yield layer.tokens, {name: getattr(layer, name).numpy() for name in STATISTICS}
+
+
+def _statistics(tokens: int, arrays: dict[str, np.ndarray]) -> LayerStatistics:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the arrays are Ray's and cannot be written to, nor are they
+        return LayerStatistics(tokens, **{name: torch.from_numpy(array) for name, array in arrays.items()})
