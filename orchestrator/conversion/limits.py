@@ -9,7 +9,6 @@ from orchestrator.config.schema import ConfigError
 from search_spaces.planning.budgets import LOOKS_AT_WEIGHTS
 from search_spaces.recipes.recipe import Recipe
 
-LOGIT_BYTES = 32 * 2**20  # of the float32 logits of one batch
 BATCH, ATTENTION_BYTES = 8, 128 * 2**20  # sequences run at once; less if their attention weights would take more
 
 

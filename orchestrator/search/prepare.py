@@ -61,7 +61,7 @@ def prepare_original(config: SearchConfig, prepared: Prepared, folder: SearchFol
     dtype = loading.written_dtype(path, config.model.dtype)
     model = loading.load_working(path, dtype, device)
     held_out = read_sequences(prepared.files["eval"])
-    scored = evaluate(model, held_out)
+    scored = evaluate(model, held_out, batch_size=config.train.device_batch_size)
     tokens = read_sequences(prepared.files["calibration"])
     calibration = cached_calibration(model, tokens, prepared.cache / "calibration")
     cast_weights(model, loading.dtype_of(dtype))  # bytes are those of what is written
@@ -74,10 +74,11 @@ def prepare_original(config: SearchConfig, prepared: Prepared, folder: SearchFol
         **loading.cache_facts(model, own_heads(prepared.geometry)),
         "digests": {"weights": checkpoint.weights_digest(path), "calibration": calibration.digest},
         "seconds": time.perf_counter() - started,
+        **({"notes": list(scored.notes)} if scored.notes else {}),
     }
     write_json(folder.original, record)
     size = f"{record['kv_bytes_per_token']} KV bytes a token"
-    print(f"original model: held-out loss {scored.loss:.3f} nats a token, {size}", flush=True)
+    print("; ".join([f"original model: held-out loss {scored.loss:.3f} nats a token, {size}", *scored.notes]), flush=True)
     return record
 
 
