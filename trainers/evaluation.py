@@ -6,28 +6,30 @@ Legend: N sequences, T tokens a sequence, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attention.modeling.grouped import cache_bytes
+from attention.modeling.predictions import Final, final, mean_cost
 from attention.modeling.running import evaluating
 from trainers.losses import kl, language_modelling
+from trainers.shortage import give_back, is_shortage
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """Held-out `loss` and `kl` = KL(teacher ‖ model), mean nats a predicted token (`kl` None without a teacher);
-    `tokens`: how many predictions they are means of; `seconds`: wall-clock time."""
+    `tokens`: how many predictions they are means of; `seconds`: wall-clock time; `notes`: of memory that it lacked."""
 
     loss: float
     kl: float | None
     tokens: int
     seconds: float
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,41 +52,52 @@ def evaluate(
 ) -> Evaluation:
     """Score `sequences [N, T]`: T - 1 predictions each, summed in float64 and divided once at the end.
 
+    Of each batch the teacher's hidden states are computed, then the model's, then the logits of both for a part of the
+    positions at a time (`attention.modeling.predictions`).
+
     With several workers each scores the rows of its rank, in equally many forward passes (in which split weights are
     gathered), and `reduce` must sum a tensor over them in place; every worker returns the same means.
+
+    Out of memory, it starts again with half the sequences at once, down to one, and `notes` says so; not with
+    `reduce`: a worker that is waited for cannot start again alone.
     """
     if sequences.ndim != 2 or sequences.shape[0] < 1 or sequences.shape[1] < 2:
         raise ValueError(f"sequences must be [N, T] with N >= 1 and T >= 2, got shape {tuple(sequences.shape)}")
-    started = time.perf_counter()
-    device = next(model.parameters()).device
-    totals = torch.zeros(3, dtype=torch.float64, device=device)
-    with evaluating(model):
-        for rows, counted in _share(len(sequences), batch_size, rank, world_size):
-            totals += _score(model, teacher, sequences[rows].long().to(device), counted)
+    started, notes, at_once = time.perf_counter(), (), min(batch_size, len(sequences))
+    while True:
+        try:
+            totals = _totals(model, teacher, sequences, _share(len(sequences), at_once, rank, world_size))
+            break
+        except RuntimeError as error:
+            if reduce is not None or at_once == 1 or not is_shortage(error):
+                raise
+        give_back()
+        at_once //= 2
+        notes = (f"out of memory with {batch_size} sequences at once: evaluated with {at_once}",)
     if reduce is not None:
         reduce(totals)
     loss, divergence, tokens = totals.tolist()
-    seconds = time.perf_counter() - started
-    return Evaluation(loss / tokens, divergence / tokens if teacher is not None else None, int(tokens), seconds)
+    distance = divergence / tokens if teacher is not None else None
+    return Evaluation(loss / tokens, distance, int(tokens), time.perf_counter() - started, notes)
 
 
 class CachedTeacher:
-    """A teacher that sees each batch once: its logits `[B, T, V]` are kept, up to `most` bytes, for the next model that
-    is compared with it on the same sequences."""
+    """A teacher that sees each batch once: its last hidden states `[B, T, D]` are kept, up to `most` bytes, for the next
+    model that is compared with it on the same sequences."""
 
     def __init__(self, model: Any, most: int = 256 * 2**20) -> None:
         self.model, self.room = model, most
-        self._known: dict[tuple[torch.Size, bytes], Tensor] = {}
+        self._known: dict[tuple[torch.Size, bytes], Final] = {}
 
-    def __call__(self, input_ids: Tensor, use_cache: bool = False) -> SimpleNamespace:
-        key = (input_ids.shape, input_ids.cpu().numpy().tobytes())
+    def __call__(self, ids: Tensor) -> Final:
+        key = (ids.shape, ids.cpu().numpy().tobytes())
         if key in self._known:
-            return SimpleNamespace(logits=self._known[key])
-        logits: Tensor = self.model(input_ids=input_ids, use_cache=False).logits
-        if logits.nbytes <= self.room:
-            self.room -= logits.nbytes
-            self._known[key] = logits
-        return SimpleNamespace(logits=logits)
+            return self._known[key]
+        reached = final(self.model, ids)
+        if reached.states.nbytes <= self.room:
+            self.room -= reached.states.nbytes
+            self._known[key] = reached
+        return reached
 
 
 def measure_cache(model: Any, tokens: int) -> int:
@@ -122,18 +135,32 @@ def _now(like: Tensor) -> float:
     return time.perf_counter()
 
 
+def _totals(model: Any, teacher: Any, sequences: Tensor, share: Iterable[tuple[list[int], int]]) -> Tensor:
+    """The sums of `_score` over batches of row numbers."""
+    device = next(model.parameters()).device
+    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    with evaluating(model):
+        for rows, counted in share:
+            totals += _score(model, teacher, sequences[rows].long().to(device), counted)
+    return totals
+
+
 def _score(model: Any, teacher: Any, batch: Tensor, counted: int) -> Tensor:
     """Sums over the first `counted` rows of the batch: loss, KL, predictions; `[3]` float64."""
-    logits = model(input_ids=batch, use_cache=False).logits[:counted]
     reference = None
     if teacher is not None:
-        reference = teacher(input_ids=batch, use_cache=False).logits[:counted, :-1]
-    predictions = counted * (batch.shape[1] - 1)
+        reference = teacher(batch) if isinstance(teacher, CachedTeacher) else final(teacher, batch)
+    means = mean_cost(model, batch, _costs, reference, counted)  # also of no rows: all workers run each forward pass
     if not counted:
         return torch.zeros(3, dtype=torch.float64, device=batch.device)
-    loss = language_modelling(logits, batch[:counted]).double()
-    divergence = torch.zeros_like(loss) if reference is None else kl(logits[:, :-1], reference).double()
-    return torch.stack([loss * predictions, divergence * predictions, torch.full_like(loss, predictions)])
+    return means * counted * (batch.shape[1] - 1)
+
+
+def _costs(logits: Tensor, labels: Tensor, reference: Tensor | None) -> Tensor:
+    """Loss, KL (0 without a reference), and 1 for each prediction; `[3]` float64."""
+    loss = language_modelling(logits, labels).double()
+    divergence = torch.zeros_like(loss) if reference is None else kl(logits, reference).double()
+    return torch.stack([loss, divergence, torch.ones_like(loss)])
 
 
 def _share(count: int, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[list[int], int]]:

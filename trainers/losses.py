@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attention.modeling.losses import divergence, kl, language_modelling, wide
+from attention.modeling.predictions import final, mean_cost
 
 __all__ = ["DISTILLATIONS", "bild", "kl", "language_modelling", "objective"]
 
@@ -47,22 +48,25 @@ def objective(distillation: str = "none", weight: float = 0.5, teacher: Any = No
     """The training loss as the loop wants it, `f(model, batch [B, T]) -> scalar`.
 
     "none": language modelling. "kl": `(1 - weight)` of it and `weight` of KL(teacher ‖ model) on the same predictions.
-    "kl_bild": KL + BiLD in the place of KL (paper 001, Eq. 30; its k is `bild`'s default, its weight 1).
+    "kl_bild": KL + BiLD in the place of KL (paper 001, Eq. 30; its k is `bild`'s default, its weight 1). Of a teacher
+    only the hidden states are computed before the model runs (`attention.modeling.predictions`).
     """
     if distillation not in DISTILLATIONS:
         raise ValueError(f"distillation must be one of {DISTILLATIONS}, got {distillation!r}")
     if distillation != "none" and teacher is None:
         raise ValueError(f"distillation {distillation!r} needs a teacher model, got None")
 
-    def language(model: Any, batch: Tensor) -> Tensor:
-        return language_modelling(model(input_ids=batch, use_cache=False).logits, batch)
+    def cost(logits: Tensor, labels: Tensor, guide: Tensor | None) -> Tensor:
+        if guide is None:
+            return language_modelling(logits, labels)
+        distance = kl(logits, guide) + (bild(logits, guide) if distillation == "kl_bild" else 0)
+        return weight * distance + ((1 - weight) * language_modelling(logits, labels) if weight < 1 else 0)
 
-    def distilled(model: Any, batch: Tensor) -> Tensor:
-        logits = model(input_ids=batch, use_cache=False).logits
-        with torch.no_grad():
-            reference = teacher(input_ids=batch, use_cache=False).logits
-        student, guide = logits[:, :-1], reference[:, :-1]
-        distance = kl(student, guide) + (bild(student, guide) if distillation == "kl_bild" else 0)
-        return weight * distance + ((1 - weight) * language_modelling(logits, batch) if weight < 1 else 0)
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        reference = None
+        if distillation != "none":
+            with torch.no_grad():
+                reference = final(teacher, batch)
+        return mean_cost(model, batch, cost, reference)
 
-    return language if distillation == "none" else distilled
+    return loss

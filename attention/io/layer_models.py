@@ -23,6 +23,7 @@ from attention.families import family_of
 from attention.io.safetensors_files import Stored, WeightsError, opened
 from attention.io.weights import check, check_finite
 from attention.modeling.modeling import plan_of_config
+from attention.modeling.predictions import Final, final
 from attention.modeling.running import entered_by, layer_of, run_to
 from attention.plan import AttentionPlan
 
@@ -261,8 +262,8 @@ def embed(
 
 
 class Head:
-    """What lies above the last layer: hidden states `[B, T, D]` -> logits `[B, T, V]`. The embedding is not read,
-    unless it is also the output matrix. `config`, `dtype`: of the original model, and what is computed in."""
+    """What lies above the last layer. The embedding is not read, unless it is also the output matrix. `config`,
+    `dtype`: of the original model, and what is computed in."""
 
     def __init__(
         self, weights: LazyWeights, config: PretrainedConfig, dtype: torch.dtype, device: torch.device
@@ -277,9 +278,10 @@ class Head:
         self.device = device
 
     @torch.no_grad()
-    def __call__(self, stream: Tensor) -> Tensor:
+    def final(self, stream: Tensor) -> Final:
+        """What the hidden states `[B, T, D]` that leave the last layer come to before the output matrix, and that."""
         stream = stream.to(self.model.device, self.model.dtype)
         # The layer, whose weights were never read, hands on the stream instead of what it is given.
         the_layer(self.model).forward = lambda *args, **kwargs: stream
         ids = torch.zeros(stream.shape[:2], dtype=torch.long, device=self.model.device)
-        return self.model(input_ids=ids, use_cache=False).logits
+        return final(self.model, ids)

@@ -1,6 +1,6 @@
 """What predictions cost, in nats a token; the one place where the loss of a model is written down.
 
-Legend: B sequences, T tokens, V vocabulary.
+Legend: B sequences, T tokens, V vocabulary, P positions.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from attention.modeling.predictions import mean_cost
 
-def language_modelling(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
-    """Mean (or sum) cross-entropy of the next token: `logits [B, T, V]` at t are scored on `labels [B, T]` at t + 1.
 
-    Labels of -100 are not scored. Computed in float32 at least, whatever the model's dtype.
+def language_modelling(logits: Tensor, labels: Tensor, _: Tensor | None = None) -> Tensor:
+    """Mean cross-entropy of the tokens that come next, `labels [P]`, under `logits [P, V]`; a `Cost`.
+
+    Computed in float32 at least, whatever the model's dtype.
     """
-    predicted = wide(logits[:, :-1]).flatten(0, 1)
-    return F.cross_entropy(predicted, labels[:, 1:].flatten().long(), ignore_index=-100, reduction=reduction)
+    return F.cross_entropy(wide(logits), labels.long())
 
 
 def kl(student: Tensor, teacher: Tensor) -> Tensor:
@@ -37,11 +38,11 @@ def wide(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def mean_loss(predicted: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Mean next-token loss over batches of (logits `[B, T, V]`, ids `[B, T]`), one batch in memory at a time."""
+def mean_loss(losses: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Mean next-token loss over batches of (mean loss of the batch, its ids `[B, T]`)."""
     total, count = 0.0, 0
-    for logits, ids in predicted:
-        total += float(language_modelling(logits, ids.to(logits.device), "sum"))
+    for loss, ids in losses:
+        total += float(loss) * ids[:, 1:].numel()
         count += ids[:, 1:].numel()
     return total / count
 
@@ -50,4 +51,4 @@ def mean_loss(predicted: Iterable[tuple[Tensor, Tensor]]) -> float:
 def language_loss(model: PreTrainedModel, sequences: Tensor, *, batch_size: int = 8) -> float:
     """Mean next-token loss of `sequences` `[N, T]`, in the mode that the model is in."""
     batches = sequences.split(batch_size)
-    return mean_loss((model(batch.to(model.device), use_cache=False).logits, batch) for batch in batches)
+    return mean_loss((mean_cost(model, batch.to(model.device), language_modelling), batch) for batch in batches)

@@ -35,6 +35,7 @@ from attention.io.layer_models import (
 )
 from attention.io.precision import cast_weights, round_weights
 from attention.modeling.grouped import cache_bytes
+from attention.modeling.predictions import in_chunks, positions_at_once
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
@@ -174,12 +175,15 @@ def score(
     """Held-out losses and KL in nats a token, from the streams `[N, T, D]` that leave the last layer, of `tokens`
     `[N, T]`. `rounded`: the head of the converted model, where it is another. Sums in float64, as in `evaluate`."""
     totals = torch.zeros(3, dtype=torch.float64)
-    batch = max(1, LOGIT_BYTES // (4 * head.vocabulary * tokens.shape[1]))
-    for rows in torch.arange(len(tokens)).split(batch):
-        labels = tokens[rows].long().to(head.device)
-        expected, logits = head(original[rows]), (rounded or head)(converted[rows])
-        losses = language_modelling(expected, labels), language_modelling(logits, labels)
-        values = (*losses, kl(logits[:, :-1], expected[:, :-1]))
-        totals += torch.stack([value.double().cpu() for value in values]) * len(rows)
+    for rows in torch.arange(len(tokens)).split(max(1, positions_at_once(head.vocabulary) // tokens.shape[1])):
+        ids = tokens[rows].long().to(head.device)
+        before, after = head.final(original[rows]), (rounded or head).final(converted[rows])
+        totals += in_chunks(after, ids, _costs, before).cpu() * len(rows)
     original_loss, loss, divergence = (totals / len(tokens)).tolist()
     return {"original_loss": original_loss, "loss": loss, "kl": divergence}
+
+
+def _costs(logits: Tensor, labels: Tensor, expected: Tensor | None) -> Tensor:
+    assert expected is not None  # the original's logits are always there
+    losses = language_modelling(expected, labels), language_modelling(logits, labels)
+    return torch.stack([value.double() for value in (*losses, kl(logits, expected))])

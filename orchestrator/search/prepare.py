@@ -59,19 +59,22 @@ def prepare_original(config: SearchConfig, prepared: Prepared, folder: SearchFol
     path = locate_model(config.model.path, folder)
     device = "cuda" if config.resources.trial_gpus else "cpu"
     dtype = loading.written_dtype(path, config.model.dtype)
-    workers = calibration_workers(config)
-    record = on_cluster(config, "original model", measure_original, path, dtype, device, prepared, workers)
+    rows, workers = config.train.device_batch_size, calibration_workers(config)
+    record = on_cluster(config, "original model", measure_original, path, dtype, device, prepared, rows, workers)
     write_json(folder.original, record)
     size = f"{record['kv_bytes_per_token']} KV bytes a token"
-    print(f"original model: held-out loss {record['loss']:.3f} nats a token, {size}", flush=True)
+    words = f"original model: held-out loss {record['loss']:.3f} nats a token, {size}"
+    print("; ".join([words, *record.get("notes", [])]), flush=True)
     return record
 
 
-def measure_original(path: str, dtype: str, device: str, prepared: Prepared, workers: Workers | None) -> dict[str, Any]:
-    """What is known of the original model; leaves its calibration in the cache."""
+def measure_original(
+    path: str, dtype: str, device: str, prepared: Prepared, rows: int, workers: Workers | None
+) -> dict[str, Any]:
+    """What is known of the original model, `rows` sequences at a time; leaves its calibration in the cache."""
     started = time.perf_counter()
     model = loading.load_working(path, dtype, device)
-    scored = evaluate(model, read_sequences(prepared.files["eval"]))
+    scored = evaluate(model, read_sequences(prepared.files["eval"]), batch_size=rows)
     tokens = read_sequences(prepared.files["calibration"])
     cache = prepared.cache / "calibration"
     weights = checkpoint.weights_digest(loading.local_folder(path), cache)
@@ -88,6 +91,7 @@ def measure_original(path: str, dtype: str, device: str, prepared: Prepared, wor
         "digests": {"weights": weights, "calibration": calibration.digest},
         "mixed_moments": calibration.mixed,
         "seconds": time.perf_counter() - started,
+        **({"notes": list(scored.notes)} if scored.notes else {}),
     }
 
 

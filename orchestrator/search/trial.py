@@ -133,6 +133,8 @@ class ReportRungs:
     def complete(self, metrics: dict[str, Any]) -> dict[str, Any] | None:
         """The report for Tune; None if it has been told."""
         report = self._facts | metrics
+        if notes := [*self._facts.get("notes", ()), *metrics.get("notes", ())]:
+            report["notes"] = notes
         report |= {key: metrics[key] + self._before for key in ("step", "best_step") if key in metrics}
         step = report["step"]
         if step in self._told:
@@ -213,11 +215,14 @@ def _untrained(candidate: Candidate, context: TrialContext, folder: Path) -> dic
     write_json(folder / "recipe.json", candidate.config())
     (folder / "plan.json").write_text(plan.to_json() + "\n", encoding="utf-8")
     written = loading.dtype_of(context.dtype)
+    rows = context.settings(recipe, candidate.learning_rate).device_batch_size
     with phases("evaluate"):
         round_weights(converted, written)  # what is measured is what is written
-        scored = evaluate(converted, held_out, teacher=teacher)
+        scored = evaluate(converted, held_out, teacher=teacher, batch_size=rows)
         # What a searcher decides by is measured on other tokens than what the search is judged by.
-        decided_by = {} if given is None else {"calibration_loss": evaluate(converted, calibration_tokens).loss}
+        decided_by = (
+            {} if given is None else {"calibration_loss": evaluate(converted, calibration_tokens, batch_size=rows).loss}
+        )
     cast_weights(converted, written)
     if not candidate.probe:
         with phases("save"):
@@ -246,6 +251,7 @@ def _untrained(candidate: Candidate, context: TrialContext, folder: Path) -> dic
         "tokens": 0,
         "seed": candidate.seed,
         **({"pooled": True} if context.relaxation_steps(recipe) else {}),
+        **({"notes": list(scored.notes)} if scored.notes else {}),
         "phases": dict(phases),
         "seconds": sum(phases.values()),
     }

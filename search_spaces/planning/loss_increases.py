@@ -19,8 +19,9 @@ from attention.conversion.conversion import convert, lift
 from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.modeling.grouped import attach
-from attention.modeling.losses import mean_loss
+from attention.modeling.losses import language_modelling, mean_loss
 from attention.modeling.modeling import plan_of
+from attention.modeling.predictions import mean_cost
 from attention.modeling.running import entered_by, layer_of, run_to
 from attention.plan import LayerPlan
 
@@ -81,11 +82,11 @@ class LayerTrials:
     def _loss(self, start: int) -> float:
         """Mean next-token loss, run from `start` on."""
 
-        def logits(batch: Tensor, stream: Tensor | None) -> Tensor:
+        def loss(batch: Tensor, stream: Tensor | None) -> Tensor:
             with self._from(start, stream):
-                return self.model(batch.to(self.model.device), use_cache=False).logits
+                return mean_cost(self.model, batch.to(self.model.device), language_modelling)
 
-        return mean_loss((logits(b, s), b) for b, s in zip(self.batches, self._streams, strict=True))
+        return mean_loss((loss(b, s), b) for b, s in zip(self.batches, self._streams, strict=True))
 
     @torch.no_grad()
     def _advance(self, layer: int) -> None:

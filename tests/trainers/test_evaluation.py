@@ -47,7 +47,7 @@ def test_a_remembering_teacher_sees_each_batch_once_as_far_as_there_is_room(tiny
     wanted = evaluate(model, ids, teacher=teacher, batch_size=4)
     passes: list[int] = []
     teacher.register_forward_hook(lambda *_: passes.append(1))
-    one_batch = 4 * 12 * 64 * 4
+    one_batch = 4 * 12 * 32 * 4
     for room, seen in ((2 * one_batch, 2), (one_batch, 3), (0, 4)):
         remembering = CachedTeacher(teacher, most=room)
         passes.clear()

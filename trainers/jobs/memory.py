@@ -10,8 +10,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from attention.io.files import write_whole
 from trainers.jobs.job import TrainJob
 from trainers.settings import TrainSettings
@@ -23,14 +21,6 @@ class JobOutOfMemoryError(RuntimeError):
 
 class MicroBatchLoweredError(RuntimeError):
     """One of several workers ran out of memory. Started again, they go on with a smaller micro-batch."""
-
-
-SIGNS = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
-
-
-def is_shortage(error: RuntimeError) -> bool:
-    """Whether torch, CUDA or its libraries ran out of memory; they do not all say so by the type."""
-    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in SIGNS)
 
 
 def lowered(settings: TrainSettings) -> TrainSettings | None:

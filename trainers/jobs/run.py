@@ -5,7 +5,6 @@ All workers run the same code side by side in one process group. A `Link` is the
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from trainers.jobs.job import TrainJob
 from trainers.jobs.share import DTYPES, WorkerShare, load_teacher
 from trainers.loop import TrainingDiverged, train
 from trainers.losses import objective
+from trainers.shortage import give_back, is_shortage
 
 if TYPE_CHECKING:
     from trainers.engine import Engine
@@ -58,15 +58,13 @@ def run_job(job: TrainJob, link: Link) -> dict[str, Any]:
     try:
         return _attempt(fitting, link, notes)
     except RuntimeError as error:
-        if not memory.is_shortage(error):
+        if not is_shortage(error):
             raise
         cause = reason(error)
     memory.lower(fitting, cause, already=bool(notes))
     if link.world_size > 1:
         raise memory.MicroBatchLoweredError(f"rank {link.rank}: {cause}")
-    gc.collect()  # the failed attempt's tensors hung on the exception
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    give_back()
     return run_job(job, link)
 
 

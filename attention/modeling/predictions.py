@@ -1,0 +1,108 @@
+"""What the predictions of a model cost, a bounded number of positions at a time.
+
+The logits of a whole batch would be the largest tensor of a training step or an evaluation: 0.5 GB in float32 for one
+sequence of 4,096 tokens and a vocabulary of 32,000, several times over. So only the hidden states are computed for all
+positions; logits exist for `CHUNK_BYTES` of them, and with gradients are made again in the backward pass.
+
+Legend: B sequences, T tokens, D model dim, V vocabulary, P positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_BYTES = 64 * 2**20  # of float32 logits of one model
+FLOAT = 4
+
+Cost = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""`cost(logits [P, V], labels [P], reference logits [P, V] or None)`: a mean over the P positions, of any shape."""
+
+
+class Final(NamedTuple):
+    """The hidden states `[B, T, D]` that enter an output head, and the head, which makes logits `[P, vocabulary]` of
+    `[P, D]`."""
+
+    states: Tensor
+    head: Callable[[Tensor], Tensor]
+    vocabulary: int
+
+
+def positions_at_once(vocabulary: int) -> int:
+    """Positions of which the logits of one model exist at the same time."""
+    return max(1, CHUNK_BYTES // (FLOAT * vocabulary))
+
+
+def final(model: Any, ids: Tensor, **more: Any) -> Final:
+    """Run `ids [B, T]` up to the output head. `more` arguments of the model."""
+    head = model.get_output_embeddings()
+    return Final(_at_the_head(model, ids, lambda states: states, **more), head, head.out_features)
+
+
+def mean_cost(model: Any, ids: Tensor, cost: Cost, reference: Final | None = None, rows: int | None = None) -> Tensor:
+    """Mean of `cost` over the next-token predictions of the first `rows` (default: all) sequences of `ids [B, T]`.
+
+    `model` may be a DeepSpeed engine: this is one forward pass of it. With ZeRO 3 the weights of the head are whole
+    only while the head is called, and while the backward pass is at that call: so all is computed within it.
+    """
+    head = model.get_output_embeddings()
+
+    def of_states(states: Tensor) -> Tensor:
+        return in_chunks(Final(states, head.forward, head.out_features), ids[:rows], cost, reference)
+
+    return _at_the_head(model, ids, of_states)
+
+
+def in_chunks(predicting: Final, ids: Tensor, cost: Cost, reference: Final | None = None) -> Tensor:
+    """Mean of `cost` over the predictions of `ids [B, T]`, where both finals hold these sequences first.
+
+    No gradients flow into the reference. Not a number if there is no prediction.
+    """
+    labels = ids[:, 1:].flatten()
+    size = positions_at_once(predicting.vocabulary)
+    parts = [labels.split(size), _predicting(predicting, ids).split(size)]
+    if reference is not None:
+        parts.append(_predicting(reference, ids).split(size))
+
+    def mean(labels: Tensor, states: Tensor, guide: Tensor | None = None) -> Tensor:
+        logits, wanted = predicting.head(states), None
+        if reference is not None and guide is not None:
+            with torch.no_grad():
+                wanted = reference.head(guide)
+        return cost(logits, labels, wanted)
+
+    chunks = list(zip(*parts, strict=True))
+    if len(chunks) == 1:
+        return mean(*chunks[0])
+    total: Any = 0
+    for chunk in chunks:
+        if torch.is_grad_enabled():
+            value = checkpoint(mean, *chunk, use_reentrant=False, preserve_rng_state=False)
+        else:
+            value = mean(*chunk)
+        total = total + value * (len(chunk[0]) / len(labels))
+    return total
+
+
+def _predicting(side: Final, ids: Tensor) -> Tensor:
+    """The states `[P, D]` at the positions that predict another token."""
+    return side.states[: len(ids), :-1].flatten(0, 1)
+
+
+def _at_the_head(model: Any, ids: Tensor, instead: Callable[[Tensor], Tensor], **more: Any) -> Tensor:
+    """A forward pass in which the output head returns what `instead` makes of its input."""
+    head = model.get_output_embeddings()
+
+    def once(states: Tensor) -> Tensor:
+        del head.forward  # the stock forward, which is shadowed on the instance only, is shown again
+        return instead(states)
+
+    head.forward = once
+    try:
+        return model(input_ids=ids, use_cache=False, **more).logits
+    finally:
+        head.__dict__.pop("forward", None)

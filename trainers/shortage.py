@@ -1,0 +1,21 @@
+"""Out of memory: how it is recognised, and what is given back before another try."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+SIGNS = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def is_shortage(error: RuntimeError) -> bool:
+    """Whether torch, CUDA or its libraries ran out of memory; they do not all say so by the type."""
+    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in SIGNS)
+
+
+def give_back() -> None:
+    """Free what a failed attempt held. Its exception must be gone: the tensors hang on it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
