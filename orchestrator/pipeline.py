@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -17,8 +18,10 @@ from typing import Any
 import yaml
 
 from attention.io.files import write_whole
+from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.pool_client import pool_of_search
-from orchestrator.cluster.session import Demand, concurrency, connected
+from orchestrator.cluster.room import Nodes, concurrency, total
+from orchestrator.cluster.session import connected
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.promotion.promote import promote
 from orchestrator.reporting import console
@@ -67,12 +70,12 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
         prepared = validate_search(config)
         uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
         opened = Tracker.open(uri, config.tracking.experiment, storage) if folder is None else None
-        with connected() as resources:
-            parallel = concurrency(resources, Demand.of(config), config.resources.max_concurrent)
+        with connected() as nodes:
+            parallel = concurrency(nodes, Demand.of(config), config.resources.max_concurrent)
             folder = folder or _fresh(config, storage)
             with SearchLock(folder.lock).acquire(f"search {folder.root.name!r}"):
                 folder.sweep()
-                _start(config, folder, uri, resources, parallel)
+                _start(config, folder, uri, nodes, parallel)
                 connect = partial(Tracker.open, uri, config.tracking.experiment, storage)
                 mlflow = MlflowSync(connect, _run_of(config, folder, records.RUNNING), opened)
                 _keep_id(folder, mlflow)
@@ -158,9 +161,7 @@ def _version(package: str) -> str | None:
 # ---- its run in MLflow, and its state --------------------------------------------------------------------------------
 
 
-def _start(
-    config: SearchConfig, folder: SearchFolder, uri: str | None, resources: dict[str, float], parallel: int
-) -> None:
+def _start(config: SearchConfig, folder: SearchFolder, uri: str | None, nodes: Sequence[Nodes], parallel: int) -> None:
     """Write down when and how the search began; says where things lie."""
     address = redact(uri or default_uri(folder.storage))
     if not folder.state.exists():
@@ -170,7 +171,7 @@ def _start(
     print(f"search   {folder.root}")
     print(f"MLflow   {address}")
     print(
-        f"cluster  {resources['CPU']:g} CPU, {resources['GPU']:g} GPU: {parallel} trial(s) at a time, "
+        f"cluster  {total(nodes, 'CPU'):g} CPU, {total(nodes, 'GPU'):g} GPU: {parallel} trial(s) at a time, "
         f"{config.train.num_workers} worker(s) each",
         flush=True,
     )

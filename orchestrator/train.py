@@ -25,7 +25,9 @@ from attention.messages import near
 from attention.modeling.composition import reset
 from attention.modeling.modeling import headfold_config, plan_of_config
 from attention.plan import AttentionPlan, Composition
-from orchestrator.cluster.session import Demand, concurrency, connected
+from orchestrator.cluster.placement import Demand
+from orchestrator.cluster.room import concurrency
+from orchestrator.cluster.session import connected
 from orchestrator.config.schema import ConfigError, Section, apply_override, parse_section
 from orchestrator.conversion import loading
 from orchestrator.search.trial import prepare_process
@@ -204,11 +206,11 @@ def train_from_scratch(
     total = plan.steps * plan.settings.batch_size * plan.sequence_length
     progress(f"training: {plan.recipe}, {plan.steps} steps, {total} tokens; in {plan.folder}")
     if (metrics := _ended(plan)) is None:
-        demand = Demand(0, 0, *plan.settings.shape)
+        demand = Demand(0, 0, *plan.settings.shape[:3])
         check_machine(demand)  # before a cluster is started, which takes longer than what can be refused here
         prepare_process()
-        with connected() as resources:
-            concurrency(resources, demand)
+        with connected() as nodes:
+            concurrency(nodes, demand)
             job = _prepare(plan)
             with _told(plan, progress):
                 metrics = run_training(job)

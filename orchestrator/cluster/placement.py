@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.config.schema import SearchConfig
+from trainers.settings import AUTO, Shape, Strategy
 
 OF_TYPE = "accelerator_type:"
 """Ray's resource of nodes with such accelerators, of which each has 1 and whatever must run there takes LITTLE."""
@@ -27,11 +29,58 @@ def in_words(cpus: float, gpus: float, accelerator_type: str | None = None) -> s
     return " and ".join(amounts)
 
 
+@dataclass(frozen=True)
+class Demand:
+    """What one trial needs: CPUs and GPUs of planning and measuring, then its Ray Train workers. `task_type`,
+    `accelerator_type`: of the accelerators for the one and the others (None: any)."""
+
+    trial_cpus: float
+    trial_gpus: float
+    workers: int
+    cpus_per_worker: float
+    gpus_per_worker: float
+    accelerator_type: str | None = None
+    task_type: str | None = None
+    strategy: Strategy = AUTO
+
+    @classmethod
+    def of(cls, config: SearchConfig) -> Demand:
+        section, (workers, cpus, gpus, *_) = config.resources, config.train.shape
+        task_type = (section.trial_accelerator_type or section.accelerator_type) if section.trial_gpus else None
+        types = (section.accelerator_type, task_type)
+        return cls(section.trial_cpus, section.trial_gpus, workers, cpus, gpus, *types, section.placement_strategy)
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.workers, self.cpus_per_worker, self.gpus_per_worker, self.accelerator_type, self.strategy)
+
+    @property
+    def process_cpus(self) -> float:
+        """Of a trial's own process, as long as it lasts. It plans itself where that takes no GPU: one that it held
+        would be idle while the workers train."""
+        return WAITING_CPUS if self.trial_gpus else self.trial_cpus
+
+    @property
+    def task_needs(self) -> tuple[float, float, str | None]:
+        return self.trial_cpus, self.trial_gpus, self.task_type
+
+    @property
+    def task(self) -> dict[str, float]:
+        """The resources of planning and measuring."""
+        return bundle(*self.task_needs)
+
+
 def task_options(config: SearchConfig) -> dict[str, Any]:
     """The options of `ray.remote(**options)` for a task that loads and runs the model as a trial does before its
     training: its CPUs, GPUs and type of accelerator."""
-    section = config.resources
-    options: dict[str, Any] = {"num_cpus": section.trial_cpus, "num_gpus": section.trial_gpus}
-    if section.trial_gpus and (kind := section.trial_accelerator_type or section.accelerator_type):
-        options["accelerator_type"] = kind
-    return options
+    return _options(*Demand.of(config).task_needs)
+
+
+def worker_options(config: SearchConfig) -> dict[str, Any]:
+    """The same for a task that trains in one process."""
+    return _options(*Demand.of(config).shape[1:4])
+
+
+def _options(cpus: float, gpus: float, accelerator_type: str | None) -> dict[str, Any]:
+    typed = {"accelerator_type": accelerator_type} if accelerator_type else {}
+    return {"num_cpus": cpus, "num_gpus": gpus} | typed

@@ -15,6 +15,7 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ import ray
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from orchestrator.cluster.room import capacity, settled
 from orchestrator.cluster.worker_pool import CLOSE_SECONDS, Pool
 from orchestrator.config.schema import SearchConfig
 from orchestrator.storage.paths import SearchFolder
@@ -86,7 +88,8 @@ def train(
             return train_on_pool(pool, job, on_report)
         except PoolGone as error:
             logger.warning("%s; %s goes on with workers of its own", error, job.run_name)
-    return run_training(job, callbacks=callbacks())
+    strategy = settled(job.shape, capacity()).strategy
+    return run_training(replace(job, placement_strategy=strategy), callbacks=callbacks())
 
 
 def train_on_pool(pool: str, job: TrainJob, on_report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:

@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import ray
+import yaml
 from ray._private import state
+from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 from ray._private.utils import get_num_cpus
+from ray.autoscaler.v2.schema import ClusterStatus
+from ray.autoscaler.v2.sdk import get_cluster_status
+
+ON_HEAD = "node:__internal_head__"
+"""Ray's resource of the head node alone."""
 
 
 def cpus_of_machine() -> float:
@@ -11,11 +25,61 @@ def cpus_of_machine() -> float:
     return float(get_num_cpus())
 
 
-def largest_cluster() -> dict[str, float]:
-    """Resources of an autoscaling cluster at its full size; empty for one that is as large as it gets."""
-    return dict(state.state.get_max_resources_from_cluster_config() or {})
+def accelerator_of_machine() -> str | None:
+    """Ray's name for the GPUs of this machine; None without any."""
+    return NvidiaGPUAcceleratorManager.get_current_node_accelerator_type()
 
 
 def free_on_nodes() -> list[dict[str, float]]:
     """Resources that nobody uses, node by node."""
-    return list(state.available_resources_per_node().values())
+    return list(state.state.available_resources_per_node().values())
+
+
+# ---- the autoscaler --------------------------------------------------------------------------------------------------
+
+
+def node_types() -> list[tuple[int, dict[str, float]]]:
+    """The worker nodes that the autoscaler may bring: the most of each type, and the resources of one. Empty for a
+    cluster that is as large as it gets."""
+    config = autoscaling_config(ray.get_runtime_context().gcs_address)
+    head, most = config.get("head_node_type"), config.get("max_workers", 0)
+    kinds = {name: kind for name, kind in config.get("available_node_types", {}).items() if name != head}
+    return [(min(most, kind.get("max_workers", most)), dict(kind.get("resources", {}))) for kind in kinds.values()]
+
+
+@lru_cache(maxsize=1)
+def autoscaling_config(gcs_address: str) -> dict[str, Any]:
+    """What the cluster's autoscaler was started with (`ray up`, `ray start --autoscaling-config`); empty without one.
+
+    Ray keeps it in a file on the head node alone, and says nowhere what the cluster may grow to: its own
+    `get_cluster_config` asks a table that nothing in the open-source Ray fills [2.60].
+    """
+    found = _read_config(gcs_address)
+    if found is None:  # this is not the head node
+        task: Any = ray.remote(num_cpus=0, resources={ON_HEAD: 0.001})(_read_config)
+        found = ray.get(task.remote(gcs_address))
+    return found or {}
+
+
+def _read_config(gcs_address: str) -> dict[str, Any] | None:
+    """The file that is named by the command line of the cluster's monitor; None if that does not run here."""
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = file.read_bytes().decode(errors="replace").split("\0")
+            if f"--gcs-address={gcs_address}" in words and any(word.endswith("monitor.py") for word in words):
+                named = [word.partition("=")[2] for word in words if word.startswith("--autoscaling-config=")]
+                return yaml.safe_load(Path(named[0]).expanduser().read_text("utf-8")) if named else {}
+    return None
+
+
+def cluster_status() -> ClusterStatus:
+    """What `ray status` shows."""
+    return get_cluster_status(ray.get_runtime_context().gcs_address)
+
+
+def pending(status: ClusterStatus) -> Iterator[tuple[int, Mapping[str, float]]]:
+    """What waits for room: how many bundles of which resources, tasks and actors each, placement groups as a whole."""
+    demands = status.resource_demands
+    for demand in (*demands.placement_group_demand, *demands.ray_task_actor_demand):
+        for asked in demand.bundles_by_count:
+            yield asked.count, dict(asked.bundle)

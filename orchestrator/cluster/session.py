@@ -1,83 +1,21 @@
-"""The Ray cluster of a search: connect or start, count what it has, derive how many trials run at a time."""
+"""The Ray cluster of a search: connect to it, or start it."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
-import math
 import os
 import re
 import socket
-import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
-from orchestrator.config.schema import ConfigError, SearchConfig
+from orchestrator.cluster.room import Nodes, capacity
 from orchestrator.storage.paths import in_ray_job
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LOOK_SECONDS = 5.0
 DASHBOARD = "RAY_API_SERVER_ADDRESS"  # where Ray's own parts look for the dashboard
-
-
-@dataclass(frozen=True)
-class Demand:
-    """What one trial needs: its driver and its Ray Train workers."""
-
-    trial_cpus: float
-    trial_gpus: float
-    workers: int
-    cpus_per_worker: float
-    gpus_per_worker: float
-
-    @classmethod
-    def of(cls, config: SearchConfig) -> Demand:
-        return cls(config.resources.trial_cpus, config.resources.trial_gpus, *config.train.shape)
-
-
-def concurrency(resources: Mapping[str, float], demand: Demand, limit: int | str = "auto") -> int:
-    """How many trials fit a cluster with `resources` (keys CPU and GPU) at a time, at most `limit`.
-
-    Without this cap drivers take every CPU and wait for workers that can never start. Raises ConfigError if not even
-    one trial fits.
-    """
-    fit = math.inf
-    for kind in ("GPU", "CPU"):
-        name, have = f"{kind.lower()}s", float(resources.get(kind, 0))
-        of_worker, of_trial = getattr(demand, f"{name}_per_worker"), getattr(demand, f"trial_{name}")
-        need = of_trial + demand.workers * of_worker
-        if need > have + 1e-6:
-            raise ConfigError(
-                f"train.num_workers: {demand.workers} worker(s) need {need:g} {kind} "
-                f"({demand.workers} x {of_worker:g} and {of_trial:g} for the trial itself), but the cluster has "
-                f"{have:g}; lower train.num_workers, train.{name}_per_worker or resources.trial_{name}, or add nodes"
-            )
-        fit = min(fit, (have + 1e-6) // need if need else fit)
-    return int(fit if limit == "auto" else min(fit, int(limit)))
-
-
-class Room:
-    """How many trials fit the cluster as it is now; asked anew every few seconds, since nodes come and go. Always at
-    least one, which waits for workers until nodes come back."""
-
-    def __init__(self, demand: Demand, limit: int | str = "auto") -> None:
-        self._demand, self._limit, self._looked = demand, limit, -math.inf
-        self._fitting: int | None = None
-
-    def trials(self) -> int:
-        """The number, which is printed when it has changed."""
-        now = time.monotonic()
-        if now - self._looked >= LOOK_SECONDS:
-            self._looked = now
-            before, self._fitting = self._fitting, 0
-            with contextlib.suppress(ConfigError):
-                self._fitting = concurrency(capacity(), self._demand, self._limit)
-            if before is not None and self._fitting != before:
-                waits = "" if self._fitting else "; the search waits for nodes"
-                print(f"cluster  has changed: room for {self._fitting} trial(s) at a time{waits}", flush=True)
-        return max(1, self._fitting or 0)
 
 
 def last_error(text: str) -> str:
@@ -91,8 +29,8 @@ def last_error(text: str) -> str:
 def ray_train_intervals(look_seconds: float) -> None:
     """For trainings that this process starts: how often Ray Train looks after workers, how long it waits for them."""
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", str(look_seconds))
-    # A node that is being added takes minutes; the default of one minute would fail the trial that waits for it.
-    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "1800")
+    # A node may be added after minutes, a spot node after days; the default of one minute fails who waits for it.
+    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(7 * 24 * 3600))
 
 
 def free_port() -> int:
@@ -102,11 +40,9 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def connected() -> Iterator[dict[str, float]]:
-    """Connect to the cluster of RAY_ADDRESS (a job), or start Ray on this machine; yields the cluster's resources.
-
-    For an autoscaling cluster these are the resources at its full size.
-    """
+def connected() -> Iterator[list[Nodes]]:
+    """Connect to the cluster of RAY_ADDRESS (a job), or start Ray on this machine; yields the cluster's nodes, of an
+    autoscaling one at its full size."""
     import ray
 
     if ray.is_initialized():
@@ -161,13 +97,3 @@ def _environment_of_job() -> dict[str, str]:
     """The variables that `ray job submit --runtime-env-json` has set; Ray refuses to have them set again."""
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
     return job.get("runtime_env", {}).get("env_vars", {})
-
-
-def capacity() -> dict[str, float]:
-    """CPU and GPU of the cluster, of an autoscaling one at its full size."""
-    import ray
-
-    from orchestrator.cluster.ray_private import largest_cluster
-
-    have, most = ray.cluster_resources(), largest_cluster()
-    return {kind: max(float(have.get(kind, 0)), float(most.get(kind, 0))) for kind in ("CPU", "GPU")}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
 import shutil
 import threading
 import time
@@ -16,7 +15,8 @@ from typing import Any
 import ray
 from ray.train import PreemptionError
 
-from orchestrator.cluster.ray_private import free_on_nodes
+from orchestrator.cluster.ray_private import cluster_status, pending
+from orchestrator.cluster.room import capacity, free_nodes, groups, settled
 from orchestrator.cluster.session import last_error, ray_train_intervals
 from trainers.jobs.worker import TrainJob, serve_pool
 from trainers.settings import Shape
@@ -24,6 +24,7 @@ from trainers.settings import Shape
 LEAST_SHARE = 0.5
 LOOK_SECONDS = 1.0
 START_FAILURES = 2  # in a row, after which waiting jobs are told that no group starts
+NO_ROOM = "worker group startup timed out"  # what Ray Train says of nodes that have not come yet
 CLOSE_SECONDS = 15.0
 
 
@@ -67,7 +68,7 @@ class Lease:
 
     @property
     def shape(self) -> Shape:
-        return self.job.settings.shape
+        return self.job.shape
 
 
 @dataclass(eq=False)
@@ -91,7 +92,7 @@ class Pool:
         self.leases: dict[int, Lease] = {}
         self.waiting: list[Lease] = []
         self._numbers, self._starts = itertools.count(), itertools.count()
-        self._start_failures, self._closing = 0, False
+        self._start_failures, self._wanted, self._closing = 0, 0, False
         self._watch: asyncio.Task | None = None
         self._self: Any = None
 
@@ -162,7 +163,7 @@ class Pool:
         group = self.groups.get(name)
         if group is not None and rank not in group.workers:
             group.workers[rank] = worker
-            if len(group.workers) == group.shape[0]:
+            if len(group.workers) == group.shape.workers:
                 group.ready, group.idle_since, self._start_failures = True, time.monotonic(), 0
                 self._match()
         while group is not None and name in self.groups and not group.ending:
@@ -189,7 +190,7 @@ class Pool:
     async def finished(self, name: str, rank: int, ended: dict[str, Any]) -> None:
         group = self.groups[name]
         group.ended[rank] = ended
-        if len(group.ended) < group.shape[0]:
+        if len(group.ended) < group.shape.workers:
             return
         lease, outcome = group.lease, group.ended[0]
         group.lease, group.given, group.ended, group.idle_since = None, None, {}, time.monotonic()
@@ -226,20 +227,18 @@ class Pool:
                     self._end(other)
                 self._start(shape)
 
-    def _start(self, shape: Shape, cpus: float | None = None) -> None:
-        """A group of a shape, whose workers ask Ray for `cpus` each if that is not the shape's."""
+    def _start(self, shape: Shape, asked: Shape | None = None) -> None:
+        """A group of a shape, for which Ray is asked for `asked` if that is not the shape itself."""
         if self._closing:
             return
-        group = Group(f"{self.name}-{next(self._starts)}", shape, time.monotonic(), squeezed=cpus is not None)
+        group = Group(f"{self.name}-{next(self._starts)}", shape, time.monotonic(), squeezed=asked is not None)
         self.groups[group.name] = group
-        workers, of_shape, gpus = shape
-        asked = workers, of_shape if cpus is None else cpus, gpus
         loop = asyncio.get_running_loop()
 
         def keep() -> None:
             error: BaseException | None = None
             try:
-                serve_pool(self._self, group.name, asked, self.storage_path)
+                serve_pool(self._self, group.name, asked or settled(shape, capacity()), self.storage_path)
             except BaseException as failure:
                 error = failure
             with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -260,7 +259,7 @@ class Pool:
         group.tell()
         shutil.rmtree(Path(self.storage_path) / group.name, ignore_errors=True)
         lease, said = group.lease, _said(error)
-        self._start_failures += error is not None and not group.ready
+        self._start_failures += error is not None and not group.ready and NO_ROOM not in said  # nodes may be slow
         if self._start_failures >= START_FAILURES:
             self._start_failures = 0
             for waiting in [w for w in self.waiting if w.shape == group.shape]:
@@ -299,26 +298,31 @@ class Pool:
             for group in self._idle():
                 if now - group.idle_since > self.idle_seconds:
                     self._end(group)
+            self._make_room()
             alive = self._alive()
             stuck = alive and all(not g.ready and now - g.started > self.stuck_seconds for g in alive)
             if self.waiting and stuck and not any(g.squeezed for g in alive):  # not one more a second
                 self._squeeze(self.waiting[0].shape)
 
+    def _make_room(self) -> None:
+        """End an idle group if somebody waits for GPUs, such as a trial that plans on one before it trains."""
+        idle = [group for group in self._idle() if group.shape.gpus]
+        wanted = bool(idle) and any("GPU" in asked for _, asked in pending(cluster_status()))
+        self._wanted = self._wanted + 1 if wanted else 0
+        if self._wanted > 1:  # what has room waits for less than a look
+            self._wanted = 0
+            self._end(idle[0])
+
     def _squeeze(self, shape: Shape) -> None:
-        """Start a group on less CPU where only that keeps it from starting: once nodes have gone, the little CPU of
-        those who wait for it may be what it lacks, for ever. Ray counts CPUs and enforces none: it is slower, no more.
-        """
-        workers, cpus, gpus = shape
-        nodes = free_on_nodes()
-
-        def fit(each: float) -> bool:
-            room = (min(n.get("CPU", 0.0) // each, n.get("GPU", 0.0) // gpus if gpus else math.inf) for n in nodes)
-            return sum(room) >= workers
-
+        """Start a group on less CPU, or on more nodes, where only that keeps it from starting: once nodes have gone,
+        the little CPU of those who wait for it may be what it lacks, for ever. Ray counts CPUs and enforces none: it is
+        slower, no more."""
+        nodes = free_nodes()
         steps = range(1 + round(20 * (1 - LEAST_SHARE)))
-        most = next((cpus * (1 - step / 20) for step in steps if fit(cpus * (1 - step / 20))), cpus)
-        if most < cpus:
-            self._start(shape, most)
+        smaller = (shape._replace(cpus=shape.cpus * (1 - step / 20)) for step in steps)
+        asked = next((settled(each, nodes) for each in smaller if groups(nodes, each)), None)
+        if asked is not None and (asked.cpus < shape.cpus or asked != settled(shape, capacity())):
+            self._start(shape, asked)
 
 
 def _forgiven(error: BaseException | None, said: str) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,8 +71,9 @@ def read(file: str | Path) -> Distances:
     return load_file(str(file))
 
 
-def prepare(phases: Iterable[SearchPhase], cache: str | Path, cpus: float, gpus: float) -> None:
-    """Measure what is not in the cache yet, as Ray tasks, as many at a time as the cluster has room for."""
+def prepare(phases: Iterable[SearchPhase], cache: str | Path, options: Mapping[str, Any]) -> None:
+    """Measure what is not in the cache yet, as Ray tasks with these options of `ray.remote`, as many at a time as the
+    cluster has room for."""
     import ray
 
     missing = {phase.file(cache): phase for phase in phases if not phase.file(cache).exists()}
@@ -80,7 +81,7 @@ def prepare(phases: Iterable[SearchPhase], cache: str | Path, cpus: float, gpus:
         return
     total, steps = len(missing), next(iter(missing.values())).steps
     print(f"search phase of dha: {total} to measure, {steps} steps each", flush=True)
-    task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=1)(_measure_to)
+    task = ray.remote(max_retries=1, **options)(_measure_to)
     waiting = [task.remote(phase, str(file)) for file, phase in missing.items()]
     while waiting:
         done, waiting = ray.wait(waiting, num_returns=1)

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from attention.messages import near
+from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.pool_client import pool_of_search
-from orchestrator.cluster.session import Demand, concurrency, connected
+from orchestrator.cluster.room import concurrency
+from orchestrator.cluster.session import connected
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.promotion.state import BASELINE, PROMOTED, Entry, PromoteOutcome, PromotionState
 from orchestrator.promotion.steps import PromotionSteps
@@ -55,9 +57,9 @@ def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int |
     with (
         mirrored(_address(folder), folder.storage),
         SearchLock(folder.lock).acquire(f"search {folder.root.name!r}"),
-        connected() as resources,
+        connected() as nodes,
     ):
-        parallel = concurrency(resources, Demand.of(config), config.resources.max_concurrent)
+        parallel = concurrency(nodes, Demand.of(config), config.resources.max_concurrent)
         context = trial_context(config, prepared, folder, read_json(folder.original))
         parent = parent_run(folder.root, status=None, run_id=read_json(folder.state).get("parent_run"))
         connect = partial(Tracker.open, config.tracking.uri, config.tracking.experiment, folder.storage)

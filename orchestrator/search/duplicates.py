@@ -19,12 +19,12 @@ from orchestrator.search.searchers import ResumableSearcher
 from orchestrator.storage.records import read_json
 from trainers.jobs.job import TrainJob
 
-PLACES = ("model_dir", "out_dir", "storage_path", "run_name")
+PLACES = ("model_dir", "out_dir", "storage_path", "run_name", "accelerator_type", "placement_strategy")
 
 
 def work_digest(job: TrainJob, folder: Path) -> str:
-    """Equal for trainings that would end with the same weights: of the job but for its folders, and of the weights that
-    lie in the trial's folder when it begins (`converted`; with a relaxation `start` too)."""
+    """Equal for trainings that would end with the same weights: of the job but for its folders and nodes, and of the
+    weights that lie in the trial's folder when it begins (`converted`; with a relaxation `start` too)."""
     record = {name: value for name, value in json.loads(job.to_json()).items() if name not in PLACES}
     for name in ("converted", "start"):
         file = folder / name / DIGESTS

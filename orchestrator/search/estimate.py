@@ -27,7 +27,8 @@ from attention.calibration.sizes import layer_bytes, most_exact
 from attention.families import geometry_of
 from attention.io import checkpoint
 from attention.io.precision import DTYPES
-from orchestrator.cluster.session import Demand, concurrency
+from orchestrator.cluster.placement import Demand
+from orchestrator.cluster.room import concurrency
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.conversion import loading
 from orchestrator.conversion.calibrating import FREE_SHARE
@@ -41,7 +42,7 @@ from orchestrator.conversion.estimate import (
     resident_peak,
 )
 from orchestrator.search.searchers import SearchProblem, make_searcher
-from orchestrator.search.validation import local_resources, search_problem
+from orchestrator.search.validation import local_nodes, search_problem
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import compact, write_json
 from trainers.jobs.checkpoints import KEEP
@@ -165,7 +166,7 @@ def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, a
 def local_parallel(config: SearchConfig) -> int:
     """Trials at a time on this machine; 1 where not even one fits, since a larger cluster will run it."""
     with contextlib.suppress(ConfigError):
-        return concurrency(local_resources(), Demand.of(config), config.resources.max_concurrent)
+        return concurrency(local_nodes(), Demand.of(config), config.resources.max_concurrent)
     return 1
 
 

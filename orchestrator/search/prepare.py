@@ -3,7 +3,6 @@ the loss are measured that plans rest on."""
 
 from __future__ import annotations
 
-import math
 import shutil
 import time
 from collections.abc import Iterable, Sequence
@@ -19,7 +18,8 @@ from ray.exceptions import RayError
 from attention.io import checkpoint
 from attention.io.precision import cast_weights
 from attention.ratios import own_heads
-from orchestrator.cluster.session import capacity
+from orchestrator.cluster.placement import Demand, task_options, worker_options
+from orchestrator.cluster.room import capacity, slots
 from orchestrator.cluster.tasks import on_cluster
 from orchestrator.config.schema import SearchConfig
 from orchestrator.conversion import dha_distances, loading
@@ -128,6 +128,9 @@ def trial_context(
         original_loss=original["loss"],
         device="cuda" if config.resources.trial_gpus else "cpu",
         teacher=config.model.teacher and locate_model(config.model.teacher, folder, "teacher"),
+        accelerator_type=config.resources.accelerator_type,
+        placement_strategy=config.resources.placement_strategy,
+        task=task_options(config) if config.resources.trial_gpus else None,
     )
 
 
@@ -147,7 +150,7 @@ def run_search_phases(config: SearchConfig, prepared: Prepared, context: TrialCo
         fixed = {k: v for k, v in config.search.params.items() if k in ("objective.steps", "objective.rate")}
         candidates.append(Candidate(named_recipe("dha", settings=fixed), 0.5, 1.0, config.seeds[0]))
     phases = [phase for phase in map(context.search_phase, candidates) if phase]
-    dha_distances.prepare(phases, context.calibration_cache, config.train.cpus_per_worker, config.train.gpus_per_worker)
+    dha_distances.prepare(phases, context.calibration_cache, worker_options(config))
 
 
 # ---- increases of the loss, on the workers of a cluster --------------------------------------------------------------
@@ -162,8 +165,7 @@ CurveTask = tuple[Candidate, int]
 
 def slots_of(config: SearchConfig) -> int:
     """Tasks of one trial's CPUs and GPUs that the cluster has room for."""
-    cpus, gpus, have = config.train.cpus_per_worker, config.resources.trial_gpus, capacity()
-    return int(min(have["CPU"] // cpus, have["GPU"] // gpus if gpus else math.inf))
+    return slots(capacity(), Demand.of(config).task | {"CPU": config.train.cpus_per_worker})
 
 
 def calibration_workers(config: SearchConfig) -> Workers | None:
@@ -175,9 +177,10 @@ def calibration_workers(config: SearchConfig) -> Workers | None:
 def measure_increases(config: SearchConfig, prepared: Prepared, context: TrialContext) -> None:
     """The loss increases that plans of named candidates rest on, if several workers can share the measuring; if not,
     the first trial that needs them measures them."""
-    cpus, gpus = config.train.cpus_per_worker, config.resources.trial_gpus
+    cpus = config.train.cpus_per_worker
     if slots_of(config) >= SEVERAL:
-        measure_on_workers(curve_tasks(prepared.problem.named, prepared.geometry.num_layers), context, cpus, gpus)
+        tasks = curve_tasks(prepared.problem.named, prepared.geometry.num_layers)
+        measure_on_workers(tasks, context, task_options(config) | {"num_cpus": cpus})
 
 
 def curve_tasks(candidates: Iterable[Candidate], layers: int) -> list[CurveTask]:
@@ -204,13 +207,14 @@ def measure_layer(task: CurveTask, context: TrialContext, threads: int | None = 
     return measure_curves(candidate.recipe, candidate.kv_ratio, planning, generator, [layer])
 
 
-def measure_on_workers(tasks: Sequence[CurveTask], context: TrialContext, cpus: float, gpus: float) -> None:
-    """Run the tasks as Ray tasks. A layer that cannot be measured is left to the trials, which say why."""
+def measure_on_workers(tasks: Sequence[CurveTask], context: TrialContext, options: dict[str, Any]) -> None:
+    """Run the tasks as Ray tasks with these options of `ray.remote`. A layer that cannot be measured is left to the
+    trials, which say why."""
     if not tasks:
         return
     print(f"increases of the loss: {len(tasks)} layers to measure", flush=True)
-    remote: Any = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=1)(measure_layer)
-    waiting = [remote.remote(task, context, max(1, int(cpus))) for task in tasks]
+    remote: Any = ray.remote(max_retries=1, **options)(measure_layer)
+    waiting = [remote.remote(task, context, max(1, int(options["num_cpus"]))) for task in tasks]
     while waiting:
         done, waiting = ray.wait(waiting, num_returns=1)
         try:

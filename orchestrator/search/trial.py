@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import tune
 from ray.tune.integration.ray_train import TuneReportCallback
 from torch import Tensor
@@ -40,7 +41,7 @@ from trainers.evaluation import CachedTeacher, evaluate
 from trainers.jobs.job import TrainJob
 from trainers.jobs.share import KEEP_BELOW
 from trainers.relaxations.stage import RelaxationSpec
-from trainers.settings import TrainSettings
+from trainers.settings import AUTO, Strategy, TrainSettings
 from trainers.text.data import read_sequences
 
 OF_RUNG_0 = ("phases", "pooled", "work_digest")
@@ -69,6 +70,10 @@ class TrialContext:
     weights: str | None = None
     mixed_moments: Mixed | None = None
     pool: str | None = None  # name of the worker pool; None: every training starts workers of its own
+    accelerator_type: str | None = None  # of the workers
+    placement_strategy: Strategy = AUTO
+    task: dict[str, Any] | None = field(default=None, hash=False)
+    """`ray.remote` options of the task that plans a trial which trains; None: its own process does."""
 
     def calibration(self, tokens: Tensor) -> Calibration:
         """The original model's statistics over calibration `tokens` `[N, T]`, from the search's cache."""
@@ -114,6 +119,8 @@ class TrialContext:
             "settings": self.settings(candidate.recipe, candidate.learning_rate),
             "seed": candidate.seed,
             "keep_best": True,
+            "accelerator_type": self.accelerator_type,
+            "placement_strategy": self.placement_strategy,
         }
         return TrainJob(**fields | more)
 
@@ -167,10 +174,10 @@ def run_trial(config: dict[str, Any], context: TrialContext) -> None:
     candidate = Candidate.from_config(config)
     trial_id = str(tune.get_context().get_trial_id())
     folder = Path(context.folder) / "trials" / trial_id
-    trains = len(context.rungs) > 1 and not candidate.probe
+    trains = trained(candidate, context.rungs)
     facts = known_facts(candidate, folder)
     if facts is None:
-        facts = _untrained(candidate, context, folder)
+        facts = (_in_task if trains and context.task else _untrained)(candidate, context, folder)
         if trains:
             facts["work_digest"] = work_digest(training_job(context, folder, candidate, ""), folder)
         if math.isfinite(facts["loss"]):
@@ -182,6 +189,11 @@ def run_trial(config: dict[str, Any], context: TrialContext) -> None:
         kept = {k: v for k, v in facts.items() if k not in OF_RUNG_0}
         rungs = ReportRungs(context, kept, before)
         train(context.pool, job, rungs.tell, lambda: [ForwardRungs(rungs)])
+
+
+def trained(candidate: Candidate, rungs: Sequence[int]) -> bool:
+    """Whether a trial goes on to train after it was measured untrained."""
+    return len(rungs) > 1 and not candidate.probe
 
 
 def known_facts(candidate: Candidate, folder: Path) -> dict[str, Any] | None:
@@ -200,8 +212,21 @@ def prepare_process() -> None:
     transformers_logging.disable_progress_bar()
 
 
+def _in_task(candidate: Candidate, context: TrialContext, folder: Path) -> dict[str, Any]:
+    """`_untrained` by a Ray task, whose GPUs are free again for the workers that come after it. The task ends with this
+    process, however that ends."""
+    task: Any = ray.remote(max_retries=1, **(context.task or {}))(_untrained)
+    reference = task.remote(candidate, context, folder)
+    try:
+        return ray.get(reference)
+    except BaseException:
+        ray.cancel(reference, force=True)
+        raise
+
+
 def _untrained(candidate: Candidate, context: TrialContext, folder: Path) -> dict[str, Any]:
     """Plan, convert, save and measure; the report of rung 0."""
+    prepare_process()
     phases = loading.Phases()
     recipe = candidate.recipe
     with phases("load"):

@@ -11,16 +11,19 @@ from typing import Any
 
 from ray import tune
 
-from orchestrator.cluster.session import Demand, Room, last_error
+from orchestrator.cluster.placement import Demand
+from orchestrator.cluster.room import Room
+from orchestrator.cluster.session import last_error
 from orchestrator.cluster.tasks import on_cluster
 from orchestrator.config.schema import SearchConfig
 from orchestrator.search.callbacks import SearchLog
+from orchestrator.search.candidates import Candidate
 from orchestrator.search.duplicates import CopyingSearcher
 from orchestrator.search.prepare import SearchSession, head_similarities
 from orchestrator.search.resume import JournaledScheduler, JournaledSearch, disk_failed, replay, settle
 from orchestrator.search.schedulers import RungProblem, make_scheduler
 from orchestrator.search.searchers import make_searcher
-from orchestrator.search.trial import run_trial
+from orchestrator.search.trial import run_trial, trained
 from orchestrator.search.validation import Prepared
 from orchestrator.storage.journal import Journal, JournalError, unwritable
 
@@ -64,10 +67,8 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
 
 
 def _tuner(session: SearchSession, search: JournaledSearch, scheduler: JournaledScheduler, log: SearchLog) -> Any:
-    demand = Demand.of(session.config)
-    needed = {"CPU": demand.trial_cpus} | ({"GPU": demand.trial_gpus} if demand.trial_gpus else {})
     return tune.Tuner(
-        tune.with_resources(tune.with_parameters(run_trial, context=session.context), needed),
+        tune.with_resources(tune.with_parameters(run_trial, context=session.context), partial(_own, session.config)),
         tune_config=tune.TuneConfig(
             search_alg=search,
             scheduler=scheduler,
@@ -78,6 +79,14 @@ def _tuner(session: SearchSession, search: JournaledSearch, scheduler: Journaled
         ),
         run_config=tune.RunConfig(name="search", storage_path=str(session.folder.tune), callbacks=[log], verbose=0),
     )
+
+
+def _own(config: SearchConfig, candidate: dict[str, Any]) -> tune.PlacementGroupFactory:
+    """What a trial's own process holds as long as it lasts: all that planning needs where nothing comes after it, else
+    no GPU, which would be idle while the workers train."""
+    demand = Demand.of(config)
+    trains = trained(Candidate.from_config(candidate), config.rungs.steps)
+    return tune.PlacementGroupFactory([{"CPU": demand.process_cpus} if trains else demand.task])
 
 
 def stops_in_training(config: SearchConfig) -> bool:

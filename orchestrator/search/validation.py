@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
-from orchestrator.cluster.session import Demand, concurrency
+from orchestrator.cluster.placement import OF_TYPE, Demand
+from orchestrator.cluster.room import Nodes, concurrency
 from orchestrator.config.parsing import RENAMED_SCHEDULERS
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.conversion import loading
@@ -80,13 +81,15 @@ def _check_length(length: int, path: str, geometry: HeadGeometry) -> None:
         )
 
 
-def local_resources() -> dict[str, float]:
+def local_nodes() -> list[Nodes]:
     """What a Ray that is started on this machine alone will have."""
     import torch
 
-    from orchestrator.cluster.ray_private import cpus_of_machine
+    from orchestrator.cluster.ray_private import accelerator_of_machine, cpus_of_machine
 
-    return {"CPU": cpus_of_machine(), "GPU": float(torch.cuda.device_count())}
+    kind = accelerator_of_machine()
+    counted = {"CPU": cpus_of_machine(), "GPU": float(torch.cuda.device_count())}
+    return [Nodes(1, counted | ({f"{OF_TYPE}{kind}": 1.0} if kind else {}))]
 
 
 def check_machine(demand: Demand, limit: int | Literal["auto"] = "auto") -> None:
@@ -94,7 +97,7 @@ def check_machine(demand: Demand, limit: int | Literal["auto"] = "auto") -> None
     import ray
 
     if not ray.is_initialized() and not os.environ.get("RAY_ADDRESS"):
-        concurrency(local_resources(), demand, limit)
+        concurrency(local_nodes(), demand, limit)
 
 
 def check_searcher(config: SearchConfig, problem: SearchProblem) -> None:

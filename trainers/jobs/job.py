@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainers.settings import TrainSettings
+from trainers.settings import AUTO, Shape, Strategy, TrainSettings
 
 if TYPE_CHECKING:
     from trainers.relaxations.stage import RelaxationSpec
@@ -39,6 +39,8 @@ class TrainJob:
     `keep_best`: also keep the weights of the milestone with the lowest held-out loss (`trainers.jobs.checkpoints`); the
     reports then have `best_step`, `best_loss`, `best_kl` and `best_dir`.
 
+    `accelerator_type`, `placement_strategy`: where its workers run (`trainers.settings.Shape`).
+
     A `run_name` that already exists under `storage_path` continues that run: the same job run twice does nothing
     twice, and two different jobs need two names.
     """
@@ -63,6 +65,8 @@ class TrainJob:
     max_failures: int = 1
     keep_best: bool = False
     relaxation: RelaxationSpec | None = None
+    accelerator_type: str | None = None
+    placement_strategy: Strategy = AUTO
 
     def __post_init__(self) -> None:
         steps = (self.start_step, *self.milestones)
@@ -92,6 +96,11 @@ class TrainJob:
                 raise ValueError(
                     f"{name} must be an absolute path (workers run in other folders), got {getattr(self, name)!r}"
                 )
+
+    @property
+    def shape(self) -> Shape:
+        """Its workers."""
+        return self.settings.shape._replace(accelerator_type=self.accelerator_type, strategy=self.placement_strategy)
 
     @property
     def schedule_steps(self) -> int:

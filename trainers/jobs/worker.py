@@ -30,7 +30,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from trainers.jobs.job import TrainJob
 from trainers.loop import TrainingDiverged
-from trainers.settings import Shape
+from trainers.settings import AUTO, Shape
 
 __all__ = ["TrainJob", "TrainingDiverged", "metrics_of", "run_training", "serve_pool"]
 
@@ -49,7 +49,7 @@ def run_training(job: TrainJob, *, callbacks: Sequence[Any] = ()) -> dict[str, A
     than `max_failures` times.
     """
     trainer = _trainer(
-        _work, {"job": job.to_json()}, job.settings.shape, job.run_name, job.storage_path, job.max_failures, callbacks
+        _work, {"job": job.to_json()}, job.shape, job.run_name, job.storage_path, job.max_failures, callbacks
     )
     # In the main thread Ray Train takes over Ctrl-C for good, and what it sets keeps the run's controller, a process,
     # alive for as long as this one [2.60]
@@ -93,13 +93,19 @@ def _trainer(
 ) -> TorchTrainer:
     """`max_failures`, `preemptions`: how often the workers may fail, or lose a node that is taken away, and start again
     (-1: without end). Those of a pool's group never do: the pool would not know them."""
-    workers, cpus, gpus = shape
+    workers, cpus, gpus, accelerator_type, strategy = shape
     resources = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
     return TorchTrainer(
         function,
         train_loop_config=config,
         torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),
-        scaling_config=ScalingConfig(num_workers=workers, use_gpu=bool(gpus), resources_per_worker=resources),
+        scaling_config=ScalingConfig(
+            num_workers=workers,
+            use_gpu=bool(gpus),
+            resources_per_worker=resources,
+            accelerator_type=accelerator_type,
+            placement_strategy="PACK" if strategy == AUTO else strategy,
+        ),
         run_config=RunConfig(
             name=name,
             storage_path=storage_path,

@@ -24,7 +24,7 @@ from trainers.engine import _group_of_one
 from trainers.jobs.job import TrainJob
 from trainers.jobs.run import run_job
 from trainers.relaxations.stage import RelaxationSpec
-from trainers.settings import TrainSettings
+from trainers.settings import Shape, TrainSettings
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PLAN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)
@@ -108,7 +108,7 @@ def test_one_group_carries_out_job_after_job(pool: str, job: TrainJob, whole: di
         assert Path(outcome["checkpoint_path"], "layout.json").is_file()
     assert set(map(tuple, told.values())) == {(2, 4, 6)}
     (group,) = state(pool)["groups"].values()
-    assert group == {"shape": (1, 0.4, 0.0), "jobs": 3, "busy": False}
+    assert group == {"shape": Shape(1, 0.4, 0.0), "jobs": 3, "busy": False}
     assert {name: len(found) for name, found in actors("RayTrainWorker", "TrainController").items()} == {
         "RayTrainWorker": 1,
         "TrainController": 1,

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 from orchestrator.cli.searches import _split
-from orchestrator.cluster import session
-from orchestrator.cluster.session import Demand, Room, concurrency
 from orchestrator.config.schema import ConfigError, parse_config
 from orchestrator.search.validation import validate_search
 from orchestrator.storage.paths import SearchFolder, storage_path
@@ -126,66 +124,6 @@ def test_a_sound_configuration_gives_candidates_and_token_files(demo_dir: Path, 
     assert names == [("gqa", 0.5), ("gqa", 0.25), ("headfold", 0.5), ("headfold", 0.25)]
     assert set(prepared.files) == {"train", "eval", "calibration"} and len(set(prepared.files.values())) == 3
     assert all(file.is_file() for file in prepared.files.values())
-
-
-# ---- cluster ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("resources", "demand", "limit", "expected"),
-    [
-        ({"CPU": 2}, Demand(0.05, 0, 1, 0.95, 0), "auto", 2),
-        ({"CPU": 2}, Demand(0.05, 0, 1, 0.95, 0), 1, 1),
-        ({"CPU": 2}, Demand(0.05, 0, 1, 1.0, 0), "auto", 1),
-        ({"CPU": 2}, Demand(0.05, 0, 2, 0.95, 0), "auto", 1),
-        ({"CPU": 64, "GPU": 8}, Demand(1, 0, 2, 4, 1), "auto", 4),
-        ({"CPU": 8, "GPU": 8}, Demand(1, 0, 1, 1, 1), "auto", 4),
-        ({"CPU": 64, "GPU": 8}, Demand(1, 1, 1, 4, 1), 9, 4),
-    ],
-)
-def test_as_many_trials_run_as_fit(resources: dict[str, float], demand: Demand, limit: Any, expected: int) -> None:
-    assert concurrency(resources, demand, limit) == expected
-
-
-@pytest.mark.parametrize(
-    ("resources", "demand", "said"),
-    [
-        ({"CPU": 2}, Demand(0.05, 0, 4, 1, 0), ["train.num_workers", "4 worker(s)", "4.05 CPU", "has 2"]),
-        ({"CPU": 64}, Demand(1, 0, 8, 1, 1), ["train.num_workers", "8 GPU", "has 0", "add nodes"]),
-    ],
-)
-def test_more_workers_than_the_cluster_has_are_refused(
-    resources: dict[str, float], demand: Demand, said: list[str]
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        concurrency(resources, demand)
-    for word in said:
-        assert word in str(caught.value)
-
-
-def test_the_room_follows_the_cluster(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = {"CPU": 2.0}
-    monkeypatch.setattr(session, "capacity", lambda: nodes)
-    monkeypatch.setattr(session, "LOOK_SECONDS", 0)
-    room = Room(Demand(0.05, 0, 1, 0.95, 0))
-    seen = []
-    for nodes["CPU"] in (2.0, 8.0, 8.0, 1.0, 0.5, 3.0):
-        seen.append(room.trials())
-    assert seen == [2, 8, 8, 1, 1, 3]
-    told = capsys.readouterr().out.splitlines()
-    assert [line.partition("room for ")[2] for line in told] == [
-        "8 trial(s) at a time",
-        "1 trial(s) at a time",
-        "0 trial(s) at a time; the search waits for nodes",
-        "3 trial(s) at a time",
-    ]
-    nodes["CPU"] = 64.0
-    assert Room(Demand(0.05, 0, 1, 0.95, 0), 4).trials() == 4
-    monkeypatch.setattr(session, "LOOK_SECONDS", 1e6)
-    rested = Room(Demand(0.05, 0, 1, 0.95, 0))
-    assert rested.trials() == 64
-    nodes["CPU"] = 2.0
-    assert rested.trials() == 64  # not asked for every trial
 
 
 # ---- folders ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,119 @@
+"""How many trials fit a cluster, node by node, and what is refused; the nodes are numbers here, no machines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from orchestrator.cluster import room
+from orchestrator.cluster.placement import Demand
+from orchestrator.cluster.room import Nodes, Room, concurrency, settled
+from orchestrator.config.schema import ConfigError
+from trainers.settings import Shape
+
+A10G = {"CPU": 48.0, "GPU": 4.0, "accelerator_type:A10G": 1.0}
+A100 = {"CPU": 96.0, "GPU": 8.0, "accelerator_type:A100": 1.0}
+HEAD = Nodes(1, {"CPU": 8.0})
+CLOUD = [HEAD, Nodes(4, A10G), Nodes(2, A100)]
+"""The cluster of cluster.yaml at its full size."""
+LARGE = Demand(8, 1, 8, 8, 1)
+"""A trial of configs/llama2-7b.yaml."""
+
+
+def one(**resources: float) -> list[Nodes]:
+    return [Nodes(1, resources)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "demand", "limit", "expected"),
+    [
+        (one(CPU=2), Demand(0.05, 0, 1, 0.95, 0), "auto", 2),
+        (one(CPU=2), Demand(0.05, 0, 1, 0.95, 0), 1, 1),
+        (one(CPU=2), Demand(0.05, 0, 1, 1.0, 0), "auto", 1),
+        (one(CPU=2), Demand(0.05, 0, 2, 0.95, 0), "auto", 1),
+        (one(CPU=64, GPU=8), Demand(1, 0, 2, 4, 1), "auto", 4),
+        (one(CPU=8, GPU=8), Demand(1, 0, 1, 1, 1), "auto", 4),
+        # The GPU of planning is free again when the workers start
+        (one(CPU=64, GPU=8), Demand(1, 1, 1, 4, 1), "auto", 8),
+        (one(CPU=64, GPU=8), Demand(1, 1, 1, 4, 1), 3, 3),
+        (one(CPU=96, GPU=8), LARGE, "auto", 1),
+        # Twice 1.5 CPUs are there in all, but no node has a second time as much
+        ([Nodes(2, {"CPU": 2.0})], Demand(0.05, 0, 1, 1.5, 0), "auto", 2),
+        ([Nodes(3, {"CPU": 1.0})], Demand(0.05, 0, 1, 0.6, 0), "auto", 3),
+        # Workers that no node can hold together lie on several
+        ([Nodes(2, {"CPU": 2.0})], Demand(0.05, 0, 3, 1, 0), "auto", 1),
+        # Two of three nodes hold eight GPUs
+        (CLOUD, LARGE, "auto", 2),
+        (CLOUD, replace(LARGE, strategy="PACK"), "auto", 4),
+        (CLOUD, replace(LARGE, workers=4), "auto", 8),
+        (CLOUD, replace(LARGE, workers=4, accelerator_type="A100"), "auto", 4),
+        (CLOUD, replace(LARGE, workers=4, accelerator_type="A10G", task_type="A100"), "auto", 4),
+    ],
+)
+def test_as_many_trials_run_as_fit_node_by_node(nodes: list[Nodes], demand: Demand, limit: Any, expected: int) -> None:
+    assert concurrency(nodes, demand, limit) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "demand", "said"),
+    [
+        (one(CPU=2), Demand(0.05, 0, 4, 1, 0), ["train.num_workers", "4 worker(s)", "4.05 CPU", "has 2"]),
+        (one(CPU=64), Demand(1, 0, 8, 1, 1), ["train.num_workers", "8 GPU", "has 0", "add nodes"]),
+        ([Nodes(4, {"CPU": 1.0})], Demand(0.05, 0, 1, 2, 0), ["a worker needs 2 CPU on one node", "4 of 1 CPU"]),
+        (CLOUD, replace(LARGE, workers=1, gpus_per_worker=16), ["worker needs 16 GPU", "2 of 8 GPU (A100)"]),
+        (CLOUD, replace(LARGE, accelerator_type="H100"), ["resources.accelerator_type", "'H100'", "8 GPU (A100)"]),
+        (CLOUD, replace(LARGE, task_type="T4"), ["resources.trial_accelerator_type", "'T4'", "4 GPU (A10G)"]),
+        (CLOUD, replace(LARGE, workers=64, accelerator_type="A100"), ["64 GPU", "the cluster has 16"]),
+        (
+            CLOUD,
+            replace(LARGE, workers=16, strategy="STRICT_PACK"),
+            ["placement_strategy", "16 workers", "on one node"],
+        ),
+        (CLOUD, replace(LARGE, trial_gpus=9), ["resources.trial_gpus", "9 GPU and 8 CPU on one node"]),
+        # A worker fits one node, and so does what a trial holds itself, but not both
+        (one(CPU=1), Demand(0.5, 0, 1, 1, 0), ["1.5 CPU", "0.5 for the trial itself", "has 1"]),
+        ([Nodes(2, {"CPU": 1.5})], Demand(0.05, 0, 3, 0.9, 0), ["do not fit the nodes one by one"]),
+    ],
+)
+def test_a_trial_that_can_never_start_is_refused_with_what_there_is(
+    nodes: list[Nodes], demand: Demand, said: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        concurrency(nodes, demand)
+    for word in said:
+        assert word in str(caught.value)
+
+
+def test_workers_share_a_node_where_one_can_hold_them() -> None:
+    assert settled(Shape(8, 8, 1), CLOUD).strategy == "STRICT_PACK"
+    assert settled(Shape(8, 8, 1, "A10G"), CLOUD).strategy == "PACK"  # such a node has four
+    assert settled(Shape(16, 8, 1), CLOUD).strategy == "PACK"
+    assert settled(Shape(8, 8, 1, None, "SPREAD"), CLOUD).strategy == "SPREAD"
+    assert settled(Shape(2, 1, 0), one(CPU=2)).strategy == "STRICT_PACK"
+
+
+def test_the_room_follows_the_cluster(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = {"CPU": 2.0}
+    monkeypatch.setattr(room, "capacity", lambda: [Nodes(1, nodes)])
+    monkeypatch.setattr(room, "LOOK_SECONDS", 0)
+    trials = Room(Demand(0.05, 0, 1, 0.95, 0))
+    seen = []
+    for nodes["CPU"] in (2.0, 8.0, 8.0, 1.0, 0.5, 3.0):
+        seen.append(trials.trials())
+    assert seen == [2, 8, 8, 1, 1, 3]
+    told = capsys.readouterr().out.splitlines()
+    assert [line.partition("room for ")[2] for line in told] == [
+        "8 trial(s) at a time",
+        "1 trial(s) at a time",
+        "0 trial(s) at a time; the search waits for nodes",
+        "3 trial(s) at a time",
+    ]
+    nodes["CPU"] = 64.0
+    assert Room(Demand(0.05, 0, 1, 0.95, 0), 4).trials() == 4
+    monkeypatch.setattr(room, "LOOK_SECONDS", 1e6)
+    rested = Room(Demand(0.05, 0, 1, 0.95, 0))
+    assert rested.trials() == 64
+    nodes["CPU"] = 2.0
+    assert rested.trials() == 64  # not asked for every trial
