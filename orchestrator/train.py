@@ -31,7 +31,7 @@ from orchestrator.cluster.session import connected
 from orchestrator.config.schema import ConfigError, Section, apply_override, parse_section
 from orchestrator.conversion import loading
 from orchestrator.search.trial import prepare_process
-from orchestrator.search.validation import check_machine
+from orchestrator.search.validation import check_machine, check_training
 from orchestrator.storage.mirror import is_remote
 from orchestrator.storage.paths import storage_path
 from orchestrator.storage.records import clock, read_json, write_json
@@ -123,6 +123,7 @@ def check(
     Raises ConfigError or PlanError, and DataError for a source of text that there is not.
     """
     section = _section(recipe, overrides, learning_rate, seed, device)
+    check_training(section.train)
     loading.geometry_of(str(architecture), sequence_length, key="architecture", weights=False)
     loading.load_tokenizer(architecture)
     eval_every = max(1, steps // 10) if eval_every is None else eval_every

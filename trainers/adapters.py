@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,19 +58,24 @@ class Adapters:
     scaling: float
     transposed: Mapping[str, bool]
 
-    def merge(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The state dict of the adapted model → that of the plain one, with each adapter added to its projection.
+    def sources(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """Names of the adapted model's state → for each of the plain model what it is made of: the tensor itself, and
+        of a projection that has an adapter the two matrices of it too."""
+        plain = {name.replace(BASE, "."): (name,) for name in names if DOWN not in name and UP not in name}
+        adapted = {
+            f"{name}.weight": tuple(f"{name}{part}weight" for part in (BASE, DOWN, UP)) for name in self.transposed
+        }
+        return plain | adapted
 
-        An empty one stays empty. Added in float32 at least, rounded to the weight's dtype once.
-        """
-        plain = {name.replace(BASE, "."): t for name, t in state.items() if DOWN not in name and UP not in name}
-        if state:
-            for name, transposed in self.transposed.items():
-                weight, down, up = (state[f"{name}{part}weight"] for part in (BASE, DOWN, UP))
-                wide = torch.promote_types(weight.dtype, torch.float32)
-                change = self.scaling * (up.to(wide) @ down.to(wide))
-                plain[f"{name}.weight"] = (weight.to(wide) + (change.T if transposed else change)).to(weight.dtype)
-        return plain
+    def merged(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
+        """The plain model's tensor `name`, made of its `sources`. Added in float32 at least, rounded once."""
+        if len(tensors) == 1:
+            return tensors[0]
+        weight, down, up = tensors
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        change = self.scaling * (up.to(wide) @ down.to(wide))
+        transposed = self.transposed[name.removesuffix(".weight")]
+        return (weight.to(wide) + (change.T if transposed else change)).to(weight.dtype)
 
 
 def add_adapters(model: PreTrainedModel, rank: int, alpha: float, generator: torch.Generator) -> Adapters:

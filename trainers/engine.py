@@ -1,41 +1,23 @@
-"""The one DeepSpeed file: a model, its optimiser, and a step over all workers.
-
-DeepSpeed compiles C++ operators at first use by default; both that it would want here have torch twins, which are
-taken instead, so that no compiler is needed and no killed compile can leave a lock behind.
-"""
+"""A model, its optimiser, and a step over all workers: DeepSpeed's engine."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
-import logging
 import math
-import os
-import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-
-if not torch.accelerator.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # spares the search for others, and a warning that it failed
-
-import deepspeed
-import deepspeed.ops
 import torch.distributed as dist
-from deepspeed.runtime.zero import parameter_offload
-from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor, nn
 
+from trainers import zero
 from trainers.adapters import add_adapters
+from trainers.deepspeed_config import config_of, layout_of
 from trainers.loop import LossFunction, ParameterGroup
 from trainers.settings import TrainSettings
-
-# DeepSpeed calls two collectives by names that torch wants to retire, once a parameter with ZeRO 3
-warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
 
 TAG = "engine"
 LAYOUT = "layout.json"
@@ -62,22 +44,18 @@ class Engine:
     ) -> None:
         if schedule_offset > total_steps:
             raise ValueError(f"expected schedule_offset <= total_steps, got {schedule_offset} and {total_steps}")
-        _group_of_one()
+        zero.group_of_one()
         if dist.get_world_size() != settings.num_workers:
             raise ValueError(f"settings say num_workers {settings.num_workers}, the group has {dist.get_world_size()}")
-        deepspeed_logger.setLevel(logging.ERROR)
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self.settings, self.total_steps, self.schedule_offset = settings, total_steps, schedule_offset
         self.steps_done = 0  # by this engine and those that it continues, from the offset on
+        if settings.activation_checkpointing:
+            cast(Any, model).activation_checkpointing_enable({"use_reentrant": False})
         self._adapters = None
         if settings.tuning == "lora":
             generator = torch.Generator().manual_seed(settings.seed)
             self._adapters = add_adapters(cast(Any, model), settings.lora_rank, settings.lora_alpha, generator)
-        self._engine: Any = deepspeed.initialize(
-            model=model,
-            model_parameters=_parameter_groups(model, settings, groups),  # pyright: ignore[reportArgumentType]
-            config=_config(settings),
-        )[0]
+        self._engine: Any = zero.initialize(model, config_of(settings), _parameter_groups(model, settings, groups))
 
     @property
     def model(self) -> nn.Module:
@@ -141,7 +119,7 @@ class Engine:
         with contextlib.redirect_stdout(None):  # DeepSpeed prints; errors still come as exceptions
             self._engine.save_checkpoint(str(folder), tag=TAG, client_state=state)
         if dist.get_rank() == 0:
-            (folder / LAYOUT).write_text(json.dumps(self.settings.layout))
+            (folder / LAYOUT).write_text(json.dumps(layout_of(self.settings)))
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Continue exactly where `save` was called; returns its `client_state`.
@@ -151,7 +129,7 @@ class Engine:
         file = Path(folder) / LAYOUT
         if not file.is_file():
             raise ValueError(f"expected a training checkpoint in {folder}, found no {LAYOUT} there")
-        written, wanted = json.loads(file.read_text()), self.settings.layout
+        written, wanted = json.loads(file.read_text()), layout_of(self.settings)
         if written != wanted:
             raise ValueError(
                 f"training checkpoint {folder} was written with {written}, these settings are {wanted}; use the same, "
@@ -164,54 +142,32 @@ class Engine:
         self.steps_done = int(state["steps_done"])
         return state["client"]
 
-    def weights(self) -> dict[str, Tensor]:
-        """All weights and persistent buffers on the CPU, whole, on rank 0; an empty dict on the others.
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Each weight and persistent buffer by name, whole and on the CPU, as it is asked for. All workers must go
+        through them together, and only rank 0 is given any.
 
         With bfloat16 these are the weights that the model computes with, not the optimiser's float32 copies. Adapters
         are merged: names and shapes are those of the model that was given.
         """
-        result: dict[str, Tensor] = {}
-        for name, tensor in self._engine.module.state_dict(keep_vars=True).items():
-            split = hasattr(tensor, "ds_id")  # ZeRO 3 gave this parameter away; gathering must be done by all
-            with deepspeed.zero.GatheredParameters([tensor]) if split else contextlib.nullcontext():
-                if dist.get_rank() == 0:
-                    result[name] = tensor.detach().to("cpu", copy=True)
-        return result if self._adapters is None else self._adapters.merge(result)
+        state, adapters = self._engine.module.state_dict(keep_vars=True), self._adapters
+        sources = {name: (name,) for name in state} if adapters is None else adapters.sources(state)
+        for name, parts in sources.items():
+            tensors = [state[part] for part in parts]
+            with torch.no_grad(), zero.gathered(tensors):
+                if dist.get_rank() != 0:
+                    continue
+                whole = tensors[0] if adapters is None else adapters.merged(name, tensors)
+                copied = whole.detach().to("cpu", copy=True)
+            yield name, copied
+
+    def weights(self) -> dict[str, Tensor]:
+        """All `tensors` at once, on rank 0; an empty dict on the others."""
+        return dict(self.tensors())
 
     def close(self) -> None:
-        """Give the memory back: DeepSpeed's engine sits in reference cycles, and with ZeRO 3 elsewhere too."""
-        _forget(self._engine.module)
-        self._engine.destroy()
+        """Give the memory back."""
+        zero.close(self._engine)
         self._engine = None
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-
-def _forget(model: nn.Module) -> None:
-    """Let go of a model that ZeRO 3 had: a list of modules, and the memory of a method, keep every one [0.19]."""
-    modules, kept = set(model.modules()), parameter_offload.FWD_MODULE_STACK
-    kept[:] = [module for module in kept if module not in modules]
-    name = "_PartitionedParameterCoordinator__params_to_release"
-    method: Any = getattr(PartitionedParameterCoordinator, name, None)
-    for cell in getattr(method, "__closure__", None) or ():  # it is wrapped in a function that counts time
-        if hasattr(cell.cell_contents, "cache_clear"):
-            cell.cell_contents.cache_clear()
-
-
-def _config(settings: TrainSettings) -> dict[str, Any]:
-    optimizer: dict[str, Any] = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
-    optimizer |= {"betas": [settings.beta1, settings.beta2], "torch_adam": True}
-    return {
-        "train_batch_size": settings.batch_size,
-        "train_micro_batch_size_per_gpu": settings.device_batch_size,
-        "gradient_accumulation_steps": settings.gradient_accumulation_steps,
-        "gradient_clipping": settings.max_grad_norm,
-        "zero_optimization": {"stage": settings.zero_stage},
-        "bf16": {"enabled": settings.dtype == "bfloat16"},
-        "optimizer": {"type": "AdamW", "params": optimizer},
-        "steps_per_print": 10**9,
-    }
 
 
 def _parameter_groups(
@@ -228,11 +184,3 @@ def _parameter_groups(
         scale, decay = group.options(settings.learning_rate)
         result.append({"params": list(group.parameters), "weight_decay": decay, SCALE: scale})
     return result
-
-
-def _group_of_one() -> None:
-    if not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - public in torch's documentation
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
-        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it even where a group exists

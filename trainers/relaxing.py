@@ -24,7 +24,7 @@ from trainers.engine import Engine
 from trainers.fusion_search import next_stage
 from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.job import TrainJob
-from trainers.jobs.share import WorkerShare, load_teacher
+from trainers.jobs.share import WorkerShare, teacher_of
 from trainers.loop import train
 from trainers.losses import objective
 from trainers.relaxations.base import Relaxation
@@ -100,9 +100,8 @@ class _Stage(WorkerShare):
         if self.spec.own_schedule:
             offset, total = 0, self.spec.steps
         engine = Engine(relaxation.model, self.settings, total, groups, schedule_offset=offset)
-        with closing(engine):
+        with closing(engine), teacher_of(self.job, self.settings, engine.device) as teacher:
             start = self._resume(engine)
-            teacher = load_teacher(self.job, self.settings, engine.device)
             loss_fn = objective(self.settings.distillation, self.settings.distillation_weight, teacher)
             steps = train(
                 engine,

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    field_validator,
+    model_validator,
+)
 from pydantic_core.core_schema import ValidationInfo
 
 from attention.io.dtype_names import full_name
+from trainers.deepspeed_config import check_keys
 
 LONGEST = 4096
 """Characters of a text in a configuration: that of the longest path."""
@@ -55,6 +66,11 @@ def _is_line(text: str) -> bool:
     return len(text) <= LONGEST and not any(c < " " or "\ud800" <= c <= "\udfff" for c in text)
 
 
+def _known(given: dict[str, Any]) -> dict[str, Any]:
+    check_keys(given)
+    return given
+
+
 class TrainSettings(Strict):
     """The optimiser, its schedule, the batch, and the machinery. An impossible combination cannot be constructed.
 
@@ -65,7 +81,10 @@ class TrainSettings(Strict):
     "kl_bild" KL + BiLD (paper 001); the language-modelling loss keeps the rest. `tuning`: "full" trains all weights,
     "lora" adapters of rank `lora_rank`, scaled by `lora_alpha / lora_rank`, beside frozen weights; the trained
     checkpoint has them merged. A relaxation always trains all weights. `beta1`, `beta2`: AdamW's; paper 002 (App. C)
-    trains from scratch with 0.9 and 0.95.
+    trains from scratch with 0.9 and 0.95. `activation_checkpointing`: the inner values of a decoder layer are computed
+    anew on the way back and not kept, which takes more time and far less memory. `deepspeed`: keys of
+    DeepSpeed's own configuration that are merged into Headfold's last, e.g. `{zero_optimization: {overlap_comm:
+    false}}`; what a setting here says already is refused there (`trainers.deepspeed_config`).
     """
 
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
@@ -84,6 +103,8 @@ class TrainSettings(Strict):
     tuning: Literal["full", "lora"] = "full"
     lora_rank: Annotated[int, Field(ge=1)] = 8
     lora_alpha: Annotated[float, Field(gt=0)] = 16.0
+    activation_checkpointing: bool = False
+    deepspeed: Annotated[dict[str, JsonValue], AfterValidator(_known)] = {}
     num_workers: Annotated[int, Field(ge=1)] = 1
     cpus_per_worker: Annotated[float, Field(gt=0)] = 1.0
     gpus_per_worker: Annotated[float, Field(ge=0)] = 0.0
@@ -109,6 +130,9 @@ class TrainSettings(Strict):
             )
         return self
 
+    def __hash__(self) -> int:
+        return hash(json.dumps(self.model_dump(), sort_keys=True))  # a mapping in it has none of its own
+
     @property
     def device_batch_size(self) -> int:
         """Sequences that one worker holds in memory at once."""
@@ -122,13 +146,6 @@ class TrainSettings(Strict):
     @property
     def shape(self) -> Shape:
         return Shape(self.num_workers, self.cpus_per_worker, self.gpus_per_worker)
-
-    @property
-    def layout(self) -> dict[str, Any]:
-        """What a training checkpoint depends on: another one cannot be gone on with."""
-        layout = {"num_workers": self.num_workers, "zero_stage": self.zero_stage, "dtype": self.dtype}
-        lora = {"tuning": "lora", "lora_rank": self.lora_rank, "lora_alpha": self.lora_alpha}
-        return layout | (lora if self.tuning == "lora" else {})
 
     def rate(self, step: int, total_steps: int) -> float:
         """Learning rate of the step after `step` finished ones: linear warm-up, then a cosine to the final fraction.

@@ -29,9 +29,14 @@ PARTS = "model-*.safetensors"
 BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "BOOL": 1, "U8": 1, "I8": 1}
 
 
+def shard_name(index: int, count: int) -> str:
+    """As transformers names the files of a checkpoint."""
+    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
 def shard_path(folder: Path, piece: int, layers: int) -> Path:
-    """File of a piece, as transformers names shards: 0 is the embedding, i + 1 layer i, layers + 1 the rest."""
-    return folder / f"model-{piece + 1:05d}-of-{layers + 2:05d}.safetensors"
+    """File of a piece: 0 is the embedding, i + 1 layer i, layers + 1 the rest."""
+    return folder / shard_name(piece, layers + 2)
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:

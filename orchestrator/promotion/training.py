@@ -17,6 +17,7 @@ from orchestrator.search.prepare import SearchSession
 from orchestrator.search.resume import LOSSES, lost
 from orchestrator.search.trial import prepare_process
 from orchestrator.storage.records import TrialRecord, read_json
+from trainers.deepspeed_config import layout_of
 from trainers.jobs.checkpoints import CheckpointStore, reports_of
 from trainers.jobs.curve import read_curve
 from trainers.jobs.job import TrainJob
@@ -56,7 +57,7 @@ class Training:
         more: dict[str, Any] = {"settings": settings, "train_file": context.promotion_file or context.train_file}
         more |= {"checkpoint_steps": section.checkpoint_steps, "checkpoint_minutes": section.checkpoint_minutes}
         start, before, model = 0, 0, folder / "converted"
-        if trial.step and saved and Path(saved).is_dir() and settings.layout == alike.layout:
+        if trial.step and saved and Path(saved).is_dir() and layout_of(settings) == layout_of(alike):
             # The steps of a relaxation count, but lie before the run that goes on
             spec = context.relaxation(candidate.recipe, folder)
             start, before = trial.step, spec.total_steps if spec else 0

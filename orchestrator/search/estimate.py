@@ -138,8 +138,10 @@ def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, a
     rate, source = training_rate(model_config, config, size)
     hours = cpu = gpu = price = None
     if rate is not None:
-        # A measured token goes forward through the model and the original one; a trained one back as well.
-        training = (work.tokens + work.tokens_measured * 2 / 3) / rate / 3600
+        # A measured token goes forward alone, a trained one back as well, which is twice the work; where there is
+        # distillation both go forward through the original model too
+        share = 1 / 3 if train.distillation == "none" else 1 / 2
+        training = (work.tokens + work.tokens_measured * share) / rate / 3600
         driving = planning_seconds(config, conversions, size, working) / 3600
         cpu = training * train.cpus_per_worker + driving * max(1.0, resources.trial_cpus)
         gpu = training * train.gpus_per_worker + driving * resources.trial_gpus
@@ -213,6 +215,8 @@ def measured_rate(model_config: PretrainedConfig, config: SearchConfig) -> float
     device = torch.device("cuda" if train.gpus_per_worker else "cpu")
     dtype = DTYPES[train.dtype]
     model: Any = AutoModelForCausalLM.from_config(model_config, dtype=dtype).to(device)
+    if train.activation_checkpointing:
+        model.train().activation_checkpointing_enable({"use_reentrant": False})
     rows = max(1, min(train.device_batch_size, FEW_TOKENS // length))
     batch = torch.zeros(rows, length, dtype=torch.long, device=device)
     before = torch.get_num_threads()
@@ -246,7 +250,8 @@ def planning_seconds(
 
 def worker_bytes(model_config: Any, size: Size, train: TrainSettings, config: SearchConfig) -> int:
     """Peak memory of one training worker, libraries included: weights, gradients and optimiser state as far as its
-    ZeRO stage leaves them whole, the teacher, activations, and the logits of a micro-batch."""
+    ZeRO stage leaves them whole, the teacher where something is distilled, activations, and the logits of a
+    micro-batch. What `train.deepspeed` moves to other memory is counted where it would be without it."""
     width = DTYPES[train.dtype].itemsize
     # Adam's two moments in float32, and a float32 copy of the weights (ZeRO keeps a flat one of its share)
     parts = {"optimiser": 12.0, "gradients": float(width), "weights": float(width)}
@@ -254,7 +259,9 @@ def worker_bytes(model_config: Any, size: Size, train: TrainSettings, config: Se
     for name in split[train.zero_stage]:
         parts[name] /= train.num_workers
     states = size.total * sum(parts.values())
-    teacher = size.total * width  # the original model, for KL at every measurement
+    teacher = 0.0 if train.distillation == "none" else size.total * width
+    if train.zero_stage == 3:
+        teacher /= train.num_workers
     g = geometry_of(model_config)
     inner = int(
         getattr(model_config, "intermediate_size", None) or getattr(model_config, "ffn_dim", 0) or 4 * g.hidden_size
@@ -262,7 +269,10 @@ def worker_bytes(model_config: Any, size: Size, train: TrainSettings, config: Se
     rows, length = train.device_batch_size, config.data.sequence_length
     # What a layer keeps of a token for the way back: norms, projections, attention's output, the MLP's inner values.
     layer = width * (6 * g.hidden_size + 4 * g.num_heads * g.head_dim + 4 * inner)
-    kept = rows * length * (g.num_layers * layer + 4 * FLOAT * g.vocab_size)
+    layers = g.num_layers * layer
+    if train.activation_checkpointing:  # what enters each layer, and the inner values of the one that is recomputed
+        layers = width * g.num_layers * g.hidden_size + layer
+    kept = rows * length * (layers + 4 * FLOAT * g.vocab_size)
     return round(PROCESS + states + teacher + kept)
 
 

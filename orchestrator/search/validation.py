@@ -18,6 +18,7 @@ from orchestrator.search.candidates import candidate_space, named_candidates, se
 from orchestrator.search.schedulers import SCHEDULERS
 from orchestrator.search.searchers import SearchProblem, make_searcher
 from orchestrator.storage.paths import check_writable, storage_path
+from trainers.settings import TrainSettings
 from trainers.text.data import DataError, sequence_file
 
 
@@ -47,7 +48,8 @@ def validate_search(config: SearchConfig) -> Prepared:
     problem = search_problem(config, geometry)
     check_searcher(config, problem)
     check_scheduler(config)
-    _ = config.promotion_train
+    check_training(config.train)
+    check_training(config.promotion_train)
     check_machine(Demand.of(config), config.resources.max_concurrent)
     storage = storage_path(config.storage)
     check_writable(storage)
@@ -71,6 +73,17 @@ def check_scheduler(config: SearchConfig) -> None:
     except ValueError as error:
         key = "params" if name in SCHEDULERS.names() else "scheduler"
         raise ConfigError(f"rungs.{key}: {error}") from None
+
+
+def check_training(train: TrainSettings) -> None:
+    """Raises ConfigError for what DeepSpeed refuses of `train.deepspeed`; it is loaded only where there is any."""
+    if train.deepspeed:
+        from trainers.zero import check_deepspeed
+
+        try:
+            check_deepspeed(train)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
 
 def _check_length(length: int, path: str, geometry: HeadGeometry) -> None:

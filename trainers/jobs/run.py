@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from attention import garbage
-from attention.io import checkpoint
+from attention.io import checkpoint, piecewise
 from attention.messages import reason
 from trainers.jobs import checkpoints, memory
 from trainers.jobs.checkpoints import CheckpointStore, gathered
 from trainers.jobs.curve import Curve
 from trainers.jobs.job import TrainJob
-from trainers.jobs.share import DTYPES, WorkerShare, load_teacher
+from trainers.jobs.share import WorkerShare, teacher_of
 from trainers.loop import TrainingDiverged, train
 from trainers.losses import objective
 from trainers.shortage import give_back, is_shortage
@@ -71,6 +71,7 @@ def run_job(job: TrainJob, link: Link) -> dict[str, Any]:
 def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
     from trainers.engine import Engine  # here, and not above: who only asks for a job has no need to load DeepSpeed
     from trainers.relaxing import relax
+    from trainers.zero import load_model
 
     garbage.settle()
     relaxed = None
@@ -94,9 +95,13 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
         except TrainingDiverged as error:
             return {"diverged": f"relaxation: {error}"}
         job = job.after_relaxation(relaxed.model_dir)
-    model = checkpoint.load(job.model_dir, DTYPES[job.settings.dtype])
-    with closing(Engine(model, job.settings, job.schedule_steps, schedule_offset=job.schedule_offset)) as engine:
-        worker = _Worker(job, engine, link, store, relaxed, [*notes, *damage])
+    model = load_model(job.model_dir, job.settings)
+    with ExitStack() as stack:
+        engine = stack.enter_context(
+            closing(Engine(model, job.settings, job.schedule_steps, schedule_offset=job.schedule_offset))
+        )
+        teacher = stack.enter_context(teacher_of(job, job.settings, engine.device))
+        worker = _Worker(job, engine, teacher, link, store, relaxed, [*notes, *damage])
         if newest is not None:
             start = worker.resume(store.folder(newest))
         elif job.resume_from is not None:
@@ -120,7 +125,7 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
                 on_step=worker.on_step,
                 until=lambda: worker.stopped,
                 losses=worker.losses,
-                loss_fn=objective(job.settings.distillation, job.settings.distillation_weight, worker.teacher),
+                loss_fn=objective(job.settings.distillation, job.settings.distillation_weight, teacher),
             )
         except TrainingDiverged as error:
             # Returned and not raised: the loss is the same on all workers, and another try would end alike
@@ -152,14 +157,14 @@ class _Worker(WorkerShare):
         self,
         job: TrainJob,
         engine: Engine,
+        teacher: Any,
         link: Link,
         store: CheckpointStore,
         relaxed: Relaxed | None,
         notes: list[str],
     ) -> None:
-        self.teacher = load_teacher(job, job.settings, engine.device, always=True)
-        super().__init__(job, job.settings)  # whose stopwatch starts once the teacher is there
-        self.engine, self.link, self.store, self.notes = engine, link, store, notes
+        super().__init__(job, job.settings)
+        self.engine, self.teacher, self.link, self.store, self.notes = engine, teacher, link, store, notes
         self.relaxed, self.earlier_tokens = relaxed, 0
         self.train_seconds, self.steps = 0.0, 0
         if relaxed is not None:
@@ -277,13 +282,13 @@ class _Worker(WorkerShare):
         metrics |= known
 
     def _write(self, folder: str) -> None:
-        """The weights as they are now, by rank 0; all workers take part."""
-        weights = self.engine.weights()
+        """The weights as they are now, by rank 0, a file at a time; all workers take part."""
+        source, tensors = self.job.model_dir, self.engine.tensors()
         if self.link.rank == 0:
-            source = self.job.model_dir
-            model = self.load(source)
-            model.load_state_dict(weights)
-            checkpoint.save(model, folder, source, record=checkpoint.carried(source))
+            piecewise.save_as(source, tensors, folder, checkpoint.carried(source))
+        else:
+            for _ in tensors:  # so that rank 0 has them
+                pass
         dist.barrier()
 
     def _speed(self) -> float:

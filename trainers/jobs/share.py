@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -52,20 +54,34 @@ class WorkerShare:
         return evaluate(model, self.held_out, teacher=teacher, batch_size=size, **together)
 
 
-def load_teacher(job: TrainJob, settings: TrainSettings, device: torch.device, *, always: bool = False) -> Any:
-    """The job's teacher without gradients; None if it has none or (unless `always`) if nothing is distilled from it."""
-    if job.teacher_dir is None or (settings.distillation == "none" and not always):
-        return None
+@contextmanager
+def teacher_of(job: TrainJob, settings: TrainSettings, device: torch.device) -> Iterator[Any]:
+    """The job's teacher, without gradients, while the body runs; None where nothing is distilled.
+
+    With ZeRO 3 it is split over the workers as the model is, and read for this job alone.
+    """
+    if settings.distillation == "none":
+        yield None
+    elif settings.zero_stage == 3:
+        from trainers.zero import SplitModel  # here, and not above: it loads DeepSpeed
+
+        with closing(SplitModel(str(job.teacher_dir), settings)) as teacher:
+            yield teacher.model
+    else:
+        yield _whole_teacher(str(job.teacher_dir), settings, device)
+
+
+def _whole_teacher(folder: str, settings: TrainSettings, device: torch.device) -> Any:
     # Read again when one of its files has changed
-    stamp = max((file.stat().st_mtime_ns for file in Path(job.teacher_dir).glob("*")), default=0)
-    teacher = _teacher(job.teacher_dir, stamp, settings.dtype, device)
+    stamp = max((file.stat().st_mtime_ns for file in Path(folder).glob("*")), default=0)
+    teacher = _kept(folder, stamp, settings.dtype, device)
     if sum(p.numel() for p in teacher.parameters()) > KEEP_BELOW:
-        _teacher.cache_clear()
+        _kept.cache_clear()
     return teacher
 
 
 @lru_cache(maxsize=1)
-def _teacher(folder: str, stamp: int, dtype: str, device: torch.device) -> Any:
+def _kept(folder: str, stamp: int, dtype: str, device: torch.device) -> Any:
     """Shared by the jobs of a process, which only read it."""
     teacher: Any = checkpoint.load(folder, DTYPES[dtype])
     return teacher.to(device).requires_grad_(False)

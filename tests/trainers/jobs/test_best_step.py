@@ -13,13 +13,13 @@ from test_carrying import Alone
 
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
-from trainers.engine import _group_of_one
 from trainers.evaluation import evaluate
 from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.job import TrainJob
 from trainers.jobs.run import run_job
 from trainers.settings import TrainSettings
 from trainers.text.data import read_sequences
+from trainers.zero import group_of_one
 
 PLAN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)),) * 2, head_dim=8)
 
@@ -27,7 +27,7 @@ PLAN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)),) * 2, head_dim=8)
 @pytest.fixture(scope="module")
 def make(tiny_job: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TrainJob]:
     """A job that takes too large steps on text that is mostly unlike the held-out one: in between it is best."""
-    _group_of_one()
+    group_of_one()
     folder = tmp_path_factory.mktemp("best")
     generator = torch.Generator().manual_seed(0)
     held_out = torch.randint(0, 32, (9, 16), generator=generator)

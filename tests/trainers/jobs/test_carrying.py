@@ -19,14 +19,16 @@ import torch
 
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, HeadShare, LayerPlan
-from trainers.engine import Engine, _group_of_one
-from trainers.jobs import run
+from trainers.engine import Engine
+from trainers.evaluation import evaluate
 from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.memory import JobOutOfMemoryError, as_it_fits, lower, lowered
 from trainers.jobs.run import run_job
 from trainers.jobs.worker import TrainJob
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
+from trainers.text.data import read_sequences
+from trainers.zero import group_of_one
 
 PLAN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)
 SAME = ("loss", "kl", "train_loss", "step", "tokens", "weights_digest")
@@ -55,7 +57,7 @@ class Alone:
 
 @pytest.fixture(scope="module")
 def job(tiny_job: Any, tmp_path_factory: pytest.TempPathFactory) -> TrainJob:
-    _group_of_one()
+    group_of_one()
     generator = torch.Generator().manual_seed(0)
     train, held_out = (torch.randint(0, 64, (rows, 16), generator=generator) for rows in (100, 9))
     settings = TrainSettings(learning_rate=3e-3, seed=1)
@@ -292,12 +294,19 @@ def test_a_hundred_jobs_leave_nothing_in_a_process(other: TrainJob, stage: int, 
     assert seen[jobs - 1]["memory"] - seen[20]["memory"] < (jobs - 21) * 0.3e6, seen
 
 
-def test_the_teacher_is_read_once(other: TrainJob, whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_teacher_is_read_once_and_only_where_something_is_distilled(
+    other: TrainJob, whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded: list[str] = []
     load = checkpoint.load
     monkeypatch.setattr(checkpoint, "load", lambda path, *rest: (loaded.append(str(path)), load(path, *rest))[1])
-    metrics = run_job(other, Alone())["metrics"]
-    assert str(other.teacher_dir) not in loaded and other.model_dir in loaded
-    assert metrics["kl"] == whole["kl"]
-    assert run.load_teacher(other, other.settings, torch.device("cpu"), always=True).training is False
+    assert run_job(other, Alone())["metrics"]["kl"] is None
+    assert loaded == [other.model_dir]
+    settings = other.settings.model_copy(update={"distillation": "kl"})
+    for name in ("first", "second"):
+        each = replace(other, run_name=name, out_dir=str(Path(other.out_dir).with_name(name)), settings=settings)
+        metrics = run_job(each, Alone())["metrics"]
+        measured = evaluate(load(each.out_dir), read_sequences(other.eval_file), teacher=load(str(other.teacher_dir)))
+        assert metrics["kl"] == pytest.approx(measured.kl, abs=1e-5)
+    assert loaded.count(str(other.teacher_dir)) == 1
     assert json.loads(other.to_json())["teacher_dir"] == other.teacher_dir

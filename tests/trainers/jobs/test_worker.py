@@ -36,7 +36,7 @@ def patterns(count: int, seed: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def job(ray_cluster: None, tiny_job: Any, tmp_path_factory: pytest.TempPathFactory) -> TrainJob:
-    """A converted tiny model with its untouched original as the teacher; one worker, fp32, ZeRO 1."""
+    """A converted tiny model; one worker, fp32, ZeRO 1."""
     settings = TrainSettings(learning_rate=3e-3, cpus_per_worker=0.4, seed=1)
     folder, milestones = tmp_path_factory.mktemp("job"), (10, STEPS)
     return tiny_job(folder, PLAN, patterns(200, 0), patterns(21, 1), settings, milestones=milestones, max_failures=0)
@@ -98,10 +98,10 @@ def test_one_worker_trains_measures_and_writes_its_weights(job: TrainJob, whole:
     held_out = patterns(21, 1)
     start = evaluate(checkpoint.load(job.model_dir), held_out).loss
     model = checkpoint.load(job.out_dir)
-    measured = evaluate(model, held_out, teacher=checkpoint.load(str(job.teacher_dir)))
+    measured = evaluate(model, held_out)
     assert metrics["loss"] < start - 0.5
     assert metrics["loss"] == pytest.approx(measured.loss, abs=1e-5)
-    assert metrics["kl"] == pytest.approx(measured.kl, abs=1e-5)
+    assert metrics["kl"] is None, "nothing was distilled"
     assert checkpoint.plan_of(model) == PLAN
     assert metrics["weights_digest"] == checkpoint.weights_digest(job.out_dir)
 

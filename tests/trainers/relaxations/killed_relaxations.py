@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import trainers.engine
 import trainers.relaxing
 from attention import garbage
 from trainers.jobs.job import TrainJob
@@ -40,16 +39,9 @@ def work(job: TrainJob, rank: int, meeting: Path, dies: bool) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
-    config = trainers.engine._config
-
-    def split_all(settings: Any) -> dict[str, Any]:
-        """With ZeRO 3 even the smallest parameter is split."""
-        made = config(settings)
-        if settings.zero_stage == 3:
-            made["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-        return made
-
-    trainers.engine._config = split_all
+    if job.settings.zero_stage == 3:  # even the smallest parameter is split
+        small = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+        job = replace(job, settings=job.settings.model_copy(update={"deepspeed": small}))
     if dies and rank == world - 1:
         threading.Thread(target=die_once_there_is, args=(Path(f"{job.out_dir}.relaxed"),), daemon=True).start()
     trainers.relaxing.relax(job)

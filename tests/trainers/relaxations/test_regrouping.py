@@ -13,12 +13,12 @@ import torch
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from trainers import relaxing
-from trainers.engine import _group_of_one
 from trainers.fusion_search import paired_plan, pairs
 from trainers.jobs.job import TrainJob
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
 from trainers.text.data import write_sequences
+from trainers.zero import group_of_one
 
 HALVED = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 0, 1, 1)),) * 2, head_dim=8)
 SINGLE = AttentionPlan((LayerPlan((0,) * 4, (0, 0, 1, 1)),) * 2, head_dim=8)
@@ -89,7 +89,7 @@ def job(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> TrainJob:
     generator = torch.Generator().manual_seed(0)
     for name, rows in (("train", 40), ("eval", 4)):
         write_sequences(torch.randint(64, (rows, 16), generator=generator), folder / f"{name}.safetensors")
-    _group_of_one()
+    group_of_one()
     return TrainJob(
         model_dir=str(folder / "model"),
         train_file=str(folder / "train.safetensors"),

@@ -17,12 +17,12 @@ import torch
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from trainers import relaxing
-from trainers.engine import _group_of_one
 from trainers.evaluation import evaluate
 from trainers.jobs.worker import TrainJob
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
 from trainers.text.data import write_sequences
+from trainers.zero import group_of_one
 
 HALVED = AttentionPlan((LayerPlan((0, 1, 0, 1), (0, 0, 1, 1)),) * 2, head_dim=8)
 SINGLE = AttentionPlan((LayerPlan((0,) * 4, (0, 0, 1, 1)),) * 2, head_dim=8)
@@ -106,7 +106,7 @@ def test_stages_and_recovery_share_one_schedule(job: TrainJob, monkeypatch: pyte
     knobs = KNOBS | ({"tolerance": 1.0} if early else {})  # 1 is where groups of two start
     spec = RelaxationSpec("lagrangian", (HALVED.to_json(), SINGLE.to_json()), 5, knobs)
     short = other(job, f"rates-{early}", relaxation=spec)
-    _group_of_one()
+    group_of_one()
     relaxed = relaxing.relax(short)
     done = [outcome_of(short, stage)["steps"] for stage in (0, 1)]
     assert (max(done) < 5) if early else (done == [5, 5])

@@ -1,0 +1,110 @@
+"""A checkpoint read and written one tensor at a time, for models that no process holds whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from attention.io import checkpoint
+from attention.io.layer_models import LazyWeights
+from attention.io.safetensors_files import SINGLE
+from attention.io.shards import shard_name, write_index
+from attention.io.stock_files import copy_files, write_both_forms
+from attention.modeling import modeling
+
+SHARD = 2 * 2**30  # bytes of one file, and so of what its writer holds at a time
+
+
+def outline(folder: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, LazyWeights]:
+    """The model of a checkpoint folder in evaluation mode, its parameters on the meta device, its buffers whole; and
+    the weights, from which a parameter is read when it is wanted.
+
+    Raises what `attention.io.checkpoint.load` does, and WeightsError for a hub name.
+    """
+    config = checkpoint.load_config(folder)
+    weights = LazyWeights(folder, config)
+    with no_init_weights(), init_empty_weights(include_buffers=False):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()  # as it was registered, each of two tied matrices became one of its own
+    for module in model.modules():  # a map of heads lies where the projections do
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta and name not in module._non_persistent_buffers_set:
+                setattr(module, name, torch.empty_like(buffer, device="cpu"))
+    stored = dict(model.named_buffers()).keys() & model.state_dict().keys()
+    weights.read_into({name: model.get_buffer(name) for name in stored})
+    if config.model_type.startswith(modeling.PREFIX):
+        modeling.check_maps(model)
+    return model.eval(), weights
+
+
+def save_as(
+    source: str | Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    folder: str | Path,
+    record: dict[str, Any] | None = None,
+    *,
+    shard: int = SHARD,
+) -> Path:
+    """Write the model of the checkpoint folder `source` with other weights, atomically; returns its folder.
+
+    `tensors` gives each of its parameters and persistent buffers once, by name, when it is asked for; no more than
+    `shard` bytes of them, or one, are kept at a time. Raises ValueError if they are not those of the model.
+    """
+    config = checkpoint.load_config(source)
+    with torch.device("meta"), no_init_weights():
+        model: Any = AutoModelForCausalLM.from_config(config)
+    tied = set(model.all_tied_weights_keys)
+    wanted = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
+
+    def write(fresh: Path) -> None:
+        given, dtype = _write_shards(((n, t) for n, t in tensors if n not in tied), fresh, shard)
+        if given != wanted:
+            raise ValueError(f"expected the tensors of {source}; others are {sorted(given.items() ^ wanted.items())}")
+        config.dtype, config.architectures = dtype, [type(model).__name__]
+        config.save_pretrained(fresh)
+        write_both_forms(fresh)
+        copy_files(source, fresh)
+        checkpoint.write_note(fresh, modeling.plan_of(model), record)
+
+    return checkpoint.write_atomically(folder, write)
+
+
+def _write_shards(
+    tensors: Iterable[tuple[str, Tensor]], folder: Path, shard: int
+) -> tuple[dict[str, tuple[int, ...]], torch.dtype]:
+    """Write all tensors into files of at most `shard` bytes, named as transformers does. Returns the shapes by name,
+    and the dtype of the first that is of floating point."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    dtypes: list[torch.dtype] = []
+    files: list[Path] = []
+    for piece in _pieces(tensors, shard):
+        shapes |= {name: tuple(tensor.shape) for name, tensor in piece.items()}
+        dtypes += [tensor.dtype for tensor in piece.values() if tensor.is_floating_point()]
+        files.append(folder / f"piece-{len(files)}")
+        save_file(piece, files[-1], {"format": "pt"})
+    if len(files) == 1:
+        files[0].rename(folder / SINGLE)
+    else:
+        for index, file in enumerate(files):
+            file.rename(folder / shard_name(index, len(files)))
+        write_index(folder)
+    return shapes, dtypes[0]
+
+
+def _pieces(tensors: Iterable[tuple[str, Tensor]], most: int) -> Iterator[dict[str, Tensor]]:
+    """Tensors in groups of at most `most` bytes, or of one tensor."""
+    piece: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if piece and sum(t.nbytes for t in piece.values()) + tensor.nbytes > most:
+            yield piece
+            piece = {}
+        piece[name] = tensor.detach().cpu().contiguous()
+    yield piece

@@ -1,0 +1,90 @@
+"""Recomputation on the way back: the same losses and weights as without, in every family and kind of training."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from parameters import extended
+from torch import Tensor
+
+from attention.conversion.conversion import convert
+from attention.families import families, family_of
+from attention.plan import AttentionPlan, Composition, HeadShare, LayerPlan
+from trainers.engine import Engine
+from trainers.loop import train
+from trainers.losses import objective
+from trainers.relaxations.stage import RelaxationSpec, relaxed_objective
+from trainers.settings import TrainSettings
+from trainers.text.data import BatchStream
+
+STEPS = 3
+UNEVEN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)
+SHARED = AttentionPlan((LayerPlan.identity(4),) * 2, 8, (HeadShare(1, 1, 0, 3), HeadShare(1, 2, 0, 0)))
+COMPOSED = AttentionPlan((LayerPlan.identity(4),) * 2, 8, composition=Composition())
+
+
+@pytest.fixture(scope="module")
+def ids() -> Tensor:
+    return torch.randint(0, 64, (16, 16), generator=torch.Generator().manual_seed(0))
+
+
+def trained(model: Any, ids: Tensor, spec: RelaxationSpec | None = None, **given: Any) -> tuple[list[float], Any, int]:
+    """Losses, weights, and how often an attention module ran."""
+    settings = TrainSettings(**{"learning_rate": 3e-3, "micro_batch_size": 4, **given})
+    relaxation = spec.install(model, 0, 0) if spec else None
+    model = copy.deepcopy(model) if relaxation is None else relaxation.model
+    groups = () if relaxation is None else relaxation.parameter_groups()
+    losses: list[float] = []
+    runs = [0]
+
+    def count(*_: Any) -> None:
+        runs[0] += 1
+
+    family_of(model.config).attention_modules(model)[0].register_forward_hook(count)
+    with closing(Engine(model, settings, STEPS, groups)) as engine:
+        loss_fn = objective()
+        if relaxation is not None:
+            loss_fn = relaxed_objective(relaxation, loss_fn, lambda: engine.steps_done)
+        train(engine, BatchStream(ids, 8), steps=STEPS, loss_fn=loss_fn, on_step=lambda _, loss: losses.append(loss))
+        return losses, engine.weights(), runs[0]
+
+
+def assert_alike(model: Any, ids: Tensor, **given: Any) -> None:
+    (losses, weights, runs), (again, others, more) = (
+        trained(model, ids, activation_checkpointing=on, **given) for on in (False, True)
+    )
+    assert more == 2 * runs == 2 * STEPS * 2, "every pass runs once more"
+    assert again == pytest.approx(losses, abs=1e-6)
+    assert losses[0] != losses[-1]
+    for name, tensor in weights.items():
+        torch.testing.assert_close(others[name], tensor, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("family", families())
+def test_every_family(tiny_model: Any, ids: Tensor, family: str) -> None:
+    assert_alike(tiny_model(family), ids)
+
+
+@pytest.mark.parametrize("plan", [UNEVEN, SHARED, COMPOSED], ids=["uneven", "shared", "composed"])
+@pytest.mark.parametrize("stage", [extended(1), 3])
+def test_every_kind_of_converted_model(tiny_model: Any, ids: Tensor, plan: AttentionPlan, stage: int) -> None:
+    assert_alike(convert(tiny_model("llama"), plan), ids, zero_stage=stage)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_adapters(tiny_model: Any, ids: Tensor, stage: int) -> None:
+    assert_alike(convert(tiny_model("llama"), UNEVEN), ids, zero_stage=stage, tuning="lora", lora_rank=4)
+
+
+@pytest.mark.parametrize("name", ["lagrangian", "hard_concrete"])
+@pytest.mark.parametrize("stage", [extended(1), 3])
+def test_relaxations(tiny_model: Any, ids: Tensor, name: str, stage: int) -> None:
+    assert_alike(tiny_model("llama"), ids, spec=RelaxationSpec(name, (UNEVEN.to_json(),), STEPS), zero_stage=stage)
+
+
+def test_dropout_is_that_of_the_first_pass(tiny_model: Any, ids: Tensor) -> None:
+    assert_alike(tiny_model("llama", attention_dropout=0.3), ids)

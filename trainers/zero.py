@@ -1,0 +1,149 @@
+"""DeepSpeed's ZeRO 3 around a model: built and read without any worker holding it whole, gathered a tensor at a time.
+
+DeepSpeed compiles C++ operators at first use by default; the one that communication would want has a torch twin, which
+is taken instead, so that no compiler is needed and no killed compile can leave a lock behind.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+if not torch.accelerator.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # spares the search for others, and a warning that it failed
+
+import deepspeed
+import deepspeed.ops
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.utils import logger as deepspeed_logger
+from pydantic import ValidationError
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attention.io import checkpoint, piecewise
+from attention.io.layer_models import LazyWeights
+from attention.io.precision import DTYPES
+from attention.messages import reason
+from trainers.deepspeed_config import config_of
+from trainers.settings import TrainSettings
+
+# DeepSpeed calls two collectives by names that torch wants to retire, once a parameter with ZeRO 3
+warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
+deepspeed_logger.setLevel(logging.ERROR)
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def check_deepspeed(settings: TrainSettings) -> None:
+    """Raise ValueError for what DeepSpeed itself refuses of `train.deepspeed`: unknown keys and values of sections."""
+    config = config_of(settings)
+    del config["train_batch_size"]  # that of all workers, who are not there
+    try:
+        DeepSpeedConfig(config)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ValueError(f"train.deepspeed: {key}: got {first['input']!r}; {first['msg']}") from None
+    except Exception as error:  # its own errors, assertions, and whatever a value of the wrong kind leads to
+        raise ValueError(f"train.deepspeed: {reason(error)}") from None
+
+
+def group_of_one() -> None:
+    """A process group of this process alone, unless there is one."""
+    if not dist.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - public in torch's documentation
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it even where a group exists
+
+
+def initialize(model: nn.Module, config: dict[str, Any], groups: list[dict[str, Any]] | None = None) -> Any:
+    """DeepSpeed's engine of a model; of one that is not trained without groups of parameters, and with ZeRO 3 alone."""
+    return deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]  # pyright: ignore[reportArgumentType]
+
+
+def load_model(folder: str | Path, settings: TrainSettings) -> PreTrainedModel:
+    """A checkpoint as an engine with these settings takes it: with ZeRO 3 split over the workers, who call together."""
+    if settings.zero_stage < 3:
+        return checkpoint.load(folder, DTYPES[settings.dtype])
+    group_of_one()
+    model, weights = piecewise.outline(folder, DTYPES[settings.dtype])
+    _fill(model, weights, config_of(settings))
+    return model
+
+
+def _fill(model: PreTrainedModel, weights: LazyWeights, config: Mapping[str, Any]) -> None:
+    """Read a model's parameters, those of one module at a time: rank 0 does, and each worker keeps its part."""
+    outlines = dict(model.named_parameters())  # a tied one once, and alive, so that no identity is given away
+    names = {id(outline): name for name, outline in outlines.items()}
+    made: dict[int, nn.Parameter] = {}
+    for module in reversed(list(model.modules())):  # children before parents, whose parameters include theirs
+        for name, outline in list(module.named_parameters(recurse=False)):
+            if id(outline) not in made:
+                whole = torch.empty(outline.shape, dtype=outline.dtype)
+                if dist.get_rank() == 0:
+                    weights.read_into({names[id(outline)]: whole})
+                made[id(outline)] = nn.Parameter(whole)
+            setattr(module, name, made[id(outline)])
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(get_accelerator().current_device_name()))
+        if next(module.parameters(recurse=False), None) is not None:
+            deepspeed.zero.Init(module=module, config_dict_or_path=dict(config), dtype=model.dtype)
+
+
+@contextmanager
+def gathered(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """While the body runs, parameters that ZeRO 3 has split are whole. All workers must do it together."""
+    split = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
+    with deepspeed.zero.GatheredParameters(split) if split else nullcontext():
+        yield
+
+
+class SplitModel:
+    """A model of which every worker holds its part and that is not trained: a teacher with ZeRO 3."""
+
+    def __init__(self, folder: str | Path, settings: TrainSettings) -> None:
+        model = load_model(folder, settings).requires_grad_(False)
+        config = {key: value for key, value in config_of(settings).items() if key != "optimizer"}
+        self._engine = initialize(model, config)
+        self._engine.eval()
+
+    @property
+    def model(self) -> nn.Module:
+        """All workers must run each forward pass together."""
+        return self._engine.module
+
+    def close(self) -> None:
+        close(self._engine)
+        self._engine = None
+
+
+def close(engine: Any) -> None:
+    """Give the memory back: DeepSpeed's engine sits in reference cycles, and with ZeRO 3 elsewhere too."""
+    _forget(engine.module)
+    engine.destroy()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _forget(model: nn.Module) -> None:
+    """Let go of a model that ZeRO 3 had: a list of modules, and the memory of a method, keep every one [0.19]."""
+    modules, kept = set(model.modules()), parameter_offload.FWD_MODULE_STACK
+    kept[:] = [module for module in kept if module not in modules]
+    name = "_PartitionedParameterCoordinator__params_to_release"
+    method: Any = getattr(PartitionedParameterCoordinator, name, None)
+    for cell in getattr(method, "__closure__", None) or ():  # it is wrapped in a function that counts time
+        if hasattr(cell.cell_contents, "cache_clear"):
+            cell.cell_contents.cache_clear()
