@@ -13,13 +13,13 @@ import torch
 from test_carrying import PLAN, Alone
 
 from attention.io import checkpoint
-from trainers.engine import _group_of_one
 from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.curve import read_curve
 from trainers.jobs.job import TrainJob
 from trainers.jobs.run import run_job
 from trainers.settings import TrainSettings
 from trainers.text.data import BatchStream
+from trainers.zero import group_of_one
 
 SAME = ("loss", "kl", "step", "tokens", "train_loss", "data_position", "weights_digest", "best_step", "best_loss")
 MILESTONES = (3, 8)
@@ -27,7 +27,7 @@ MILESTONES = (3, 8)
 
 @pytest.fixture(scope="module")
 def make(tiny_job: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TrainJob]:
-    _group_of_one()
+    group_of_one()
     folder, generator = tmp_path_factory.mktemp("between"), torch.Generator().manual_seed(0)
     train, held_out = (torch.randint(0, 64, (rows, 16), generator=generator) for rows in (100, 9))
     job = tiny_job(folder, PLAN, train, held_out, TrainSettings(learning_rate=3e-3, seed=1), milestones=MILESTONES)
