@@ -82,8 +82,8 @@ def evaluate(
 
 
 class CachedTeacher:
-    """A teacher that sees each batch once: its last hidden states `[B, T, D]` are kept, up to `most` bytes, for the next
-    model that is compared with it on the same sequences."""
+    """A teacher that sees each batch once: the hidden states that enter its head, `[B, T, D]`, are kept, up to `most`
+    bytes, for the next model that is compared with it on the same sequences."""
 
     def __init__(self, model: Any, most: int = 256 * 2**20) -> None:
         self.model, self.room = model, most

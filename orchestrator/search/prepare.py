@@ -78,7 +78,8 @@ def prepare_original(config: SearchConfig, prepared: Prepared, folder: SearchFol
     }
     write_json(folder.original, record)
     size = f"{record['kv_bytes_per_token']} KV bytes a token"
-    print("; ".join([f"original model: held-out loss {scored.loss:.3f} nats a token, {size}", *scored.notes]), flush=True)
+    told = [f"original model: held-out loss {scored.loss:.3f} nats a token, {size}", *scored.notes]
+    print("; ".join(told), flush=True)
     return record
 
 
