@@ -31,6 +31,11 @@ class Evaluation:
     seconds: float
     notes: tuple[str, ...] = ()
 
+    @property
+    def noted(self) -> dict[str, list[str]]:
+        """What a record takes over of the notes: nothing where there are none."""
+        return {"notes": list(self.notes)} if self.notes else {}
+
 
 @dataclass(frozen=True)
 class Speed:

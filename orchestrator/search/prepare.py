@@ -74,7 +74,7 @@ def prepare_original(config: SearchConfig, prepared: Prepared, folder: SearchFol
         **loading.cache_facts(model, own_heads(prepared.geometry)),
         "digests": {"weights": checkpoint.weights_digest(path), "calibration": calibration.digest},
         "seconds": time.perf_counter() - started,
-        **({"notes": list(scored.notes)} if scored.notes else {}),
+        **scored.noted,
     }
     write_json(folder.original, record)
     size = f"{record['kv_bytes_per_token']} KV bytes a token"

@@ -240,7 +240,7 @@ def _untrained(candidate: Candidate, context: TrialContext, folder: Path) -> dic
         "tokens": 0,
         "seed": candidate.seed,
         **({"pooled": True} if context.relaxation_steps(recipe) else {}),
-        **({"notes": list(scored.notes)} if scored.notes else {}),
+        **scored.noted,
         "phases": dict(phases),
         "seconds": sum(phases.values()),
     }
