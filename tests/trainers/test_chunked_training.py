@@ -1,7 +1,8 @@
-"""Losses in chunks under DeepSpeed with two workers: loss and gradients of every stage are those of all logits."""
+"""Losses in chunks under DeepSpeed: training goes as with all logits, at every stage, with one worker and with two."""
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -13,15 +14,59 @@ import torch
 from parameters import extended
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from zero_three import split_small_weights
 
 from attention.io import checkpoint
-from trainers.losses import bild, kl, language_modelling
+from attention.modeling import predictions
+from trainers.engine import Engine
+from trainers.evaluation import evaluate
+from trainers.loop import train
+from trainers.losses import bild, kl, language_modelling, objective
+from trainers.settings import TrainSettings
+from trainers.text.data import BatchStream
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("stages", [(0, 3), extended((1, 2))], ids=str)
-@pytest.mark.parametrize("tied", [False, extended(True)])
+CASES = [
+    (0, "float32", {}),
+    (3, "float32", {}),
+    (3, "bfloat16", {}),
+    (2, "float32", {"tuning": "lora", "lora_rank": 2}),
+    extended(3, "float32", {"tuning": "lora", "lora_rank": 2}),
+    extended(1, "bfloat16", {}),
+]
+
+
+@pytest.mark.parametrize(("stage", "dtype", "more"), CASES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_one_worker_trains_as_with_all_logits(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, stage: int, dtype: str, more: dict[str, Any], tied: bool
+) -> None:
+    split_small_weights(monkeypatch)
+    start, teacher = tiny_model("llama", tie_word_embeddings=tied), tiny_model("llama", seed=1)
+    kind = getattr(torch, dtype)
+    ids = torch.randint(0, 64, (40, 12), generator=torch.Generator().manual_seed(0))
+    settings = TrainSettings(learning_rate=3e-3, zero_stage=stage, dtype=dtype, micro_batch_size=4, **more)
+    runs = []
+    for positions in (1000, 7):
+        monkeypatch.setattr(predictions, "CHUNK_BYTES", 4 * 64 * positions)
+        engine, losses = Engine(copy.deepcopy(start).to(kind), settings, 5), []
+        loss_fn = objective("kl_bild", 0.3, copy.deepcopy(teacher).to(kind))
+        train(engine, BatchStream(ids, 8), steps=5, loss_fn=loss_fn, on_step=lambda _, x, to=losses: to.append(x))
+        runs.append((losses, engine.weights(), evaluate(engine.model, ids[:5], batch_size=2).loss))
+        engine.close()
+    (losses, weights, held_out), (again, others, after) = runs
+    near = 2e-4 if dtype == "float32" else 0.05
+    assert losses[0] - losses[-1] > 0.1
+    assert (again, after) == (pytest.approx(losses, abs=near), pytest.approx(held_out, abs=near))
+    for name, tensor in weights.items():
+        torch.testing.assert_close(others[name], tensor, atol=near, rtol=0)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("stages", [(0, 3), (1, 2)], ids=str)
+@pytest.mark.parametrize("tied", [False, True])
 def test_two_workers_find_the_gradient_of_all_logits(
     tiny_model: Any, tmp_path: Path, stages: tuple[int, ...], tied: bool
 ) -> None:
