@@ -39,10 +39,9 @@ def work(folder: Path, stage: int, rank: int) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=WORKERS, timeout=timedelta(seconds=60)
     )
-    settings = TrainSettings(
-        learning_rate=RATE, weight_decay=0, beta1=BETA, num_workers=WORKERS, zero_stage=stage, micro_batch_size=2,
-        max_grad_norm=1e9, warmup_fraction=0,
-    )  # fmt: skip
+    still: dict[str, Any] = {"learning_rate": RATE, "weight_decay": 0, "warmup_fraction": 0, "max_grad_norm": 1e9}
+    shape: dict[str, Any] = {"num_workers": WORKERS, "zero_stage": stage, "micro_batch_size": 2}
+    settings = TrainSettings(**still, **shape, beta1=BETA)
     split_small_weights()
     model, teacher = (checkpoint.load(folder / name) for name in ("model", "teacher"))
     ids = load_file(folder / "ids.safetensors")["ids"]

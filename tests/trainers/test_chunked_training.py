@@ -41,7 +41,7 @@ CASES = [
 @pytest.mark.parametrize(("stage", "dtype", "more"), CASES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_one_worker_trains_as_with_all_logits(
-    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, stage: int, dtype: str, more: dict[str, Any], tied: bool
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, stage: Any, dtype: Any, more: dict[str, Any], tied: bool
 ) -> None:
     split_small_weights(monkeypatch)
     start, teacher = tiny_model("llama", tie_word_embeddings=tied), tiny_model("llama", seed=1)
