@@ -31,6 +31,11 @@ class Evaluation:
     seconds: float
     notes: tuple[str, ...] = ()
 
+    @property
+    def noted(self) -> dict[str, list[str]]:
+        """What a record takes over of the notes: nothing where there are none."""
+        return {"notes": list(self.notes)} if self.notes else {}
+
 
 @dataclass(frozen=True)
 class Speed:
@@ -82,8 +87,8 @@ def evaluate(
 
 
 class CachedTeacher:
-    """A teacher that sees each batch once: its last hidden states `[B, T, D]` are kept, up to `most` bytes, for the
-    next model that is compared with it on the same sequences."""
+    """A teacher that sees each batch once: the hidden states that enter its head, `[B, T, D]`, are kept, up to `most`
+    bytes, for the next model that is compared with it on the same sequences."""
 
     def __init__(self, model: Any, most: int = 256 * 2**20) -> None:
         self.model, self.room = model, most

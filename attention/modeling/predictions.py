@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_BYTES = 64 * 2**20  # of float32 logits of one model
+CHUNKS_HELD = 8  # as many bytes at once, at most: logits of two models, logarithms, and what KL makes of them
 FLOAT = 4
 
 Cost = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -37,6 +38,11 @@ def positions_at_once(vocabulary: int) -> int:
     return max(1, CHUNK_BYTES // (FLOAT * vocabulary))
 
 
+def most_logit_bytes(vocabulary: int, positions: int) -> int:
+    """Most that all logits, and what is made of them, take at once in a batch of so many positions."""
+    return CHUNKS_HELD * FLOAT * vocabulary * min(positions, positions_at_once(vocabulary))
+
+
 def final(model: Any, ids: Tensor, **more: Any) -> Final:
     """Run `ids [B, T]` up to the output head. `more` arguments of the model."""
     head = model.get_output_embeddings()
@@ -52,45 +58,43 @@ def mean_cost(model: Any, ids: Tensor, cost: Cost, reference: Final | None = Non
     head = model.get_output_embeddings()
 
     def of_states(states: Tensor) -> Tensor:
-        return in_chunks(Final(states, head.forward, head.out_features), ids[:rows], cost, reference)
+        return in_chunks(Final(states, head.forward, head.out_features), ids, cost, reference, rows)
 
     return _at_the_head(model, ids, of_states)
 
 
-def in_chunks(predicting: Final, ids: Tensor, cost: Cost, reference: Final | None = None) -> Tensor:
-    """Mean of `cost` over the predictions of `ids [B, T]`, where both finals hold these sequences first.
+def in_chunks(
+    predicting: Final, ids: Tensor, cost: Cost, reference: Final | None = None, rows: int | None = None
+) -> Tensor:
+    """Mean of `cost` over the predictions of the first `rows` sequences of `ids [B, T]`, which went into both finals.
 
-    No gradients flow into the reference. Not a number if there is no prediction.
+    No gradients flow into the reference. The heads are called as often whatever `rows` is, since workers that hold a
+    split head must call it together; of no rows the mean is 0.
     """
-    labels = ids[:, 1:].flatten()
+    labels, counted = ids[:, 1:].flatten(), (len(ids) if rows is None else rows) * (ids.shape[1] - 1)
     size = positions_at_once(predicting.vocabulary)
-    parts = [labels.split(size), _predicting(predicting, ids).split(size)]
+    parts = [predicting.states[:, :-1].flatten(0, 1).split(size)]
     if reference is not None:
-        parts.append(_predicting(reference, ids).split(size))
+        parts.append(reference.states[:, :-1].flatten(0, 1).split(size))
+    again = torch.is_grad_enabled() and len(parts[0]) > 1  # logits of all positions may be kept where they are few
 
-    def mean(labels: Tensor, states: Tensor, guide: Tensor | None = None) -> Tensor:
+    def share(labels: Tensor, states: Tensor, guide: Tensor | None = None) -> Tensor:
         logits, wanted = predicting.head(states), None
         if reference is not None and guide is not None:
             with torch.no_grad():
-                wanted = reference.head(guide)
-        return cost(logits, labels, wanted)
+                wanted = reference.head(guide)[: len(labels)]
+        if not len(labels):
+            return logits.new_zeros(())
+        return cost(logits[: len(labels)], labels, wanted) * (len(labels) / counted)
 
-    chunks = list(zip(*parts, strict=True))
-    if len(chunks) == 1:
-        return mean(*chunks[0])
     total: Any = 0
-    for chunk in chunks:
-        if torch.is_grad_enabled():
-            value = checkpoint(mean, *chunk, use_reentrant=False, preserve_rng_state=False)
+    for index, chunk in enumerate(zip(*parts, strict=True)):
+        mine = labels[index * size : min(counted, index * size + size)]
+        if again:
+            total = total + checkpoint(share, mine, *chunk, use_reentrant=False, preserve_rng_state=False)
         else:
-            value = mean(*chunk)
-        total = total + value * (len(chunk[0]) / len(labels))
+            total = total + share(mine, *chunk)
     return total
-
-
-def _predicting(side: Final, ids: Tensor) -> Tensor:
-    """The states `[P, D]` at the positions that predict another token."""
-    return side.states[: len(ids), :-1].flatten(0, 1)
 
 
 def _at_the_head(model: Any, ids: Tensor, instead: Callable[[Tensor], Tensor], **more: Any) -> Tensor:

@@ -78,8 +78,8 @@ def convert(
             f"token), KL {point['kl']:.3f}; {point['kv_bytes_per_token']} KV bytes a token, "
             f"{point['kv_bytes_per_token_original']} before"
         )
-        if out is not None:
-            print(point["format_note"])
+        for note in (*([point["format_note"]] if out is not None else []), *point.get("notes", ())):
+            print(note)
     if out is not None:
         print(f"checkpoint: {record['out']}" if len(ratios) == 1 else f"checkpoints, curve.json and curve.png: {out}")
     options.finish(record, json)
@@ -115,6 +115,8 @@ def evaluate(
         dtype=dtype,
     )
     print(f"held-out loss {record['loss']:.3f} nats a token over {record['eval_tokens']} tokens")
+    for note in record.get("notes", ()):
+        print(f"note: {note}")
     if original is not None:
         print(
             f"original model {record['original_loss']:.3f}, loss increase {record['loss_increase']:+.3f}, "

@@ -26,9 +26,10 @@ from attention.calibration.sizes import Mixed, layer_bytes
 from attention.families import family_of, geometry_of
 from attention.geometry import HeadGeometry
 from attention.io.layer_models import empty, layer_prefix, window_config
+from attention.modeling.predictions import most_logit_bytes
 from attention.ratios import own_heads
 from orchestrator.conversion import loading
-from orchestrator.conversion.one_layer import LOGIT_BYTES, batch_size, check_layerwise
+from orchestrator.conversion.one_layer import batch_size, check_layerwise
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.storage.records import percent, unmet
 from search_spaces.planning.budgets import nearest_budget
@@ -213,8 +214,7 @@ def layerwise_stages(conversion: Conversion, size: Size, width: int, tokens: int
     g, c = conversion.geometry, conversion
     streams = 2 * width * tokens * g.hidden_size
     layer, statistics = width * size.layer, c.statistics()
-    at_once = max(LOGIT_BYTES // FLOAT, c.sequence_length * g.vocab_size)
-    logits = min(at_once, c.eval_tokens * g.vocab_size) * (4 * FLOAT + 2 * width)
+    logits = most_logit_bytes(g.vocab_size, c.eval_tokens)
     return {
         "embedding": streams + width * size.embedding,
         "calibrate": streams + layer + statistics + c.calibrating(),
@@ -232,7 +232,7 @@ def resident_peak(conversion: Conversion, size: Size, width: int) -> int:
     g, c = conversion.geometry, conversion
     model, layers = width * size.total, g.num_layers
     lifted, statistics = layers * c.heads(), c.statistics() * (1 if c.in_files else layers)
-    logits = 8 * c.sequence_length * g.vocab_size * (3 * FLOAT + 2 * width)
+    logits = most_logit_bytes(g.vocab_size, min(c.eval_tokens, 8 * c.sequence_length))
     return max(
         model + statistics + c.calibrating(),
         model + lifted + statistics + c.fusing(),

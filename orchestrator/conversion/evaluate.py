@@ -68,6 +68,7 @@ def evaluate_checkpoint(
         "loss_increase": None if original_loss is None else scored.loss - original_loss,
         "kl": scored.kl,
         "eval_tokens": scored.tokens,
+        **scored.noted,
         "plan": plan_of(model).to_dict(),
         "plan_digest": plan_of(model).digest,
         "dtype": dtype,

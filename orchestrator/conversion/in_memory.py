@@ -117,6 +117,7 @@ class Source:
             "loss": scored.loss,
             "kl": scored.kl,
             "eval_tokens": scored.tokens,
+            **scored.noted,
             **loading.cache_facts(converted, own_heads(request.geometry)),
         }
         if self.context.calibration is not None:

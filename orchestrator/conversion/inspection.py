@@ -235,7 +235,7 @@ def _recipes(recipes: dict[str, Recipe], plans: dict[float, AttentionPlan], sour
                 round_weights(converted, request.written)
                 scored = evaluate(converted, source.held_out, teacher=source.original)
                 measured = {"loss": scored.loss, "loss_increase": scored.loss - source.loss, "kl": scored.kl}
-                entry |= _size(plan, request) | measured
+                entry |= _size(plan, request) | measured | scored.noted
             except ValueError as error:  # one recipe that does not fit this checkpoint must not cost the others
                 entry["why_not"] = str(error)
             entries.append(entry | {"seconds": time.perf_counter() - began})

@@ -27,6 +27,7 @@ from attention.calibration.sizes import layer_bytes, most_exact
 from attention.families import geometry_of
 from attention.io import checkpoint
 from attention.io.precision import DTYPES
+from attention.modeling.predictions import most_logit_bytes, positions_at_once
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.room import concurrency
 from orchestrator.config.schema import ConfigError, SearchConfig
@@ -46,12 +47,12 @@ from orchestrator.search.validation import local_nodes, search_problem
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import compact, write_json
 from trainers.jobs.checkpoints import KEEP
+from trainers.losses import objective
 from trainers.settings import TrainSettings
 
 PROCESS = 650 * 2**20  # resident memory of a worker's libraries: torch, transformers, DeepSpeed, Ray
 MEASURABLE = 300_000_000  # parameters up to which a rate is measured here
 FEW_TOKENS = 1024  # of the measured step
-FLOAT = 4
 
 
 @dataclass(frozen=True)
@@ -221,14 +222,12 @@ def measured_rate(model_config: PretrainedConfig, config: SearchConfig) -> float
     batch = torch.zeros(rows, length, dtype=torch.long, device=device)
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, int(train.cpus_per_worker)))
+    loss_fn = objective(train.distillation, train.distillation_weight, model)
     seconds = 0.0
     try:
         for _ in range(2):
             started = time.perf_counter()
-            if train.distillation != "none":
-                with torch.no_grad():
-                    model(batch)
-            model(batch, labels=batch).loss.backward()
+            loss_fn(model, batch).backward()
             if device.type == "cuda":
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - started
@@ -250,8 +249,9 @@ def planning_seconds(
 
 def worker_bytes(model_config: Any, size: Size, train: TrainSettings, config: SearchConfig) -> int:
     """Peak memory of one training worker, libraries included: weights, gradients and optimiser state as far as its
-    ZeRO stage leaves them whole, the teacher where something is distilled, activations, and the logits of a
-    micro-batch. What `train.deepspeed` moves to other memory is counted where it would be without it."""
+    ZeRO stage leaves them whole, the teacher where something is distilled, activations, and the logits of a part of the
+    micro-batch, whose gradient of the head's weights is held beside their sum over the parts. What `train.deepspeed`
+    moves to other memory is counted where it would be without it."""
     width = DTYPES[train.dtype].itemsize
     # Adam's two moments in float32, and a float32 copy of the weights (ZeRO keeps a flat one of its share)
     parts = {"optimiser": 12.0, "gradients": float(width), "weights": float(width)}
@@ -272,8 +272,9 @@ def worker_bytes(model_config: Any, size: Size, train: TrainSettings, config: Se
     layers = g.num_layers * layer
     if train.activation_checkpointing:  # what enters each layer, and the inner values of the one that is recomputed
         layers = width * g.num_layers * g.hidden_size + layer
-    kept = rows * length * (layers + 4 * FLOAT * g.vocab_size)
-    return round(PROCESS + states + teacher + kept)
+    logits = most_logit_bytes(g.vocab_size, rows * length)
+    slope = size.embedding * width if rows * length > positions_at_once(g.vocab_size) else 0
+    return round(PROCESS + states + teacher + rows * length * layers + logits + slope)
 
 
 def disk_bytes(size: Size, config: SearchConfig, work: Work) -> int:

@@ -91,7 +91,7 @@ def measure_original(
         "digests": {"weights": weights, "calibration": calibration.digest},
         "mixed_moments": calibration.mixed,
         "seconds": time.perf_counter() - started,
-        **({"notes": list(scored.notes)} if scored.notes else {}),
+        **scored.noted,
     }
 
 

@@ -244,10 +244,10 @@ def _untrained(candidate: Candidate, context: TrialContext, folder: Path) -> dic
     with phases("evaluate"):
         round_weights(converted, written)  # what is measured is what is written
         scored = evaluate(converted, held_out, teacher=teacher, batch_size=rows)
+        decided_by: dict[str, float] = {}
         # What a searcher decides by is measured on other tokens than what the search is judged by.
-        decided_by = (
-            {} if given is None else {"calibration_loss": evaluate(converted, calibration_tokens, batch_size=rows).loss}
-        )
+        if given is not None:
+            decided_by["calibration_loss"] = evaluate(converted, calibration_tokens, batch_size=rows).loss
     cast_weights(converted, written)
     if not candidate.probe:
         with phases("save"):
@@ -276,7 +276,7 @@ def _untrained(candidate: Candidate, context: TrialContext, folder: Path) -> dic
         "tokens": 0,
         "seed": candidate.seed,
         **({"pooled": True} if context.relaxation_steps(recipe) else {}),
-        **({"notes": list(scored.notes)} if scored.notes else {}),
+        **scored.noted,
         "phases": dict(phases),
         "seconds": sum(phases.values()),
     }

@@ -117,3 +117,49 @@ def test_decode_speed_runs_and_refuses_a_batch(tiny_model: Any, ids: Tensor) -> 
 def test_sequences_without_a_prediction_are_refused(tiny_model: Any) -> None:
     with pytest.raises(ValueError, match=r"N >= 1 and T >= 2, got shape \(3, 1\)"):
         evaluate(tiny_model("llama"), torch.zeros(3, 1, dtype=torch.int64))
+
+
+# ---- too little memory: an injected torch.OutOfMemoryError, there is no GPU here to fill ---------------------------
+
+
+def limited(model: Any, rows: list[int]) -> list[int]:
+    """From now on more than `rows[0]` sequences at once run out of memory. How many were tried, in order."""
+    tried: list[int] = []
+
+    def look(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tried.append(len(kwargs["input_ids"]))
+        if tried[-1] > rows[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    model.register_forward_pre_hook(look, with_kwargs=True)
+    return tried
+
+
+@pytest.mark.parametrize("who", ["model", "teacher"])
+def test_out_of_memory_is_met_with_half_the_sequences_down_to_one(tiny_model: Any, ids: Tensor, who: str) -> None:
+    model, teacher = tiny_model("llama"), tiny_model("llama", seed=1)
+    whole, rows = evaluate(model, ids, teacher=teacher), [2]
+    assert whole.notes == ()
+    tried = limited(model if who == "model" else teacher, rows)
+    found = evaluate(model.train(), ids, teacher=CachedTeacher(teacher))
+    assert found.notes == ("out of memory with 8 sequences at once: evaluated with 1",)
+    assert tried == [7, 3, *[1] * 7]
+    assert (found.loss, found.kl) == (pytest.approx(whole.loss, abs=1e-6), pytest.approx(whole.kl, abs=1e-6))
+    assert found.tokens == whole.tokens and model.training
+    rows[0] = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        evaluate(model, ids, teacher=teacher)
+
+
+def test_a_worker_that_others_wait_for_does_not_start_again_alone(tiny_model: Any, ids: Tensor) -> None:
+    model = tiny_model("llama")
+    tried = limited(model, [2])
+    with pytest.raises(torch.OutOfMemoryError):
+        evaluate(model, ids, reduce=lambda totals: None)
+    assert tried == [7]
+
+
+def test_another_error_is_none_of_memory(tiny_model: Any, ids: Tensor) -> None:
+    model = tiny_model("llama")
+    with pytest.raises((RuntimeError, IndexError), match="index"):
+        evaluate(model, ids + 64)
