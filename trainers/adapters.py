@@ -62,7 +62,9 @@ class Adapters:
         """Names of the adapted model's state → for each of the plain model what it is made of: the tensor itself, and
         of a projection that has an adapter the two matrices of it too."""
         plain = {name.replace(BASE, "."): (name,) for name in names if DOWN not in name and UP not in name}
-        adapted = {f"{name}.weight": tuple(f"{name}{part}weight" for part in (BASE, DOWN, UP)) for name in self.transposed}
+        adapted = {
+            f"{name}.weight": tuple(f"{name}{part}weight" for part in (BASE, DOWN, UP)) for name in self.transposed
+        }
         return plain | adapted
 
     def merged(self, name: str, tensors: Sequence[Tensor]) -> Tensor:

@@ -78,6 +78,7 @@ def load_model(folder: str | Path, settings: TrainSettings) -> PreTrainedModel:
     if settings.zero_stage < 3:
         return checkpoint.load(folder, DTYPES[settings.dtype])
     group_of_one()
+    deepspeed.init_distributed(get_accelerator().communication_backend_name())  # which counts the workers
     model, weights = piecewise.outline(folder, DTYPES[settings.dtype])
     _fill(model, weights, config_of(settings))
     return model

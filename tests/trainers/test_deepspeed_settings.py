@@ -1,4 +1,4 @@
-"""`train.deepspeed`: merged into what Headfold gives DeepSpeed, refused where Headfold decides, checked by DeepSpeed."""
+"""`train.deepspeed`: merged into what Headfold gives DeepSpeed, and refused where Headfold or DeepSpeed says no."""
 
 from __future__ import annotations
 

@@ -20,11 +20,11 @@ import torch
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.cluster.pool_client import GroupError, PoolGone, open_pool, train_on_pool
-from trainers.zero import group_of_one
 from trainers.jobs.job import TrainJob
 from trainers.jobs.run import run_job
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
+from trainers.zero import group_of_one
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PLAN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)

@@ -13,13 +13,13 @@ from test_carrying import Alone
 
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
-from trainers.zero import group_of_one
 from trainers.evaluation import evaluate
 from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.job import TrainJob
 from trainers.jobs.run import run_job
 from trainers.settings import TrainSettings
 from trainers.text.data import read_sequences
+from trainers.zero import group_of_one
 
 PLAN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)),) * 2, head_dim=8)
 
