@@ -131,7 +131,7 @@ def peaks(rank: int, ids: Tensor, small: Path, folder: Path, out: Path) -> dict[
 
 @pytest.mark.extended
 def test_no_worker_ever_holds_a_whole_model(tiny_model: Any, tmp_path: Path) -> None:
-    """A worker's half, of the model and of its teacher, and a few tensors beside it: 7% of the model are the largest."""
+    """A worker's half, of the model and of its teacher, and a few tensors beside it, the largest of them 7% of it."""
     shape: dict[str, Any] = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 5, "vocab_size": 4000}
     config = LlamaConfig(**shape, num_attention_heads=12, tie_word_embeddings=False)
     checkpoint.save(AutoModelForCausalLM.from_config(config, dtype=torch.float32), tmp_path / "model")
