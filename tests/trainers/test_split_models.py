@@ -93,6 +93,28 @@ def test_trains_as_from_whole_models(
         assert abs(others[name] - values).max() < 1e-4, name
 
 
+def interrupted(rank: int, ids: Tensor, folder: Path, place: Path) -> tuple[list[float], list[float]]:
+    """Losses of steps after a training checkpoint was written, and of the same steps when it was read again."""
+    settings, found = settings_of(dtype="bfloat16"), []
+    stream = BatchStream(ids, 8, rank=rank, world_size=2)
+    with closing(Engine(load_model(folder, settings), settings, STEPS)) as engine:
+        engine.step(stream.next(), objective())
+        engine.save(place, {"stream": stream.state_dict()})
+        found.append([engine.step(stream.next(), objective()) for _ in range(2)])
+    with closing(Engine(load_model(folder, settings), settings, STEPS)) as engine:
+        stream.load_state_dict(engine.load(place)["stream"])
+        found.append([engine.step(stream.next(), objective()) for _ in range(2)])
+    return found[0], found[1]
+
+
+@pytest.mark.extended
+def test_resuming_is_exact(tiny_model: Any, tmp_path: Path) -> None:
+    checkpoint.save(convert(tiny_model("llama"), UNEVEN), tmp_path / "model")
+    ids = torch.randint(0, 64, (16, 16), generator=torch.Generator().manual_seed(0))
+    for whole, resumed in on_two_workers(tmp_path / "run", interrupted, ids, tmp_path / "model", tmp_path / "states"):
+        assert whole == resumed and whole[0] != whole[1]
+
+
 # ---- memory --------------------------------------------------------------------------------------------------------
 
 

@@ -77,7 +77,7 @@ SEARCHES = (
         f"{S} train.deepspeed.gradient_clipping=1",
         ("train.deepspeed", "train.max_grad_norm"),
     ),
-    Bad("a setting of DeepSpeed's misspelt", f"{S} train.deepspeed.zero={{}}", ("did you mean", "zero_optimization")),
+    Bad("a setting of DeepSpeed's misspelt", f"{S} train.deepspeed.zero_optimisation={{}}", ("did you mean",)),
     Bad("more workers than processors", f"{S} train.num_workers=512 train.batch_size=512", ("train.num_workers",)),
     Bad("a GPU where there is none", f"{S} train.gpus_per_worker=1", ("GPU", "has 0"), without_gpu=True),
     Bad("texts that are not there", f"{S} data.source=none.txt", ("data.train", "none.txt")),
