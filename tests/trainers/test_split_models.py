@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -135,6 +137,10 @@ def peaks(rank: int, ids: Tensor, small: Path, folder: Path, out: Path) -> dict[
     """Peaks of one worker: building a model, a teacher, a forward pass of both, and writing it."""
     settings = settings_of(distillation="kl")
     load_model(small, settings)  # what libraries take at first use is not the model's
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes back at once, so that resident is what is held
+    libc.malloc_trim(0)
     found: dict[str, int] = {}
     found["model"], model = peak_of(lambda: load_model(folder, settings))
     found["teacher"], teacher = peak_of(lambda: SplitModel(folder, settings))
