@@ -24,7 +24,7 @@ from trainers.engine import Engine
 from trainers.fusion_search import next_stage
 from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.job import TrainJob
-from trainers.jobs.share import WorkerShare, teacher_of
+from trainers.jobs.share import WorkerShare, teacher_of, untrained
 from trainers.loop import train
 from trainers.losses import objective
 from trainers.relaxations.base import Relaxation
@@ -117,8 +117,8 @@ class _Stage(WorkerShare):
                 self.history.append({"step": steps, "train_loss": self.last_loss, **metrics})
             weights, device = engine.weights(), engine.device
         self._collapse(weights)
-        collapsed: Any = self.load(self.folder / "collapsed")
-        loss = self.evaluate(collapsed.to(device)).loss
+        with untrained(self.folder / "collapsed", self.settings, device) as collapsed:
+            loss = self.evaluate(collapsed).loss
         self.lap()
         if self.rank == 0:
             outcome = {

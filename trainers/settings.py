@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic_core.core_schema import ValidationInfo
 
 from attention.io.dtype_names import full_name
-from trainers.deepspeed_config import check_keys
+from trainers.deepspeed_keys import check_keys
 
 LONGEST = 4096
 """Characters of a text in a configuration: that of the longest path."""
@@ -84,7 +84,7 @@ class TrainSettings(Strict):
     trains from scratch with 0.9 and 0.95. `activation_checkpointing`: the inner values of a decoder layer are computed
     anew on the way back and not kept, which takes more time and far less memory. `deepspeed`: keys of
     DeepSpeed's own configuration that are merged into Headfold's last, e.g. `{zero_optimization: {overlap_comm:
-    false}}`; what a setting here says already is refused there (`trainers.deepspeed_config`).
+    false}}`; what a setting here says already is refused there (`trainers.deepspeed_keys`).
     """
 
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4

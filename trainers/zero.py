@@ -78,12 +78,14 @@ def load_model(folder: str | Path, settings: TrainSettings) -> PreTrainedModel:
     if settings.zero_stage < 3:
         return checkpoint.load(folder, DTYPES[settings.dtype])
     group_of_one()
+    accelerator: Any = get_accelerator()
+    deepspeed.init_distributed(accelerator.communication_backend_name())  # which counts the workers
     model, weights = piecewise.outline(folder, DTYPES[settings.dtype])
-    _fill(model, weights, config_of(settings))
+    _fill(model, weights, config_of(settings), accelerator.current_device_name())
     return model
 
 
-def _fill(model: PreTrainedModel, weights: LazyWeights, config: Mapping[str, Any]) -> None:
+def _fill(model: PreTrainedModel, weights: LazyWeights, config: Mapping[str, Any], device: str) -> None:
     """Read a model's parameters, those of one module at a time: rank 0 does, and each worker keeps its part."""
     outlines = dict(model.named_parameters())  # a tied one once, and alive, so that no identity is given away
     names = {id(outline): name for name, outline in outlines.items()}
@@ -97,7 +99,7 @@ def _fill(model: PreTrainedModel, weights: LazyWeights, config: Mapping[str, Any
                 made[id(outline)] = nn.Parameter(whole)
             setattr(module, name, made[id(outline)])
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(get_accelerator().current_device_name()))
+            setattr(module, name, buffer.to(device))
         if next(module.parameters(recurse=False), None) is not None:
             deepspeed.zero.Init(module=module, config_dict_or_path=dict(config), dtype=model.dtype)
 
@@ -116,7 +118,7 @@ class SplitModel:
     def __init__(self, folder: str | Path, settings: TrainSettings) -> None:
         model = load_model(folder, settings).requires_grad_(False)
         config = {key: value for key, value in config_of(settings).items() if key != "optimizer"}
-        self._engine = initialize(model, config)
+        self._engine: Any = initialize(model, config)
         self._engine.eval()
 
     @property

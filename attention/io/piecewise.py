@@ -17,20 +17,22 @@ from attention.io import checkpoint
 from attention.io.layer_models import LazyWeights
 from attention.io.safetensors_files import SINGLE
 from attention.io.shards import shard_name, write_index
+from attention.io.sources import CheckpointError, is_folder, only_cached
 from attention.io.stock_files import copy_files, write_both_forms
+from attention.messages import reason
 from attention.modeling import modeling
 
 SHARD = 2 * 2**30  # bytes of one file, and so of what its writer holds at a time
 
 
-def outline(folder: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, LazyWeights]:
-    """The model of a checkpoint folder in evaluation mode, its parameters on the meta device, its buffers whole; and
-    the weights, from which a parameter is read when it is wanted.
+def outline(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, LazyWeights]:
+    """The model of a checkpoint (local folder or hub name) in evaluation mode, its parameters on the meta device, its
+    buffers whole; and the weights, from which a parameter is read when it is wanted.
 
-    Raises what `attention.io.checkpoint.load` does, and WeightsError for a hub name.
+    Raises what `attention.io.checkpoint.load` does.
     """
-    config = checkpoint.load_config(folder)
-    weights = LazyWeights(folder, config)
+    config = checkpoint.load_config(source)
+    weights = LazyWeights(_folder_of(source), config)
     with no_init_weights(), init_empty_weights(include_buffers=False):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()  # as it was registered, each of two tied matrices became one of its own
@@ -43,6 +45,19 @@ def outline(folder: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, La
     if config.model_type.startswith(modeling.PREFIX):
         modeling.check_maps(model)
     return model.eval(), weights
+
+
+def _folder_of(source: str | Path) -> Path:
+    """Where the weights lie; those of a hub name in the hub's cache, brought there if need be."""
+    if is_folder(source):
+        return Path(source)
+    from huggingface_hub import snapshot_download
+
+    kinds: Any = {"allow_patterns": ["*.json", "*.safetensors"], "ignore_patterns": ["*/*"]}
+    try:
+        return Path(snapshot_download(str(source), local_files_only=only_cached(source), **kinds))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"the weights of {str(source)!r} cannot be fetched: {reason(error)}") from None
 
 
 def save_as(

@@ -48,7 +48,6 @@ from search_spaces.planning.planning import PlanningContext, plan_layer
 from search_spaces.recipes.recipe import Recipe
 from trainers.losses import kl, language_modelling
 
-LOGIT_BYTES = 32 * 2**20  # of the float32 logits of one batch
 BATCH, ATTENTION_BYTES = 8, 128 * 2**20  # sequences run at once; less if their attention weights would take more
 
 

@@ -135,13 +135,15 @@ def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, a
     conversions = [Conversion(model_config, c.recipe, c.kv_ratio, *tokens, written, **kept) for c in problem.named]
     # A trial's own process: its largest conversion, libraries included
     driver = PROCESS + max(resident_peak(c, size, working.itemsize) for c in conversions)
-    worker = worker_bytes(model_config, size, train, config)
+    # What a recipe's recovery changes may be a distillation, which wants the original model too
+    trainings = [TrainSettings.model_validate(train.model_dump() | c.recipe.apply("recovery")) for c in problem.named]
+    worker = max(worker_bytes(model_config, size, each, config) for each in trainings)
     rate, source = training_rate(model_config, config, size)
     hours = cpu = gpu = price = None
     if rate is not None:
         # A measured token goes forward alone, a trained one back as well, which is twice the work; where there is
         # distillation both go forward through the original model too
-        share = 1 / 3 if train.distillation == "none" else 1 / 2
+        share = 1 / 2 if any(each.distillation != "none" for each in trainings) else 1 / 3
         training = (work.tokens + work.tokens_measured * share) / rate / 3600
         driving = planning_seconds(config, conversions, size, working) / 3600
         cpu = training * train.cpus_per_worker + driving * max(1.0, resources.trial_cpus)

@@ -1,4 +1,4 @@
-"""`train.deepspeed`: merged into what Headfold gives DeepSpeed, refused where Headfold decides, checked by DeepSpeed."""
+"""`train.deepspeed`: merged into what Headfold gives DeepSpeed, and refused where Headfold or DeepSpeed says no."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from orchestrator.config.schema import ConfigError
 from orchestrator.search.validation import check_training
-from trainers.deepspeed_config import DECIDED, config_of
+from trainers.deepspeed_config import config_of
+from trainers.deepspeed_keys import DECIDED
 from trainers.engine import Engine
 from trainers.loop import train
 from trainers.losses import objective
@@ -130,7 +131,7 @@ def test_what_deepspeed_refuses_is_told_before_anything_starts(wrong: dict[str, 
 
 
 def test_what_deepspeed_takes_passes() -> None:
-    given = {"zero_optimization": {"offload_param": {"device": "cpu"}, "overlap_comm": True}}
+    given: Any = {"zero_optimization": {"offload_param": {"device": "cpu"}, "overlap_comm": True}}
     check_training(TrainSettings(num_workers=4, zero_stage=3, dtype="bfloat16", deepspeed=given))
 
 

@@ -40,7 +40,8 @@ def lower(job: TrainJob, cause: str, already: bool) -> None:
         tried = ", which was lowered to already" if already else ""
         raise JobOutOfMemoryError(
             f"out of memory with micro_batch_size {rows}{tried}: {cause}; lower train.micro_batch_size or "
-            "data.sequence_length, raise train.zero_stage, or use more workers or memory"
+            "data.sequence_length, set train.activation_checkpointing, raise train.zero_stage, or use more workers or "
+            "memory"
         )
     write_whole(_note(job), json.dumps({"rows": rows, "cause": cause}))
 

@@ -63,12 +63,23 @@ def teacher_of(job: TrainJob, settings: TrainSettings, device: torch.device) -> 
     if settings.distillation == "none":
         yield None
     elif settings.zero_stage == 3:
-        from trainers.zero import SplitModel  # here, and not above: it loads DeepSpeed
-
-        with closing(SplitModel(str(job.teacher_dir), settings)) as teacher:
-            yield teacher.model
+        with untrained(str(job.teacher_dir), settings, device) as teacher:
+            yield teacher
     else:
         yield _whole_teacher(str(job.teacher_dir), settings, device)
+
+
+@contextmanager
+def untrained(folder: str | Path, settings: TrainSettings, device: torch.device) -> Iterator[Any]:
+    """A checkpoint to run while the body does; with ZeRO 3 it is split over the workers, who run it together."""
+    if settings.zero_stage == 3:
+        from trainers.zero import SplitModel  # here, and not above: it loads DeepSpeed
+
+        with closing(SplitModel(folder, settings)) as split:
+            yield split.model
+    else:
+        whole: Any = checkpoint.load(folder, DTYPES[settings.dtype])
+        yield whole.to(device).requires_grad_(False)
 
 
 def _whole_teacher(folder: str, settings: TrainSettings, device: torch.device) -> Any:

@@ -72,6 +72,12 @@ SEARCHES = (
     ),
     Bad("a kind of number misspelt in training", f"{S} train.dtype=fp23", ("train.dtype", "fp23")),
     Bad("a batch that workers cannot share", f"{S} train.batch_size=3 train.num_workers=2", ("batch_size", "got 3")),
+    Bad(
+        "a setting of DeepSpeed's that Headfold has",
+        f"{S} train.deepspeed.gradient_clipping=1",
+        ("train.deepspeed", "train.max_grad_norm"),
+    ),
+    Bad("a setting of DeepSpeed's misspelt", f"{S} train.deepspeed.zero_optimisation={{}}", ("did you mean",)),
     Bad("more workers than processors", f"{S} train.num_workers=512 train.batch_size=512", ("train.num_workers",)),
     Bad("a GPU where there is none", f"{S} train.gpus_per_worker=1", ("GPU", "has 0"), without_gpu=True),
     Bad("texts that are not there", f"{S} data.source=none.txt", ("data.train", "none.txt")),

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from attention.io import checkpoint
 from orchestrator.cli import estimates
 from orchestrator.config.schema import SearchConfig, load_config
+from orchestrator.conversion.estimate import Size
 from orchestrator.main import app
 from orchestrator.search import estimate
 from orchestrator.search.estimate import describe_search, estimate_search
@@ -91,6 +93,19 @@ def test_memory_falls_with_stage_and_micro_batch(tmp_path: Path) -> None:
     assert worker("train.micro_batch_size=1") < worker()
     stages = [worker("train.num_workers=4", f"train.zero_stage={stage}") for stage in (0, 1, 2, 3)]
     assert stages == sorted(stages, reverse=True) and len(set(stages)) == 4
+
+
+def test_memory_has_a_teacher_only_where_something_is_distilled(tmp_path: Path) -> None:
+    def worker(*changes: str) -> int:
+        return of(config_of("demo", "search.recipes=[gqa]", *changes), tmp_path).worker_bytes
+
+    weights = 4 * Size.of(checkpoint.load_config(REPOSITORY / "examples" / "stdlib-llama")).total
+    assert worker("train.distillation=kl") - worker("train.distillation=none") == pytest.approx(weights, rel=1e-6)
+    split = [worker(f"train.distillation={d}", "train.zero_stage=3", "train.num_workers=4") for d in ("kl", "none")]
+    assert split[0] - split[1] == pytest.approx(weights / 4, rel=1e-6)
+    distilling = "search.recipes=[{recipe: gqa, params: {recovery.distillation: kl}}]"
+    assert worker("train.distillation=none", distilling) == worker("train.distillation=kl")
+    assert worker("train.activation_checkpointing=true") < worker()
 
 
 def test_workers_with_gpus_are_not_measured_on_a_machine_without(
