@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.calibration import calibration as calibration_module
-from attention.calibration import store
+from attention.calibration import collecting, store
 from attention.calibration.calibration import cached_calibration, calibrate, calibration_digest, silent, weights_of
 from attention.calibration.moments import LayerStatistics
 from attention.calibration.sizes import MIXED, Mixed, layer_bytes
@@ -88,6 +88,24 @@ def test_moments_are_those_of_the_stock_model(case: str, tiny_model: Tiny, tiny_
         for name, wanted in reference(model, seen, layer).items():
             torch.testing.assert_close(getattr(statistics, name).double(), wanted, rtol=1e-4, atol=1e-5, msg=name)
         torch.testing.assert_close(statistics.inputs.double(), seen.x[:7], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("held", [3 * 24 * 24, 24 * 5])
+def test_attention_weights_are_held_a_slice_at_a_time(
+    held: int, tiny_model: Tiny, tiny_tokens: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some sequences of a head, or five tokens of one sequence: the same statistics and the same layers above."""
+    model = tiny_model("mistral", sliding_window=5, num_key_value_heads=2)
+    whole = calibrate(model, tiny_tokens, progress=silent)
+    monkeypatch.setattr(collecting, "SLICE_BYTES", 4 * held)
+    seen: list[int] = []
+    softmax = Tensor.softmax
+    monkeypatch.setattr(Tensor, "softmax", lambda x, *a, **k: seen.append(x.numel()) or softmax(x, *a, **k))
+    sliced = calibrate(model, tiny_tokens, progress=silent)
+    assert max(seen) == held
+    for one, other in zip(whole.layers, sliced.layers, strict=True):
+        for name, value in tensors(one).items():
+            torch.testing.assert_close(value, getattr(other, name), rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_grams_of_heads_follow_from_the_moments(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
