@@ -210,4 +210,4 @@ def test_a_conversion_from_files_is_the_one_in_memory(demo_dir: Path, tmp_path: 
     assert len({record["plan_digest"] for record in records}) == 1
     assert records[1]["loss"] == pytest.approx(records[0]["loss"], abs=1e-5)
     assert records[2]["loss"] == records[1]["loss"] and records[1]["mixed_moments"] == "float32"
-    assert len(list(tmp_path.glob("calibration-*"))) == 1
+    assert len(list(tmp_path.glob(f"calibration-*/{META}"))) == 1
