@@ -157,7 +157,7 @@ def layers_by_workers(task: Pass, sequences: Tensor, sampled: int, workers: Work
     print(f"calibration: {len(parts)} tasks share {len(sequences)} sequences", flush=True)
     for _ in range(geometry_of(checkpoint.load_config(task.model)).num_layers):
         together = merged([_statistics(*ray.get(next(results))) for results in running])
-        yield replace(together, mixed_moment=together.mixed_moment.to(mixed_dtype(task.mixed)))
+        yield replace(together, mixed_moments=together.mixed_moments.to(mixed_dtype(task.mixed)))
 
 
 def _partial(task: Pass, sequences: Tensor, sampled: int, threads: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]:

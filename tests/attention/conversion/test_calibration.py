@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from attention.calibration import calibration as calibration_module
 from attention.calibration import collecting, store
 from attention.calibration.calibration import cached_calibration, calibrate, calibration_digest, silent, weights_of
-from attention.calibration.moments import LayerStatistics
+from attention.calibration.moments import LayerStatistics, packed, unpacked
 from attention.calibration.sizes import MIXED, Mixed, layer_bytes
 from attention.calibration.store import META, Calibration, CalibrationError
 from attention.conversion.conversion import convert
@@ -56,7 +56,7 @@ def reference(model: PreTrainedModel, seen: Seen, layer: int) -> dict[str, Tenso
     one = torch.ones(1, dtype=torch.float64)
     found = {
         "input_moment": torch.zeros(wide, wide, dtype=torch.float64),
-        "mixed_moment": torch.zeros(H, wide, wide, dtype=torch.float64),
+        "mixed_moments": torch.zeros(H, wide, wide, dtype=torch.float64),
         "query_moment": torch.zeros(H, d, d, dtype=torch.float64),
     }
     for x in seen.x.flatten(0, 1):
@@ -65,7 +65,7 @@ def reference(model: PreTrainedModel, seen: Seen, layer: int) -> dict[str, Tenso
     for head in range(H):
         for mixed in seen.mixed(head):
             extended = torch.cat([mixed, one])
-            found["mixed_moment"][head] += torch.outer(extended, extended) / count
+            found["mixed_moments"][head] += torch.outer(extended, extended) / count
     for head, queries in enumerate(activations(heads.q, heads.q_bias, seen.x)):
         for query in queries:
             if hasattr(module, "q_layernorm"):  # Phi
@@ -76,7 +76,7 @@ def reference(model: PreTrainedModel, seen: Seen, layer: int) -> dict[str, Tenso
             if hasattr(module, "q_norm"):
                 query = module.q_norm.weight.double() * query / (query.square().mean() + 1e-6).sqrt()
             found["query_moment"][head] += torch.outer(query, query).detach() / count
-    return found
+    return found | {"mixed_moments": packed(found["mixed_moments"])}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -106,6 +106,13 @@ def test_attention_weights_are_held_a_slice_at_a_time(
     for one, other in zip(whole.layers, sliced.layers, strict=True):
         for name, value in tensors(one).items():
             torch.testing.assert_close(value, getattr(other, name), rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_symmetric_matrix_comes_back_from_its_triangle() -> None:
+    square = torch.randn(3, 7, 7, generator=torch.Generator().manual_seed(0))
+    square = square + square.transpose(1, 2)
+    assert packed(square).shape == (3, 28)
+    assert all(torch.equal(unpacked(one), other) for one, other in zip(packed(square), square, strict=True))
 
 
 def test_grams_of_heads_follow_from_the_moments(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
@@ -151,9 +158,9 @@ def test_lower_precision_models_are_summed_in_float32(tiny_model: Tiny, tiny_tok
     model = tiny_model("llama")
     exact = calibrate(model, tiny_tokens, progress=silent).layers[0]
     rough = calibrate(copy.deepcopy(model).to(torch.bfloat16), tiny_tokens, progress=silent).layers[0]
-    assert rough.input_moment.dtype == torch.float64 and rough.mixed_moment.dtype == torch.float32
-    scale = exact.mixed_moment.abs().max()
-    assert (rough.mixed_moment - exact.mixed_moment).abs().max() < 0.02 * scale
+    assert rough.input_moment.dtype == torch.float64 and rough.mixed_moments.dtype == torch.float32
+    scale = exact.mixed_moments.abs().max()
+    assert (rough.mixed_moments - exact.mixed_moments).abs().max() < 0.02 * scale
 
 
 def test_the_model_is_left_as_it_was(tiny_model: Tiny, tiny_tokens: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +289,7 @@ def test_the_cache_runs_the_model_once(
     first = cached_calibration(model, tiny_tokens, tmp_path, progress=count)
     again = cached_calibration(model, tiny_tokens, tmp_path, progress=count)
     assert len(runs) == 1 and first.digest == again.digest
-    assert torch.equal(first.layers[1].mixed_moment, again.layers[1].mixed_moment)
+    assert torch.equal(first.layers[1].mixed_moments, again.layers[1].mixed_moments)
     cached_calibration(model, tiny_tokens[:6], tmp_path, progress=count)
     assert len(runs) == 2
     weights = tmp_path / f"calibration-{first.digest}" / "layer-0000.safetensors"
@@ -336,7 +343,7 @@ def test_a_gqa_checkpoint_and_its_lift_calibrate_alike(tiny_model: Tiny, tiny_to
         calibrate(as_mha(model), tiny_tokens, progress=silent).layers,
         strict=True,
     ):
-        torch.testing.assert_close(got.mixed_moment, wanted.mixed_moment, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got.mixed_moments, wanted.mixed_moments, rtol=1e-4, atol=1e-5)
 
 
 def test_a_composed_model_is_refused(tiny_model) -> None:

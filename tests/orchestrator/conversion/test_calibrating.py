@@ -80,7 +80,7 @@ def test_what_is_there_is_neither_read_nor_hashed_again(tmp_path: Path) -> None:
     made = checkpoint_calibration(tmp_path / "model", tokens, tmp_path / "cache", **FLOAT)
     folder = tmp_path / "cache" / f"calibration-{made.digest}"
     files = sorted(folder.glob("layer-*.safetensors"))
-    assert len(files) == 3 and min(file.stat().st_size for file in files) > 2_000_000
+    assert len(files) == 3 and min(file.stat().st_size for file in files) > 1_000_000
 
     def again(**known: Any) -> int:
         with bytes_read() as count:
@@ -95,7 +95,7 @@ def test_what_is_there_is_neither_read_nor_hashed_again(tmp_path: Path) -> None:
     assert again(weights=made.weights) < 100_000
     with bytes_read() as count:
         layer = Calibration.load(folder).layers[1]
-        assert layer.mixed_moment[3].abs().sum() > 0
+        assert layer.mixed_moments[3].abs().sum() > 0
     assert count.read < 100_000  # mapped
 
 
@@ -131,7 +131,7 @@ def test_the_way_is_chosen_by_what_is_free_and_then_stays(
 def test_smaller_ways_are_means_and_roundings_of_the_exact_one(tiny_model: Tiny, tokens: Tensor) -> None:
     model = tiny_model("qwen2", num_key_value_heads=2)
     exact, rounded, grouped, pooled = (
-        calibrate(model, tokens, mixed=mixed, progress=silent).layers[0].mixed_moment for mixed in MIXED
+        calibrate(model, tokens, mixed=mixed, progress=silent).layers[0].mixed_moments for mixed in MIXED
     )
     assert torch.equal(rounded, exact.to(torch.bfloat16))
     torch.testing.assert_close(grouped, exact.unflatten(0, (2, 2)).mean(1))
@@ -158,7 +158,7 @@ from orchestrator.conversion.loading import memory_peak
 tokens = torch.randint(0, 2048, (8, 64), generator=torch.Generator().manual_seed(0))
 made = checkpoint_calibration(sys.argv[1], tokens, sys.argv[2], dtype="float32")
 for layer in made.layers:  # and read, one after the other
-    float(layer.mixed_moment.sum() + layer.input_moment.sum())
+    float(layer.mixed_moments.sum() + layer.input_moment.sum())
 print(memory_peak())
 """
 
@@ -174,7 +174,7 @@ def test_memory_does_not_grow_with_the_layers(tmp_path: Path) -> None:
         command = [sys.executable, "-c", PEAK, str(tmp_path / f"{layers}"), str(tmp_path / "cache")]
         peaks.append(int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1]))
     one = layer_bytes(geometry_of(config), 512)
-    assert one > 20e6
+    assert one > 10e6
     assert peaks[1] - peaks[0] < one, "nine layers more"
 
 
@@ -190,10 +190,10 @@ def test_tasks_that_share_the_sequences_are_one_process(
     alone = calibrate(model, tokens[:11], sample_tokens=7 * 24, mixed=mixed, progress=silent)
     assert len(shared) == 3
     for one, other in zip(shared, alone.layers, strict=True):
-        assert one.inputs.shape[0] == 7 and one.mixed_moment.dtype == other.mixed_moment.dtype
+        assert one.inputs.shape[0] == 7 and one.mixed_moments.dtype == other.mixed_moments.dtype
         if mixed == "bfloat16":  # a rounding more or less of a number on the edge
-            scale = other.mixed_moment.abs().max()
-            assert (one.mixed_moment - other.mixed_moment).abs().max() <= 2**-8 * scale
+            scale = other.mixed_moments.abs().max()
+            assert (one.mixed_moments - other.mixed_moments).abs().max() <= 2**-8 * scale
         else:
             assert_close(one, other)
 
