@@ -14,9 +14,8 @@ from head_references import Seen, activations, as_mha, lifted, watch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.calibration import calibration as calibration_module
 from attention.calibration import collecting, store
-from attention.calibration.calibration import cached_calibration, calibrate, calibration_digest, silent, weights_of
+from attention.calibration.calibration import calibrate, calibration_digest, silent, weights_of
 from attention.calibration.moments import LayerStatistics, packed, unpacked
 from attention.calibration.sizes import MIXED, Mixed, layer_bytes
 from attention.calibration.store import META, Calibration, CalibrationError
@@ -276,37 +275,6 @@ def test_the_digest_names_weights_tokens_and_settings(tiny_model: Tiny, tiny_tok
     ]
     assert len(set(digests)) == len(digests)
     assert digests[0] == digest(tiny_model("llama"), tiny_tokens.int())
-
-
-def test_the_cache_runs_the_model_once(
-    tiny_model: Tiny, tiny_tokens: Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, runs = tiny_model("llama"), []
-
-    def count(done: int, total: int) -> None:
-        runs.extend([done] if done == total else [])
-
-    first = cached_calibration(model, tiny_tokens, tmp_path, progress=count)
-    again = cached_calibration(model, tiny_tokens, tmp_path, progress=count)
-    assert len(runs) == 1 and first.digest == again.digest
-    assert torch.equal(first.layers[1].mixed_moments, again.layers[1].mixed_moments)
-    cached_calibration(model, tiny_tokens[:6], tmp_path, progress=count)
-    assert len(runs) == 2
-    weights = tmp_path / f"calibration-{first.digest}" / "layer-0000.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    mended = cached_calibration(model, tiny_tokens, tmp_path, progress=count)
-    assert len(runs) == 3 and "calibrating again" in capsys.readouterr().err
-    assert torch.equal(mended.layers[0].input_moment, first.layers[0].input_moment)
-    assert Calibration.load(weights.parent).digest == first.digest
-
-
-def test_a_cache_that_cannot_be_written_is_refused_before_the_pass(
-    tiny_model: Tiny, tiny_tokens: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(calibration_module, "calibrate", lambda *a, **k: pytest.fail("the pass ran"))
-    with pytest.raises(OSError):
-        cached_calibration(tiny_model("llama"), tiny_tokens, tmp_path / "file", progress=silent)
 
 
 @pytest.mark.parametrize(

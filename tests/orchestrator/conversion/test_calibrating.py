@@ -99,6 +99,30 @@ def test_what_is_there_is_neither_read_nor_hashed_again(tmp_path: Path) -> None:
     assert count.read < 100_000  # mapped
 
 
+def test_a_damaged_file_is_made_again(
+    tiny_model: Tiny, tokens: Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    first = checkpoint_calibration(tmp_path / "model", tokens, tmp_path / "cache", **FLOAT)
+    file = tmp_path / "cache" / f"calibration-{first.digest}" / "layer-0001.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    mended = checkpoint_calibration(tmp_path / "model", tokens, tmp_path / "cache", **FLOAT)
+    assert "the file is damaged" in (told := capsys.readouterr().err) and "calibrating again" in told
+    assert mended.digest == first.digest
+    assert_close(mended.layers[1], calibrate(tiny_model("llama"), tokens, progress=silent).layers[1])
+    assert Calibration.load(file.parent).digest == first.digest
+
+
+def test_a_cache_that_cannot_be_written_is_refused_before_the_pass(
+    tiny_model: Tiny, tokens: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(calibrating_module, "collect", lambda *a, **k: pytest.fail("the pass ran"))
+    with pytest.raises(OSError):
+        checkpoint_calibration(tmp_path / "model", tokens, tmp_path / "file", **FLOAT, weights="known")
+
+
 def test_weights_are_hashed_again_when_a_file_has_changed(tiny_model: Tiny, tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "model")
     first = checkpoint.weights_digest(tmp_path / "model", tmp_path / "cache")
@@ -124,7 +148,7 @@ def test_the_way_is_chosen_by_what_is_free_and_then_stays(
     made = checkpoint_calibration(tmp_path / "model", tokens, tmp_path / "cache", **FLOAT)
     assert made.mixed == mixed
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=2**40))
-    monkeypatch.setattr(calibrating_module, "calibrate", lambda *a, **k: pytest.fail("the pass ran again"))
+    monkeypatch.setattr(calibrating_module, "collect", lambda *a, **k: pytest.fail("the pass ran again"))
     assert checkpoint_calibration(tmp_path / "model", tokens, tmp_path / "cache", **FLOAT).digest == made.digest
 
 
