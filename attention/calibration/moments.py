@@ -34,8 +34,12 @@ def _gram(rows_Hde: Tensor, moment_ee: Tensor) -> Tensor:
 
 def packed(square: Tensor) -> Tensor:
     """Symmetric matrices by their lower triangles, row after row: `[M, e, e]` -> `[M, e (e + 1) / 2]`."""
-    lower = torch.ones(square.shape[1:], dtype=torch.bool, device=square.device).tril_()
-    return torch.stack([matrix[lower] for matrix in square])
+    size = square.shape[-1]
+    lower = torch.ones(size, size, dtype=torch.bool, device=square.device).tril_()
+    triangles = square.new_empty(len(square), size * (size + 1) // 2)
+    for triangle, matrix in zip(triangles, square, strict=True):
+        triangle.copy_(matrix[lower])
+    return triangles
 
 
 def unpacked(triangle: Tensor) -> Tensor:
