@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import time
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -228,6 +230,18 @@ def test_a_failed_save_leaves_the_old_files(
         new.save(tmp_path / "c")
     assert Calibration.load(tmp_path / "c").digest == old.digest
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_what_a_killed_save_has_left_goes_after_a_day(tiny_model: Tiny, tiny_tokens: Tensor, tmp_path: Path) -> None:
+    abandoned, living = (tmp_path / f".c.{pid}.new" for pid in (1, 2))
+    for left in (abandoned, living):
+        left.mkdir()
+        (left / "layer-0000.safetensors").write_bytes(b"half a file")
+    yesterday = time.time() - 25 * 3600
+    for path in (abandoned / "layer-0000.safetensors", abandoned):
+        os.utime(path, (yesterday, yesterday))
+    calibrate(tiny_model("llama"), tiny_tokens, progress=silent).save(tmp_path / "c")
+    assert {path.name for path in tmp_path.iterdir()} == {"c", living.name}
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "meta", "format", "gone"])
