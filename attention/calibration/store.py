@@ -188,9 +188,10 @@ def _verified(path: Path, entry: dict[str, Any], noted: int) -> bool:
 def _sweep(target: Path) -> None:
     """Remove what killed writers of the same have left; of a living one, here or on another node, nothing is so old."""
     for left in target.parent.glob(f".{target.name}.*.new"):
-        newest = max((path.stat().st_mtime for path in (left, *left.iterdir())), default=0.0)
-        if time.time() - newest > ABANDONED:
-            shutil.rmtree(left, ignore_errors=True)
+        with suppress(FileNotFoundError):  # finished just now
+            newest = max(path.stat().st_mtime for path in (left, *left.iterdir()))
+            if time.time() - newest > ABANDONED:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _replace(fresh: Path, target: Path) -> None:
