@@ -34,7 +34,7 @@ def large_model(scale: Scale) -> Iterator[Row]:
     sequences = tokens(*scale.pick((2, 16), (16, 1024)), shape["vocab_size"])
     note = f"{sequences.numel()} tokens"
     statistics, seconds, peak = _measured(
-        # A moment a head: 69 GB of host memory in all.
+        # A moment a head of all layers: 69 GB of host memory while they are summed.
         lambda: calibrate(model, sequences, sample_tokens=0, batch_size=2, progress=silent),
         scale.device,
     )

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from attention.calibration.calibration import cached_calibration
 from benchmarks.report import Row, Scale, benchmark
 from orchestrator.cluster.session import connected
 from orchestrator.conversion import loading
@@ -49,10 +48,8 @@ def demo_context(folder: Path, workers: int, rungs: tuple[int, ...]) -> TrialCon
         split: sequence_file("stdlib", tokenizer, split=split, tokens=tokens, **cut)  # type: ignore[arg-type]
         for split, tokens in (("train", 16_384), ("eval", 2048), ("calibration", 2048))
     }
-    base = loading.load_model(str(DEMO), "float32", "cpu")
-    cached_calibration(base, read_sequences(files["calibration"]), folder / "calibration")
     settings = TrainSettings(batch_size=4, num_workers=workers, cpus_per_worker=0.9 / workers)
-    return TrialContext(
+    context = TrialContext(
         folder=str(folder),
         model=str(DEMO),
         dtype="float32",
@@ -64,6 +61,8 @@ def demo_context(folder: Path, workers: int, rungs: tuple[int, ...]) -> TrialCon
         train=settings.model_dump(mode="json"),
         original_loss=2.0,
     )
+    context.calibration(read_sequences(files["calibration"]))
+    return context
 
 
 def timed(config: dict[str, Any], context: TrialContext) -> None:

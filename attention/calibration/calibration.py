@@ -17,7 +17,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from attention.calibration.collecting import collecting
 from attention.calibration.moments import LayerStatistics
 from attention.calibration.sizes import SAMPLE_TOKENS, Mixed
-from attention.calibration.store import Calibration, folder_of, kept, write
+from attention.calibration.store import Calibration
 from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from attention.io.layer_models import LazyWeights, advance, embed, open_window, rows_of
@@ -50,26 +49,41 @@ def calibrate(
     sample_tokens: int = SAMPLE_TOKENS,
     batch_size: int = 8,
     mixed: Mixed = "float32",
-    weights: str | None = None,
     progress: ProgressFn | None = None,
 ) -> Calibration:
     """Statistics of every layer of `model` over `sequences` (`[N, T]` token ids, no padding), on the CPU.
 
     `sample_tokens` bounds the stored inputs (whole sequences, from the first on; 0 stores none). The model runs in its
     own dtype and evaluation mode, without gradients, and is left as it was; sums are taken in float32 and collected in
-    float64 (the mixed moments in float32, and kept as `mixed` says). `weights`: a digest of the model's weights, where
-    it is known; if not, all of them are hashed. `progress(done, total)` counts sequences; by default a line on stderr.
+    float64 (the mixed moments in float32, and kept as `mixed` says). `progress(done, total)` counts sequences; by
+    default a line on stderr.
 
     Raises ValueError if the tokens do not fit the model, for an unsupported model and for a composed one.
     """
-    geometry = geometry_of(model.config)
-    check_sequences(sequences, geometry, sample_tokens)
+    check_sequences(sequences, geometry_of(model.config), sample_tokens)
+    sampled = min(sample_tokens // sequences.shape[1], len(sequences))
+    layers = collect(model, sequences, sampled=sampled, batch_size=batch_size, mixed=mixed, progress=progress)
+    weights = weights_of(model)
+    digest = calibration_digest(model.config, weights, sequences, sample_tokens, model.dtype, mixed)
+    return Calibration(layers, sequences.numel(), digest, weights, mixed)
+
+
+def collect(
+    model: PreTrainedModel,
+    sequences: Tensor,
+    *,
+    sampled: int,
+    batch_size: int = 8,
+    mixed: Mixed = "float32",
+    progress: ProgressFn | None = None,
+) -> tuple[LayerStatistics, ...]:
+    """The pass of `calibrate`, for sequences that are known to fit; inputs are stored of the first `sampled` ones."""
     if plan_of(model).composition is not None:
         raise ValueError(
             "a composed model (dcmha) cannot be calibrated: its attention weights are mixed across heads; "
             "calibrate the checkpoint that it was converted from"
         )
-    sampled = min(sample_tokens // sequences.shape[1], len(sequences))
+    geometry = geometry_of(model.config)
     with collecting(model, geometry, sampled, mixed) as collectors, evaluating(model), shown(progress) as show:
         done = 0
         show(0, len(sequences))
@@ -78,10 +92,7 @@ def calibrate(
             model.get_decoder()(input_ids=batch.to(model.device), use_cache=False)
             done += len(batch)
             show(done, len(sequences))
-        layers = tuple(collector.finish() for collector in collectors)
-    weights = weights or weights_of(model)
-    digest = calibration_digest(model.config, weights, sequences, sample_tokens, model.dtype, mixed)
-    return Calibration(layers, sequences.numel(), digest, weights, mixed)
+        return tuple(collector.finish() for collector in collectors)
 
 
 @torch.no_grad()
@@ -106,41 +117,16 @@ def layer_by_layer(
     geometry = geometry_of(config)
     check_sequences(sequences, geometry)
     streams = embed(weights, config, sequences, dtype, device, batch_size)
-    same = {"sample_tokens": sampled * sequences.shape[1], "batch_size": batch_size, "mixed": mixed}
+    same: dict[str, Any] = {"sampled": sampled, "batch_size": batch_size, "mixed": mixed}
     with shown(progress, "layers") as show:
         for layer in range(geometry.num_layers):
             show(layer, geometry.num_layers)
             window = open_window(weights, config, layer, streams, dtype, device)
-            yield calibrate(window, rows_of(streams), weights="a layer", progress=silent, **same).layers[0]
+            yield collect(window, rows_of(streams), progress=silent, **same)[0]
             advance(window, streams, batch_size)
             del window
             gc.collect()  # a window and the hooks that feed it know each other
         show(geometry.num_layers, geometry.num_layers)
-
-
-def cached_calibration(
-    model: PreTrainedModel,
-    sequences: Tensor,
-    cache_dir: str | Path,
-    *,
-    mixed: Mixed = "float32",
-    weights: str | None = None,
-    progress: ProgressFn | None = None,
-) -> Calibration:
-    """`calibrate`, kept under `cache_dir` by the digest of all that it depends on (`attention.calibration.store`).
-
-    Files that are damaged or belong to another digest are made anew. Several processes may call it at once. Raises as
-    `calibrate` does, and OSError if the folder cannot be written.
-    """
-    check_sequences(sequences, geometry_of(model.config), SAMPLE_TOKENS)
-    weights = weights or weights_of(model)
-    digest = calibration_digest(model.config, weights, sequences, SAMPLE_TOKENS, model.dtype, mixed)
-
-    def layers() -> Iterator[LayerStatistics]:
-        yield from calibrate(model, sequences, mixed=mixed, weights=weights, progress=progress).layers
-
-    folder = folder_of(cache_dir, digest)
-    return kept(folder, digest) or write(folder, layers(), sequences.numel(), digest, weights, mixed)
 
 
 def weights_of(model: PreTrainedModel) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from attention.calibration.moments import LayerStatistics
+from attention.calibration.moments import LayerStatistics, packed
 from attention.calibration.sizes import Mixed, matrices, mixed_dtype
 from attention.families import families, family_of
 from attention.geometry import HeadGeometry
@@ -82,12 +82,12 @@ class Collector:
 
     def finish(self) -> LayerStatistics:
         """The means, on the CPU."""
-        heads_a_matrix = self.num_heads // len(self.mixed_sum)
-        mixed = self.mixed_sum.div_(self.tokens * heads_a_matrix)
+        mixed, self.mixed_sum = self.mixed_sum, self.mixed_sum[:0]  # not twice in memory longer than need be
+        mixed.div_(self.tokens * (self.num_heads // len(mixed)))
         return LayerStatistics(
             tokens=self.tokens,
             input_moment=(self.input_sum / self.tokens).cpu(),
-            mixed_moment=mixed.to(mixed_dtype(self.mixed)).cpu(),
+            mixed_moments=packed(mixed).to(mixed_dtype(self.mixed)).cpu(),
             query_moment=(self.query_sum / self.tokens).cpu(),
             inputs=torch.cat(self.samples) if self.samples else torch.zeros(0, 0, self.q_HdD.shape[2]),
         )

@@ -8,6 +8,7 @@ without another pass over the tokens. Results lie on the device of the heads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from attention.heads import LayerHeads
 
-STATISTICS = ("input_moment", "mixed_moment", "query_moment", "inputs")
+STATISTICS = ("input_moment", "mixed_moments", "query_moment", "inputs")
 
 
 def augmented(weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -31,21 +32,43 @@ def _gram(rows_Hde: Tensor, moment_ee: Tensor) -> Tensor:
     return (flat @ moment_ee.to(flat) @ flat.T).view(heads, dim, heads, dim).transpose(1, 2)
 
 
+def packed(square: Tensor) -> Tensor:
+    """Symmetric matrices by their lower triangles, row after row: `[M, e, e]` -> `[M, e (e + 1) / 2]`."""
+    size = square.shape[-1]
+    lower = torch.ones(size, size, dtype=torch.bool, device=square.device).tril_()
+    triangles = square.new_empty(len(square), size * (size + 1) // 2)
+    for triangle, matrix in zip(triangles, square, strict=True):
+        triangle.copy_(matrix[lower])
+    return triangles
+
+
+def unpacked(triangle: Tensor) -> Tensor:
+    """Inverse of `packed` for one matrix: `[e (e + 1) / 2]` -> `[e, e]`."""
+    size = (math.isqrt(8 * len(triangle) + 1) - 1) // 2
+    lower = torch.ones(size, size, dtype=torch.bool, device=triangle.device).tril_()
+    matrix = triangle.new_zeros(size, size).masked_scatter_(lower, triangle)
+    return matrix + matrix.tril(-1).T
+
+
 @dataclass(frozen=True)
 class LayerStatistics:
     """Statistics of one layer over `tokens` tokens.
 
-    input_moment `[D+1, D+1]` float64: mean of x~ x~^T. mixed_moment `[M, D+1, D+1]`: the same of what the values of
-    head h really see, [sum_s a_hts x_s; 1] with its attention weights a; one for each head in float32, or as
-    `attention.calibration.sizes.MIXED` says, that of head h at h * M // H. query_moment `[H, d, d]` float64: mean of
+    input_moment `[D+1, D+1]` float64: mean of x~ x~^T. mixed_moments `[M, (D+1)(D+2)/2]`: the same, `packed`, of what
+    the values of head h really see, [sum_s a_hts x_s; 1] with its attention weights a; one for each head in float32, or
+    as `attention.calibration.sizes.MIXED` says, that of head h at h * M // H. query_moment `[H, d, d]` float64: mean of
     q q^T before RoPE, after bias and query norm. inputs `[S, T, D]` float32: x of the first sequences, in corpus order.
     """
 
     tokens: int
     input_moment: Tensor
-    mixed_moment: Tensor
+    mixed_moments: Tensor
     query_moment: Tensor
     inputs: Tensor
+
+    def mixed_moment(self, head: int, num_heads: int) -> Tensor:
+        """`[D+1, D+1]`: the mixed moment of one of H query heads."""
+        return unpacked(self.mixed_moments[head * len(self.mixed_moments) // num_heads])
 
     def key_gram(self, heads: LayerHeads) -> Tensor:
         """`[G, G, d, d]` float64: mean of k_i k_j^T before RoPE (and before a key norm), biases included."""
@@ -85,19 +108,16 @@ class LayerStatistics:
         which = range(heads.num_heads) if under is None else under
         grams = rows.new_empty(len(which), len(rows), len(rows), rows.shape[1], rows.shape[1])
         for gram, head in zip(grams, which, strict=True):
-            gram.copy_(_gram(rows, self.mixed_moment[self._place(head, heads)]))
+            gram.copy_(_gram(rows, self.mixed_moment(head, heads.num_heads)))
         return grams
 
     def mixed_value_mean(self, heads: LayerHeads) -> Tensor:
         """`[H, G, d]` float64: mean of u_hi (see `mixed_value_gram`)."""
         rows = augmented(heads.v, heads.v_bias)
-        means = self.mixed_moment[:, :, -1].to(rows)
-        means = means[[self._place(head, heads) for head in range(heads.num_heads)]]
+        # The last row of a matrix: the mean of what a head sees, with its constant
+        means = self.mixed_moments[:, -rows.shape[2] :].to(rows)
+        means = means[[head * len(means) // heads.num_heads for head in range(heads.num_heads)]]
         return torch.einsum("gde,he->hgd", rows, means)
-
-    def _place(self, head: int, heads: LayerHeads) -> int:
-        """Where the mixed moment of a query head is."""
-        return head * len(self.mixed_moment) // heads.num_heads
 
 
 def merged(parts: Sequence[LayerStatistics]) -> LayerStatistics:

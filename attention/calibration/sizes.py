@@ -15,8 +15,8 @@ SAMPLE_TOKENS = 16_384
 """Tokens whose inputs are kept besides the moments."""
 Mixed = Literal["float32", "bfloat16", "kv_group", "pooled"]
 MIXED: tuple[Mixed, ...] = get_args(Mixed)
-"""Ways to keep the mixed moments, `[e, e]` each, from the exact one to the smallest: one a query head in float32; the
-same in bfloat16; in float32 one for the query heads of a KV head, their mean; one for all heads of the layer."""
+"""Ways to keep the mixed moments, e (e + 1) / 2 numbers each, from the exact one to the smallest: one a query head in
+float32; the same in bfloat16; in float32 one for the query heads of a KV head, their mean; one for all of a layer."""
 
 
 def matrices(geometry: HeadGeometry, mixed: Mixed) -> int:
@@ -31,8 +31,8 @@ def mixed_dtype(mixed: Mixed) -> torch.dtype:
 
 def layer_bytes(geometry: HeadGeometry, tokens: int, mixed: Mixed = "float32") -> int:
     """Bytes of the statistics of one layer over so many tokens."""
-    wide = (geometry.hidden_size + 1) ** 2
-    moments = (8 + mixed_dtype(mixed).itemsize * matrices(geometry, mixed)) * wide
+    wide = geometry.hidden_size + 1
+    moments = 8 * wide**2 + mixed_dtype(mixed).itemsize * matrices(geometry, mixed) * wide * (wide + 1) // 2
     queries, inputs = 8 * geometry.num_heads * geometry.head_dim**2, 4 * geometry.hidden_size
     return moments + queries + inputs * min(tokens, SAMPLE_TOKENS)
 

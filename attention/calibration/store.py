@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from attention.io.replacing import unused
 
 META, FORMAT = "calibration.json", 2
 AGAIN = "delete the folder and calibrate again"
+ABANDONED = 24 * 3600
+"""Seconds without a new layer after which an unfinished calibration is taken for that of a killed process."""
 
 
 class CalibrationError(ValueError):
@@ -139,6 +142,7 @@ def write(
     """
     target = Path(directory)
     target.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(target)
     fresh = unused(target)
     fresh.mkdir()
     try:
@@ -179,6 +183,15 @@ def _verified(path: Path, entry: dict[str, Any], noted: int) -> bool:
         )
     entry["stamp"] = stamp
     return True
+
+
+def _sweep(target: Path) -> None:
+    """Remove what killed writers of the same have left; of a living one, here or on another node, nothing is so old."""
+    for left in target.parent.glob(f".{target.name}.*.new"):
+        with suppress(FileNotFoundError):  # finished just now
+            newest = max(path.stat().st_mtime for path in (left, *left.iterdir()))
+            if time.time() - newest > ABANDONED:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _replace(fresh: Path, target: Path) -> None:

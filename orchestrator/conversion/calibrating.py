@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from attention.calibration.calibration import calibrate, calibration_digest, check_sequences, layer_by_layer, silent
+from attention.calibration.calibration import calibration_digest, check_sequences, collect, layer_by_layer, silent
 from attention.calibration.moments import STATISTICS, LayerStatistics, merged
 from attention.calibration.sizes import MIXED, SAMPLE_TOKENS, Mixed, layer_bytes, mixed_dtype, most_exact
 from attention.calibration.store import Calibration, folder_of, kept, write
@@ -34,6 +34,9 @@ from orchestrator.conversion.one_layer import batch_size
 
 FREE_SHARE = 0.5
 """Of the disk, or of the memory, that is free: what the statistics of all layers may take of it."""
+LARGE = 2**30
+"""Bytes of all layers' exact statistics from which on Ray tasks share the pass, since their start is worth it then, and
+from which on the choice of how they are kept is said."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,10 @@ class Pass:
         own = {"sampled": sampled, "batch_size": size, "mixed": self.mixed}
         yield from layer_by_layer(LazyWeights(source, config), config, sequences, **where, **own, **more)
 
-    def layers_in_memory(self, sequences: Tensor) -> Iterator[LayerStatistics]:
+    def layers_in_memory(self, sequences: Tensor, sampled: int) -> Iterator[LayerStatistics]:
         """The same of a checkpoint whose layers cannot stand alone."""
         model = loading.load_working(self.model, self.dtype, self.device)
-        yield from calibrate(model, sequences, mixed=self.mixed, weights=self.model).layers
+        yield from collect(model, sequences, sampled=sampled, mixed=self.mixed)
 
 
 def checkpoint_calibration(
@@ -110,22 +113,24 @@ def checkpoint_calibration(
     Path(cache_dir).mkdir(parents=True, exist_ok=True)
     mixed = mixed or chosen(geometry, sequences.numel(), shutil.disk_usage(cache_dir).free)
     task, sampled = Pass(str(model), dtype, device, mixed), min(SAMPLE_TOKENS // sequences.shape[1], len(sequences))
+    large = geometry.num_layers * layer_bytes(geometry, sequences.numel()) >= LARGE
     try:
         check_windows(config)
-        shared = workers is not None and min(workers.count, len(sequences)) > 1
-        layers = layers_by_workers(task, sequences, sampled, workers) if shared else task.layers(sequences, sampled)
+        layers = task.layers(sequences, sampled)
+        if large and workers is not None:
+            layers = layers_by_workers(task, sequences, sampled, workers)
     except ValueError:
-        layers = task.layers_in_memory(sequences)
+        layers = task.layers_in_memory(sequences, sampled)
     place, digest = folder(mixed)
     return write(place, layers, sequences.numel(), digest, weights, mixed)
 
 
 def chosen(geometry: HeadGeometry, tokens: int, free: float) -> Mixed:
-    """How the mixed moments are kept where so many bytes of disk or memory are free; a line on stderr says which and
-    why, unless it is the exact way and small."""
+    """How the mixed moments are kept where so many bytes of disk or memory are free; of large statistics a line on
+    stderr says so."""
     mixed = most_exact(geometry, tokens, FREE_SHARE * (free or math.inf))
     exact, own = (geometry.num_layers * layer_bytes(geometry, tokens, m) / 2**30 for m in (MIXED[0], mixed))
-    if exact >= 1:
+    if exact >= LARGE / 2**30:
         sizes = f"{own:.1f} GiB in all (exact {exact:.1f} GiB; {free / 2**30:.1f} GiB free)"
         print(f"calibration: mixed moments kept as {mixed}, {sizes}", file=sys.stderr, flush=True)
     return mixed
@@ -157,7 +162,7 @@ def layers_by_workers(task: Pass, sequences: Tensor, sampled: int, workers: Work
     print(f"calibration: {len(parts)} tasks share {len(sequences)} sequences", flush=True)
     for _ in range(geometry_of(checkpoint.load_config(task.model)).num_layers):
         together = merged([_statistics(*ray.get(next(results))) for results in running])
-        yield replace(together, mixed_moment=together.mixed_moment.to(mixed_dtype(task.mixed)))
+        yield replace(together, mixed_moments=together.mixed_moments.to(mixed_dtype(task.mixed)))
 
 
 def _partial(task: Pass, sequences: Tensor, sampled: int, threads: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]:

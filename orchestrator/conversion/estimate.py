@@ -22,7 +22,7 @@ import torch
 from transformers import PretrainedConfig
 
 from attention.calibration.collecting import SLICE_BYTES
-from attention.calibration.sizes import Mixed, layer_bytes
+from attention.calibration.sizes import Mixed, layer_bytes, matrices
 from attention.families import family_of, geometry_of
 from attention.geometry import HeadGeometry
 from attention.io.layer_models import empty, layer_prefix, window_config
@@ -128,6 +128,11 @@ class Conversion:
             return 0
         return layer_bytes(self.geometry, self.used_tokens, self.mixed)
 
+    def sums(self) -> int:
+        """Bytes of one layer's mixed moments while they are summed, as whole matrices."""
+        g = self.geometry
+        return FLOAT * matrices(g, self.mixed) * (g.hidden_size + 1) ** 2 if self.statistics() else 0
+
     def calibrating(self) -> int:
         """Bytes of a calibration pass besides the statistics: float32 queries, one batch of activations and of its
         attention weights a slice."""
@@ -217,7 +222,7 @@ def layerwise_stages(conversion: Conversion, size: Size, width: int, tokens: int
     logits = most_logit_bytes(g.vocab_size, c.eval_tokens)
     return {
         "embedding": streams + width * size.embedding,
-        "calibrate": streams + layer + statistics + c.calibrating(),
+        "calibrate": streams + layer + statistics + c.sums() + c.calibrating(),
         "plan": streams + layer + statistics + c.heads() + c.fusing(),
         "convert": streams + 2 * layer + statistics + 4 * c.heads(),
         "refine": streams + 2 * layer + statistics + c.refining(size),
@@ -234,7 +239,7 @@ def resident_peak(conversion: Conversion, size: Size, width: int) -> int:
     lifted, statistics = layers * c.heads(), c.statistics() * (1 if c.in_files else layers)
     logits = most_logit_bytes(g.vocab_size, min(c.eval_tokens, 8 * c.sequence_length))
     return max(
-        model + statistics + c.calibrating(),
+        model + statistics + (1 if c.in_files else layers) * c.sums() + c.calibrating(),
         model + lifted + statistics + c.fusing(),
         2 * model + 2 * lifted + statistics,
         2 * model + lifted + statistics + max(c.refining(size), logits),

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from measured_contexts import MeasuredContext
 
-from attention.calibration.moments import LayerStatistics
+from attention.calibration.moments import LayerStatistics, packed
 from attention.calibration.store import Calibration
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
@@ -37,7 +37,9 @@ def random_context(heads: int, stored: int, layers: int, *, dim: int = 3, width:
         moments = [_moment(x) for x in (inputs, mixed)]
         q = torch.einsum("std,hed->hste", inputs, own.q).flatten(1, 2).double()
         query = q.transpose(1, 2) @ q / q.shape[1]
-        statistics.append(LayerStatistics(12, moments[0], moments[1].float().expand(heads, -1, -1), query, inputs))
+        statistics.append(
+            LayerStatistics(12, moments[0], packed(moments[1].float().expand(heads, -1, -1)), query, inputs)
+        )
 
     def measure(recipe: Recipe, plan: AttentionPlan) -> float:
         """Falls with every head kept, later layers counting more."""

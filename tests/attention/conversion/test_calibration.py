@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import time
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -14,10 +16,9 @@ from head_references import Seen, activations, as_mha, lifted, watch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.calibration import calibration as calibration_module
-from attention.calibration import store
-from attention.calibration.calibration import cached_calibration, calibrate, calibration_digest, silent, weights_of
-from attention.calibration.moments import LayerStatistics
+from attention.calibration import collecting, store
+from attention.calibration.calibration import calibrate, calibration_digest, silent, weights_of
+from attention.calibration.moments import LayerStatistics, packed, unpacked
 from attention.calibration.sizes import MIXED, Mixed, layer_bytes
 from attention.calibration.store import META, Calibration, CalibrationError
 from attention.conversion.conversion import convert
@@ -56,7 +57,7 @@ def reference(model: PreTrainedModel, seen: Seen, layer: int) -> dict[str, Tenso
     one = torch.ones(1, dtype=torch.float64)
     found = {
         "input_moment": torch.zeros(wide, wide, dtype=torch.float64),
-        "mixed_moment": torch.zeros(H, wide, wide, dtype=torch.float64),
+        "mixed_moments": torch.zeros(H, wide, wide, dtype=torch.float64),
         "query_moment": torch.zeros(H, d, d, dtype=torch.float64),
     }
     for x in seen.x.flatten(0, 1):
@@ -65,7 +66,7 @@ def reference(model: PreTrainedModel, seen: Seen, layer: int) -> dict[str, Tenso
     for head in range(H):
         for mixed in seen.mixed(head):
             extended = torch.cat([mixed, one])
-            found["mixed_moment"][head] += torch.outer(extended, extended) / count
+            found["mixed_moments"][head] += torch.outer(extended, extended) / count
     for head, queries in enumerate(activations(heads.q, heads.q_bias, seen.x)):
         for query in queries:
             if hasattr(module, "q_layernorm"):  # Phi
@@ -76,7 +77,7 @@ def reference(model: PreTrainedModel, seen: Seen, layer: int) -> dict[str, Tenso
             if hasattr(module, "q_norm"):
                 query = module.q_norm.weight.double() * query / (query.square().mean() + 1e-6).sqrt()
             found["query_moment"][head] += torch.outer(query, query).detach() / count
-    return found
+    return found | {"mixed_moments": packed(found["mixed_moments"])}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -88,6 +89,31 @@ def test_moments_are_those_of_the_stock_model(case: str, tiny_model: Tiny, tiny_
         for name, wanted in reference(model, seen, layer).items():
             torch.testing.assert_close(getattr(statistics, name).double(), wanted, rtol=1e-4, atol=1e-5, msg=name)
         torch.testing.assert_close(statistics.inputs.double(), seen.x[:7], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("held", [3 * 24 * 24, 24 * 5])
+def test_attention_weights_are_held_a_slice_at_a_time(
+    held: int, tiny_model: Tiny, tiny_tokens: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some sequences of a head, or five tokens of one sequence: the same statistics and the same layers above."""
+    model = tiny_model("mistral", sliding_window=5, num_key_value_heads=2)
+    whole = calibrate(model, tiny_tokens, progress=silent)
+    monkeypatch.setattr(collecting, "SLICE_BYTES", 4 * held)
+    seen: list[int] = []
+    softmax = Tensor.softmax
+    monkeypatch.setattr(Tensor, "softmax", lambda x, *a, **k: seen.append(x.numel()) or softmax(x, *a, **k))
+    sliced = calibrate(model, tiny_tokens, progress=silent)
+    assert max(seen) == held
+    for one, other in zip(whole.layers, sliced.layers, strict=True):
+        for name, value in tensors(one).items():
+            torch.testing.assert_close(value, getattr(other, name), rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_symmetric_matrix_comes_back_from_its_triangle() -> None:
+    square = torch.randn(3, 7, 7, generator=torch.Generator().manual_seed(0))
+    square = square + square.transpose(1, 2)
+    assert packed(square).shape == (3, 28)
+    assert all(torch.equal(unpacked(one), other) for one, other in zip(packed(square), square, strict=True))
 
 
 def test_grams_of_heads_follow_from_the_moments(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
@@ -133,9 +159,9 @@ def test_lower_precision_models_are_summed_in_float32(tiny_model: Tiny, tiny_tok
     model = tiny_model("llama")
     exact = calibrate(model, tiny_tokens, progress=silent).layers[0]
     rough = calibrate(copy.deepcopy(model).to(torch.bfloat16), tiny_tokens, progress=silent).layers[0]
-    assert rough.input_moment.dtype == torch.float64 and rough.mixed_moment.dtype == torch.float32
-    scale = exact.mixed_moment.abs().max()
-    assert (rough.mixed_moment - exact.mixed_moment).abs().max() < 0.02 * scale
+    assert rough.input_moment.dtype == torch.float64 and rough.mixed_moments.dtype == torch.float32
+    scale = exact.mixed_moments.abs().max()
+    assert (rough.mixed_moments - exact.mixed_moments).abs().max() < 0.02 * scale
 
 
 def test_the_model_is_left_as_it_was(tiny_model: Tiny, tiny_tokens: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,6 +232,18 @@ def test_a_failed_save_leaves_the_old_files(
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
+def test_what_a_killed_save_has_left_goes_after_a_day(tiny_model: Tiny, tiny_tokens: Tensor, tmp_path: Path) -> None:
+    abandoned, living = (tmp_path / f".c.{pid}.new" for pid in (1, 2))
+    for left in (abandoned, living):
+        left.mkdir()
+        (left / "layer-0000.safetensors").write_bytes(b"half a file")
+    yesterday = time.time() - 25 * 3600
+    for path in (abandoned / "layer-0000.safetensors", abandoned):
+        os.utime(path, (yesterday, yesterday))
+    calibrate(tiny_model("llama"), tiny_tokens, progress=silent).save(tmp_path / "c")
+    assert {path.name for path in tmp_path.iterdir()} == {"c", living.name}
+
+
 @pytest.mark.parametrize("damage", ["flip", "cut", "meta", "format", "gone"])
 def test_damaged_files_are_refused_by_name(damage: str, tiny_model: Tiny, tiny_tokens: Tensor, tmp_path: Path) -> None:
     calibrate(tiny_model("llama"), tiny_tokens, progress=silent).save(tmp_path / "c")
@@ -253,37 +291,6 @@ def test_the_digest_names_weights_tokens_and_settings(tiny_model: Tiny, tiny_tok
     assert digests[0] == digest(tiny_model("llama"), tiny_tokens.int())
 
 
-def test_the_cache_runs_the_model_once(
-    tiny_model: Tiny, tiny_tokens: Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, runs = tiny_model("llama"), []
-
-    def count(done: int, total: int) -> None:
-        runs.extend([done] if done == total else [])
-
-    first = cached_calibration(model, tiny_tokens, tmp_path, progress=count)
-    again = cached_calibration(model, tiny_tokens, tmp_path, progress=count)
-    assert len(runs) == 1 and first.digest == again.digest
-    assert torch.equal(first.layers[1].mixed_moment, again.layers[1].mixed_moment)
-    cached_calibration(model, tiny_tokens[:6], tmp_path, progress=count)
-    assert len(runs) == 2
-    weights = tmp_path / f"calibration-{first.digest}" / "layer-0000.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    mended = cached_calibration(model, tiny_tokens, tmp_path, progress=count)
-    assert len(runs) == 3 and "calibrating again" in capsys.readouterr().err
-    assert torch.equal(mended.layers[0].input_moment, first.layers[0].input_moment)
-    assert Calibration.load(weights.parent).digest == first.digest
-
-
-def test_a_cache_that_cannot_be_written_is_refused_before_the_pass(
-    tiny_model: Tiny, tiny_tokens: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(calibration_module, "calibrate", lambda *a, **k: pytest.fail("the pass ran"))
-    with pytest.raises(OSError):
-        cached_calibration(tiny_model("llama"), tiny_tokens, tmp_path / "file", progress=silent)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -318,7 +325,7 @@ def test_a_gqa_checkpoint_and_its_lift_calibrate_alike(tiny_model: Tiny, tiny_to
         calibrate(as_mha(model), tiny_tokens, progress=silent).layers,
         strict=True,
     ):
-        torch.testing.assert_close(got.mixed_moment, wanted.mixed_moment, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got.mixed_moments, wanted.mixed_moments, rtol=1e-4, atol=1e-5)
 
 
 def test_a_composed_model_is_refused(tiny_model) -> None:

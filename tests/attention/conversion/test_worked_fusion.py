@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from attention.calibration.moments import LayerStatistics
+from attention.calibration.moments import LayerStatistics, packed
 from attention.conversion.alignment.rotations import procrustes, rotary_procrustes
 from attention.conversion.fusion.costs import ValueCost
 from attention.conversion.fusion.least_squares import least_squares_fuse
@@ -21,7 +21,7 @@ def white(heads: int, width: int) -> LayerStatistics:
     """Inputs of mean 0 and covariance 1, to projections and after attention."""
     moment = torch.eye(width + 1, dtype=torch.float64)
     query = torch.eye(1, dtype=torch.float64).expand(heads, 1, 1)
-    return LayerStatistics(9, moment, moment.float().repeat(heads, 1, 1), query, torch.zeros(0, 0, width))
+    return LayerStatistics(9, moment, packed(moment.float().repeat(heads, 1, 1)), query, torch.zeros(0, 0, width))
 
 
 def test_the_tail_of_the_singular_values_is_the_error() -> None:
@@ -45,7 +45,7 @@ def test_the_tail_counts_what_the_inputs_make_of_it() -> None:
     heads, plan = LayerHeads(read, read, read, write), LayerPlan((0, 1), (0, 0))
     moment = torch.diag(torch.tensor([1.0, 16.0, 1.0], dtype=torch.float64))
     query = torch.eye(1, dtype=torch.float64).expand(2, 1, 1)
-    statistics = LayerStatistics(9, moment, moment.float().repeat(2, 1, 1), query, torch.zeros(0, 0, 2))
+    statistics = LayerStatistics(9, moment, packed(moment.float().repeat(2, 1, 1)), query, torch.zeros(0, 0, 2))
     assert ValueCost(heads, statistics).cost(plan.value_groups[0]) == pytest.approx(9.0)
 
 

@@ -223,9 +223,9 @@ def twelve(context: PlanningContext, layer: int, side: str) -> KeyCost | ValueCo
     if side == "value":
         joined = replace(joined, v=joined.v[:, ::4], o=joined.o[:, :, ::4])
     statistics = context.calibration.layers[layer]
-    moments = torch.cat([statistics.mixed_moment, statistics.mixed_moment[:4]])
+    moments = torch.cat([statistics.mixed_moments, statistics.mixed_moments[:4]])
     geometry = replace(context.geometry, num_heads=12, num_kv_heads=12)
-    return {"key": KeyCost, "value": ValueCost}[side](joined, replace(statistics, mixed_moment=moments), geometry)
+    return {"key": KeyCost, "value": ValueCost}[side](joined, replace(statistics, mixed_moments=moments), geometry)
 
 
 @pytest.mark.parametrize(("kind", "equal_sizes"), [("table", False), ("pairs", True), ("key", False), ("value", True)])
