@@ -36,11 +36,17 @@ class Nodes:
 
 def capacity() -> list[Nodes]:
     """The nodes of the cluster, of an autoscaling one at its full size."""
-    here = Counter(_kind(node["Resources"]) for node in ray.nodes() if node["Alive"])
+    here = Counter({_kind(some.resources): some.count for some in present()})
     most: Counter[tuple[tuple[str, float], ...]] = Counter()
     for count, resources in node_types():
         most[_kind(resources)] += count
     return [Nodes(count, dict(kind)) for kind, count in (here | most).items()]
+
+
+def present() -> list[Nodes]:
+    """The nodes that are there."""
+    here = Counter(_kind(node["Resources"]) for node in ray.nodes() if node["Alive"])
+    return [Nodes(count, dict(kind)) for kind, count in here.items()]
 
 
 def free_nodes() -> list[Nodes]:
