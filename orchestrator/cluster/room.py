@@ -134,11 +134,10 @@ def _refusal(nodes: Sequence[Nodes], demand: Demand) -> str:
         name, have = f"{kind.lower()}s", total(typed, kind)
         need = shape.workers * of_worker + own
         if need > have + EPSILON:
-            itself = f" and {own:g} for the trial itself" if own else ""
             return (
                 f"train.num_workers: {shape.workers} worker(s) need {need:g} {kind} "
-                f"({shape.workers} x {of_worker:g}{itself}), but the cluster has {have:g}; lower train.num_workers, "
-                f"train.{name}_per_worker or resources.trial_{name}, or add nodes; {_there_is(nodes)}"
+                f"({shape.workers} x {of_worker:g} and {own:g} for the trial itself), but the cluster has {have:g}; "
+                f"lower train.num_workers, train.{name}_per_worker or resources.trial_{name}, or add nodes"
             )
     if not slots(nodes, demand.task):
         key = "trial_gpus" if demand.trial_gpus else "trial_cpus"
