@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.pool_client import train
 from orchestrator.cluster.session import last_error
 from orchestrator.search.candidates import Candidate
@@ -79,7 +80,7 @@ def run_all(trainings: Sequence[Training], session: SearchSession, done: Done) -
     for training in (t for t in trainings if t.job is None):
         done(training, training.trial.loss, None)
     waiting = [t for t in trainings if t.job is not None]
-    task: Any = ray.remote(num_cpus=session.config.resources.trial_cpus, max_retries=0)(_train)
+    task: Any = ray.remote(num_cpus=Demand.of(session.config).process_cpus, max_retries=0)(_train)
     running: dict[Any, Training] = {}
     losses: Counter[str] = Counter()
     while waiting or running:
