@@ -44,6 +44,8 @@ def test_tasks_ask_for_what_the_configuration_says() -> None:
     ("sections", "said"),
     [
         ({"train": {"gpus_per_worker": 0.5, "num_workers": 2}}, ["whole number", "0.5", "NCCL", "num_workers=1"]),
+        ({"train": {"gpus_per_worker": 1.5}}, ["whole number", "1.5"]),
+        ({"resources": {"trial_gpus": 2.5}}, ["trial_gpus", "whole number", "2.5"]),
         ({"resources": {"trial_accelerator_type": "A10G"}}, ["trial_accelerator_type", "'A10G'", "trial_gpus=1"]),
         (
             {"resources": {"placement_strategy": "STRICT_SPREAD"}},
