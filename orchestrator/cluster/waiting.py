@@ -46,8 +46,8 @@ def _key(resources: Mapping[str, float]) -> Bundle:
 
 def _told(count: int, need: tuple[float, float, str | None], who: str) -> str:
     room = slots(present(), bundle(*need))
-    held = f"in use all {room} places for them" if room >= count else f"room for {room} of {count}"
-    return f"{count} {who} of {in_words(*need)} each, the cluster has {held}"
+    here = f"has room for {room} of {count}" if room < count else f"has room for {room}, which is in use"
+    return f"{count} {who} of {in_words(*need)} each, the cluster {here}"
 
 
 def _autoscaler(status: ClusterStatus) -> str:
