@@ -40,12 +40,13 @@ from orchestrator.search.prepare import (
 )
 from orchestrator.search.tune_run import run_trials
 from orchestrator.search.validation import Prepared, validate_search
+from orchestrator.search.waiting import waiting_told
 from orchestrator.storage import records
 from orchestrator.storage.journal import Journal, check_format, load_trials
 from orchestrator.storage.lock import SearchLock
 from orchestrator.storage.mirror import is_remote, mirrored
 from orchestrator.storage.paths import SearchFolder, in_ray_job, storage_path
-from orchestrator.storage.records import best_per_budget, read_json, write_json
+from orchestrator.storage.records import best_per_budget, read_json, waits_for, write_json
 from orchestrator.storage.trust import warn_of_pickles
 from orchestrator.tracking.runs import Tracker, default_uri, redact
 from orchestrator.tracking.sync import MlflowSync, Run, parent_run
@@ -192,7 +193,14 @@ def _run_of(config: SearchConfig, folder: SearchFolder, status: str) -> Run:
     if status != records.RUNNING:
         files.append(folder.journal)
     params = config.model_dump(mode="json")
-    of_run = {"status": status, "run_id": state.get("parent_run"), "params": params, "points": points, "files": files}
+    of_run = {
+        "waits_for": waits_for(folder.waiting),
+        "status": status,
+        "run_id": state.get("parent_run"),
+        "params": params,
+        "points": points,
+        "files": files,
+    }
     return parent_run(folder.root, **of_run)
 
 
@@ -208,7 +216,8 @@ def _run_to_end(
     """Run, and write down the end whatever happens; also on SIGTERM, which Ray turns into SystemExit."""
     started, status, ended = time.time(), records.FAILED, {}
     try:
-        outcome = _run(config, prepared, folder, mlflow, parallel)
+        with waiting_told(config, folder, mlflow, partial(_run_of, config, folder, records.RUNNING)):
+            outcome = _run(config, prepared, folder, mlflow, parallel)
         status = outcome.status
         ended = {"ended": status} if status != records.KILLED else {}
         return outcome

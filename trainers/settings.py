@@ -117,10 +117,11 @@ class TrainSettings(Strict):
                 "dtype bfloat16 needs zero_stage 1, 2 or 3, got 0: DeepSpeed's plain bfloat16 optimiser takes wrong "
                 "first steps; set zero_stage=1 or dtype=float32"
             )
-        if self.num_workers > 1 and self.gpus_per_worker % 1:
+        if self.gpus_per_worker % 1 and (self.num_workers > 1 or self.gpus_per_worker > 1):
             raise ValueError(
-                f"gpus_per_worker must be a whole number for several workers, got {self.gpus_per_worker:g} for each of "
-                f"{self.num_workers}: NCCL takes no two workers on one GPU; set gpus_per_worker=1 or num_workers=1"
+                "gpus_per_worker must be a whole number, or a part of a GPU for one worker alone, got "
+                f"{self.gpus_per_worker:g} for each of {self.num_workers}: NCCL takes no two workers on one GPU; set "
+                "gpus_per_worker=1 or num_workers=1"
             )
         size = self.device_batch_size
         if self.batch_size % (self.num_workers * size):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import ray
 
 from orchestrator.config.schema import SearchConfig
 from trainers.settings import AUTO, Shape, Strategy
@@ -84,3 +87,15 @@ def worker_options(config: SearchConfig) -> dict[str, Any]:
 def _options(cpus: float, gpus: float, accelerator_type: str | None) -> dict[str, Any]:
     typed = {"accelerator_type": accelerator_type} if accelerator_type else {}
     return {"num_cpus": cpus, "num_gpus": gpus} | typed
+
+
+def run_task(options: Mapping[str, Any], function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a Ray task with these options of `ray.remote`, and wait for it. The task ends with whoever
+    waits, however that ends; one that loses its machine is tried again, once."""
+    task: Any = ray.remote(max_retries=1, **options)(function)
+    reference = task.remote(*arguments)
+    try:
+        return ray.get(reference)
+    except BaseException:
+        ray.cancel(reference, force=True)
+        raise

@@ -54,7 +54,7 @@ def autoscaling_config(gcs_address: str) -> dict[str, Any]:
     Ray keeps it in a file on the head node alone, and says nowhere what the cluster may grow to: its own
     `get_cluster_config` asks a table that nothing in the open-source Ray fills [2.60].
     """
-    found = _read_config(gcs_address)
+    found: Any = _read_config(gcs_address)
     if found is None:  # this is not the head node
         task: Any = ray.remote(num_cpus=0, resources={ON_HEAD: 0.001})(_read_config)
         found = ray.get(task.remote(gcs_address))

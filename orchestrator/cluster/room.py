@@ -36,11 +36,17 @@ class Nodes:
 
 def capacity() -> list[Nodes]:
     """The nodes of the cluster, of an autoscaling one at its full size."""
-    here = Counter(_kind(node["Resources"]) for node in ray.nodes() if node["Alive"])
+    here = Counter({_kind(some.resources): some.count for some in present()})
     most: Counter[tuple[tuple[str, float], ...]] = Counter()
     for count, resources in node_types():
         most[_kind(resources)] += count
     return [Nodes(count, dict(kind)) for kind, count in (here | most).items()]
+
+
+def present() -> list[Nodes]:
+    """The nodes that are there."""
+    here = Counter(_kind(node["Resources"]) for node in ray.nodes() if node["Alive"])
+    return [Nodes(count, dict(kind)) for kind, count in here.items()]
 
 
 def free_nodes() -> list[Nodes]:
@@ -128,11 +134,10 @@ def _refusal(nodes: Sequence[Nodes], demand: Demand) -> str:
         name, have = f"{kind.lower()}s", total(typed, kind)
         need = shape.workers * of_worker + own
         if need > have + EPSILON:
-            itself = f" and {own:g} for the trial itself" if own else ""
             return (
                 f"train.num_workers: {shape.workers} worker(s) need {need:g} {kind} "
-                f"({shape.workers} x {of_worker:g}{itself}), but the cluster has {have:g}; lower train.num_workers, "
-                f"train.{name}_per_worker or resources.trial_{name}, or add nodes; {_there_is(nodes)}"
+                f"({shape.workers} x {of_worker:g} and {own:g} for the trial itself), but the cluster has {have:g}; "
+                f"lower train.num_workers, train.{name}_per_worker or resources.trial_{name}, or add nodes"
             )
     if not slots(nodes, demand.task):
         key = "trial_gpus" if demand.trial_gpus else "trial_cpus"

@@ -30,7 +30,8 @@ CLOSE_SECONDS = 15.0
 
 @dataclass(eq=False)
 class Group:
-    """A group of workers as the pool sees it. `given`: the job under way, with its number."""
+    """A group of workers as the pool sees it. `asked`: what Ray was asked for, once it was; `given`: the job under way,
+    with its number."""
 
     name: str
     shape: Shape
@@ -43,6 +44,7 @@ class Group:
     ready: bool = False
     ending: bool = False
     squeezed: bool = False
+    asked: Shape | None = None
     idle_since: float = 0.0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -228,7 +230,7 @@ class Pool:
                 self._start(shape)
 
     def _start(self, shape: Shape, asked: Shape | None = None) -> None:
-        """A group of a shape, for which Ray is asked for `asked` if that is not the shape itself."""
+        """A group of a shape, for which Ray is asked for `asked` if that is not the shape as the nodes hold it."""
         if self._closing:
             return
         group = Group(f"{self.name}-{next(self._starts)}", shape, time.monotonic(), squeezed=asked is not None)
@@ -238,7 +240,8 @@ class Pool:
         def keep() -> None:
             error: BaseException | None = None
             try:
-                serve_pool(self._self, group.name, asked or settled(shape, capacity()), self.storage_path)
+                group.asked = asked or settled(shape, capacity())
+                serve_pool(self._self, group.name, group.asked, self.storage_path)
             except BaseException as failure:
                 error = failure
             with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -314,14 +317,14 @@ class Pool:
             self._end(idle[0])
 
     def _squeeze(self, shape: Shape) -> None:
-        """Start a group on less CPU, or on more nodes, where only that keeps it from starting: once nodes have gone,
-        the little CPU of those who wait for it may be what it lacks, for ever. Ray counts CPUs and enforces none: it is
-        slower, no more."""
-        nodes = free_nodes()
+        """Start a group on less CPU, or on several nodes, where only that keeps it from starting: once nodes have gone,
+        the one that would hold it may not come back, or the little CPU of those who wait for it is what it lacks, for
+        ever. Ray counts CPUs and enforces none: it is slower, no more."""
+        whole, free = settled(shape, capacity()), free_nodes()
         steps = range(1 + round(20 * (1 - LEAST_SHARE)))
-        smaller = (shape._replace(cpus=shape.cpus * (1 - step / 20)) for step in steps)
-        asked = next((settled(each, nodes) for each in smaller if groups(nodes, each)), None)
-        if asked is not None and (asked.cpus < shape.cpus or asked != settled(shape, capacity())):
+        smaller = (whole._replace(cpus=shape.cpus * (1 - step / 20)) for step in steps)
+        asked = next((each for each in smaller if groups(free, each)), None)
+        if asked is not None and all(asked != group.asked for group in self._alive()):
             self._start(shape, asked)
 
 

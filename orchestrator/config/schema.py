@@ -257,6 +257,8 @@ class ResourcesSection(Section):
 
     @model_validator(mode="after")
     def _asked_for(self) -> ResourcesSection:
+        if self.trial_gpus > 1 and self.trial_gpus % 1:
+            raise ValueError(f"trial_gpus must be a whole number, or a part of one GPU, got {self.trial_gpus:g}")
         if self.trial_accelerator_type and not self.trial_gpus:
             raise ValueError(
                 f"trial_accelerator_type {self.trial_accelerator_type!r} needs trial_gpus above 0, got 0: without GPUs "

@@ -25,14 +25,15 @@ from orchestrator.promotion.steps import PromotionSteps
 from orchestrator.reporting import console
 from orchestrator.search.prepare import SearchSession, trial_context
 from orchestrator.search.validation import validate_search
+from orchestrator.search.waiting import waiting_told
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.lock import SearchLock
 from orchestrator.storage.mirror import is_remote, mirrored
 from orchestrator.storage.paths import SearchFolder, storage_path
-from orchestrator.storage.records import TrialRecord, front, ranked, read_json
+from orchestrator.storage.records import TrialRecord, front, ranked, read_json, waits_for
 from orchestrator.storage.trust import warn_of_pickles
 from orchestrator.tracking.runs import Tracker
-from orchestrator.tracking.sync import MlflowSync, parent_run
+from orchestrator.tracking.sync import MlflowSync, Run, parent_run
 
 
 def select(trials: Sequence[TrialRecord], how: str, top: int) -> list[TrialRecord]:
@@ -61,15 +62,20 @@ def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int |
     ):
         parallel = concurrency(nodes, Demand.of(config), config.resources.max_concurrent)
         context = trial_context(config, prepared, folder, read_json(folder.original))
-        parent = parent_run(folder.root, status=None, run_id=read_json(folder.state).get("parent_run"))
         connect = partial(Tracker.open, config.tracking.uri, config.tracking.experiment, folder.storage)
-        mlflow = MlflowSync(connect, parent)
-        with pool_of_search(config, folder) as pool:
+        mlflow = MlflowSync(connect, _parent(folder))
+        with waiting_told(config, folder, mlflow, partial(_parent, folder)), pool_of_search(config, folder) as pool:
             session = SearchSession(config, folder, replace(context, pool=pool), mlflow, parallel)
             promotion = promote(session, chosen)
         mlflow.flush()
     console.print_promotion(promotion)
     return PromoteOutcome(folder.root, promotion, tuple(trial.trial_id for trial in chosen))
+
+
+def _parent(folder: SearchFolder) -> Run:
+    """The run of the search, whose status stays as it is."""
+    run_id, waits = read_json(folder.state).get("parent_run"), waits_for(folder.waiting)
+    return parent_run(folder.root, waits, status=None, run_id=run_id)
 
 
 def _address(folder: SearchFolder) -> str:

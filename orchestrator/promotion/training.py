@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.pool_client import train
 from orchestrator.cluster.session import last_error
 from orchestrator.search.candidates import Candidate
@@ -108,7 +109,7 @@ def run_all(
     for training in (t for t in trainings if t.job is None):
         done(training, training.trial.loss, None)
     waiting = [t for t in trainings if t.job is not None]
-    task: Any = ray.remote(num_cpus=session.config.resources.trial_cpus, max_retries=0)(_train)
+    task: Any = ray.remote(num_cpus=Demand.of(session.config).process_cpus, max_retries=0)(_train)
     running: dict[Any, Training] = {}
     lost_at: dict[str, list[int]] = {}  # newest checkpoints at the losses of machines
     while waiting or running:

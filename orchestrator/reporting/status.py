@@ -40,7 +40,7 @@ class View:
     how many there will be, None if the search has not told. `tokens`: trained on so far; `tokens_per_second`: of the
     trials under way, as last reported. `hours_spent`, `hours_left` of `unit` ("GPU" or "CPU"), `money_spent`,
     `money_left` where there is a price; left is what the estimate at the start says, less what is spent. `front`: by
-    rising KV bytes. `seconds_left`: by the share of rungs that is behind.
+    rising KV bytes. `seconds_left`: by the share of rungs that is behind. `waits_for`: nodes that are slow to come.
     """
 
     name: str
@@ -62,6 +62,7 @@ class View:
     front: list[dict[str, Any]]
     failures: list[str]
     promotion: dict[str, int]
+    waits_for: str | None
 
 
 def read_status(folder: SearchFolder, now: datetime | None = None) -> View:
@@ -102,6 +103,7 @@ def read_status(folder: SearchFolder, now: datetime | None = None) -> View:
         front=[_point(t, original.get("loss")) for t in front(so_far)],
         failures=[f"{t.recipe} {percent(t.kv_ratio)}: {t.error}" for t in trials if t.status == records.FAILED],
         promotion=dict(Counter(entry["status"] for entry in promotion.get("candidates", {}).values())),
+        waits_for=(records.waits_for(folder.waiting) or None) if running else None,
     )
 
 
@@ -177,6 +179,8 @@ def facts(view: View) -> dict[str, str]:
     ended = sum(view.trials[name] for name in records.ENDED)
     states = ", ".join(f"{count} {name}" for name, count in view.trials.items() if count) or "none yet"
     words = {"state": view.state}
+    if view.waits_for is not None:
+        words["waits for"] = view.waits_for
     if view.seconds is not None:
         left = "" if view.seconds_left is None else f", about {clock(view.seconds_left)} left"
         words["time"] = clock(view.seconds) + left

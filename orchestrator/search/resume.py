@@ -35,9 +35,14 @@ FULL = (
     r"No space left on device|File too large|Disk quota exceeded|PytorchStreamWriter failed|unexpected pos \d+ vs \d+"
 )
 """What a disk that is full comes to: in Python, in Rust, and twice in torch's own files."""
+NOT_STARTED = r"worker group startup timed out|worker actors failed to initialize"
+"""What Ray Train says of workers whose nodes did not come, or went before they had started."""
 LOST = re.compile(
     r"\b(RayActorError|ActorDiedError|ActorUnavailableError|NodeDiedError|WorkerCrashedError|OwnerDiedError|"
-    r"ObjectLostError|WorkerHealthCheckFailedError|WorkerHealthCheckTimeoutError|RaySystemError|JournalError)\b|" + FULL
+    r"ObjectLostError|WorkerHealthCheckFailedError|WorkerHealthCheckTimeoutError|RaySystemError|JournalError)\b|"
+    + FULL
+    + "|"
+    + NOT_STARTED
 )
 
 

@@ -12,7 +12,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray import tune
 from ray.tune.integration.ray_train import TuneReportCallback
 from torch import Tensor
@@ -25,6 +24,7 @@ from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
 from attention.plan import AttentionPlan
 from attention.ratios import own_heads
+from orchestrator.cluster.placement import run_task
 from orchestrator.cluster.pool_client import train
 from orchestrator.cluster.session import ray_train_intervals
 from orchestrator.conversion import dha_distances, loading
@@ -177,7 +177,10 @@ def run_trial(config: dict[str, Any], context: TrialContext) -> None:
     trains = trained(candidate, context.rungs)
     facts = known_facts(candidate, folder)
     if facts is None:
-        facts = (_in_task if trains and context.task else _untrained)(candidate, context, folder)
+        if trains and context.task is not None:  # its GPUs are free again when the workers start
+            facts = run_task(context.task, _untrained, candidate, context, folder)
+        else:
+            facts = _untrained(candidate, context, folder)
         if trains:
             facts["work_digest"] = work_digest(training_job(context, folder, candidate, ""), folder)
         if math.isfinite(facts["loss"]):
@@ -210,18 +213,6 @@ def prepare_process() -> None:
     ray_train_intervals(look_seconds=0.1)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-
-
-def _in_task(candidate: Candidate, context: TrialContext, folder: Path) -> dict[str, Any]:
-    """`_untrained` by a Ray task, whose GPUs are free again for the workers that come after it. The task ends with this
-    process, however that ends."""
-    task: Any = ray.remote(max_retries=1, **(context.task or {}))(_untrained)
-    reference = task.remote(candidate, context, folder)
-    try:
-        return ray.get(reference)
-    except BaseException:
-        ray.cancel(reference, force=True)
-        raise
 
 
 def _untrained(candidate: Candidate, context: TrialContext, folder: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -67,8 +68,11 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
 
 
 def _tuner(session: SearchSession, search: JournaledSearch, scheduler: JournaledScheduler, log: SearchLog) -> Any:
+    demand = Demand.of(session.config)
     return tune.Tuner(
-        tune.with_resources(tune.with_parameters(run_trial, context=session.context), partial(_own, session.config)),
+        tune.with_resources(
+            tune.with_parameters(run_trial, context=session.context), partial(_own, demand, session.context.rungs)
+        ),
         tune_config=tune.TuneConfig(
             search_alg=search,
             scheduler=scheduler,
@@ -81,11 +85,10 @@ def _tuner(session: SearchSession, search: JournaledSearch, scheduler: Journaled
     )
 
 
-def _own(config: SearchConfig, candidate: dict[str, Any]) -> tune.PlacementGroupFactory:
+def _own(demand: Demand, rungs: Sequence[int], config: dict[str, Any]) -> tune.PlacementGroupFactory:
     """What a trial's own process holds as long as it lasts: all that planning needs where nothing comes after it, else
     no GPU, which would be idle while the workers train."""
-    demand = Demand.of(config)
-    trains = trained(Candidate.from_config(candidate), config.rungs.steps)
+    trains = trained(Candidate.from_config(config), rungs)
     return tune.PlacementGroupFactory([{"CPU": demand.process_cpus} if trains else demand.task])
 
 

@@ -73,8 +73,8 @@ def check_writable(folder: Path, key: str = "storage") -> None:
 
 @dataclass
 class SearchFolder:
-    """The files of one search. `estimate`: what it was said to take before it began; `origin`: where it was made, see
-    `orchestrator.storage.trust`."""
+    """The files of one search. `waiting`: nodes that it waits for, since when; `estimate`: what it was said to take
+    before it began; `origin`: where it was made, see `orchestrator.storage.trust`."""
 
     root: Path
 
@@ -83,6 +83,7 @@ class SearchFolder:
         self.snapshot = self.root / "search.yaml"
         self.versions = self.root / "versions.json"
         self.state = self.root / "state.json"
+        self.waiting = self.root / "waiting.json"
         self.estimate = self.root / "estimate.json"
         self.origin = self.root / "origin.json"
         self.original = self.root / "original.json"

@@ -180,6 +180,14 @@ def read_json(path: str | Path) -> dict[str, Any]:
     return record
 
 
+def waits_for(file: Path) -> str | None:
+    """What a search waits for, and since when, by its file; "" if it has waited and does no longer."""
+    if not file.exists():
+        return None
+    record = read_json(file)
+    return f"{record['waits_for']} (since {record['since']})" if record.get("waits_for") else ""
+
+
 POOLED_NOTE = (
     "pooled: the closed-form conversion that was measured at step 0; the relaxation of such a trial starts from "
     "unfused heads and not from it"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -86,6 +87,7 @@ class MlflowSync:
         self._waiting: dict[Key, _Known] = {}
         self._children: dict[Key, Any] | None = None
         self._delay, self._next_try, self._away_said = 0.0, 0.0, False
+        self._lock = threading.RLock()  # what the search waits for is told from a thread of its own
         self.put(parent)
 
     @property
@@ -100,16 +102,18 @@ class MlflowSync:
 
     def put(self, run: Run) -> str | None:
         """Bring one run up to date, and all that wait. Its id; None as long as the store is away."""
-        known = self._waiting[run.key] = self._runs.setdefault(run.key, _Known(run))
-        known.wanted = run
-        if time.monotonic() >= self._next_try:
-            self._send_all()
-        return known.run_id
+        with self._lock:
+            known = self._waiting[run.key] = self._runs.setdefault(run.key, _Known(run))
+            known.wanted = run
+            if time.monotonic() >= self._next_try:
+                self._send_all()
+            return known.run_id
 
     def flush(self) -> bool:
         """Try now. Whether the store has everything."""
-        self._send_all()
-        return not self.waiting
+        with self._lock:
+            self._send_all()
+            return not self.waiting
 
     def registry(self) -> Tracker:
         """The store, for what cannot wait; it has everything up to now. Raises TrackingError if it is away."""
@@ -151,6 +155,7 @@ class MlflowSync:
         sends |= {f"point {point!r}": partial(tracker.log, run_id, point) for point in run.points}
         sends |= {f"tag {key} {value}": partial(tracker.tags, run_id, {key: value}) for key, value in run.tags.items()}
         sends |= {f"text {file} {text}": partial(tracker.text, run_id, text, file) for file, text in run.texts.items()}
+        known.sent -= {what for what in known.sent - sends.keys() if what.startswith("tag ")}  # may come back
         there = {file: file.stat().st_mtime_ns for file in run.files if file.exists()}
         sends |= {f"file {file} {stamp}": partial(tracker.file, run_id, file) for file, stamp in there.items()}
         for what, send in sends.items():
@@ -199,6 +204,9 @@ class MlflowSync:
         return run_id
 
 
-def parent_run(folder: Path, **more: Any) -> Run:
-    """The run of a search itself, which all its others are children of."""
-    return Run(folder.name, {"headfold.kind": "search", "headfold.folder": str(folder)}, **more)
+def parent_run(folder: Path, waits_for: str | None = None, **more: Any) -> Run:
+    """The run of a search itself, which all its others are children of. `waits_for`: nodes that are slow to come, "" if
+    it waits no longer."""
+    tags = {"headfold.kind": "search", "headfold.folder": str(folder)}
+    waits = {} if waits_for is None else {"headfold.waits_for": waits_for or "nothing"}
+    return Run(folder.name, tags | waits, **more)

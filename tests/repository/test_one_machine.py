@@ -63,6 +63,32 @@ def steps_of(storage: Path) -> dict[str, list[dict[str, Any]]]:
     return {f.stem: [json.loads(line) for line in f.read_text().splitlines()] for f in storage.glob("steps/*.jsonl")}
 
 
+SIZE = """
+import json
+from dataclasses import asdict
+from orchestrator.cluster.placement import Demand
+from orchestrator.cluster.room import capacity, concurrency, present
+from orchestrator.cluster.session import connected
+from orchestrator.config.schema import load_config
+
+with connected() as nodes:
+    room = concurrency(nodes, Demand.of(load_config("configs/llama2-7b.yaml")))
+    print(json.dumps({"room": room, "present": len(present()), "nodes": [asdict(some) for some in nodes]}))
+"""
+
+
+def test_a_cluster_counts_at_its_full_size_before_any_node_is_there(cluster: OneMachine) -> None:
+    environment = cluster.environment | {"RAY_ADDRESS": f"127.0.0.1:{cluster.gcs}", "PYTHONPATH": str(REPOSITORY)}
+    script = [sys.executable, "-c", SIZE]
+    told = subprocess.run(script, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr
+    size = json.loads(told.stdout.splitlines()[-1])
+    assert (size["room"], size["present"]) == (2, 1)  # two nodes of eight A100, one trial each
+    described = cluster.config["available_node_types"]
+    counted = {(some["count"], *sorted(some["resources"].items())) for some in size["nodes"]}
+    assert counted == {(kind.get("max_workers", 1), *sorted(kind["resources"].items())) for kind in described.values()}
+
+
 def test_workers_come_from_zero_one_is_lost_in_mid_trial_and_all_go(cluster: OneMachine) -> None:
     described = cluster.config["available_node_types"]
     storage = cluster.shared / "trials"

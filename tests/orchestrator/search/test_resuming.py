@@ -337,6 +337,7 @@ def test_a_journal_of_another_version_is_refused(tmp_path: Path, first: str) -> 
         ("GroupError: [enforce fail at inline_container.cc:672] . unexpected pos 128 vs 0", True),  # torch.save
         ("ray.exceptions.ActorDiedError: the actor died because its node has died", True),
         ("WorkerGroupError: WorkerHealthCheckFailedError: worker 0 died", True),
+        ("ControllerError: controller error:\nThe worker group startup timed out after 60 seconds waiting for 8", True),
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), True),
         ("TrainingDiverged: training loss at step 2 of 3 is nan", False),
         ("ValueError: expected 4 heads", False),

@@ -1,0 +1,79 @@
+"""That a search waits for nodes is told in its log, in its status and in MLflow, once and when it changes."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from journals import write_journal
+from ray.util.placement_group import placement_group, remove_placement_group
+
+from orchestrator.cluster import waiting
+from orchestrator.config.schema import parse_config
+from orchestrator.reporting.status import line, read_status
+from orchestrator.search.waiting import waiting_told
+from orchestrator.storage.paths import SearchFolder
+from orchestrator.storage.records import waits_for, write_json
+from orchestrator.tracking.runs import Tracker
+from orchestrator.tracking.sync import MlflowSync, Run, parent_run
+
+CONFIG = {
+    "name": "mine",
+    "model": {"path": "m"},
+    "search": {"kv_ratios": [0.5]},
+    "train": {"num_workers": 2, "batch_size": 8, "cpus_per_worker": 50},
+}
+SAID = "2 worker(s) of 50 CPU each, the cluster has room for 0 of 2; no autoscaler: nodes must be added by hand"
+
+
+def until(condition: Callable[[], Any], seconds: float = 30) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def test_a_search_says_what_it_waits_for(
+    ray_cluster: None,
+    tmp_path: Path,
+    empty_store: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(waiting, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(waiting, "GRACE_SECONDS", 0.3)
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    config, folder = parse_config(CONFIG), SearchFolder.fresh(tmp_path, "mine")
+    write_journal(folder.root)
+    folder.snapshot.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    write_json(folder.state, {"started": "2026-01-01T12:00:00+00:00"})
+    write_json(folder.waiting, {"waits_for": "what a killed driver waited for", "since": "then"})
+
+    def run() -> Run:
+        return parent_run(folder.root, waits_for(folder.waiting))
+
+    tracker = Tracker.open(None, "tests", tmp_path)
+    mlflow = MlflowSync(lambda: tracker, run())
+
+    def tag() -> str:
+        return tracker.client.get_run(mlflow.parent_id).data.tags["headfold.waits_for"]
+
+    assert tag().startswith("what a killed driver")
+    with waiting_told(config, folder, mlflow, run):
+        assert tag() == "nothing"
+        assert read_status(folder).waits_for is None
+        for _ in range(2):
+            asked = placement_group([{"CPU": 50}] * 2)
+            assert until(lambda: tag().startswith(f"{SAID} (since 2"))
+            assert (read_status(folder).waits_for or "").startswith(SAID)
+            assert f"waits for {SAID}" in line(read_status(folder))
+            remove_placement_group(asked)
+            assert until(lambda: tag() == "nothing")
+            assert read_status(folder).waits_for is None
+    told = [text for text in capsys.readouterr().out.splitlines() if text.startswith("waiting")]
+    assert told == ["waiting  no more", *[f"waiting  for {SAID}", "waiting  no more"] * 2]
