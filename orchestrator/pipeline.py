@@ -69,10 +69,14 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
         opened = Tracker.open(uri, config.tracking.experiment, storage) if folder is None else None
         with connected() as resources:
             parallel = concurrency(resources, Demand.of(config), config.resources.max_concurrent)
+            prepared.texts.make_all()
             folder = folder or _fresh(config, storage)
             with SearchLock(folder.lock).acquire(f"search {folder.root.name!r}"):
                 folder.sweep()
                 _start(config, folder, uri, resources, parallel)
+                if prepared.reused:
+                    splits = ", ".join(prepared.reused)
+                    print(f"texts    {splits}: tokenised already, in {prepared.texts.cache}", flush=True)
                 connect = partial(Tracker.open, uri, config.tracking.experiment, storage)
                 mlflow = MlflowSync(connect, _run_of(config, folder, records.RUNNING), opened)
                 _keep_id(folder, mlflow)

@@ -117,7 +117,7 @@ def _export(model: Any, plan: AttentionPlan, dtype: torch.dtype, entry: Entry, s
 def _check_logits(model: Any, target: str, entry: Entry, context: TrialContext, tolerance: float) -> None:
     """Logits of the exported checkpoint, read back, against the trained model's on held-out text, in float32."""
     back = loading.load_model(target, device=context.device)
-    held_out = read_sequences(context.eval_file)
+    held_out = read_sequences(context.eval_file)[:]
     entry.checks["exported_loss"] = evaluate(back, held_out).loss
     back.to(model.device)
     tokens = held_out[:2]

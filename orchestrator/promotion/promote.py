@@ -58,6 +58,7 @@ def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int |
         connected() as resources,
     ):
         parallel = concurrency(resources, Demand.of(config), config.resources.max_concurrent)
+        prepared.texts.make_all()
         context = trial_context(config, prepared, folder, read_json(folder.original))
         parent = parent_run(folder.root, status=None, run_id=read_json(folder.state).get("parent_run"))
         connect = partial(Tracker.open, config.tracking.uri, config.tracking.experiment, folder.storage)

@@ -60,9 +60,9 @@ def prepare_original(config: SearchConfig, prepared: Prepared, folder: SearchFol
     device = "cuda" if config.resources.trial_gpus else "cpu"
     dtype = loading.written_dtype(path, config.model.dtype)
     model = loading.load_working(path, dtype, device)
-    held_out = read_sequences(prepared.files["eval"])
+    held_out = read_sequences(prepared.files["eval"])[:]
     scored = evaluate(model, held_out)
-    tokens = read_sequences(prepared.files["calibration"])
+    tokens = read_sequences(prepared.files["calibration"])[:]
     calibration = cached_calibration(model, tokens, prepared.cache / "calibration")
     cast_weights(model, loading.dtype_of(dtype))  # bytes are those of what is written
     record = {
@@ -118,7 +118,7 @@ def trial_context(
 def head_similarities(context: TrialContext, recipe: Recipe) -> dict[tuple[int, str], np.ndarray]:
     """The recipe's similarity of the stored KV heads, `[U, U]`, by (layer, side): for a searcher of plans."""
     model = loading.load_working(context.model, context.dtype, context.device)
-    tokens = read_sequences(context.calibration_file)
+    tokens = read_sequences(context.calibration_file)[:]
     calibration = cached_calibration(model, tokens, context.calibration_cache)
     planning = planning_context(model, calibration, tokens, None)
     layers = range(planning.geometry.num_layers)

@@ -245,9 +245,9 @@ def shared_parts(context: TrialContext) -> tuple[PreTrainedModel, Calibration, T
     """Original model, its statistics, calibration tokens, held-out tokens, and the model as a teacher that knows what
     it said of them: read once a process, trials reuse it."""
     original = loading.load_working(context.model, context.dtype, context.device)
-    tokens = read_sequences(context.calibration_file)
+    tokens = read_sequences(context.calibration_file)[:]
     calibration = cached_calibration(original, tokens, context.calibration_cache)
-    return original, calibration, tokens, read_sequences(context.eval_file), CachedTeacher(original)
+    return original, calibration, tokens, read_sequences(context.eval_file)[:], CachedTeacher(original)
 
 
 @lru_cache(maxsize=1)

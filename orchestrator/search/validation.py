@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
@@ -16,22 +16,29 @@ from orchestrator.conversion import loading
 from orchestrator.search.candidates import candidate_space, named_candidates, searcher_settings
 from orchestrator.search.schedulers import SCHEDULERS
 from orchestrator.search.searchers import SearchProblem, make_searcher
+from orchestrator.search.texts import SearchTexts
 from orchestrator.storage.paths import check_writable, storage_path
-from trainers.text.data import DataError, sequence_file
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What validation found and made: geometry, candidates, token files by split (kept in the storage and reused)."""
+    """What validation found and made: geometry, candidates, texts. Those that are large are tokenised when there is a
+    cluster (`texts.make_all`); `reused`: splits whose token set an earlier search had made."""
 
     geometry: HeadGeometry
     problem: SearchProblem
-    files: dict[str, Path]
+    texts: SearchTexts
+    reused: tuple[str, ...]
     cache: Path
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """The folder of each split's token set."""
+        return self.texts.folders
 
 
 def validate_search(config: SearchConfig) -> Prepared:
-    """Check a configuration against its checkpoint, its texts and its storage, and tokenise the texts.
+    """Check a configuration against its checkpoint, its texts and its storage, and tokenise texts that are small.
 
     Raises ConfigError or DataError naming key, value and remedy. What the cluster has is checked once it is connected.
     """
@@ -49,7 +56,10 @@ def validate_search(config: SearchConfig) -> Prepared:
     check_machine(Demand.of(config), config.resources.max_concurrent)
     storage = storage_path(config.storage)
     check_writable(storage)
-    return Prepared(geometry, problem, token_files(config, storage / "cache"), storage / "cache")
+    texts = SearchTexts.check(config, storage / "cache" / "tokens")
+    reused = tuple(texts.there())
+    texts.make_small()
+    return Prepared(geometry, problem, texts, reused, storage / "cache")
 
 
 def search_problem(config: SearchConfig, geometry: HeadGeometry) -> SearchProblem:
@@ -104,25 +114,3 @@ def check_searcher(config: SearchConfig, problem: SearchProblem) -> None:
         message = str(error)
         place = "search.params: searcher.*" if " has no setting " in message else "search.searcher"
         raise ConfigError(message if message.startswith("search.") else f"{place}: {message}") from None
-
-
-def token_files(config: SearchConfig, cache: Path) -> dict[str, Path]:
-    """The token sequences of each split, as safetensors files. Raises DataError naming split and source."""
-    tokenizer: Any = loading.load_tokenizer(config.model.path)
-    files = {}
-    for split in ("train", "eval", "calibration"):
-        source, tokens = config.data.section(split)
-        try:
-            files[split] = sequence_file(
-                source,
-                tokenizer,
-                split=split,  # pyright: ignore[reportArgumentType]
-                tokens=tokens,
-                sequence_length=config.data.sequence_length,
-                seed=config.search.seed,
-                cache_dir=cache / "tokens",
-                text_field=config.data.text_field,
-            )
-        except DataError as error:
-            raise DataError(f"data.{split}: source {source!r}: {error}") from None
-    return files
