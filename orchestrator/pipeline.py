@@ -36,7 +36,7 @@ from orchestrator.search.prepare import (
     trial_context,
 )
 from orchestrator.search.tune_run import run_trials
-from orchestrator.search.validation import Prepared, validate_search
+from orchestrator.search.validation import Prepared, check_epochs, validate_search
 from orchestrator.storage import records
 from orchestrator.storage.journal import Journal, check_format, load_trials
 from orchestrator.storage.lock import SearchLock
@@ -65,6 +65,8 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
     with mirrored(config.storage, storage):
         folder = _earlier(config, storage, resume)
         prepared = validate_search(config)
+        if folder is None:  # what has begun goes on as it was begun
+            check_epochs(config)
         uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
         opened = Tracker.open(uri, config.tracking.experiment, storage) if folder is None else None
         with connected() as resources:

@@ -11,18 +11,18 @@ from typing import Any
 
 from orchestrator.cluster.session import capacity
 from orchestrator.storage.paths import in_ray_job
+from trainers.text.data import SMALL
 from trainers.text.tokenising import Block, Tokenise, tokenise, tokenise_here
 from trainers.text.tokenizers import read_tokenizer
 
-AT_ONCE = 16_000_000
-"""Tokens up to which a text is tokenised in one process: some seconds, about as long as others take to start."""
 AHEAD = 2
 """Blocks in memory for each CPU: one that is tokenised, one that waits, so that no CPU waits for the reader."""
 
 
 def tokeniser(model: str, tokens: int) -> Tokenise:
-    """For so many tokens: in this process, or on the cluster that it is connected to."""
-    return tokenise_here if tokens <= AT_ONCE else tokenise_on_cluster(model)
+    """For so many tokens: this process, where others would take as long to start, or the cluster that it is connected
+    to."""
+    return tokenise_here if tokens <= SMALL else tokenise_on_cluster(model)
 
 
 def tokenise_on_cluster(model: str) -> Tokenise:

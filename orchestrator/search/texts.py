@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.cluster.tokenising import AT_ONCE, tokeniser
+from orchestrator.cluster.tokenising import tokeniser
 from orchestrator.config.schema import SearchConfig
 from orchestrator.conversion import loading
 from trainers.text.corpora import DataError
-from trainers.text.data import SPLITS, TextCut, token_set
+from trainers.text.data import SMALL, SPLITS, TextCut, token_set
 from trainers.text.token_sets import is_complete
 
 
@@ -47,9 +47,9 @@ class SearchTexts:
         return [split for split, folder in self.folders.items() if is_complete(folder)]
 
     def make_small(self) -> None:
-        """Tokenise, in this process, what is not there and has AT_ONCE tokens or fewer. Raises DataError."""
+        """Tokenise, in this process, what is not there and has SMALL tokens or fewer. Raises DataError."""
         for split, cut in self.cuts.items():
-            if cut.tokens <= AT_ONCE:
+            if cut.tokens <= SMALL:
                 with _named(split, cut.source):
                     token_set(cut, self.tokenizer, self.cache)
 

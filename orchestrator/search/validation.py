@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,21 @@ def check_scheduler(config: SearchConfig) -> None:
     except ValueError as error:
         key = "params" if name in SCHEDULERS.names() else "scheduler"
         raise ConfigError(f"rungs.{key}: {error}") from None
+
+
+def check_epochs(config: SearchConfig) -> None:
+    """Raises ConfigError if the longest training, to the last rung and through the promotion, goes through its text
+    more often than `data.max_epochs`."""
+    data, length = config.data, config.data.sequence_length
+    steps = config.rungs.steps[-1] + config.promotion.enabled * config.promotion.steps
+    needed, there = steps * config.train.batch_size, data.train.tokens // length
+    if needed > data.max_epochs * there:
+        raise ConfigError(
+            f"data.train.tokens: {steps} steps of {config.train.batch_size} sequences of {length} tokens are "
+            f"{needed * length} tokens, {needed / there:.3g} times the {there * length} of the training text; set "
+            f"data.train.tokens to {math.ceil(needed / data.max_epochs) * length}, or data.max_epochs to "
+            f"{math.ceil(needed / there)} to train on the same text again"
+        )
 
 
 def _check_length(length: int, path: str, geometry: HeadGeometry) -> None:

@@ -44,6 +44,7 @@ from trainers.text.tokenising import (
 
 Split = Literal["train", "eval", "calibration"]
 SPLITS: tuple[Split, ...] = get_args(Split)
+SMALL = 16_000_000  # tokens of a text that one process reads and tokenises in seconds
 POOL = 4_000_000  # tokens of text at most from which evaluation and calibration sequences are spaced evenly
 CALIBRATION_SPREAD = 64  # calibration keeps one sequence in so many: few long documents must not stand for all
 CALIBRATION_SEED = 1  # added to the seed: calibration takes other documents first than training does
@@ -90,9 +91,10 @@ class TextCut:
         return resolve(self.source)
 
     def check(self) -> None:
-        """What can be known of the source before it is read. Raises DataError."""
+        """Raises DataError for a source that is not there, and for one whose files are too small for a text that takes
+        long to read; of a SMALL one reading tells how many tokens there are."""
         most = self.corpus.most_tokens
-        if most is not None and self.tokens > most:
+        if most is not None and self.tokens > max(most, SMALL):
             raise DataError(
                 f"{self.source}: {self.split} needs {self.tokens} tokens, and all its text has {most} at most; ask for "
                 "fewer tokens or give more text"

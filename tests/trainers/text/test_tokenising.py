@@ -136,8 +136,8 @@ def test_too_little_text_is_told_with_what_there_is_also_after_a_kill(
             token_set(more, demo_tokenizer, tmp_path, shard_tokens=SHARD_TOKENS)
         said.append(str(caught.value))
     assert said[0] == said[1]
-    with pytest.raises(DataError, match=r"needs 10000000 tokens, and all its text has \d+ at most; ask for fewer"):
-        TextCut(cut.source, "train", 10**7, LENGTH).check()
+    with pytest.raises(DataError, match=r"needs 100000000 tokens, and all its text has \d+ at most; ask for fewer"):
+        TextCut(cut.source, "train", 10**8, LENGTH).check()
 
 
 KILLABLE = """
