@@ -211,7 +211,8 @@ def train_from_scratch(
     plan = check(architecture, out, **settings)
     _check_folder(plan, overwrite)
     total = plan.steps * plan.settings.batch_size * plan.sequence_length
-    progress(f"training: {plan.recipe}, {plan.steps} steps, {total} tokens; in {plan.folder}")
+    epochs = f"{total / plan.train_tokens:.3g} epochs"
+    progress(f"training: {plan.recipe}, {plan.steps} steps, {total} tokens ({epochs} of the text); in {plan.folder}")
     if (metrics := _ended(plan)) is None:
         demand = Demand(0, 0, *plan.settings.shape)
         check_machine(demand)  # before a cluster is started, which takes longer than what can be refused here

@@ -9,7 +9,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from orchestrator.cluster.session import capacity
 from orchestrator.storage.paths import in_ray_job
 from trainers.text.data import SMALL
 from trainers.text.tokenising import Block, Tokenise, tokenise, tokenise_here
@@ -40,7 +39,7 @@ def tokenise_on_cluster(model: str) -> Tokenise:
         running: deque[Any] = deque()
         for block in texts:
             running.append(task.remote(block, model))
-            if len(running) >= AHEAD * max(1, capacity()["CPU"]):
+            if len(running) >= AHEAD * max(1, ray.cluster_resources().get("CPU", 1)):
                 yield ray.get(running.popleft())
         while running:
             yield ray.get(running.popleft())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class SearchTexts:
                 cuts[split].check()
         return cls(config.model.path, loading.load_tokenizer(config.model.path), cache, cuts)
 
-    @property
+    @cached_property
     def folders(self) -> dict[str, Path]:
         """Where each split's token set lies, or will."""
         return {split: cut.folder(self.tokenizer, self.cache) for split, cut in self.cuts.items()}

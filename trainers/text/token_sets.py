@@ -30,7 +30,7 @@ from attention.io.files import sha256, write_whole, written_whole
 from trainers.text.corpora import DataError
 
 FORMAT = 1
-SHARD_TOKENS = 2**22  # tokens of a shard: what a killed run makes again at most, and what its writer holds in memory
+SHARD_TOKENS = 2**21  # tokens of a shard: what a killed run makes again at most, and what its writer holds in memory
 INDEX, UNFINISHED, TENSOR = "index.json", "unfinished.json", "sequences"
 
 

@@ -73,14 +73,13 @@ class TokenReader:
 
     def take(self, count: int) -> np.ndarray:
         """The next `count` tokens, int32; fewer where the text ends."""
-        pieces = [np.empty(0, np.int32)]
-        while count:
-            if self._at >= len(self._ids) and not self._advance():
-                break
-            pieces.append(self._ids[self._at : self._at + count])
-            self._at += len(pieces[-1])
-            count -= len(pieces[-1])
-        return np.concatenate(pieces)
+        taken, done = np.empty(count, np.int32), 0
+        while done < count and (self._at < len(self._ids) or self._advance()):
+            piece = self._ids[self._at : self._at + count - done]
+            taken[done : done + len(piece)] = piece
+            done += len(piece)
+            self._at += len(piece)
+        return taken[:done]
 
     def _advance(self) -> bool:
         """To the next block, if there is one."""
