@@ -25,7 +25,7 @@ from orchestrator.storage.records import read_json, write_json
 from search_spaces.recipes.recipes import recipe
 from trainers.jobs.checkpoints import CheckpointStore
 from trainers.settings import TrainSettings
-from trainers.text.data import read_sequences, sequence_file
+from trainers.text.data import TextCut, read_sequences, token_set
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "stdlib-llama"
 SETTLED = 20  # jobs after which a worker's memory counts as settled
@@ -43,10 +43,14 @@ class Times:
 
 def demo_context(folder: Path, workers: int, rungs: tuple[int, ...]) -> TrialContext:
     """Short trials of the demo checkpoint."""
-    tokenizer, cut = loading.load_tokenizer(str(DEMO)), {"sequence_length": 64, "seed": 0, "cache_dir": folder / "data"}
+    tokenizer = loading.load_tokenizer(str(DEMO))
     files = {
-        split: sequence_file("stdlib", tokenizer, split=split, tokens=tokens, **cut)  # type: ignore[arg-type]
-        for split, tokens in (("train", 16_384), ("eval", 2048), ("calibration", 2048))
+        cut.split: token_set(cut, tokenizer, folder / "data")
+        for cut in (
+            TextCut("stdlib", "train", 16_384, 64),
+            TextCut("stdlib", "eval", 2048, 64),
+            TextCut("stdlib", "calibration", 2048, 64),
+        )
     }
     settings = TrainSettings(batch_size=4, num_workers=workers, cpus_per_worker=0.9 / workers)
     context = TrialContext(

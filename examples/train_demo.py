@@ -26,7 +26,7 @@ from attention.io import checkpoint
 from trainers.jobs.worker import TrainJob, run_training
 from trainers.settings import TrainSettings
 from trainers.text.corpora import resolve
-from trainers.text.data import sequence_file
+from trainers.text.data import TextCut, token_set
 
 END = "<|eos|>"
 VOCABULARY, CONTEXT, LENGTH = 2048, 512, 256
@@ -97,11 +97,15 @@ def train(
     """Train from scratch on a source of text; the checkpoint goes to `trained` in the folder that was named."""
     out = given.out.resolve()
     checkpoint.save(model, out / "untrained", tokenizer)
-    text = {"sequence_length": LENGTH, "cache_dir": out / "data", "seed": given.seed}
+    cuts = (
+        TextCut(source, "train", given.tokens, LENGTH, given.seed),
+        TextCut(source, "eval", given.eval_tokens, LENGTH, given.seed),
+    )
+    train_set, eval_set = (str(token_set(cut, tokenizer, out / "data")) for cut in cuts)
     job = TrainJob(
         model_dir=str(out / "untrained"),
-        train_file=str(sequence_file(source, tokenizer, split="train", tokens=given.tokens, **text)),
-        eval_file=str(sequence_file(source, tokenizer, split="eval", tokens=given.eval_tokens, **text)),
+        train_file=train_set,
+        eval_file=eval_set,
         out_dir=str(out / "trained"),
         storage_path=str(out / "train"),
         run_name=name,

@@ -39,7 +39,7 @@ from orchestrator.search.prepare import (
     trial_context,
 )
 from orchestrator.search.tune_run import run_trials
-from orchestrator.search.validation import Prepared, validate_search
+from orchestrator.search.validation import Prepared, check_epochs, validate_search
 from orchestrator.search.waiting import waiting_told
 from orchestrator.storage import records
 from orchestrator.storage.journal import Journal, check_format, load_trials
@@ -69,14 +69,20 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
     with mirrored(config.storage, storage):
         folder = _earlier(config, storage, resume)
         prepared = validate_search(config)
+        if folder is None:  # what has begun goes on as it was begun
+            check_epochs(config)
         uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
         opened = Tracker.open(uri, config.tracking.experiment, storage) if folder is None else None
         with connected() as nodes:
             parallel = concurrency(nodes, Demand.of(config), config.resources.max_concurrent)
+            prepared.texts.make_all()
             folder = folder or _fresh(config, storage)
             with SearchLock(folder.lock).acquire(f"search {folder.root.name!r}"):
                 folder.sweep()
                 _start(config, folder, uri, nodes, parallel)
+                if prepared.reused:
+                    splits = ", ".join(prepared.reused)
+                    print(f"texts    {splits}: tokenised already, in {prepared.texts.cache}", flush=True)
                 connect = partial(Tracker.open, uri, config.tracking.experiment, storage)
                 mlflow = MlflowSync(connect, _run_of(config, folder, records.RUNNING), opened)
                 _keep_id(folder, mlflow)

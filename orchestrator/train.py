@@ -28,6 +28,7 @@ from attention.plan import AttentionPlan, Composition
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.room import concurrency
 from orchestrator.cluster.session import connected
+from orchestrator.cluster.tokenising import tokeniser
 from orchestrator.config.schema import ConfigError, Section, apply_override, parse_section
 from orchestrator.conversion import loading
 from orchestrator.search.trial import prepare_process
@@ -40,7 +41,7 @@ from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.worker import TrainJob, run_training
 from trainers.settings import TrainSettings
 from trainers.text import synthetic_corpus
-from trainers.text.data import check_source, sequence_file
+from trainers.text.data import TextCut, token_set
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -85,6 +86,13 @@ class Scratch:
     @property
     def milestones(self) -> tuple[int, ...]:
         return (*range(self.eval_every, self.steps, self.eval_every), self.steps)
+
+    @property
+    def cuts(self) -> tuple[TextCut, TextCut]:
+        """The text to train on and the held-out text."""
+        length, seed = self.sequence_length, self.settings.seed
+        train = TextCut(self.train_data, "train", self.train_tokens, length, seed)
+        return train, TextCut(self.eval_data, "eval", self.eval_tokens, length, seed)
 
     @property
     def mark(self) -> Path:
@@ -138,9 +146,7 @@ def check(
         raise ConfigError(f"out: got {str(out)!r}; it must be a folder of this machine or one that it mounts")
     wanted = min(steps * section.train.batch_size * sequence_length, TRAIN_TOKENS)
     train_tokens = wanted if train_tokens is None else train_tokens
-    check_source(train_data, "train", train_tokens, sequence_length)
-    check_source(eval_data, "eval", eval_tokens, sequence_length)
-    return Scratch(
+    plan = Scratch(
         architecture=str(Path(architecture).absolute()) if Path(architecture).is_dir() else str(architecture),
         recipe=section.recipe,
         plan=plan,
@@ -154,6 +160,9 @@ def check(
         sequence_length=sequence_length,
         out=storage_path(str(out)),
     )
+    for cut in plan.cuts:
+        cut.check()
+    return plan
 
 
 def _section(recipe: str, overrides: Sequence[str], learning_rate: float, seed: int, device: str) -> TrainSection:
@@ -205,7 +214,8 @@ def train_from_scratch(
     plan = check(architecture, out, **settings)
     _check_folder(plan, overwrite)
     total = plan.steps * plan.settings.batch_size * plan.sequence_length
-    progress(f"training: {plan.recipe}, {plan.steps} steps, {total} tokens; in {plan.folder}")
+    epochs = f"{total / plan.train_tokens:.3g} epochs"
+    progress(f"training: {plan.recipe}, {plan.steps} steps, {total} tokens ({epochs} of the text); in {plan.folder}")
     if (metrics := _ended(plan)) is None:
         demand = Demand(0, 0, *plan.settings.shape[:3])
         check_machine(demand)  # before a cluster is started, which takes longer than what can be refused here
@@ -273,10 +283,10 @@ def _prepare(plan: Scratch) -> TrainJob:
     if not plan.mark.is_file():
         write_json(plan.mark, plan.to_dict())  # first, so that what a kill leaves is known as ours
     tokenizer = loading.load_tokenizer(plan.architecture)
-    cut: dict[str, Any] = {"sequence_length": plan.sequence_length, "seed": plan.settings.seed}
-    cut["cache_dir"] = plan.folder / "data"
-    train_file = sequence_file(plan.train_data, tokenizer, split="train", tokens=plan.train_tokens, **cut)
-    eval_file = sequence_file(plan.eval_data, tokenizer, split="eval", tokens=plan.eval_tokens, **cut)
+    train_file, eval_file = (
+        token_set(cut, tokenizer, plan.folder / "data", tokenise=tokeniser(plan.architecture, cut.tokens))
+        for cut in plan.cuts
+    )
     if "parameters" not in read_json(plan.mark):
         model = untrained(plan.architecture, plan.plan, plan.settings.seed)
         checkpoint.save(model, plan.folder / "untrained", plan.architecture)

@@ -201,13 +201,13 @@ def tiny_job(tiny_model: Callable[..., PreTrainedModel]) -> Callable[..., TrainJ
         original = tiny_model("llama")
         checkpoint.save(original, folder / "teacher")
         checkpoint.save(convert(original, plan), folder / "model")
-        write_sequences(train, folder / "train.safetensors")
-        write_sequences(held_out, folder / "eval.safetensors")
+        write_sequences(train, folder / "train")
+        write_sequences(held_out, folder / "eval")
         return TrainJob(
             model_dir=str(folder / "model"),
             teacher_dir=str(folder / "teacher"),
-            train_file=str(folder / "train.safetensors"),
-            eval_file=str(folder / "eval.safetensors"),
+            train_file=str(folder / "train"),
+            eval_file=str(folder / "eval"),
             out_dir=str(folder / "whole" / "out"),
             storage_path=str(folder / "store"),
             run_name="whole",

@@ -32,13 +32,14 @@ from trainers.relaxations.lagrangian import Lagrangian
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
 from trainers.text.data import BatchStream
+from trainers.text.token_sets import TokenSequences
 
 STEPS = 240
 
 
 def search_distances(
     model: PreTrainedModel,
-    sequences: Tensor,
+    sequences: Tensor | TokenSequences,
     settings: TrainSettings,
     *,
     steps: int = STEPS,

@@ -100,15 +100,17 @@ class DataSection(Section):
     """Texts for training, for the held-out loss, and for calibration.
 
     A source is `stdlib`, a local .txt / .jsonl / .json / .parquet file, a folder or glob of them, or a dataset name on
-    the hub (`name:split` for a split of its own).
+    the hub (`name:split` for a split of its own). `max_epochs`: how often one training may go through the text of
+    `train`; a search whose longest training needs more is refused.
     """
 
     source: str = Field(default="stdlib", min_length=1)
     sequence_length: int = Field(default=256, ge=2)
-    train: TextSection = TextSection(tokens=262_144)
+    train: TextSection = TextSection(tokens=524_288)
     eval: TextSection = TextSection(tokens=16_384)
     calibration: TextSection = TextSection(tokens=16_384)
     text_field: str = "text"
+    max_epochs: PositiveFloat = 1.0
 
     def section(self, split: str) -> tuple[str, int]:
         """Source and token count of "train", "eval" or "calibration"."""

@@ -22,7 +22,7 @@ from attention.io.files import written_whole
 from orchestrator.conversion import loading
 from search_spaces.recipes.recipe import Recipe
 from trainers.settings import TrainSettings
-from trainers.text.data import read_sequences
+from trainers.text.token_sets import TokenSequences, read_sequences
 
 NEED = "fusion_distances"
 Distances = dict[str, np.ndarray]
@@ -59,7 +59,9 @@ class SearchPhase:
         return Path(cache) / f"fusion-distances-{digest}.safetensors"
 
 
-def measure(model: Any, sequences: Tensor, settings: TrainSettings, steps: int, rate: float, seed: int) -> Distances:
+def measure(
+    model: Any, sequences: Tensor | TokenSequences, settings: TrainSettings, steps: int, rate: float, seed: int
+) -> Distances:
     """Run the search phase on `model` with training text `sequences` `[N, T]` in this process."""
     from trainers.fusion_search import search_distances
 

@@ -55,7 +55,7 @@ def _examine(
     round_weights(model, dtype)  # what is shipped; training may have computed in a wider dtype
     with _check(entry, "cache"):
         _check_cache(model, plan, dtype, entry)
-    held_out = read_sequences(context.eval_file)
+    held_out = read_sequences(context.eval_file)[:]
     with torch.no_grad():
         expected = [model(held_out[:2]).logits, probe(model)]
     plain = checkpoint.plain_form(model.config, plan) is not None

@@ -61,6 +61,7 @@ def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int |
         connected() as nodes,
     ):
         parallel = concurrency(nodes, Demand.of(config), config.resources.max_concurrent)
+        prepared.texts.make_all()
         context = trial_context(config, prepared, folder, read_json(folder.original))
         connect = partial(Tracker.open, config.tracking.uri, config.tracking.experiment, folder.storage)
         mlflow = MlflowSync(connect, _parent(folder))

@@ -19,6 +19,7 @@ from orchestrator.promotion.state import PROMOTED, REFUSED, REGISTERED, Entry, P
 from orchestrator.search.prepare import SearchSession
 from orchestrator.storage.records import TrialRecord, percent, read_json
 from orchestrator.tracking.runs import Tracker
+from trainers.text.token_sets import is_complete, read_sequences
 
 LINEAGE = "lineage.json"
 DIGITS = 16
@@ -28,6 +29,11 @@ DIGITS = 16
 def file_digest(path: str | Path) -> str | None:
     """The first digits of a file's SHA-256; None if it is not there."""
     return sha256(path)[:DIGITS] if Path(path).is_file() else None
+
+
+def _text_digest(folder: str) -> str | None:
+    """The first digits of a token set's digest; None if it is not there."""
+    return read_sequences(folder).digest[:DIGITS] if is_complete(folder) else None
 
 
 def lineage_of(entry: Entry, trial: TrialRecord, digests: dict[str, str], session: SearchSession) -> dict[str, Any]:
@@ -62,7 +68,7 @@ def lineage_of(entry: Entry, trial: TrialRecord, digests: dict[str, str], sessio
         "plan": {"digest": digests.get("plan_digest"), "kv_ratio": entry.kv_ratio},
         "data": {
             "source": config.data.section("train")[0],
-            "digest": file_digest(session.context.train_file),
+            "digest": _text_digest(session.context.train_file),
             "sequence_length": config.data.sequence_length,
             "steps": entry.best_step,
             "position": entry.data_position,

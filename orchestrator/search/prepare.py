@@ -15,6 +15,7 @@ import ray
 import torch
 from ray.exceptions import RayError
 
+from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from attention.io.precision import cast_weights
 from attention.ratios import own_heads
@@ -60,7 +61,8 @@ def prepare_original(config: SearchConfig, prepared: Prepared, folder: SearchFol
     device = "cuda" if config.resources.trial_gpus else "cpu"
     dtype = loading.written_dtype(path, config.model.dtype)
     rows, workers = config.train.device_batch_size, calibration_workers(config)
-    record = on_cluster(config, "original model", measure_original, path, dtype, device, prepared, rows, workers)
+    given = path, dtype, device, prepared.geometry, prepared.files, prepared.cache / "calibration", rows, workers
+    record = on_cluster(config, "original model", measure_original, *given)
     write_json(folder.original, record)
     size = f"{record['kv_bytes_per_token']} KV bytes a token"
     words = f"original model: held-out loss {record['loss']:.3f} nats a token, {size}"
@@ -69,14 +71,20 @@ def prepare_original(config: SearchConfig, prepared: Prepared, folder: SearchFol
 
 
 def measure_original(
-    path: str, dtype: str, device: str, prepared: Prepared, rows: int, workers: Workers | None
+    path: str,
+    dtype: str,
+    device: str,
+    geometry: HeadGeometry,
+    files: dict[str, Path],
+    cache: Path,
+    rows: int,
+    workers: Workers | None,
 ) -> dict[str, Any]:
-    """What is known of the original model, `rows` sequences at a time; leaves its calibration in the cache."""
+    """What is known of the original model, `rows` sequences at a time; leaves its calibration in `cache`."""
     started = time.perf_counter()
     model = loading.load_working(path, dtype, device)
-    scored = evaluate(model, read_sequences(prepared.files["eval"]), batch_size=rows)
-    tokens = read_sequences(prepared.files["calibration"])
-    cache = prepared.cache / "calibration"
+    scored = evaluate(model, read_sequences(files["eval"])[:], batch_size=rows)
+    tokens = read_sequences(files["calibration"])[:]
     weights = checkpoint.weights_digest(loading.local_folder(path), cache)
     own: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights, "workers": workers}
     calibration = checkpoint_calibration(path, tokens, cache, **own)
@@ -86,8 +94,8 @@ def measure_original(
         "dtype": dtype,
         "loss": scored.loss,
         "eval_tokens": scored.tokens,
-        "family": prepared.geometry.family,
-        **loading.cache_facts(model, own_heads(prepared.geometry)),
+        "family": geometry.family,
+        **loading.cache_facts(model, own_heads(geometry)),
         "digests": {"weights": weights, "calibration": calibration.digest},
         "mixed_moments": calibration.mixed,
         "seconds": time.perf_counter() - started,
@@ -137,7 +145,7 @@ def trial_context(
 def head_similarities(context: TrialContext, recipe: Recipe) -> dict[tuple[int, str], np.ndarray]:
     """The recipe's similarity of the stored KV heads, `[U, U]`, by (layer, side): for a searcher of plans."""
     model = loading.load_working(context.model, context.dtype, context.device)
-    tokens = read_sequences(context.calibration_file)
+    tokens = read_sequences(context.calibration_file)[:]
     planning = planning_context(model, context.calibration(tokens), tokens, None)
     layers = range(planning.geometry.num_layers)
     return {(layer, side): planning.similarity(recipe, layer, side) for layer in layers for side in SIDES}

@@ -278,8 +278,8 @@ def shared_parts(context: TrialContext) -> tuple[PreTrainedModel, Calibration, T
     """Original model, its statistics, calibration tokens, held-out tokens, and the model as a teacher that knows what
     it said of them: read once a process, trials reuse it."""
     original = loading.load_working(context.model, context.dtype, context.device)
-    tokens = read_sequences(context.calibration_file)
-    return original, context.calibration(tokens), tokens, read_sequences(context.eval_file), CachedTeacher(original)
+    tokens = read_sequences(context.calibration_file)[:]
+    return original, context.calibration(tokens), tokens, read_sequences(context.eval_file)[:], CachedTeacher(original)
 
 
 @lru_cache(maxsize=1)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
@@ -17,23 +18,30 @@ from orchestrator.conversion import loading
 from orchestrator.search.candidates import candidate_space, named_candidates, searcher_settings
 from orchestrator.search.schedulers import SCHEDULERS
 from orchestrator.search.searchers import SearchProblem, make_searcher
+from orchestrator.search.texts import SearchTexts
 from orchestrator.storage.paths import check_writable, storage_path
 from trainers.settings import TrainSettings
-from trainers.text.data import DataError, sequence_file
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What validation found and made: geometry, candidates, token files by split (kept in the storage and reused)."""
+    """What validation found and made: geometry, candidates, texts. Those that are large are tokenised when there is a
+    cluster (`texts.make_all`); `reused`: splits whose token set an earlier search had made."""
 
     geometry: HeadGeometry
     problem: SearchProblem
-    files: dict[str, Path]
+    texts: SearchTexts
+    reused: tuple[str, ...]
     cache: Path
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """The folder of each split's token set."""
+        return self.texts.folders
 
 
 def validate_search(config: SearchConfig) -> Prepared:
-    """Check a configuration against its checkpoint, its texts and its storage, and tokenise the texts.
+    """Check a configuration against its checkpoint, its texts and its storage, and tokenise texts that are small.
 
     Raises ConfigError or DataError naming key, value and remedy. What the cluster has is checked once it is connected.
     """
@@ -53,7 +61,10 @@ def validate_search(config: SearchConfig) -> Prepared:
     check_machine(Demand.of(config), config.resources.max_concurrent)
     storage = storage_path(config.storage)
     check_writable(storage)
-    return Prepared(geometry, problem, token_files(config, storage / "cache"), storage / "cache")
+    texts = SearchTexts.check(config, storage / "cache" / "tokens")
+    reused = tuple(texts.there())
+    texts.make_small()
+    return Prepared(geometry, problem, texts, reused, storage / "cache")
 
 
 def search_problem(config: SearchConfig, geometry: HeadGeometry) -> SearchProblem:
@@ -84,6 +95,32 @@ def check_training(train: TrainSettings) -> None:
             check_deepspeed(train)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+
+
+def check_epochs(config: SearchConfig) -> None:
+    """Raises ConfigError if the longest training, to the last rung and through the promotion, goes through a text more
+    often than `data.max_epochs`."""
+    length, section = config.data.sequence_length, config.promotion
+    needed, promoted = config.rungs.steps[-1] * config.train.batch_size, 0
+    if section.enabled:
+        promoted = section.steps * config.promotion_train.batch_size
+    if section.data is None:
+        needed += promoted
+    else:
+        _check_epochs(config, "promotion.data.tokens", promoted, section.data.tokens // length)
+    _check_epochs(config, "data.train.tokens", needed, config.data.train.tokens // length)
+
+
+def _check_epochs(config: SearchConfig, key: str, needed: int, there: int) -> None:
+    """`needed` sequences of a text that has `there`."""
+    length, most = config.data.sequence_length, config.data.max_epochs
+    if needed > most * there:
+        raise ConfigError(
+            f"{key}: all steps take {needed} sequences of {length} tokens, {needed * length} tokens, "
+            f"{needed / there:.3g} times the {there * length} of the text; set {key} to "
+            f"{math.ceil(needed / most) * length}, or data.max_epochs to {math.ceil(needed / there)} to train on the "
+            "same text again"
+        )
 
 
 def _check_length(length: int, path: str, geometry: HeadGeometry) -> None:
@@ -121,28 +158,3 @@ def check_searcher(config: SearchConfig, problem: SearchProblem) -> None:
         message = str(error)
         place = "search.params: searcher.*" if " has no setting " in message else "search.searcher"
         raise ConfigError(message if message.startswith("search.") else f"{place}: {message}") from None
-
-
-def token_files(config: SearchConfig, cache: Path) -> dict[str, Path]:
-    """The token sequences of each split, as safetensors files. Raises DataError naming split and source."""
-    tokenizer: Any = loading.load_tokenizer(config.model.path)
-    files, texts = {}, {split: config.data.section(split) for split in ("train", "eval", "calibration")}
-    if (fresh := config.promotion.data) is not None:
-        texts["promotion"] = fresh.source or config.data.source, fresh.tokens
-    for name, (source, tokens) in texts.items():
-        split = "train" if name == "promotion" else name
-        try:
-            files[name] = sequence_file(
-                source,
-                tokenizer,
-                split=split,  # pyright: ignore[reportArgumentType]
-                tokens=tokens,
-                sequence_length=config.data.sequence_length,
-                seed=config.search.seed,
-                cache_dir=cache / "tokens",
-                text_field=config.data.text_field,
-            )
-        except DataError as error:
-            key = "promotion.data" if name == "promotion" else f"data.{name}"
-            raise DataError(f"{key}: source {source!r}: {error}") from None
-    return files

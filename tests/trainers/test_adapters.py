@@ -244,13 +244,13 @@ def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
 def test_a_job_writes_a_plain_checkpoint(on_group: Any, tiny_model: Any, tmp_path: Path, workers: int) -> None:
     """Through Ray Train; ZeRO 3, a relaxation before it, and the held-out loss of the written weights."""
     sequences = (torch.randint(0, 64, (60, 1), generator=generator()) + 3 * torch.arange(32)) % 64
-    write_sequences(sequences[:40], tmp_path / "train.safetensors")
-    write_sequences(sequences[40:], tmp_path / "eval.safetensors")
+    write_sequences(sequences[:40], tmp_path / "train")
+    write_sequences(sequences[40:], tmp_path / "eval")
     checkpoint.save(tiny_model("llama"), tmp_path / "model")
     job = TrainJob(
         model_dir=str(tmp_path / "model"),
-        train_file=str(tmp_path / "train.safetensors"),
-        eval_file=str(tmp_path / "eval.safetensors"),
+        train_file=str(tmp_path / "train"),
+        eval_file=str(tmp_path / "eval"),
         out_dir=str(tmp_path / "out"),
         storage_path=str(tmp_path / "store"),
         run_name="lora",

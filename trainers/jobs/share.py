@@ -29,12 +29,12 @@ class WorkerShare:
 
     def __init__(self, job: TrainJob, settings: TrainSettings) -> None:
         self.job, self.settings, self.rank, self.world_size = job, settings, dist.get_rank(), dist.get_world_size()
-        sequences = read_sequences(job.train_file, dtype=torch.int32)
+        sequences = read_sequences(job.train_file)
         self.stream = BatchStream(
             sequences, settings.batch_size, rank=self.rank, world_size=self.world_size, seed=job.seed
         )
         self.tokens_a_step = settings.batch_size * sequences.shape[1]
-        self.held_out = read_sequences(job.eval_file)
+        self.held_out = read_sequences(job.eval_file)[:]
         self.seconds, self._last = 0.0, time.perf_counter()
 
     def lap(self) -> float:

@@ -30,6 +30,7 @@ HOLD_OUT = 20  # one document of so many is held out
 SHUFFLE_BUFFER = 10_000  # documents in memory while shuffling; a corpus of fewer is shuffled completely
 FEW_FILES = 20  # fewer text files than this are cut at blank lines: whole files could not be divided
 BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+PLAIN = (".txt", ".jsonl", ".json")  # whose size in bytes bounds the text
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -58,6 +59,14 @@ class Corpus:
     @property
     def wholly_held_out(self) -> bool:
         return self.split not in (None, "train")
+
+    @property
+    def most_tokens(self) -> int | None:
+        """More tokens cannot be in the text, end tokens included; None where only reading it tells."""
+        if self.kind != "stdlib" and not (self.files and self.files[0].suffix in PLAIN):
+            return None
+        # A token stands for a byte or more, and so does a document, which has one end token
+        return 2 * sum(file.stat().st_size for file in self.files)
 
     def documents(self, side: Side, text_field: str, seed: int | None) -> Iterator[str]:
         """Texts of one side, in the order of the source, or shuffled when a seed is given.

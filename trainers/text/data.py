@@ -8,149 +8,211 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from attention.io.files import written_whole
 from trainers.text.corpora import Corpus, DataError, resolve
+from trainers.text.token_sets import (
+    FORMAT,
+    SHARD_TOKENS,
+    Layout,
+    Place,
+    TokenSequences,
+    TokenSetWriter,
+    is_complete,
+    read_sequences,
+    write_sequences,
+)
+from trainers.text.tokenising import (
+    Progress,
+    Tokenise,
+    TokenReader,
+    blocks,
+    check_end_token,
+    largest_id,
+    pool,
+    tokenise_here,
+    tokenizer_digest,
+)
 
 Split = Literal["train", "eval", "calibration"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+SMALL = 16_000_000  # tokens of a text that one process reads and tokenises in seconds
 POOL = 4_000_000  # tokens of text at most from which evaluation and calibration sequences are spaced evenly
 CALIBRATION_SPREAD = 64  # calibration keeps one sequence in so many: few long documents must not stand for all
 CALIBRATION_SEED = 1  # added to the seed: calibration takes other documents first than training does
-DOCUMENTS_AT_ONCE = 256
 
 
-def load_sequences(source: str, tokenizer: Any, *, cache_dir: str | Path | None = None, **cut: Any) -> Tensor:
-    """The sequences of `sequence_file(source, tokenizer, **cut)`, `[N, T]` int64; without `cache_dir` none are kept."""
-    if cache_dir is not None:
-        return read_sequences(sequence_file(source, tokenizer, cache_dir=cache_dir, **cut))
-    return _build(resolve(source), tokenizer, **cut).long()
-
-
-def sequence_file(
-    source: str,
-    tokenizer: Any,
-    *,
-    split: Split,
-    tokens: int,
-    sequence_length: int,
-    seed: int = 0,
-    cache_dir: str | Path,
-    text_field: str = "text",
-) -> Path:
-    """A file in `cache_dir` with the token sequences of one split of a source (see `trainers.text.corpora`), `[N, T]`
-    with N = tokens // T; its name holds everything that they depend on, so it is built once.
+@dataclass(frozen=True)
+class TextCut:
+    """Which text is cut into which sequences: those of one split of a source (see `trainers.text.corpora`), `[N, T]`
+    with N = tokens // T.
 
     `train` and `calibration` come from the training side, documents shuffled by `seed` (each with its own order), the
     calibration evenly spaced over many documents; `eval` from the held-out side, evenly spaced over it, in fixed order
-    whatever the seed. Raises DataError when there is too little text.
+    whatever the seed. The sequences of `train` are the first of the text; evaluation and calibration are small, and
+    their text is held in memory (see `POOL`).
     """
-    _check(split, tokens, sequence_length)
-    corpus = resolve(source)
-    key = [corpus.source, corpus.fingerprint, tokenizer_digest(tokenizer), split, tokens, sequence_length, text_field]
-    key += [None if split == "eval" else seed, CALIBRATION_SPREAD if split == "calibration" else None]
-    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
-    file = Path(cache_dir) / f"{split}-{name}.safetensors"
-    if not file.exists():
-        write_sequences(_build(corpus, tokenizer, split, tokens, sequence_length, seed, text_field), file)
-    return file
 
+    source: str
+    split: Split
+    tokens: int
+    sequence_length: int
+    seed: int = 0
+    text_field: str = "text"
 
-def check_source(source: str, split: Split, tokens: int, sequence_length: int) -> None:
-    """What can be known before a text is read. Raises DataError as `sequence_file` does."""
-    _check(split, tokens, sequence_length)
-    resolve(source)
+    def __post_init__(self) -> None:
+        """Raises DataError for what cannot be, before a text is read."""
+        if self.split not in SPLITS:
+            raise DataError(f"split must be one of {SPLITS}, got {self.split!r}")
+        if self.sequence_length < 2:
+            raise DataError(
+                f"sequence_length must be at least 2 (one token predicts the next), got {self.sequence_length}"
+            )
+        if self.tokens < self.sequence_length:
+            raise DataError(
+                f"{self.split}: {self.tokens} tokens do not fill one sequence of {self.sequence_length}; raise tokens"
+            )
 
+    @property
+    def sequences(self) -> int:
+        return self.tokens // self.sequence_length
 
-def write_sequences(sequences: Tensor, file: str | Path) -> None:
-    """Save `[N, T]` token ids as int32, atomically: a reader sees the whole file or none."""
-    with written_whole(file) as fresh:
-        save_file({"sequences": sequences.to(torch.int32).contiguous()}, fresh)
+    @cached_property
+    def corpus(self) -> Corpus:
+        """Raises DataError for a source that is not there."""
+        return resolve(self.source)
 
+    def check(self) -> None:
+        """Raises DataError for a source that is not there, and for one whose files are too small for a text that takes
+        long to read; of a SMALL one reading tells how many tokens there are."""
+        most = self.corpus.most_tokens
+        if most is not None and self.tokens > max(most, SMALL):
+            raise DataError(
+                f"{self.source}: {self.split} needs {self.tokens} tokens, and all its text has {most} at most; ask for "
+                "fewer tokens or give more text"
+            )
 
-def read_sequences(file: str | Path, *, dtype: torch.dtype = torch.int64) -> Tensor:
-    """The `[N, T]` token ids of a file by `write_sequences`. With int32 the tensor is mapped, not read, into memory."""
-    path = Path(file)
-    if not path.is_file():
-        raise DataError(f"expected a file of token sequences, found nothing at {path}; build it with sequence_file()")
-    return load_file(path)["sequences"].to(dtype)
+    def folder(self, tokenizer: Any, cache_dir: str | Path, shard_tokens: int = SHARD_TOKENS) -> Path:
+        """Where in `cache_dir` the token set lies, or will: the name holds everything that it depends on."""
+        key = json.dumps([FORMAT, shard_tokens, self._made_of(tokenizer)], sort_keys=True)
+        return Path(cache_dir) / f"{self.split}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
 
+    def _made_of(self, tokenizer: Any) -> dict[str, Any]:
+        """All that the tokens depend on."""
+        record = asdict(self) | {"tokens": self.sequences * self.sequence_length}
+        record["seed"] = None if self.split == "eval" else self.seed
+        record["spread"] = CALIBRATION_SPREAD if self.split == "calibration" else None
+        return record | {"fingerprint": self.corpus.fingerprint, "tokenizer": tokenizer_digest(tokenizer)}
 
-def tokenizer_digest(tokenizer: Any) -> str:
-    """SHA-256 of all that decides how a tokenizer cuts text."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    state = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    return hashlib.sha256(f"{type(tokenizer).__name__}|{tokenizer.eos_token_id}|{state}".encode()).hexdigest()
+    def _texts(self) -> Iterator[str]:
+        order = None if self.split == "eval" else self.seed + (CALIBRATION_SEED if self.split == "calibration" else 0)
+        return self.corpus.documents("held_out" if self.split == "eval" else "train", self.text_field, order)
 
+    def in_memory(self, tokenizer: Any) -> np.ndarray:
+        """The sequences, `[N, T]` int32. Raises DataError when there is too little text."""
+        check_end_token(tokenizer)
+        tokens, wanted, length = tokenise_here(blocks(self._texts()), tokenizer), self.sequences, self.sequence_length
+        if self.split == "train":
+            reader = TokenReader(tokens, Place())
+            ids = reader.take(wanted * length)
+            documents = reader.place.documents
+        else:
+            most = POOL if self.split == "eval" else min(POOL, CALIBRATION_SPREAD * self.tokens)
+            ids, documents = pool(tokens, max(self.tokens, most))
+        there = len(ids) // length
+        if there < wanted:
+            raise self._too_few(len(ids), documents)
+        return ids[: there * length].reshape(there, length)[np.arange(wanted) * there // wanted]
 
-def _check(split: str, tokens: int, sequence_length: int) -> None:
-    if split not in get_args(Split):
-        raise DataError(f"split must be one of {get_args(Split)}, got {split!r}")
-    if sequence_length < 2:
-        raise DataError(f"sequence_length must be at least 2 (one token predicts the next), got {sequence_length}")
-    if tokens < sequence_length:
-        raise DataError(f"{split}: {tokens} tokens do not fill one sequence of {sequence_length}; raise tokens")
+    def write(self, tokenizer: Any, folder: Path, shard_tokens: int, tokenise: Tokenise) -> None:
+        """Write the token set, what an earlier run has left of it excepted. Raises DataError when there is too little
+        text."""
+        made_of, largest = self._made_of(tokenizer), largest_id(tokenizer)
+        if self.split != "train":
+            rows = torch.from_numpy(self.in_memory(tokenizer))
+            write_sequences(rows, folder, largest_id=largest, shard_tokens=shard_tokens, made_of=made_of)
+            return
+        check_end_token(tokenizer)
+        writer = TokenSetWriter(folder, Layout.of(self.sequences, self.sequence_length, largest, shard_tokens, made_of))
+        told = Progress(f"tokenising {self.split} of {self.source}", self.sequences * self.sequence_length)
+        for run in writer.missing():
+            start = writer.start(run[0])
+            texts = islice(self._texts(), start.documents, None)  # passed over, not tokenised again
+            self._write_run(writer, run, TokenReader(tokenise(blocks(texts), tokenizer), start), told)
+        writer.finish()
 
+    def _write_run(self, writer: TokenSetWriter, run: list[int], reader: TokenReader, told: Progress) -> None:
+        length, layout = self.sequence_length, writer.layout
+        done = run[0] * layout.sequences_per_shard * length
+        told.begin(done)
+        for number in run:
+            wanted = layout.rows(number) * length
+            ids = reader.take(wanted)
+            if len(ids) < wanted:
+                raise self._too_few(done + len(ids), reader.place.documents)
+            writer.write(number, ids.reshape(-1, length), reader.place)
+            told(done := done + wanted)
 
-def _build(
-    corpus: Corpus,
-    tokenizer: Any,
-    split: Split,
-    tokens: int,
-    sequence_length: int,
-    seed: int = 0,
-    text_field: str = "text",
-) -> Tensor:
-    _check(split, tokens, sequence_length)
-    if tokenizer.eos_token_id is None:
-        raise DataError("the tokenizer has no end token to join documents with; set tokenizer.eos_token")
-    order = None if split == "eval" else seed + (CALIBRATION_SEED if split == "calibration" else 0)
-    texts = corpus.documents("held_out" if split == "eval" else "train", text_field, order)
-    length, wanted = sequence_length, tokens // sequence_length
-    pool = max(tokens, {"train": 0, "eval": POOL, "calibration": min(POOL, CALIBRATION_SPREAD * tokens)}[split])
-    ids, documents = _tokenise(texts, tokenizer, pool)
-    there = ids.numel() // length
-    if there < wanted:
-        raise DataError(
-            f"{corpus.source}: {split} needs {wanted} sequences of {length} tokens ({wanted * length}), found {there} "
-            f"({ids.numel()} tokens in {documents} documents); ask for fewer tokens or give more text"
+    def _too_few(self, tokens: int, documents: int) -> DataError:
+        wanted, length = self.sequences, self.sequence_length
+        return DataError(
+            f"{self.source}: {self.split} needs {wanted} sequences of {length} tokens ({wanted * length}), found "
+            f"{tokens // length} ({tokens} tokens in {documents} documents); ask for fewer tokens or give more text"
         )
-    sequences = ids[: there * length].view(there, length)
-    if split != "train":
-        sequences = sequences[torch.arange(wanted) * there // wanted]
-    return sequences[:wanted].clone()
 
 
-def _tokenise(texts: Iterator[str], tokenizer: Any, limit: int) -> tuple[Tensor, int]:
-    """Ids of all documents, each followed by the end token, until `limit` is reached; int32, and the document count."""
-    pieces = [torch.empty(0, dtype=torch.int32)]
-    total = documents = 0
-    while total < limit and (batch := list(islice(texts, DOCUMENTS_AT_ONCE))):
-        # verbose=False: a document may be longer than the model's context, since it is cut afterwards
-        for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
-            pieces.append(torch.tensor([*ids, tokenizer.eos_token_id], dtype=torch.int32))
-            total += pieces[-1].numel()
-        documents += len(batch)
-    return torch.cat(pieces), documents
+def load_sequences(source: str, tokenizer: Any, *, cache_dir: str | Path | None = None, **cut: Any) -> Tensor:
+    """The sequences of `TextCut(source, **cut)` in memory, `[N, T]` int64; without `cache_dir` none are kept."""
+    if cache_dir is not None:
+        return read_sequences(token_set(TextCut(source, **cut), tokenizer, cache_dir))[:]
+    return torch.from_numpy(TextCut(source, **cut).in_memory(tokenizer)).long()
+
+
+def token_set(
+    cut: TextCut,
+    tokenizer: Any,
+    cache_dir: str | Path,
+    *,
+    tokenise: Tokenise = tokenise_here,
+    shard_tokens: int = SHARD_TOKENS,
+) -> Path:
+    """The folder in `cache_dir` with the sequences of `cut`, for `read_sequences`; made unless it is there.
+
+    A run that was killed is gone on with. Whatever `tokenise`, the set is the same. Raises DataError when there is too
+    little text.
+    """
+    folder = cut.folder(tokenizer, cache_dir, shard_tokens)
+    if not is_complete(folder):
+        cut.write(tokenizer, folder, shard_tokens, tokenise)
+    return folder
 
 
 class BatchStream:
     """Endless shuffled epochs over `sequences [N, T]`: `next()` gives this worker's rows of a step, `[B / W, T]` int64.
 
     Worker r of W gets rows r B/W to (r + 1) B/W of the step, so that all together see what one worker would. An epoch's
-    remainder begins the next one's first step. The state is a position, so resuming is exact, with any W.
+    remainder begins the next one's first step. The state is a position, so resuming is exact, with any W. Of a set on
+    disk only this worker's rows are read; memory holds the order of one epoch, 8 N bytes.
     """
 
     def __init__(
-        self, sequences: Tensor, batch_size: int, *, rank: int = 0, world_size: int = 1, seed: int = 0
+        self,
+        sequences: Tensor | TokenSequences,
+        batch_size: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
     ) -> None:
-        if sequences.ndim != 2 or not len(sequences):
+        if len(sequences.shape) != 2 or not len(sequences):
             raise ValueError(f"sequences must be [N, T] with at least one row, got shape {tuple(sequences.shape)}")
         if batch_size < 1 or batch_size % world_size:
             raise ValueError(f"batch_size must be a multiple of the {world_size} workers, got {batch_size}")

@@ -133,7 +133,7 @@ def test_everything_written_has_the_permissions_of_the_umask(mask: int, source: 
         made = checkpoint.save(convert(checkpoint.load(source), UNIFORM), out / "made", source)
         export.export(made, "gqa", out / "exported", source)
         write_shard(out / "shard.safetensors", {"a": torch.zeros(2)})
-        write_sequences(torch.zeros(2, 4), out / "sequences.safetensors")
+        write_sequences(torch.zeros(2, 4), out / "sequences")
         write_whole(out / "prices.npz", b"1")
     found = {path: stat.S_IMODE(path.stat().st_mode) for path in (out, *out.rglob("*"))}
     assert len(found) > 15

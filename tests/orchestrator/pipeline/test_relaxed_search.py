@@ -35,9 +35,9 @@ def context(tmp_path: Path, demo_dir: Path) -> TrialContext:
         folder=str(tmp_path),
         model=str(demo_dir),
         dtype="float32",
-        train_file="/text/train.safetensors",
-        eval_file="/text/eval.safetensors",
-        calibration_file="/text/calibration.safetensors",
+        train_file="/text/train",
+        eval_file="/text/eval",
+        calibration_file="/text/calibration",
         calibration_cache=str(tmp_path / "cache"),
         rungs=(0, 10, 50, 100),
         train=TrainSettings(batch_size=4).model_dump(mode="json"),
@@ -150,7 +150,7 @@ def test_search_phases_are_told_apart_by_all_that_they_rest_on(context: TrialCon
     others = [
         context.search_phase(dataclasses.replace(candidate, seed=1)),
         context.search_phase(Candidate(recipe("dha", **{"objective.steps": 5}), 0.25, 1e-3)),
-        dataclasses.replace(context, train_file="/text/other.safetensors").search_phase(candidate),
+        dataclasses.replace(context, train_file="/text/other").search_phase(candidate),
     ]
     assert len({phase.file(tmp_path) for phase in (first, *others) if phase}) == 4
     found = {side: np.random.default_rng(0).random((2, 4, 4), dtype=np.float32) for side in ("key", "value")}

@@ -77,7 +77,7 @@ def folder(tmp_path: Path, tiny_model: Any) -> SearchFolder:
         own = found.trial(name)
         checkpoint.save(conversion.convert(base, plan(layer)), own / "trained")
         (own / "plan.json").write_text(plan(layer).to_json())
-    write_sequences(torch.arange(48).reshape(3, 16) % 64, tmp_path / "eval.safetensors")
+    write_sequences(torch.arange(48).reshape(3, 16) % 64, tmp_path / "eval")
     write_json(found.original, {"loss": 2.0, "model": str(tmp_path / "base")})
     write_json(found.state, {"parent_run": "none"})
     found.snapshot.write_text("name: small\n")
@@ -91,7 +91,7 @@ def context(tmp_path: Path, folder: SearchFolder) -> TrialContext:
         model=str(tmp_path / "base"),
         dtype="float32",
         train_file="",
-        eval_file=str(tmp_path / "eval.safetensors"),
+        eval_file=str(tmp_path / "eval"),
         calibration_file="",
         calibration_cache="",
         rungs=(0, 4),
@@ -140,7 +140,7 @@ def test_the_export_has_the_dtype_of_the_checkpoint_and_agrees_with_the_rounded_
     assert candidate.checks["cache_bytes_measured"] == candidate.kv_bytes_per_token * candidate.checks["cache_tokens"]
     exported = checkpoint.load(candidate.model or "")
     assert exported.dtype == torch.bfloat16
-    shipped = evaluate(exported.float(), read_sequences(context.eval_file))
+    shipped = evaluate(exported.float(), read_sequences(context.eval_file)[:])
     assert candidate.checks["exported_loss"] == pytest.approx(shipped.loss, abs=1e-6)
 
 
@@ -471,7 +471,7 @@ def test_a_version_tells_where_it_comes_from(
     context = dataclasses.replace(context, train_file=context.eval_file)
     (candidate,) = promoted(config, context, folder, tracker, parent)["candidates"].values()
     tags = tracker.client.get_model_version_by_alias("small", "kv50").tags
-    data = hashlib.sha256(Path(context.train_file).read_bytes()).hexdigest()[:16]
+    data = read_sequences(context.train_file).digest[:16]
     expected = {
         "base_digest": "aa",
         "search": "small",

@@ -60,7 +60,7 @@ def test_tasks_leave_what_one_process_leaves(
     tokens = load_sequences(
         "stdlib", loading.load_tokenizer(demo_dir), split="calibration", tokens=512, sequence_length=64
     )
-    file = tmp_path / "tokens.safetensors"
+    file = tmp_path / "tokens"
     write_sequences(tokens, file)
     base = TrialContext(
         folder=str(tmp_path), model=str(demo_dir), dtype="float32", train_file=str(file), eval_file=str(file),

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from orchestrator.cli.searches import _split
-from orchestrator.config.schema import ConfigError, parse_config
-from orchestrator.search.validation import validate_search
+from orchestrator.config.schema import ConfigError, load_config, parse_config
+from orchestrator.search.validation import check_epochs, validate_search
 from orchestrator.storage.paths import SearchFolder, storage_path
+from trainers.text.token_sets import is_complete
 
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SMALL = {"sequence_length": 32, "train": {"tokens": 640}, "eval": {"tokens": 320}, "calibration": {"tokens": 320}}
 
 
@@ -123,7 +125,34 @@ def test_a_sound_configuration_gives_candidates_and_token_files(demo_dir: Path, 
     names = [(c.recipe.name, c.kv_ratio) for c in prepared.problem.named]
     assert names == [("gqa", 0.5), ("gqa", 0.25), ("headfold", 0.5), ("headfold", 0.25)]
     assert set(prepared.files) == {"train", "eval", "calibration"} and len(set(prepared.files.values())) == 3
-    assert all(file.is_file() for file in prepared.files.values())
+    assert all(map(is_complete, prepared.files.values()))
+    assert prepared.reused == ()
+    again = validate_search(parse_config(record(demo_dir, tmp_path, search={"seed": 1})))
+    assert again.reused == ("eval",), "held-out text is the same whatever the seed"
+    assert validate_search(parse_config(record(demo_dir, tmp_path))).reused == ("train", "eval", "calibration")
+
+
+def test_a_text_is_trained_on_once_unless_more_is_asked_for(demo_dir: Path, tmp_path: Path) -> None:
+    def check(steps: int, promoted: int, **data: Any) -> None:
+        sections = {"rungs": {"steps": [0, steps]}, "promotion": {"steps": promoted}, "data": SMALL | data}
+        check_epochs(parse_config(record(demo_dir, tmp_path, **sections)))
+
+    check(2, 0)  # 16 of 20 sequences
+    check(2, 1, max_epochs=1.2)  # 24
+    for steps, promoted in ((3, 0), (2, 1)):
+        with pytest.raises(ConfigError) as caught:
+            check(steps, promoted)
+        assert str(caught.value) == (
+            "data.train.tokens: all steps take 24 sequences of 32 tokens, 768 tokens, 1.2 times the 640 of the text; "
+            "set data.train.tokens to 768, or data.max_epochs to 2 to train on the same text again"
+        )
+    check(3, 0, train={"tokens": 768})
+    check(3, 0, max_epochs=2)
+
+
+@pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_no_configuration_of_ours_sees_a_text_twice_unasked(config: Path) -> None:
+    check_epochs(load_config(config))
 
 
 # ---- folders ----------------------------------------------------------------------------------------------------

@@ -88,12 +88,12 @@ def job(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> TrainJob:
     checkpoint.save(tiny_model("llama"), folder / "model")
     generator = torch.Generator().manual_seed(0)
     for name, rows in (("train", 40), ("eval", 4)):
-        write_sequences(torch.randint(64, (rows, 16), generator=generator), folder / f"{name}.safetensors")
+        write_sequences(torch.randint(64, (rows, 16), generator=generator), folder / name)
     group_of_one()
     return TrainJob(
         model_dir=str(folder / "model"),
-        train_file=str(folder / "train.safetensors"),
-        eval_file=str(folder / "eval.safetensors"),
+        train_file=str(folder / "train"),
+        eval_file=str(folder / "eval"),
         out_dir=str(folder / "plain" / "out"),
         storage_path=str(folder / "store"),
         run_name="regrouped",

@@ -41,13 +41,13 @@ def job(ray_cluster: None, tiny_model: Any, tmp_path_factory: pytest.TempPathFac
     """An unconverted tiny model; two stages of DHA of 30 steps each, then 10 steps of recovery."""
     folder = tmp_path_factory.mktemp("relaxed")
     checkpoint.save(tiny_model("llama"), folder / "model")
-    write_sequences(patterns(200, 0), folder / "train.safetensors")
-    write_sequences(patterns(21, 1), folder / "eval.safetensors")
+    write_sequences(patterns(200, 0), folder / "train")
+    write_sequences(patterns(21, 1), folder / "eval")
     return TrainJob(
         model_dir=str(folder / "model"),
         teacher_dir=str(folder / "model"),
-        train_file=str(folder / "train.safetensors"),
-        eval_file=str(folder / "eval.safetensors"),
+        train_file=str(folder / "train"),
+        eval_file=str(folder / "eval"),
         out_dir=str(folder / "whole" / "out"),
         storage_path=str(folder / "store"),
         run_name="relaxed-whole",

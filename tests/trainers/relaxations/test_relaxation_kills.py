@@ -62,7 +62,7 @@ def run_all(asked: list[tuple[str, int, int]], tiny_model: Any, folder: Path) ->
     checkpoint.save(tiny_model("llama", attention_bias=True), folder / "model")
     generator = torch.Generator().manual_seed(0)
     for name, rows in (("train", 100), ("eval", 8)):
-        write_sequences(torch.randint(0, 64, (rows, 16), generator=generator), folder / f"{name}.safetensors")
+        write_sequences(torch.randint(0, 64, (rows, 16), generator=generator), folder / name)
     cases = []
     for name, stage, workers in asked:
         plan = SHARED if "shares" in RELAXATION.get(name).needs else GROUPED
@@ -74,8 +74,8 @@ def run_all(asked: list[tuple[str, int, int]], tiny_model: Any, folder: Path) ->
         job = TrainJob(
             model_dir=str(folder / "model"),
             teacher_dir=str(folder / "model"),
-            train_file=str(folder / "train.safetensors"),
-            eval_file=str(folder / "eval.safetensors"),
+            train_file=str(folder / "train"),
+            eval_file=str(folder / "eval"),
             out_dir=str(folder / "unused"),
             storage_path=str(folder / "unused"),
             run_name="unused",

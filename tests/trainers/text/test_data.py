@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from trainers.evaluation import evaluate
-from trainers.text import data
 from trainers.text.corpora import DataError, held_out, resolve
-from trainers.text.data import load_sequences, read_sequences, sequence_file, write_sequences
+from trainers.text.data import TextCut, load_sequences, token_set
+from trainers.text.token_sets import read_sequences
 
 SENTENCES = [f"document {n}: " + " ".join(f"word{(n * k) % 97}" for k in range(30)) for n in range(400)]
 
@@ -129,42 +129,24 @@ def test_a_split_of_another_name_is_wholly_held_out(jsonl: Path, demo_tokenizer:
 def test_cache_answers_without_tokenising_and_notices_changes(tmp_path: Path, demo_tokenizer: Any) -> None:
     source = tmp_path / "text.jsonl"
     source.write_text("".join(json.dumps({"text": s}) + "\n" for s in SENTENCES))
-    settings: dict[str, Any] = {"split": "train", "tokens": 1024, "sequence_length": 64, "cache_dir": tmp_path / "c"}
-    file = sequence_file(str(source), demo_tokenizer, **settings)
-    stamp = file.stat().st_mtime_ns
-    assert torch.equal(read_sequences(file), load(source, demo_tokenizer, tokens=1024))
-    assert sequence_file(str(source), demo_tokenizer, **settings) == file
-    assert file.stat().st_mtime_ns == stamp
-    assert sequence_file(str(source), demo_tokenizer, **{**settings, "seed": 1}) != file
+
+    def folder(seed: int = 0) -> Path:
+        return token_set(TextCut(str(source), "train", 1024, 64, seed), demo_tokenizer, tmp_path / "cache")
+
+    first = folder()
+    stamps = {file: file.stat().st_mtime_ns for file in first.iterdir()}
+    assert torch.equal(read_sequences(first)[:], load(source, demo_tokenizer, tokens=1024))
+    assert folder() == first
+    assert {file: file.stat().st_mtime_ns for file in first.iterdir()} == stamps
+    assert folder(seed=1) != first
     os.utime(source, ns=(time.time_ns(), time.time_ns() + 10**9))
-    assert sequence_file(str(source), demo_tokenizer, **settings) != file
-    assert not list((tmp_path / "c").glob("*.new"))
-
-
-def test_a_failing_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "x.safetensors"
-    write_sequences(torch.arange(6).view(2, 3), file)
-
-    def broken(tensors: Any, name: str) -> None:
-        Path(name).write_bytes(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(data, "save_file", broken)
-    with pytest.raises(OSError, match="disk full"):
-        write_sequences(torch.zeros(2, 3), file)
-    assert read_sequences(file).tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert [f.name for f in tmp_path.iterdir()] == ["x.safetensors"]
-
-
-def test_a_missing_file_of_sequences_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nothing at .*none\.safetensors"):
-        read_sequences(tmp_path / "none.safetensors")
+    assert folder() != first
 
 
 @pytest.mark.parametrize(
     ("source", "more", "message"),
     [
-        ("{file}", {"tokens": 10**6}, r"needs 15625 sequences of 64 tokens.*found \d+ \(\d+ tokens in \d+ documents\)"),
+        ("{file}", {"tokens": 10**5}, r"needs 1562 sequences of 64 tokens.*found \d+ \(\d+ tokens in \d+ documents\)"),
         ("{file}", {"tokens": 10}, "10 tokens do not fill one sequence of 64"),
         ("{file}", {"length": 1}, "sequence_length must be at least 2"),
         ("{file}", {"split": "test"}, "split must be one of"),

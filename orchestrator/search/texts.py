@@ -1,0 +1,74 @@
+"""The texts of a search as token sets, which lie in the storage for all its searches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from orchestrator.cluster.tokenising import tokeniser
+from orchestrator.config.schema import SearchConfig
+from orchestrator.conversion import loading
+from trainers.text.corpora import DataError
+from trainers.text.data import SMALL, SPLITS, Split, TextCut, token_set
+from trainers.text.token_sets import is_complete
+
+PROMOTION = "promotion"
+"""Beside the splits: the training text of a promotion that has its own."""
+
+
+@dataclass(frozen=True)
+class SearchTexts:
+    """Which text each split is cut from. `cache`: folder of token sets."""
+
+    model: str
+    tokenizer: Any
+    cache: Path
+    cuts: dict[str, TextCut]
+
+    @classmethod
+    def check(cls, config: SearchConfig, cache: Path) -> SearchTexts:
+        """Everything that can be wrong and is known before a text is read. Raises DataError naming split and source."""
+        cuts, length, field = {}, config.data.sequence_length, config.data.text_field
+        texts: dict[str, tuple[Split, str, int]] = {split: (split, *config.data.section(split)) for split in SPLITS}
+        if (fresh := config.promotion.data) is not None:
+            texts[PROMOTION] = "train", fresh.source or config.data.source, fresh.tokens
+        for name, (split, source, tokens) in texts.items():
+            with _named(name, source):
+                cuts[name] = TextCut(source, split, tokens, length, config.search.seed, field)
+                cuts[name].check()
+        return cls(config.model.path, loading.load_tokenizer(config.model.path), cache, cuts)
+
+    @cached_property
+    def folders(self) -> dict[str, Path]:
+        """Where each split's token set lies, or will."""
+        return {split: cut.folder(self.tokenizer, self.cache) for split, cut in self.cuts.items()}
+
+    def there(self) -> list[str]:
+        """Splits whose token set needs no more work."""
+        return [split for split, folder in self.folders.items() if is_complete(folder)]
+
+    def make_small(self) -> None:
+        """Tokenise, in this process, what is not there and has SMALL tokens or fewer. Raises DataError."""
+        for split, cut in self.cuts.items():
+            if cut.tokens <= SMALL:
+                with _named(split, cut.source):
+                    token_set(cut, self.tokenizer, self.cache)
+
+    def make_all(self) -> None:
+        """Tokenise what is not there on all CPUs of the cluster that this process is connected to. Raises DataError."""
+        for split, cut in self.cuts.items():
+            with _named(split, cut.source):
+                token_set(cut, self.tokenizer, self.cache, tokenise=tokeniser(self.model, cut.tokens))
+
+
+@contextmanager
+def _named(split: str, source: str) -> Iterator[None]:
+    try:
+        yield
+    except DataError as error:
+        key = "promotion.data" if split == PROMOTION else f"data.{split}"
+        raise DataError(f"{key}: source {source!r}: {error}") from None

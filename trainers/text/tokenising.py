@@ -1,0 +1,148 @@
+"""Documents to token ids, block by block, so that several processes can work on one text and the result is the same.
+
+A text is the concatenation of its documents, each followed by the end token. It is tokenised in blocks of documents
+(`tokenise`, which a process of any machine can do for any block) and cut at any token (`TokenReader`): which block was
+tokenised where, and how many at a time, changes no token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainers.text.corpora import DataError
+from trainers.text.token_sets import Place
+
+DOCUMENTS_AT_ONCE = 256
+BLOCK_CHARACTERS = 1_000_000  # a block ends with the document that reaches it
+TELL_SECONDS = 10.0
+
+
+class Block(NamedTuple):
+    """Token ids `[n]` int32 of some documents, each with the end token, and where each of them ends in `ids`."""
+
+    ids: np.ndarray
+    ends: np.ndarray
+
+
+Tokenise = Callable[[Iterable[list[str]], Any], Iterator[Block]]
+"""`tokenise(blocks, tokenizer)`: the tokens of each block of documents, in the order of the blocks."""
+
+
+def blocks(texts: Iterator[str]) -> Iterator[list[str]]:
+    """Documents in lists. No list goes beyond a multiple of DOCUMENTS_AT_ONCE documents."""
+    block: list[str] = []
+    characters = 0
+    for number, text in enumerate(texts, start=1):
+        block.append(text)
+        characters += len(text)
+        if number % DOCUMENTS_AT_ONCE == 0 or characters >= BLOCK_CHARACTERS:
+            yield block
+            block, characters = [], 0
+    if block:
+        yield block
+
+
+def tokenise(texts: list[str], tokenizer: Any) -> Block:
+    """The tokens of one block: of nothing but the block and the tokenizer."""
+    # verbose=False: a document may be longer than the model's context, since it is cut afterwards
+    rows = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    documents = [np.array([*row, tokenizer.eos_token_id], dtype=np.int32) for row in rows]
+    return Block(np.concatenate(documents), np.cumsum([len(ids) for ids in documents]))
+
+
+def tokenise_here(texts: Iterable[list[str]], tokenizer: Any) -> Iterator[Block]:
+    """In this process, one block after the other."""
+    return (tokenise(block, tokenizer) for block in texts)
+
+
+class TokenReader:
+    """Takes runs of tokens from blocks, and knows where in the text it is. The blocks begin with the document of
+    `start`."""
+
+    def __init__(self, tokens: Iterator[Block], start: Place) -> None:
+        self._blocks, self._before, self._at = tokens, start.documents, start.tokens
+        self._ids, self._ends = np.empty(0, np.int32), np.empty(0, np.int64)
+
+    def take(self, count: int) -> np.ndarray:
+        """The next `count` tokens, int32; fewer where the text ends."""
+        taken, done = np.empty(count, np.int32), 0
+        while done < count and (self._at < len(self._ids) or self._advance()):
+            piece = self._ids[self._at : self._at + count - done]
+            taken[done : done + len(piece)] = piece
+            done += len(piece)
+            self._at += len(piece)
+        return taken[:done]
+
+    def _advance(self) -> bool:
+        """To the next block, if there is one."""
+        block = next(self._blocks, None)
+        if block is None:
+            return False
+        self._at -= len(self._ids)
+        self._before += len(self._ends)
+        self._ids, self._ends = block
+        return True
+
+    @property
+    def place(self) -> Place:
+        """Before the next token."""
+        done = int(np.searchsorted(self._ends, self._at, side="right"))
+        return Place(self._before + done, self._at - (int(self._ends[done - 1]) if done else 0))
+
+
+def pool(tokens: Iterator[Block], limit: int) -> tuple[np.ndarray, int]:
+    """All tokens of the first documents that have `limit` together, of a multiple of DOCUMENTS_AT_ONCE; and how many
+    documents that are."""
+    ids, documents, total = [np.empty(0, np.int32)], 0, 0
+    for block in tokens:
+        ids.append(block.ids)
+        documents += len(block.ends)
+        total += len(block.ids)
+        if total >= limit and documents % DOCUMENTS_AT_ONCE == 0:
+            break
+    return np.concatenate(ids), documents
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """SHA-256 of all that decides how a tokenizer cuts text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    state = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return hashlib.sha256(f"{type(tokenizer).__name__}|{tokenizer.eos_token_id}|{state}".encode()).hexdigest()
+
+
+def largest_id(tokenizer: Any) -> int:
+    return max(tokenizer.get_vocab().values())
+
+
+def check_end_token(tokenizer: Any) -> None:
+    """Raises DataError for a tokenizer that has none."""
+    if tokenizer.eos_token_id is None:
+        raise DataError("the tokenizer has no end token to join documents with; set tokenizer.eos_token")
+
+
+class Progress:
+    """A line on stderr every few seconds: how much of a text is tokenised, and the time that is left."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total, self._first = what, total, 0
+        self._began = self._told = time.monotonic()
+
+    def begin(self, done: int) -> None:
+        """`done` tokens are there already."""
+        self._first, self._began = done, time.monotonic()
+
+    def __call__(self, done: int) -> None:
+        now = time.monotonic()
+        if now - self._told < TELL_SECONDS or done <= self._first:
+            return
+        self._told = now
+        left = timedelta(seconds=round((now - self._began) * (self._total - done) / (done - self._first)))
+        print(f"{self._what}: {done} of {self._total} tokens ({done / self._total:.0%}), {left} left", file=sys.stderr)
