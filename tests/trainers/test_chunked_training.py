@@ -58,10 +58,12 @@ def test_one_worker_trains_as_with_all_logits(
         engine.close()
     (losses, weights, held_out), (again, others, after) = runs
     near = 2e-4 if dtype == "float32" else 0.05
-    assert losses[0] - losses[-1] > 0.1
     assert (again, after) == (pytest.approx(losses, abs=near), pytest.approx(held_out, abs=near))
-    for name, tensor in weights.items():
-        torch.testing.assert_close(others[name], tensor, atol=near, rtol=0)
+    moved = [(tensor.float() - start.state_dict()[name]).abs().max() for name, tensor in weights.items()]
+    assert max(moved) > 5e-3  # so that a step of the wrong size would show
+    if dtype == "float32":  # the last bit of a gradient in bfloat16 may turn a step of Adam's around
+        for name, tensor in weights.items():
+            torch.testing.assert_close(others[name], tensor, atol=near, rtol=0)
 
 
 @pytest.mark.extended
