@@ -31,7 +31,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CASES = [
     (0, "float32", {}),
     (3, "float32", {}),
-    (3, "bfloat16", {}),
+    extended(3, "bfloat16", {}),
     (2, "float32", {"tuning": "lora", "lora_rank": 2}),
     extended(3, "float32", {"tuning": "lora", "lora_rank": 2}),
     extended(1, "bfloat16", {}),
@@ -39,7 +39,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("stage", "dtype", "more"), CASES)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, extended(True)])
 def test_one_worker_trains_as_with_all_logits(
     tiny_model: Any, monkeypatch: pytest.MonkeyPatch, stage: Any, dtype: Any, more: dict[str, Any], tied: bool
 ) -> None:

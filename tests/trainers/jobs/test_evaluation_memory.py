@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from parameters import extended
 from test_carrying import Alone
 from transformers import LlamaForCausalLM
 
@@ -20,7 +21,7 @@ from trainers.settings import TrainSettings
 PLAN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)),) * 2, head_dim=8)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [3, extended(1)])
 def test_an_evaluation_out_of_memory(
     tiny_job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
 ) -> None:
