@@ -23,7 +23,8 @@ from attention.plan import LayerPlan
 
 @dataclass(frozen=True)
 class Family:
-    """How one architecture keeps its heads.
+    """How one architecture keeps its heads. Its logits must be what `get_output_embeddings()` returns, unchanged
+    (`attention.modeling.predictions`).
 
     `attention_modules(model)`: the attention module of each layer, in order.
     `read(module, geometry)`: its heads as stored (num_kv_heads keys and values), same dtype, no copy promised.
