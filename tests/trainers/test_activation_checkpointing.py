@@ -64,23 +64,25 @@ def assert_alike(model: Any, ids: Tensor, **given: Any) -> None:
         torch.testing.assert_close(others[name], tensor, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("family", [f if f in ("llama", "gpt2") else extended(f) for f in families()])
 def test_every_family(tiny_model: Any, ids: Tensor, family: str) -> None:
     assert_alike(tiny_model(family), ids)
 
 
-@pytest.mark.parametrize("plan", [UNEVEN, SHARED, COMPOSED], ids=["uneven", "shared", "composed"])
+@pytest.mark.parametrize(
+    "plan", [extended(UNEVEN, id="uneven"), extended(SHARED, id="shared"), pytest.param(COMPOSED, id="composed")]
+)
 @pytest.mark.parametrize("stage", [extended(1), 3])
 def test_every_kind_of_converted_model(tiny_model: Any, ids: Tensor, plan: AttentionPlan, stage: int) -> None:
     assert_alike(convert(tiny_model("llama"), plan), ids, zero_stage=stage)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [extended(1), 3])
 def test_adapters(tiny_model: Any, ids: Tensor, stage: int) -> None:
     assert_alike(convert(tiny_model("llama"), UNEVEN), ids, zero_stage=stage, tuning="lora", lora_rank=4)
 
 
-@pytest.mark.parametrize("name", ["lagrangian", "hard_concrete"])
+@pytest.mark.parametrize("name", [extended("lagrangian"), "hard_concrete"])
 @pytest.mark.parametrize("stage", [extended(1), 3])
 def test_relaxations(tiny_model: Any, ids: Tensor, name: str, stage: int) -> None:
     assert_alike(tiny_model("llama"), ids, spec=RelaxationSpec(name, (UNEVEN.to_json(),), STEPS), zero_stage=stage)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from parameters import extended
 from torch import Tensor
 
 from orchestrator.config.schema import ConfigError
@@ -67,7 +68,7 @@ def test_it_reaches_the_engine(engine: Any, ids: Tensor) -> None:
     assert losses(changed, ids) != losses(plain, ids)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, extended(3)])
 def test_an_optimiser_in_cpu_memory_trains_alike(engine: Any, ids: Tensor, stage: int) -> None:
     """Where there is no GPU, torch's Adam serves; on one it gives way to DeepSpeed's, which is compiled."""
     given = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}}
