@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from attention.axes import ALIGNMENT, FUSION
 from attention.calibration.calibration import calibrate, silent
-from attention.calibration.moments import LayerStatistics
+from attention.calibration.moments import LayerStatistics, packed
 from attention.calibration.store import Calibration
 from attention.conversion.conversion import convert
 from attention.conversion.fusion.costs import KeyCost, ValueCost
@@ -127,7 +127,9 @@ def test_means_by_hand() -> None:
     assert fused.k.flatten().tolist() == [1, 5] and fused.v.flatten().tolist() == [4]
     assert torch.equal(fused.q, heads.q) and torch.equal(fused.o, heads.o)
     moment = torch.tensor([[4.0, 0], [0, 1]], dtype=torch.float64)  # x of mean square 4, mean 0
-    statistics = LayerStatistics(10, moment, moment.float().repeat(3, 1, 1), torch.zeros(3, 1, 1), torch.zeros(0, 0, 1))
+    statistics = LayerStatistics(
+        10, moment, packed(moment.float().repeat(3, 1, 1)), torch.zeros(3, 1, 1), torch.zeros(0, 0, 1)
+    )
     restored = norm_restored_fuse(heads, plan, statistics)
     # Keys 3 and -1: mean square 5; values 2, 4, 6: 56 / 3. The scale of x drops out.
     torch.testing.assert_close(restored.k.flatten(), torch.tensor([5**0.5, 5.0]))
@@ -138,7 +140,9 @@ def test_a_mean_that_vanishes_is_not_blown_up() -> None:
     ones = torch.ones(2, 1, 1)
     heads = LayerHeads(ones, torch.tensor([1.0, -1.0]).view(2, 1, 1), ones, ones)
     moment = torch.eye(2, dtype=torch.float64)
-    statistics = LayerStatistics(10, moment, moment.float().repeat(2, 1, 1), torch.zeros(2, 1, 1), torch.zeros(0, 0, 1))
+    statistics = LayerStatistics(
+        10, moment, packed(moment.float().repeat(2, 1, 1)), torch.zeros(2, 1, 1), torch.zeros(0, 0, 1)
+    )
     assert norm_restored_fuse(heads, LayerPlan((0, 0), (0, 0)), statistics).k.flatten().tolist() == [0]
 
 
@@ -376,7 +380,7 @@ def test_two_keys_by_hand() -> None:
     both = torch.stack([eye, eye])
     heads = LayerHeads(both, torch.stack([eye, 2 * turn]), both, both)
     moment = torch.eye(3, dtype=torch.float64)
-    statistics = LayerStatistics(9, moment, moment.float().repeat(2, 1, 1), both.double(), torch.zeros(0, 0, 2))
+    statistics = LayerStatistics(9, moment, packed(moment.float().repeat(2, 1, 1)), both.double(), torch.zeros(0, 0, 2))
     geometry = HeadGeometry("llama", 1, 2, 2, 2, 2, RotaryLayout(2, 2), False, False, False, False, False, 8, 8)
     plan = LayerPlan((0, 0), (0, 1))
     fused = least_squares_fuse(heads, plan, statistics, geometry)
