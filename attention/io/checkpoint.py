@@ -33,7 +33,7 @@ PLAN_FILE = "headfold.json"
 ORIGINAL = "original"  # in that file: what the checkpoint was converted from
 
 
-def write_atomically(folder: str | Path, write: Callable[[Path], None], *, overwrite: bool = True) -> Path:
+def write_atomically(folder: str | Path, write: Callable[[Path], object], *, overwrite: bool = True) -> Path:
     """Call `write` on an empty folder beside `folder`, then swap it in. A killed write leaves the old folder.
 
     See `put_in_place` for what may be replaced.
