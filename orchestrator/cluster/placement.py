@@ -92,7 +92,8 @@ def _options(cpus: float, gpus: float, accelerator_type: str | None) -> dict[str
 def run_task(options: Mapping[str, Any], function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function in a Ray task with these options of `ray.remote`, and wait for it. The task ends with whoever
     waits, however that ends; one that loses its machine is tried again, once."""
-    task: Any = ray.remote(max_retries=1, **options)(function)
+    # Tune keeps what a trial starts within the trial's own bundle, unless it is told
+    task: Any = ray.remote(max_retries=1, scheduling_strategy="DEFAULT", **options)(function)
     reference = task.remote(*arguments)
     try:
         return ray.get(reference)

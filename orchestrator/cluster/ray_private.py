@@ -56,7 +56,9 @@ def autoscaling_config(gcs_address: str) -> dict[str, Any]:
     """
     found: Any = _read_config(gcs_address)
     if found is None:  # this is not the head node
-        task: Any = ray.remote(num_cpus=0, resources={ON_HEAD: 0.001})(_read_config)
+        # From within a trial: not on the trial's own node
+        options: Any = {"num_cpus": 0, "resources": {ON_HEAD: 0.001}, "scheduling_strategy": "DEFAULT"}
+        task: Any = ray.remote(**options)(_read_config)
         found = ray.get(task.remote(gcs_address))
     return found or {}
 

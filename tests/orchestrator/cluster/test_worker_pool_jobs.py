@@ -202,7 +202,7 @@ def test_a_group_of_two_takes_jobs_of_every_kind(pool: str, job: TrainJob, whole
     assert train_on_pool(pool, alone, lambda r: told.append(r["step"]))["relaxation_steps"] == 4
     assert told == [0]  # no recovery: what the relaxation came to is the one report
     (group,) = state(pool)["groups"].values()
-    assert group == {"shape": (2, 0.9, 0.0), "jobs": 7, "busy": False}
+    assert group == {"shape": Shape(2, 0.9, 0.0), "jobs": 7, "busy": False}
 
 
 @pytest.mark.extended
