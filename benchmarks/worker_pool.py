@@ -65,7 +65,7 @@ def demo_context(folder: Path, workers: int, rungs: tuple[int, ...]) -> TrialCon
         train=settings.model_dump(mode="json"),
         original_loss=2.0,
     )
-    context.calibration(read_sequences(files["calibration"]))
+    context.calibration(read_sequences(files["calibration"])[:])
     return context
 
 

@@ -5,7 +5,7 @@ Legend: H query heads, G KV heads, d head dim, D model dim, e = D + 1.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 
@@ -14,7 +14,7 @@ from attention.geometry import HeadGeometry
 SAMPLE_TOKENS = 16_384
 """Tokens whose inputs are kept besides the moments."""
 Mixed = Literal["float32", "bfloat16", "kv_group", "pooled"]
-MIXED: tuple[Mixed, ...] = get_args(Mixed)
+MIXED = cast("tuple[Mixed, ...]", get_args(Mixed))
 """Ways to keep the mixed moments, e (e + 1) / 2 numbers each, from the exact one to the smallest: one a query head in
 float32; the same in bfloat16; in float32 one for the query heads of a KV head, their mean; one for all of a layer."""
 
