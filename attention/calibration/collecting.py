@@ -39,7 +39,8 @@ class Collector:
         self.q_HdD = heads.q.float()
         self.q_bias_Hd = None if heads.q_bias is None else heads.q_bias.float()
         self.norm = getattr(module, family.query_norm) if geometry.qk_norm else None
-        self.num_heads, self.sampled, self.mixed, self.tokens = geometry.num_heads, sampled, mixed, 0
+        self.mixed: Mixed = mixed
+        self.num_heads, self.sampled, self.tokens = geometry.num_heads, sampled, 0
         double: dict[str, Any] = {"dtype": torch.float64, "device": device}
         self.input_sum = torch.zeros(wide, wide, **double)
         self.mixed_sum = torch.zeros(matrices(geometry, mixed), wide, wide, device=device)

@@ -39,5 +39,7 @@ def layer_bytes(geometry: HeadGeometry, tokens: int, mixed: Mixed = "float32") -
 
 def most_exact(geometry: HeadGeometry, tokens: int, limit: float) -> Mixed:
     """The most exact way in which the statistics of all layers take at most `limit` bytes; the smallest if none is."""
-    fitting = (m for m in MIXED if geometry.num_layers * layer_bytes(geometry, tokens, m) <= limit)
-    return next(fitting, MIXED[-1])
+    for mixed in MIXED:
+        if geometry.num_layers * layer_bytes(geometry, tokens, mixed) <= limit:
+            return mixed
+    return MIXED[-1]

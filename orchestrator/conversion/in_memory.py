@@ -130,6 +130,6 @@ class Source:
 def _calibration(request: ConversionRequest, original: PreTrainedModel, sequences: Tensor) -> Calibration:
     """In files where the request names a folder for them, and there a layer at a time; else all in memory."""
     if request.cache_dir is not None:
-        own = {"dtype": request.dtype, "device": request.device}
+        own: dict[str, Any] = {"dtype": request.dtype, "device": request.device}
         return checkpoint_calibration(request.model, sequences, request.cache_dir, **own)
     return calibrate(original, sequences, mixed=chosen(request.geometry, sequences.numel(), available_bytes()))
