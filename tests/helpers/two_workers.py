@@ -1,11 +1,16 @@
-"""Two workers of a training without Ray: forked processes in one group of gloo, each returning what it found."""
+"""Two workers of a training without Ray: processes in one group of gloo, each returning what it found.
+
+They are forked from a process of their own, since a process group of the tests' would be theirs too.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,8 +21,15 @@ import torch.distributed as dist
 FORK = multiprocessing.get_context("fork")
 
 
-def on_two_workers(folder: Path, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """`work(rank, *args)` of both, by rank. `folder` is empty or new. Raises RuntimeError with a worker's traceback."""
+@contextmanager
+def two_workers() -> Iterator[Callable[..., list[Any]]]:
+    """`on_both(folder, work, *args)`: what `work(rank, *args)` of both returned, by rank. `folder` is empty or new;
+    all of it must be known to pickle. Raises RuntimeError with a worker's traceback."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield lambda folder, work, *args: pool.submit(_both, folder, work, args).result()
+
+
+def _both(folder: Path, work: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
     folder.mkdir(parents=True, exist_ok=True)
     answers = FORK.SimpleQueue()
     workers = [FORK.Process(target=_run, args=(rank, folder / "meeting", answers, work, args)) for rank in (0, 1)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from parameters import extended
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
-from two_workers import on_two_workers
+from two_workers import two_workers
 
 from attention.conversion.conversion import convert
 from attention.io import checkpoint, piecewise
@@ -39,6 +39,12 @@ AT_ONCE: dict[str, Any] = {
         "sub_group_size": 1_000_000,
     }
 }
+
+
+@pytest.fixture(scope="module")
+def on_both() -> Iterator[Callable[..., list[Any]]]:
+    with two_workers() as on_both:
+        yield on_both
 
 
 def settings_of(**given: Any) -> TrainSettings:
@@ -76,7 +82,7 @@ def steps(rank: int, ids: Tensor, folder: Path, teacher: Path, split: bool, sett
     ],
 )
 def test_trains_as_from_whole_models(
-    tiny_model: Any, tmp_path: Path, family: str, plan: AttentionPlan, given: dict[str, Any]
+    on_both: Any, tiny_model: Any, tmp_path: Path, family: str, plan: AttentionPlan, given: dict[str, Any]
 ) -> None:
     original = tiny_model(family) if family == "gpt2" else tiny_model(family, tie_word_embeddings=True)
     checkpoint.save(original, tmp_path / "original")
@@ -84,8 +90,7 @@ def test_trains_as_from_whole_models(
     ids = torch.randint(0, 64, (16, 16), generator=torch.Generator().manual_seed(0))
     places = (ids, tmp_path / "model", tmp_path / "original")
     whole, split = (
-        on_two_workers(tmp_path / name, steps, *places, name == "split", settings_of(**given))
-        for name in ("whole", "split")
+        on_both(tmp_path / name, steps, *places, name == "split", settings_of(**given)) for name in ("whole", "split")
     )
     (expected, weights), (losses, others) = whole[0], split[0]
     assert losses == split[1][0] == pytest.approx(expected, abs=1e-5)
@@ -110,10 +115,10 @@ def interrupted(rank: int, ids: Tensor, folder: Path, place: Path) -> tuple[list
 
 
 @pytest.mark.extended
-def test_resuming_is_exact(tiny_model: Any, tmp_path: Path) -> None:
+def test_resuming_is_exact(on_both: Any, tiny_model: Any, tmp_path: Path) -> None:
     checkpoint.save(convert(tiny_model("llama"), UNEVEN), tmp_path / "model")
     ids = torch.randint(0, 64, (16, 16), generator=torch.Generator().manual_seed(0))
-    for whole, resumed in on_two_workers(tmp_path / "run", interrupted, ids, tmp_path / "model", tmp_path / "states"):
+    for whole, resumed in on_both(tmp_path / "run", interrupted, ids, tmp_path / "model", tmp_path / "states"):
         assert whole == resumed and whole[0] != whole[1]
 
 
@@ -158,7 +163,7 @@ def peaks(rank: int, ids: Tensor, small: Path, folder: Path, out: Path) -> dict[
 
 
 @pytest.mark.extended
-def test_no_worker_ever_holds_a_whole_model(tiny_model: Any, tmp_path: Path) -> None:
+def test_no_worker_ever_holds_a_whole_model(on_both: Any, tiny_model: Any, tmp_path: Path) -> None:
     """A worker's half, of the model and of its teacher, and a few tensors beside it, the largest of them 7% of it."""
     shape: dict[str, Any] = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 5, "vocab_size": 4000}
     config = LlamaConfig(**shape, num_attention_heads=12, tie_word_embeddings=False)
@@ -167,7 +172,7 @@ def test_no_worker_ever_holds_a_whole_model(tiny_model: Any, tmp_path: Path) -> 
     size = sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
     assert size > 150e6
     ids = torch.randint(0, 4000, (1, 8))
-    found = on_two_workers(tmp_path / "split", peaks, ids, *(tmp_path / name for name in ("small", "model", "out")))
+    found = on_both(tmp_path / "split", peaks, ids, *(tmp_path / name for name in ("small", "model", "out")))
     for of_worker in found:
         for what, grown in of_worker.items():
             assert grown < (0.7 if what in ("model", "teacher") else 0.4) * size, (what, grown / size, found)
