@@ -58,7 +58,7 @@ def prepare_original(config: SearchConfig, prepared: Prepared, folder: SearchFol
     if folder.original.exists():
         return read_json(folder.original)
     path = locate_model(config.model.path, folder)
-    device = "cuda" if config.resources.trial_gpus else "cpu"
+    device = config.train.device_with(config.resources.trial_gpus)
     dtype = loading.written_dtype(path, config.model.dtype)
     rows, workers = config.train.device_batch_size, calibration_workers(config)
     given = path, dtype, device, prepared.geometry, prepared.files, prepared.cache / "calibration", rows, workers
@@ -134,7 +134,7 @@ def trial_context(
         rungs=tuple(config.rungs.steps),
         train=config.train.model_dump(mode="json"),
         original_loss=original["loss"],
-        device="cuda" if config.resources.trial_gpus else "cpu",
+        device=config.train.device_with(config.resources.trial_gpus),
         teacher=config.model.teacher and locate_model(config.model.teacher, folder, "teacher"),
         accelerator_type=config.resources.accelerator_type,
         placement_strategy=config.resources.placement_strategy,

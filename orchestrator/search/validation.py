@@ -104,20 +104,21 @@ def check_epochs(config: SearchConfig) -> None:
     needed, promoted = config.rungs.steps[-1] * config.train.batch_size, 0
     if section.enabled:
         promoted = section.steps * config.promotion_train.batch_size
-    if section.data is None:
-        needed += promoted
-    else:
-        _check_epochs(config, "promotion.data.tokens", promoted, section.data.tokens // length)
-    _check_epochs(config, "data.train.tokens", needed, config.data.train.tokens // length)
+    steps = "rungs.steps"
+    if section.data is not None:
+        _check_epochs(config, "promotion.data.tokens", "promotion.steps", promoted, section.data.tokens // length)
+    elif promoted:
+        needed, steps = needed + promoted, "rungs.steps and promotion.steps"
+    _check_epochs(config, "data.train.tokens", steps, needed, config.data.train.tokens // length)
 
 
-def _check_epochs(config: SearchConfig, key: str, needed: int, there: int) -> None:
-    """`needed` sequences of a text that has `there`."""
+def _check_epochs(config: SearchConfig, key: str, steps: str, needed: int, there: int) -> None:
+    """`steps` take `needed` sequences of a text that has `there`."""
     length, most = config.data.sequence_length, config.data.max_epochs
     if needed > most * there:
         raise ConfigError(
-            f"{key}: all steps take {needed} sequences of {length} tokens, {needed * length} tokens, "
-            f"{needed / there:.3g} times the {there * length} of the text; set {key} to "
+            f"{key}: {steps} (each of train.batch_size sequences of data.sequence_length {length}) take "
+            f"{needed * length} tokens, {needed / there:.3g} times the {there * length} of the text; set {key} to "
             f"{math.ceil(needed / most) * length}, or data.max_epochs to {math.ceil(needed / there)} to train on the "
             "same text again"
         )
