@@ -62,7 +62,7 @@ def prepare_original(config: SearchConfig, prepared: Prepared, folder: SearchFol
     dtype = loading.written_dtype(path, config.model.dtype)
     rows, workers = config.train.device_batch_size, calibration_workers(config)
     given = path, dtype, device, prepared.geometry, prepared.files, prepared.cache / "calibration", rows, workers
-    record = on_cluster(config, "original model", measure_original, *given)
+    record = on_cluster(task_options(config), "original model", measure_original, *given)
     write_json(folder.original, record)
     size = f"{record['kv_bytes_per_token']} KV bytes a token"
     words = f"original model: held-out loss {record['loss']:.3f} nats a token, {size}"

@@ -24,6 +24,7 @@ import psutil
 import ray
 import yaml
 from ray._private.state import actors
+from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID as HEAD
 from ray.util.state import list_actors, list_tasks
 
 from orchestrator.cluster.session import DASHBOARD, free_port
@@ -73,8 +74,9 @@ class Cloud:
             "max_workers": written["max_workers"],
             "idle_timeout_minutes": written["idle_timeout_minutes"],
             "upscaling_speed": written["upscaling_speed"],
-            "provider": {"type": "fake_multinode", "gcs_address": self.address, "disable_node_updaters": True,
-                         "disable_launch_config_check": True},
+            "provider": {"type": "external",
+                "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider", "gcs_address": self.address, "disable_node_updaters": True,
+                         "disable_launch_config_check": True, "launch_multiple": True, "head_node_id": HEAD},
             "available_node_types": nodes
             | {"ray.head.default": {"resources": head, "node_config": {}, "max_workers": 0}},
             "head_node_type": "ray.head.default",
@@ -90,7 +92,12 @@ class Cloud:
         options |= {"include-dashboard": "true", "disable-usage-stats": None}
         command = [str(Path(sys.executable).with_name("ray")), "start", "--head"]
         command += [f"--{key}" if value is None else f"--{key}={value}" for key, value in options.items()]
-        started = subprocess.run(command, check=False, capture_output=True, text=True)
+        as_head = {
+            "RAY_enable_autoscaler_v2": "1",
+            "RAY_CLOUD_INSTANCE_ID": HEAD,
+            "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD,
+        }
+        started = subprocess.run(command, check=False, capture_output=True, text=True, env=os.environ | as_head)
         assert started.returncode == 0, started.stdout + started.stderr
 
     def look(self) -> None:
