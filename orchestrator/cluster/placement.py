@@ -55,6 +55,14 @@ class Demand:
         own = section.trial_cpus, section.trial_gpus, *shape[:3]
         return cls(*own, *types, section.placement_strategy, shape.device)
 
+    @classmethod
+    def of_promotion(cls, config: SearchConfig) -> Demand | None:
+        """A training of the promotion, which the driver starts; None where none is wanted."""
+        if not (config.promotion.enabled and config.promotion.steps):
+            return None
+        workers, cpus, gpus, accelerator_type, strategy, device = config.promotion_shape
+        return cls(0, 0, workers, cpus, gpus, accelerator_type, None, strategy, device)
+
     @property
     def shape(self) -> Shape:
         amounts = self.workers, self.cpus_per_worker, self.gpus_per_worker

@@ -94,6 +94,7 @@ def measure_original(
         "dtype": dtype,
         "loss": scored.loss,
         "eval_tokens": scored.tokens,
+        "parameters": loading.parameters(model),
         "family": geometry.family,
         **loading.cache_facts(model, own_heads(geometry)),
         "digests": {"weights": weights, "calibration": calibration.digest},

@@ -6,12 +6,11 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
-from orchestrator.cluster.placement import OF_TYPE, Demand
-from orchestrator.cluster.room import Nodes, concurrency
+from orchestrator.cluster.placement import OF_TYPE
+from orchestrator.cluster.room import Nodes, room_for
 from orchestrator.config.parsing import RENAMED_SCHEDULERS
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.conversion import loading
@@ -58,7 +57,8 @@ def validate_search(config: SearchConfig) -> Prepared:
     check_scheduler(config)
     check_training(config.train)
     check_training(config.promotion_train)
-    check_machine(Demand.of(config), config.resources.max_concurrent)
+    if starts_ray():
+        room_for(config, local_nodes())
     storage = storage_path(config.storage)
     check_writable(storage)
     texts = SearchTexts.check(config, storage / "cache" / "tokens")
@@ -143,12 +143,11 @@ def local_nodes() -> list[Nodes]:
     return [Nodes(1, counted | ({f"{OF_TYPE}{kind}": 1.0} if kind else {}))]
 
 
-def check_machine(demand: Demand, limit: int | Literal["auto"] = "auto") -> None:
-    """Where Ray will be started on this machine alone: whether a trial fits it. Raises ConfigError before it is."""
+def starts_ray() -> bool:
+    """Whether a search would start Ray on this machine alone, which takes longer than what can be refused before."""
     import ray
 
-    if not ray.is_initialized() and not os.environ.get("RAY_ADDRESS"):
-        concurrency(local_nodes(), demand, limit)
+    return not ray.is_initialized() and not os.environ.get("RAY_ADDRESS")
 
 
 def check_searcher(config: SearchConfig, problem: SearchProblem) -> None:

@@ -25,6 +25,8 @@ import ray
 import yaml
 from ray._private.state import actors
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID as HEAD
+from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_TYPE as HEAD_TYPE
+from ray.autoscaler._private.fake_multi_node.node_provider import FakeMultiNodeProvider
 from ray.util.state import list_actors, list_tasks
 
 from orchestrator.cluster.session import DASHBOARD, free_port
@@ -57,6 +59,22 @@ def of_type(resources: Mapping[str, float]) -> str | None:
     return next((name.removeprefix(TYPE) for name in resources if name.startswith(TYPE)), None)
 
 
+def autoscaling(address: str) -> tuple[dict[str, Any], float]:
+    """The autoscaler's configuration: `cluster.yaml` with nodes on this machine. Also CPUs of the head."""
+    written = yaml.safe_load((REPOSITORY / "cluster.yaml").read_text())
+    types = written["available_node_types"]
+    head = types.pop(written["head_node_type"])["resources"]
+    nodes = {name: {k: t[k] for k in ("resources", "min_workers", "max_workers")} for name, t in types.items()}
+    config = {key: written[key] for key in ("cluster_name", "max_workers", "idle_timeout_minutes", "upscaling_speed")}
+    # As one of Ray's own providers it would want a file that Ray's package does not hold [2.60]
+    provider = {"type": "external", "module": f"{FakeMultiNodeProvider.__module__}.{FakeMultiNodeProvider.__name__}"}
+    provider |= {"gcs_address": address, "launch_multiple": True, "head_node_id": HEAD}
+    config |= {"provider": provider | {"disable_node_updaters": True, "disable_launch_config_check": True}}
+    config |= {"available_node_types": {name: node | {"node_config": {}} for name, node in nodes.items()}}
+    config["available_node_types"][HEAD_TYPE] = {"resources": head, "node_config": {}, "max_workers": 0}
+    return config | {"head_node_type": HEAD_TYPE}, head["CPU"]
+
+
 class Cloud:
     """Head and autoscaler. `kinds`: the accelerators of each node that was ever seen, by its id (None: the head)."""
 
@@ -64,31 +82,11 @@ class Cloud:
         self.folder, port, self.dashboard = folder, free_port(), free_port()
         self.address = f"{ray.util.get_node_ip_address()}:{port}"
         self.kinds: dict[str, str | None] = {}
-        written = yaml.safe_load((REPOSITORY / "cluster.yaml").read_text())
-        types = written["available_node_types"]
-        head = types.pop(written["head_node_type"])["resources"]
-        nodes = {name: {k: t[k] for k in ("resources", "min_workers", "max_workers")} for name, t in types.items()}
-        nodes = {name: node | {"node_config": {}} for name, node in nodes.items()}
-        config = {
-            "cluster_name": written["cluster_name"],
-            "max_workers": written["max_workers"],
-            "idle_timeout_minutes": written["idle_timeout_minutes"],
-            "upscaling_speed": written["upscaling_speed"],
-            "provider": {"type": "external",
-                "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider", "gcs_address": self.address, "disable_node_updaters": True,
-                         "disable_launch_config_check": True, "launch_multiple": True, "head_node_id": HEAD},
-            "available_node_types": nodes
-            | {"ray.head.default": {"resources": head, "node_config": {}, "max_workers": 0}},
-            "head_node_type": "ray.head.default",
-            "auth": {}, "docker": {}, "initialization_commands": [], "setup_commands": [], "file_mounts": {},
-            "head_setup_commands": [], "worker_setup_commands": [], "cluster_synced_files": [], "rsync_exclude": [],
-            "rsync_filter": [], "file_mounts_sync_continuously": False,
-            "head_start_ray_commands": [], "worker_start_ray_commands": [],
-        }  # fmt: skip
+        config, cpus = autoscaling(self.address)
         file = Path(folder, "autoscaling.yaml")
         file.write_text(json.dumps(config))
         options = {"port": port, "dashboard-port": self.dashboard, "dashboard-host": "127.0.0.1", "temp-dir": folder}
-        options |= {"autoscaling-config": file, "num-cpus": head["CPU"], "dashboard-agent-listen-port": free_port()}
+        options |= {"autoscaling-config": file, "num-cpus": cpus, "dashboard-agent-listen-port": free_port()}
         options |= {"include-dashboard": "true", "disable-usage-stats": None}
         command = [str(Path(sys.executable).with_name("ray")), "start", "--head"]
         command += [f"--{key}" if value is None else f"--{key}={value}" for key, value in options.items()]
@@ -170,8 +168,10 @@ def reports(journal: Path) -> int:
 def misplaced(made: Cloud) -> list[str]:
     """Tasks and actors that ran on other accelerators than those they had asked for."""
     wrong = []
-    asked = [(t.name, t.required_resources or {}, t.node_id) for t in list_tasks(limit=10_000, detail=True)]
-    asked += [(a.class_name, a.required_resources or {}, a.node_id) for a in list_actors(limit=10_000, detail=True)]
+    tasks: list[Any] = list_tasks(limit=10_000, detail=True)
+    processes: list[Any] = list_actors(limit=10_000, detail=True)
+    asked = [(t.name, t.required_resources or {}, t.node_id) for t in tasks]
+    asked += [(a.class_name, a.required_resources or {}, a.node_id) for a in processes]
     placed = [(name, needs, made.kinds.get(str(node))) for name, needs, node in asked if node]
     for name, needs, kind in placed:
         if of_type(needs) not in (None, kind):
