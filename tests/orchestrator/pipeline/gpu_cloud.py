@@ -55,8 +55,8 @@ SETTINGS = {
 
 
 def of_type(resources: Mapping[str, float]) -> str | None:
-    """Ray's name of the accelerators among some resources."""
-    return next((name.removeprefix(TYPE) for name in resources if name.startswith(TYPE)), None)
+    """Ray's name of the accelerators among some resources, of a bundle of a placement group too."""
+    return next((name.removeprefix(TYPE).partition("_group_")[0] for name in resources if name.startswith(TYPE)), None)
 
 
 def autoscaling(address: str) -> tuple[dict[str, Any], float]:
@@ -65,7 +65,10 @@ def autoscaling(address: str) -> tuple[dict[str, Any], float]:
     types = written["available_node_types"]
     head = types.pop(written["head_node_type"])["resources"]
     nodes = {name: {k: t[k] for k in ("resources", "min_workers", "max_workers")} for name, t in types.items()}
-    config = {key: written[key] for key in ("cluster_name", "max_workers", "idle_timeout_minutes", "upscaling_speed")}
+    # Its commands and files are for machines of their own
+    config = {key: type(value)() for key, value in written.items() if isinstance(value, (list, dict))}
+    config |= {"worker_setup_commands": [], "cluster_synced_files": [], "file_mounts_sync_continuously": False}
+    config |= {key: written[key] for key in ("cluster_name", "max_workers", "idle_timeout_minutes", "upscaling_speed")}
     # As one of Ray's own providers it would want a file that Ray's package does not hold [2.60]
     provider = {"type": "external", "module": f"{FakeMultiNodeProvider.__module__}.{FakeMultiNodeProvider.__name__}"}
     provider |= {"gcs_address": address, "launch_multiple": True, "head_node_id": HEAD}
@@ -97,6 +100,10 @@ class Cloud:
         }
         started = subprocess.run(command, check=False, capture_output=True, text=True, env=os.environ | as_head)
         assert started.returncode == 0, started.stdout + started.stderr
+        deadline = time.monotonic() + 120
+        while not any("autoscaler/v2/monitor.py" in " ".join(p.cmdline()) for p in marked()):  # it starts last
+            assert time.monotonic() < deadline, Path(folder, "session_latest/logs/monitor.err").read_text()
+            time.sleep(0.2)
 
     def look(self) -> None:
         for node in ray.nodes():
