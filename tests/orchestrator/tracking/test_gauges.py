@@ -5,44 +5,57 @@ from __future__ import annotations
 import re
 import time
 import urllib.request
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+import torch
 
+from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.search.callbacks import best_so_far
 from orchestrator.storage.records import DONE, FAILED, RUNNING, TrialRecord
 from orchestrator.tracking import gauges
 from trainers.jobs.job import TrainJob
 from trainers.jobs.worker import set_gauges
+from trainers.settings import TrainSettings
 
 PATIENCE = 60.0
 """Seconds; a process hands its gauges over every 10."""
 OWN = ("search", "state", "kv_ratio", "trial")
 """Labels that are not Ray's."""
-JOB = TrainJob("m", "t", "e", "/s/runs/demo/out", "/s/runs/demo/train", "t7", (1,))
+SPEED = "headfold_tokens_per_second"
+PLAN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)
+
+Values = dict[str, dict[str, float]]
 
 
-def exported(names: set[str]) -> dict[str, dict[str, float]]:
-    """Values of gauges on this machine's metrics port, by name and labels; once all names are there."""
-    port, text, end = ray.nodes()[0]["MetricsExportPort"], "", time.monotonic() + PATIENCE
-    while not all(f"\nray_{name}{{" in text for name in names) and time.monotonic() < end:
-        time.sleep(1)
-        text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
-    found: dict[str, dict[str, float]] = {name: {} for name in names}
+def exported(search: str) -> Values:
+    """Gauges of a search on this machine's metrics port: by name, then by what their other labels say."""
+    address = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
+    text, found = urllib.request.urlopen(address, timeout=30).read().decode(), {}
     for name, labels, value in re.findall(r"^ray_(headfold_\w+){(.*)} (\S+)$", text, re.MULTILINE):
         own = {key: what for key, what in re.findall(r'(\w+)="(.*?)"', labels) if key in OWN}
-        if own.pop("search") == "demo":
-            found[name][" ".join(own.values())] = float(value)
+        if own.pop("search") == search:
+            found.setdefault(name, {})[" ".join(own.values())] = float(value)
+    return found
+
+
+def wait_for(search: str, wanted: Values) -> Values:
+    """The gauges of a search once they are as wanted, or as they are when patience has ended."""
+    end = time.monotonic() + PATIENCE
+    while (found := exported(search)) != wanted and time.monotonic() < end:
+        time.sleep(1)
     return found
 
 
 @ray.remote(num_cpus=0)
 class Worker:
-    """A process in which a training runs: Ray drops the gauges of one that has ended."""
+    """A process that lives: Ray drops the gauges of one that has ended."""
 
     def set(self, values: dict[str, float]) -> None:
-        set_gauges(JOB, values)
+        set_gauges(TrainJob("m", "t", "e", "/s/runs/demo/out", "/s/runs/demo/train", "t7", (1,)), values)
 
 
 def test_gauges_are_exported(ray_cluster: None) -> None:
@@ -51,13 +64,24 @@ def test_gauges_are_exported(ray_cluster: None) -> None:
     gauges.tell(gauges.BEHIND, 3, search="demo")
     worker: Any = Worker.remote()
     ray.get(worker.set.remote({"tokens_per_second": 1234.5, "mfu": 0.25}))
-    found = exported({*gauges.GAUGES, "headfold_tokens_per_second", "headfold_mfu"})
-    states = {"waiting": 0, "running": 1, "done": 2, "stopped": 0, "copy": 0, "failed": 1, "killed": 0}
-    assert found[gauges.TRIALS] == states
-    assert found[gauges.BEST] == {"0.5": 0.125, "0.25": 0.5}
-    assert (found[gauges.WAITS], found[gauges.BEHIND]) == ({"": 1}, {"": 3})
-    assert found["headfold_tokens_per_second"] == {"t7": 1234.5}
-    assert found["headfold_mfu"] == {"t7": 0.25}
+    wanted = {
+        gauges.TRIALS: {"waiting": 0, "running": 1, "done": 2, "stopped": 0, "copy": 0, "failed": 1, "killed": 0},
+        gauges.BEST: {"0.5": 0.125, "0.25": 0.5},
+        gauges.WAITS: {"": 1},
+        gauges.BEHIND: {"": 3},
+        SPEED: {"t7": 1234.5},
+        "headfold_mfu": {"t7": 0.25},
+    }
+    assert wait_for("demo", wanted) == wanted
+
+
+def test_a_training_that_has_ended_is_at_rest(on_group: Callable[[Any], Any], tiny_job: Any, tmp_path: Path) -> None:
+    """Its workers live on, and what Ray exports with them."""
+    generator = torch.Generator().manual_seed(0)
+    train, held_out = (torch.randint(0, 64, (rows, 16), generator=generator) for rows in (40, 9))
+    settings = TrainSettings(learning_rate=3e-3, cpus_per_worker=0.4)
+    on_group(tiny_job(tmp_path / "trained", PLAN, train, held_out, settings, milestones=(2,)))
+    assert wait_for("trained", {SPEED: {"whole": 0.0}}) == {SPEED: {"whole": 0.0}}
 
 
 def test_without_ray_nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
