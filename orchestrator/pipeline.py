@@ -18,9 +18,8 @@ from typing import Any
 import yaml
 
 from attention.io.files import write_whole
-from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.pool_client import pool_of_search
-from orchestrator.cluster.room import Nodes, concurrency, total
+from orchestrator.cluster.room import Nodes, room_for, total
 from orchestrator.cluster.session import connected
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.promotion.promote import promote
@@ -74,7 +73,7 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
         uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
         opened = Tracker.open(uri, config.tracking.experiment, storage) if folder is None else None
         with connected() as nodes:
-            parallel = concurrency(nodes, Demand.of(config), config.resources.max_concurrent)
+            parallel = room_for(config, nodes)
             prepared.texts.make_all()
             folder = folder or _fresh(config, storage)
             with SearchLock(folder.lock).acquire(f"search {folder.root.name!r}"):
@@ -260,7 +259,7 @@ def _run(
     run_search_phases(config, prepared, context)
     measure_increases(config, prepared, context)
     outcome = SearchOutcome(folder.root, read_json(folder.state)["tracking"], original, [], config.search.baseline)
-    with pool_of_search(config, folder) as pool:
+    with pool_of_search(config, folder, original.get("parameters", 0)) as pool:
         session = SearchSession(config, folder, replace(context, pool=pool), mlflow, parallel)
         run_trials(session, prepared)
         outcome.trials = load_trials(folder.root)

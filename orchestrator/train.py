@@ -32,7 +32,7 @@ from orchestrator.cluster.tokenising import tokeniser
 from orchestrator.config.schema import ConfigError, Section, apply_override, parse_section
 from orchestrator.conversion import loading
 from orchestrator.search.trial import prepare_process
-from orchestrator.search.validation import check_machine, check_training
+from orchestrator.search.validation import check_training, local_nodes, starts_ray
 from orchestrator.storage.mirror import is_remote
 from orchestrator.storage.paths import storage_path
 from orchestrator.storage.records import clock, read_json, write_json
@@ -218,7 +218,8 @@ def train_from_scratch(
     progress(f"training: {plan.recipe}, {plan.steps} steps, {total} tokens ({epochs} of the text); in {plan.folder}")
     if (metrics := _ended(plan)) is None:
         demand = Demand(0, 0, *plan.settings.shape[:3])
-        check_machine(demand)  # before a cluster is started, which takes longer than what can be refused here
+        if starts_ray():
+            concurrency(local_nodes(), demand)
         prepare_process()
         with connected() as nodes:
             concurrency(nodes, demand)

@@ -27,7 +27,7 @@ def config_of(settings: TrainSettings) -> dict[str, Any]:
     Adam is torch's, since DeepSpeed would compile its own; on a GPU it is DeepSpeed's own where the optimiser lies in
     CPU memory or NVMe, or where `optimizer.params.torch_adam` is false.
     """
-    compiled = _offloads(settings) and torch.cuda.is_available()
+    compiled = _offloads(settings) and settings.device == "auto" and torch.cuda.is_available()
     optimizer: dict[str, Any] = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
     optimizer |= {"betas": [settings.beta1, settings.beta2], "torch_adam": not compiled}
     own = {

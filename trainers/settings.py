@@ -32,14 +32,15 @@ AUTO: Strategy = "auto"
 
 
 class Shape(NamedTuple):
-    """Workers of a training: how many, CPUs and GPUs of each, which accelerators (Ray's name; None: any), and how they
-    lie on nodes."""
+    """Workers of a training: how many, CPUs and GPUs of each, which accelerators (Ray's name; None: any), how they lie
+    on nodes, and what they compute on ("cuda" or "cpu")."""
 
     workers: int
     cpus: float
     gpus: float
     accelerator_type: str | None = None
     strategy: Strategy = AUTO
+    device: str = "cpu"
 
 
 class Strict(BaseModel):
@@ -84,7 +85,9 @@ class TrainSettings(Strict):
     trains from scratch with 0.9 and 0.95. `activation_checkpointing`: the inner values of a decoder layer are computed
     anew on the way back and not kept, which takes more time and far less memory. `deepspeed`: keys of
     DeepSpeed's own configuration that are merged into Headfold's last, e.g. `{zero_optimization: {overlap_comm:
-    false}}`; what a setting here says already is refused there (`trainers.deepspeed_keys`).
+    false}}`; what a setting here says already is refused there (`trainers.deepspeed_keys`). `device`: what is
+    computed on; `auto`: the GPUs that a process asked for, if it did; `cpu`: never a GPU, also where GPUs are asked
+    for, so that a search of a GPU cluster can be rehearsed where Ray only counts them.
     """
 
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
@@ -108,6 +111,7 @@ class TrainSettings(Strict):
     num_workers: Annotated[int, Field(ge=1)] = 1
     cpus_per_worker: Annotated[float, Field(gt=0)] = 1.0
     gpus_per_worker: Annotated[float, Field(ge=0)] = 0.0
+    device: Literal["auto", "cpu"] = "auto"
     seed: Seed = 0
 
     @model_validator(mode="after")
@@ -146,7 +150,12 @@ class TrainSettings(Strict):
 
     @property
     def shape(self) -> Shape:
-        return Shape(self.num_workers, self.cpus_per_worker, self.gpus_per_worker)
+        device = self.device_with(self.gpus_per_worker)
+        return Shape(self.num_workers, self.cpus_per_worker, self.gpus_per_worker, device=device)
+
+    def device_with(self, gpus: float) -> str:
+        """What a process that asked for so many GPUs computes on."""
+        return "cuda" if gpus and self.device == "auto" else "cpu"
 
     def rate(self, step: int, total_steps: int) -> float:
         """Learning rate of the step after `step` finished ones: linear warm-up, then a cosine to the final fraction.

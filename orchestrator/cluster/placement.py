@@ -45,17 +45,28 @@ class Demand:
     accelerator_type: str | None = None
     task_type: str | None = None
     strategy: Strategy = AUTO
+    device: str = "cpu"
 
     @classmethod
     def of(cls, config: SearchConfig) -> Demand:
-        section, (workers, cpus, gpus, *_) = config.resources, config.train.shape
+        section, shape = config.resources, config.train.shape
         task_type = (section.trial_accelerator_type or section.accelerator_type) if section.trial_gpus else None
         types = (section.accelerator_type, task_type)
-        return cls(section.trial_cpus, section.trial_gpus, workers, cpus, gpus, *types, section.placement_strategy)
+        own = section.trial_cpus, section.trial_gpus, *shape[:3]
+        return cls(*own, *types, section.placement_strategy, shape.device)
+
+    @classmethod
+    def of_promotion(cls, config: SearchConfig) -> Demand | None:
+        """A training of the promotion, which the driver starts; None where none is wanted."""
+        if not (config.promotion.enabled and config.promotion.steps):
+            return None
+        workers, cpus, gpus, accelerator_type, strategy, device = config.promotion_shape
+        return cls(0, 0, workers, cpus, gpus, accelerator_type, None, strategy, device)
 
     @property
     def shape(self) -> Shape:
-        return Shape(self.workers, self.cpus_per_worker, self.gpus_per_worker, self.accelerator_type, self.strategy)
+        amounts = self.workers, self.cpus_per_worker, self.gpus_per_worker
+        return Shape(*amounts, self.accelerator_type, self.strategy, self.device)
 
     @property
     def process_cpus(self) -> float:

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "headfold-groups"
 WAIT_SECONDS = 10.0
+REUSED_BELOW = 1_000_000_000
+"""Parameters from which on workers on GPUs are not kept from training to training (docs/trials.md)."""
 
 
 class GroupError(RuntimeError):
@@ -43,9 +45,15 @@ class PoolGone(RuntimeError):
     """The worker pool has died, and with it its groups."""
 
 
-def pool_of_search(config: SearchConfig, folder: SearchFolder) -> contextlib.AbstractContextManager[str | None]:
-    """The pool of a search, as it is configured, by name; None where every training starts workers of its own."""
-    if not config.resources.reuse_workers:
+def pool_of_search(
+    config: SearchConfig, folder: SearchFolder, parameters: int
+) -> contextlib.AbstractContextManager[str | None]:
+    """The pool of a search of a model with so many parameters, by name; None where every training starts workers of its
+    own."""
+    reuse = config.resources.reuse_workers
+    if reuse == "auto":
+        reuse = not config.train.gpus_per_worker or parameters < REUSED_BELOW
+    if not reuse:
         return contextlib.nullcontext()
     return open_pool(str(folder.train), idle_seconds=config.resources.idle_seconds)
 

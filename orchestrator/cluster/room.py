@@ -14,7 +14,7 @@ import ray
 
 from orchestrator.cluster.placement import OF_TYPE, Demand, bundle, in_words
 from orchestrator.cluster.ray_private import free_on_nodes, node_types
-from orchestrator.config.schema import ConfigError
+from orchestrator.config.schema import ConfigError, SearchConfig
 from trainers.settings import AUTO, Shape, Strategy
 
 LOOK_SECONDS = 5.0
@@ -102,6 +102,17 @@ def concurrency(nodes: Sequence[Nodes], demand: Demand, limit: int | str = "auto
     if not fit or not slots(nodes, demand.task):
         raise ConfigError(_refusal(nodes, demand))
     return fit if limit == "auto" else min(fit, int(limit))
+
+
+def room_for(config: SearchConfig, nodes: Sequence[Nodes]) -> int:
+    """How many trials of a search fit the nodes at a time. Raises ConfigError if not even one does, or not one training
+    of its promotion."""
+    if (promoted := Demand.of_promotion(config)) is not None:
+        try:
+            concurrency(nodes, promoted)
+        except ConfigError as error:
+            raise ConfigError(f"promotion: {error}") from None
+    return concurrency(nodes, Demand.of(config), config.resources.max_concurrent)
 
 
 def _fit(nodes: Sequence[Nodes], demand: Demand, trials: int) -> bool:

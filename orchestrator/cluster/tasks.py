@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import ray
 import torch
 from ray.exceptions import RayTaskError
 
-from orchestrator.cluster.placement import task_options
-from orchestrator.config.schema import SearchConfig
 from orchestrator.storage.records import clock
 
 SAY_SECONDS = 60.0
 T = TypeVar("T")
 
 
-def on_cluster(config: SearchConfig, what: str, work: Callable[..., T], *arguments: Any) -> T:
-    """`work(*arguments)` in a Ray task that asks for what a trial's own process does; raises what it raises.
+def on_cluster(options: Mapping[str, Any], what: str, work: Callable[..., T], *arguments: Any) -> T:
+    """`work(*arguments)` in a Ray task with these options (`placement.task_options`); raises what it raises.
 
     `what` names it in the line that says, once a minute, that it is not over. A task that loses its node starts again
     on another. Without Ray, as in a notebook, it is carried out in this process.
@@ -27,8 +25,8 @@ def on_cluster(config: SearchConfig, what: str, work: Callable[..., T], *argumen
     if not ray.is_initialized():
         return work(*arguments)
     # On CPUs nothing else runs meanwhile: it has the threads that this process would have
-    threads = None if config.resources.trial_gpus else torch.get_num_threads()
-    task: Any = ray.remote(**task_options(config), max_retries=3)(_carry_out)
+    threads = None if options["num_gpus"] else torch.get_num_threads()
+    task: Any = ray.remote(**options, max_retries=3)(_carry_out)
     reference, started = task.remote(threads, work, arguments), time.monotonic()
     while not ray.wait([reference], timeout=SAY_SECONDS)[0]:
         print(f"{what}: waits or runs since {clock(time.monotonic() - started)}", flush=True)

@@ -24,7 +24,7 @@ from pydantic import (
 
 from attention.io.dtype_names import full_name
 from orchestrator.config.parsing import ConfigError, apply_override, parse_section, read_sections
-from trainers.settings import AUTO, Seed, Strategy, Strict, TrainSettings
+from trainers.settings import AUTO, Seed, Shape, Strategy, Strict, TrainSettings
 
 
 class Section(Strict, BaseModel):
@@ -194,17 +194,25 @@ class RungsSection(Section):
     params: dict[str, Any] = {}
 
 
+class PlaceSection(Section):
+    """Where the workers of a promotion run (none: as those of the trials, see `resources`)."""
+
+    accelerator_type: str | None = Field(default=None, min_length=1)
+    placement_strategy: Strategy | None = None
+
+
 class PromotionSection(Section):
     """Which trials go on to the full training, how they are trained, and what they must pass.
 
-    `select`: the `top` best trials at each KV ratio, or every trial on the front. `steps` is added to the steps of the
-    last rung, with `evaluations` measurements on the way. `train`: settings that differ from the trials'
-    (`{num_workers: 32, learning_rate: 1e-5}`); `data`: fresh training text (none: that of the trials, read on). The
-    learning rate has a schedule of its own, which warms up again. A checkpoint is kept at each measurement, and in
-    between every `checkpoint_steps` steps, or after `checkpoint_minutes` at the latest. Of all that was measured of a
-    trial, the untrained conversion included, the step of lowest held-out loss is shipped. The gate asks that this loss
-    is below the baseline's (at its own best step of equally many) by more than `margin` nats a token at the same KV
-    ratio; KV bytes as planned; and logits of the exported checkpoint within `logit_tolerance` of the trained model's.
+    `select`: the `top` best trials at each KV ratio, or every trial on the front. `steps` is added to the steps of
+    the last rung, with `evaluations` measurements on the way. `train`: settings that differ from the trials'
+    (`{num_workers: 32, learning_rate: 1e-5}`); `data`: fresh training text (none: that of the trials, read on);
+    `resources`: where its workers run. The learning rate has a schedule of its own, which warms up again. A
+    checkpoint is kept at each measurement, and in between every `checkpoint_steps` steps, or after
+    `checkpoint_minutes` at the latest. Of all that was measured of a trial, the untrained conversion included, the
+    step of lowest held-out loss is shipped. The gate asks that this loss is below the baseline's (at its own best
+    step of equally many) by more than `margin` nats a token at the same KV ratio; KV bytes as planned; and logits of
+    the exported checkpoint within `logit_tolerance` of the trained model's.
     """
 
     enabled: bool = True
@@ -214,6 +222,7 @@ class PromotionSection(Section):
     evaluations: PositiveInt = 4
     train: dict[str, Any] = {}
     data: TextSection | None = None
+    resources: PlaceSection = PlaceSection()
     checkpoint_steps: PositiveInt | None = None
     checkpoint_minutes: PositiveFloat = 30.0
     margin: float = Field(default=0.0, ge=0)
@@ -235,7 +244,8 @@ class ResourcesSection(Section):
     it grows and shrinks. `trial_cpus`, `trial_gpus`: of what plans, converts and measures the untrained model before a
     trial's workers start. With GPUs this is a task of its own, and they are free again while the workers train.
     `reuse_workers`: workers take one training after another, so that a trial waits for no process to start; they end
-    after `idle_seconds` without one. With `reuse_workers` false every training starts workers of its own.
+    after `idle_seconds` without one. With false every training starts workers of its own; `auto` does so where workers
+    have GPUs and the model a billion parameters or more.
 
     `accelerator_type`: workers run on nodes with these GPUs alone, by Ray's name of them (A100, A10G, H100; none: on
     any node). `trial_accelerator_type`: the same for planning and measuring (none: that of the workers).
@@ -252,7 +262,7 @@ class ResourcesSection(Section):
     accelerator_type: str | None = Field(default=None, min_length=1)
     trial_accelerator_type: str | None = Field(default=None, min_length=1)
     placement_strategy: Strategy = AUTO
-    reuse_workers: bool = True
+    reuse_workers: Literal["auto"] | bool = "auto"
     idle_seconds: PositiveFloat = 300.0
     tokens_per_second: PositiveFloat | None = None
     price_per_hour: PositiveFloat | None = None
@@ -296,6 +306,15 @@ class SearchConfig(Section):
         """How a promotion trains, but for what a recipe changes. Raises ConfigError."""
         merged = self.train.model_dump() | self.promotion.train
         return parse_section(TrainSettings, merged, where="promotion.train")
+
+    @property
+    def promotion_shape(self) -> Shape:
+        """The workers of a promotion. Raises ConfigError."""
+        own, general = self.promotion.resources, self.resources
+        return self.promotion_train.shape._replace(
+            accelerator_type=own.accelerator_type or general.accelerator_type,
+            strategy=own.placement_strategy or general.placement_strategy,
+        )
 
     @property
     def seeds(self) -> list[int]:

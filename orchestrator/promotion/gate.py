@@ -17,6 +17,7 @@ from attention.io.export import export, largest_difference, probe
 from attention.io.precision import cast_weights, round_weights
 from attention.modeling.modeling import PREFIX, plan_of
 from attention.plan import AttentionPlan
+from orchestrator.cluster.placement import task_options
 from orchestrator.cluster.tasks import on_cluster
 from orchestrator.config.schema import SearchConfig
 from orchestrator.conversion import loading
@@ -36,7 +37,7 @@ def check_candidate(entry: Entry, session: SearchSession) -> dict[str, str]:
     exported weights."""
     config = session.config
     what = f"gate of {entry.recipe} {entry.kv_ratio:.0%}"
-    seen, digests = on_cluster(config, what, _examine, entry, config, session.folder, session.context)
+    seen, digests = on_cluster(task_options(config), what, _examine, entry, config, session.folder, session.context)
     vars(entry).update(vars(seen))
     return digests
 

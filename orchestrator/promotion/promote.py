@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from attention.messages import near
-from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.pool_client import pool_of_search
-from orchestrator.cluster.room import concurrency
+from orchestrator.cluster.room import room_for
 from orchestrator.cluster.session import connected
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.promotion.state import BASELINE, PROMOTED, Entry, PromoteOutcome, PromotionState
@@ -60,12 +59,14 @@ def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int |
         SearchLock(folder.lock).acquire(f"search {folder.root.name!r}"),
         connected() as nodes,
     ):
-        parallel = concurrency(nodes, Demand.of(config), config.resources.max_concurrent)
+        parallel = room_for(config, nodes)
         prepared.texts.make_all()
-        context = trial_context(config, prepared, folder, read_json(folder.original))
+        original = read_json(folder.original)
+        context = trial_context(config, prepared, folder, original)
         connect = partial(Tracker.open, config.tracking.uri, config.tracking.experiment, folder.storage)
         mlflow = MlflowSync(connect, _parent(folder))
-        with waiting_told(config, folder, mlflow, partial(_parent, folder)), pool_of_search(config, folder) as pool:
+        reused = pool_of_search(config, folder, original.get("parameters", 0))
+        with waiting_told(config, folder, mlflow, partial(_parent, folder)), reused as pool:
             session = SearchSession(config, folder, replace(context, pool=pool), mlflow, parallel)
             promotion = promote(session, chosen)
         mlflow.flush()

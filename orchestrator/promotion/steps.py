@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from attention.io import checkpoint
+from orchestrator.cluster.placement import task_options
 from orchestrator.cluster.tasks import on_cluster
 from orchestrator.promotion.gate import check_candidate
 from orchestrator.promotion.registry import LINEAGE, gate_tags, lineage_of, lineage_tags, register, settle_aliases
@@ -141,7 +142,7 @@ class PromotionSteps:
         entry.lineage = lineage_of(entry, self.trials[entry.trial_id], digests, self.session)
         if entry.model is not None:
             write_json(Path(entry.model) / LINEAGE, entry.lineage)
-            on_cluster(self.session.config, "digests", checkpoint.write_digests, entry.model)
+            on_cluster(task_options(self.session.config), "digests", checkpoint.write_digests, entry.model)
         entry.status = REFUSED if entry.reasons else PASSED
         self.save()
         self._tell(entry)

@@ -55,7 +55,9 @@ class Training:
         candidate = Candidate.from_config(read_json(folder / "recipe.json"))
         alike = context.settings(candidate.recipe, candidate.learning_rate)
         settings = TrainSettings.model_validate(alike.model_dump() | section.train)
-        more: dict[str, Any] = {"settings": settings, "train_file": context.promotion_file or context.train_file}
+        place = session.config.promotion_shape
+        more: dict[str, Any] = {"accelerator_type": place.accelerator_type, "placement_strategy": place.strategy}
+        more |= {"settings": settings, "train_file": context.promotion_file or context.train_file}
         more |= {"checkpoint_steps": section.checkpoint_steps, "checkpoint_minutes": section.checkpoint_minutes}
         start, before, model = 0, 0, folder / "converted"
         if trial.step and saved and Path(saved).is_dir() and layout_of(settings) == layout_of(alike):

@@ -202,7 +202,7 @@ def training_rate(model_config: PretrainedConfig, config: SearchConfig, size: Si
     """Tokens a second that one worker trains on, and where that is from."""
     if config.resources.tokens_per_second is not None:
         return config.resources.tokens_per_second, "configured"
-    wants_gpu = bool(config.train.gpus_per_worker)
+    wants_gpu = config.train.shape.device == "cuda"
     if wants_gpu and not torch.cuda.is_available():
         return None, "unknown: workers have GPUs and this machine has none; set resources.tokens_per_second"
     if size.total > MEASURABLE:
@@ -215,7 +215,7 @@ def measured_rate(model_config: PretrainedConfig, config: SearchConfig) -> float
     from transformers import AutoModelForCausalLM
 
     train, length = config.train, config.data.sequence_length
-    device = torch.device("cuda" if train.gpus_per_worker else "cpu")
+    device = torch.device(train.shape.device)
     dtype = DTYPES[train.dtype]
     model: Any = AutoModelForCausalLM.from_config(model_config, dtype=dtype).to(device)
     if train.activation_checkpointing:

@@ -58,11 +58,11 @@ def prepare_original(config: SearchConfig, prepared: Prepared, folder: SearchFol
     if folder.original.exists():
         return read_json(folder.original)
     path = locate_model(config.model.path, folder)
-    device = "cuda" if config.resources.trial_gpus else "cpu"
+    device = config.train.device_with(config.resources.trial_gpus)
     dtype = loading.written_dtype(path, config.model.dtype)
     rows, workers = config.train.device_batch_size, calibration_workers(config)
     given = path, dtype, device, prepared.geometry, prepared.files, prepared.cache / "calibration", rows, workers
-    record = on_cluster(config, "original model", measure_original, *given)
+    record = on_cluster(task_options(config), "original model", measure_original, *given)
     write_json(folder.original, record)
     size = f"{record['kv_bytes_per_token']} KV bytes a token"
     words = f"original model: held-out loss {record['loss']:.3f} nats a token, {size}"
@@ -94,6 +94,7 @@ def measure_original(
         "dtype": dtype,
         "loss": scored.loss,
         "eval_tokens": scored.tokens,
+        "parameters": loading.parameters(model),
         "family": geometry.family,
         **loading.cache_facts(model, own_heads(geometry)),
         "digests": {"weights": weights, "calibration": calibration.digest},
@@ -134,7 +135,7 @@ def trial_context(
         rungs=tuple(config.rungs.steps),
         train=config.train.model_dump(mode="json"),
         original_loss=original["loss"],
-        device="cuda" if config.resources.trial_gpus else "cpu",
+        device=config.train.device_with(config.resources.trial_gpus),
         teacher=config.model.teacher and locate_model(config.model.teacher, folder, "teacher"),
         accelerator_type=config.resources.accelerator_type,
         placement_strategy=config.resources.placement_strategy,

@@ -12,7 +12,7 @@ from typing import Any
 
 from ray import tune
 
-from orchestrator.cluster.placement import Demand
+from orchestrator.cluster.placement import Demand, task_options
 from orchestrator.cluster.room import Room
 from orchestrator.cluster.session import last_error
 from orchestrator.cluster.tasks import on_cluster
@@ -38,7 +38,10 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
     config, folder = session.config, session.folder
     journal = Journal(folder.journal)
     history = journal.history
-    similar = partial(on_cluster, config, "similarities of heads", head_similarities, session.context)
+    # Tune pickles the searcher into the search's folder: nothing in it holds the configuration, whose tracking address
+    # may have a password
+    options = task_options(config)
+    similar = partial(on_cluster, options, "similarities of heads", head_similarities, session.context)
     problem = replace(prepared.problem, similarities=similar)
     searcher = make_searcher(config.search.searcher, problem)
     log = SearchLog(journal, session.mlflow, searcher.total, session.context.original_loss)

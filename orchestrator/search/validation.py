@@ -6,12 +6,11 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
-from orchestrator.cluster.placement import OF_TYPE, Demand
-from orchestrator.cluster.room import Nodes, concurrency
+from orchestrator.cluster.placement import OF_TYPE
+from orchestrator.cluster.room import Nodes, room_for
 from orchestrator.config.parsing import RENAMED_SCHEDULERS
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.conversion import loading
@@ -58,7 +57,8 @@ def validate_search(config: SearchConfig) -> Prepared:
     check_scheduler(config)
     check_training(config.train)
     check_training(config.promotion_train)
-    check_machine(Demand.of(config), config.resources.max_concurrent)
+    if starts_ray():
+        room_for(config, local_nodes())
     storage = storage_path(config.storage)
     check_writable(storage)
     texts = SearchTexts.check(config, storage / "cache" / "tokens")
@@ -104,20 +104,21 @@ def check_epochs(config: SearchConfig) -> None:
     needed, promoted = config.rungs.steps[-1] * config.train.batch_size, 0
     if section.enabled:
         promoted = section.steps * config.promotion_train.batch_size
-    if section.data is None:
-        needed += promoted
-    else:
-        _check_epochs(config, "promotion.data.tokens", promoted, section.data.tokens // length)
-    _check_epochs(config, "data.train.tokens", needed, config.data.train.tokens // length)
+    steps = "rungs.steps"
+    if section.data is not None:
+        _check_epochs(config, "promotion.data.tokens", "promotion.steps", promoted, section.data.tokens // length)
+    elif promoted:
+        needed, steps = needed + promoted, "rungs.steps and promotion.steps"
+    _check_epochs(config, "data.train.tokens", steps, needed, config.data.train.tokens // length)
 
 
-def _check_epochs(config: SearchConfig, key: str, needed: int, there: int) -> None:
-    """`needed` sequences of a text that has `there`."""
+def _check_epochs(config: SearchConfig, key: str, steps: str, needed: int, there: int) -> None:
+    """`steps` take `needed` sequences of a text that has `there`."""
     length, most = config.data.sequence_length, config.data.max_epochs
     if needed > most * there:
         raise ConfigError(
-            f"{key}: all steps take {needed} sequences of {length} tokens, {needed * length} tokens, "
-            f"{needed / there:.3g} times the {there * length} of the text; set {key} to "
+            f"{key}: {steps} (each of train.batch_size sequences of data.sequence_length {length}) take "
+            f"{needed * length} tokens, {needed / there:.3g} times the {there * length} of the text; set {key} to "
             f"{math.ceil(needed / most) * length}, or data.max_epochs to {math.ceil(needed / there)} to train on the "
             "same text again"
         )
@@ -142,12 +143,11 @@ def local_nodes() -> list[Nodes]:
     return [Nodes(1, counted | ({f"{OF_TYPE}{kind}": 1.0} if kind else {}))]
 
 
-def check_machine(demand: Demand, limit: int | Literal["auto"] = "auto") -> None:
-    """Where Ray will be started on this machine alone: whether a trial fits it. Raises ConfigError before it is."""
+def starts_ray() -> bool:
+    """Whether a search would start Ray on this machine alone, which takes longer than what can be refused before."""
     import ray
 
-    if not ray.is_initialized() and not os.environ.get("RAY_ADDRESS"):
-        concurrency(local_nodes(), demand, limit)
+    return not ray.is_initialized() and not os.environ.get("RAY_ADDRESS")
 
 
 def check_searcher(config: SearchConfig, problem: SearchProblem) -> None:

@@ -88,7 +88,8 @@ def serve_pool(pool: Any, group: str, shape: Shape, storage_path: str) -> None:
     returned, or {"failed"} with the traceback. Returns when all workers have ended; raises when one has died, or failed
     beside others.
     """
-    _trainer(_serve, {"pool": pool, "group": group}, shape, group, storage_path, 0, preemptions=0).fit()
+    given = {"pool": pool, "group": group, "device": shape.device}
+    _trainer(_serve, given, shape, group, storage_path, 0, preemptions=0).fit()
 
 
 def _trainer(
@@ -103,12 +104,12 @@ def _trainer(
 ) -> TorchTrainer:
     """`max_failures`, `preemptions`: how often the workers may fail, or lose a node that is taken away, and start again
     (-1: without end). Those of a pool's group never do: the pool would not know them."""
-    workers, cpus, gpus, accelerator_type, strategy = shape
+    workers, cpus, gpus, accelerator_type, strategy, device = shape
     resources = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
     return TorchTrainer(
         function,
         train_loop_config=config,
-        torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),
+        torch_config=TorchConfig(backend="nccl" if device == "cuda" else "gloo"),
         scaling_config=ScalingConfig(
             num_workers=workers,
             use_gpu=bool(gpus),
@@ -170,29 +171,32 @@ def _gauge(key: str) -> Gauge:
     return Gauge(name, description, ("search", "trial"))
 
 
-def _prepare_worker() -> None:
+def _prepare_worker(device: str) -> None:
+    """Before anything imports DeepSpeed, which looks once what it computes on."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    if torch.cuda.is_available():
+    os.environ["DS_ACCELERATOR"] = device
+    if device == "cuda":
         torch.cuda.set_device(ray.train.torch.get_device())  # collectives come before DeepSpeed chooses
 
 
 def _work(config: dict[str, Any]) -> dict[str, Any]:
     """What every worker of a run of one job does."""
+    job = TrainJob.from_json(config["job"])
+    _prepare_worker(job.shape.device)
     from trainers.jobs.run import run_job
 
-    _prepare_worker()
-    return run_job(TrainJob.from_json(config["job"]), _RayLink())
+    return run_job(job, _RayLink())
 
 
 def _serve(config: dict[str, Any]) -> None:
     """What every worker of a pool's group does."""
+    _prepare_worker(config["device"])
     import trainers.engine
     import trainers.relaxing  # noqa: F401 - loaded before the first job and not within it
     from trainers.jobs.run import run_job
 
-    _prepare_worker()
     pool, group = config["pool"], config["group"]
     link, worker = _RayLink(pool, group), ray.get_runtime_context().current_actor
     for number in itertools.count():

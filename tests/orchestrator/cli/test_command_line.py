@@ -172,7 +172,7 @@ def test_more_workers_than_this_machine_has_are_refused_before_any_work(
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
     sizes = ["data.train.tokens=8192", "data.eval.tokens=2048", "data.calibration.tokens=2048"]
-    workers = ["train.num_workers=512", "train.batch_size=512"]
+    workers = ["train.num_workers=512", "train.batch_size=512", "data.max_epochs=10000"]
     code = run_here("search", "configs/demo.yaml", f"storage={tmp_path}", *sizes, *workers)
     told = capfd.readouterr().err
     assert code == 2, told

@@ -9,8 +9,8 @@ import pytest
 
 from orchestrator.cluster import room
 from orchestrator.cluster.placement import Demand
-from orchestrator.cluster.room import Nodes, Room, concurrency, settled
-from orchestrator.config.schema import ConfigError
+from orchestrator.cluster.room import Nodes, Room, concurrency, room_for, settled
+from orchestrator.config.schema import ConfigError, SearchConfig
 from trainers.settings import Shape
 
 A10G = {"CPU": 48.0, "GPU": 4.0, "accelerator_type:A10G": 1.0}
@@ -84,6 +84,27 @@ def test_a_trial_that_can_never_start_is_refused_with_what_there_is(
         concurrency(nodes, demand)
     for word in said:
         assert word in str(caught.value)
+
+
+def test_a_promotion_that_can_never_start_is_refused_before_the_trials() -> None:
+    def fitting(**promotion: Any) -> int:
+        record = {
+            "name": "x",
+            "model": {"path": "none"},
+            "search": {"kv_ratios": [0.5]},
+            "train": {"num_workers": 4, "batch_size": 16, "gpus_per_worker": 1},
+            "promotion": {"steps": 1, **promotion},
+            "resources": {"accelerator_type": "A10G", "placement_strategy": "STRICT_PACK"},
+        }
+        return room_for(SearchConfig.model_validate(record), CLOUD)
+
+    wide = {"num_workers": 16}
+    assert fitting() == fitting(train=wide, enabled=False) == 4
+    with pytest.raises(ConfigError, match=r"^promotion: resources.placement_strategy: STRICT_PACK wants 16 workers"):
+        fitting(train=wide)
+    with pytest.raises(ConfigError, match=r"^promotion: resources.accelerator_type: no node has 'H100'"):
+        fitting(resources={"accelerator_type": "H100"})
+    assert fitting(train=wide, resources={"accelerator_type": "A100", "placement_strategy": "PACK"}) == 4
 
 
 def test_workers_share_a_node_where_one_can_hold_them() -> None:

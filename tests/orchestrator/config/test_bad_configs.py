@@ -19,9 +19,9 @@ from attention.plan import AttentionPlan, Composition, HeadShare, LayerPlan, Pla
 from orchestrator.config.schema import ConfigError, load_config, parse_config
 from orchestrator.conversion import loading
 from orchestrator.main import _mistake
-from orchestrator.search import validation
+from orchestrator.search.texts import SearchTexts
 from orchestrator.tracking.runs import Tracker
-from trainers.text.corpora import resolve
+from trainers.text import data
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 REQUIRED = (
@@ -48,7 +48,7 @@ def sound(demo_dir: Path, storage: Path) -> dict[str, Any]:
         "data": {
             "source": "stdlib",
             "sequence_length": 32,
-            "train": {"tokens": 640, "source": "stdlib"},
+            "train": {"tokens": 3200, "source": "stdlib"},
             "eval": {"tokens": 320},
             "calibration": {"tokens": 320},
         },
@@ -91,17 +91,13 @@ def checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo_dir: Path) -> 
         raise ClusterStarted
         yield
 
-    known = functools.lru_cache(resolve)
-
-    def found(source: str, *args: Any, **more: Any) -> Path:
-        known(source)
-        return tmp_path
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(search_module, "connected", started)
     monkeypatch.setattr(Tracker, "open", lambda *a: None)
-    monkeypatch.setattr(validation, "sequence_file", found)
+    monkeypatch.setattr(data, "resolve", functools.lru_cache(data.resolve))
+    monkeypatch.setattr(SearchTexts, "there", lambda self: [])
+    monkeypatch.setattr(SearchTexts, "make_small", lambda self: None)
     monkeypatch.setattr(loading, "load_tokenizer", functools.lru_cache(loading.load_tokenizer))
     monkeypatch.setattr(loading, "geometry_of", functools.lru_cache(loading.geometry_of))
     with pytest.raises(ClusterStarted):

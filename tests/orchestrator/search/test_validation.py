@@ -139,12 +139,13 @@ def test_a_text_is_trained_on_once_unless_more_is_asked_for(demo_dir: Path, tmp_
 
     check(2, 0)  # 16 of 20 sequences
     check(2, 1, max_epochs=1.2)  # 24
-    for steps, promoted in ((3, 0), (2, 1)):
+    for steps, promoted, keys in ((3, 0, "rungs.steps"), (2, 1, "rungs.steps and promotion.steps")):
         with pytest.raises(ConfigError) as caught:
             check(steps, promoted)
         assert str(caught.value) == (
-            "data.train.tokens: all steps take 24 sequences of 32 tokens, 768 tokens, 1.2 times the 640 of the text; "
-            "set data.train.tokens to 768, or data.max_epochs to 2 to train on the same text again"
+            f"data.train.tokens: {keys} (each of train.batch_size sequences of data.sequence_length 32) "
+            "take 768 tokens, 1.2 times the 640 of the text; set data.train.tokens to 768, or "
+            "data.max_epochs to 2 to train on the same text again"
         )
     check(3, 0, train={"tokens": 768})
     check(3, 0, max_epochs=2)
