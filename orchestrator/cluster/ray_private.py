@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml
 from ray._private import state
 from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 from ray._private.utils import get_num_cpus
+from ray.autoscaler._private.kuberay.autoscaling_config import _HEAD_GROUP_NAME, AutoscalingConfigProducer
 from ray.autoscaler.v2.schema import ClusterStatus
 from ray.autoscaler.v2.sdk import get_cluster_status
 
@@ -49,10 +51,11 @@ def node_types() -> list[tuple[int, dict[str, float]]]:
 
 @lru_cache(maxsize=1)
 def autoscaling_config(gcs_address: str) -> dict[str, Any]:
-    """What the cluster's autoscaler was started with (`ray up`, `ray start --autoscaling-config`); empty without one.
+    """What the cluster's autoscaler was started with (`ray up`, `ray start --autoscaling-config`; under KubeRay: the
+    RayCluster as its autoscaler reads it); empty without one.
 
-    Ray keeps it in a file on the head node alone, and says nowhere what the cluster may grow to: its own
-    `get_cluster_config` asks a table that nothing in the open-source Ray fills [2.60].
+    It is known on the head node alone. Ray says nowhere what the cluster may grow to: its own `get_cluster_config` asks
+    a table that nothing in the open-source Ray fills [2.60].
     """
     found: Any = _read_config(gcs_address)
     if found is None:  # this is not the head node
@@ -64,7 +67,11 @@ def autoscaling_config(gcs_address: str) -> dict[str, Any]:
 
 
 def _read_config(gcs_address: str) -> dict[str, Any] | None:
-    """The file that is named by the command line of the cluster's monitor; None if that does not run here."""
+    """The file that is named by the command line of the cluster's monitor, or what KubeRay's autoscaler reads from
+    Kubernetes; None if this is not the head node."""
+    if os.environ.get("RAY_NODE_TYPE_NAME") == _HEAD_GROUP_NAME and "RAY_enable_autoscaler_v2" in os.environ:
+        # KubeRay sets both on its head, the second where it scales
+        return AutoscalingConfigProducer(os.environ["RAY_CLUSTER_NAME"], os.environ["RAY_CLUSTER_NAMESPACE"])()
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             words = file.read_bytes().decode(errors="replace").split("\0")

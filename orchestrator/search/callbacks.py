@@ -1,4 +1,4 @@
-"""What the driver does while Tune runs: write MLflow, show the progress line."""
+"""What the driver does while Tune runs: write MLflow, show the progress line, set Ray's gauges."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from orchestrator.reporting.status import tokens_per_second
 from orchestrator.storage import records as results
 from orchestrator.storage.journal import INTERRUPT, RUN, Journal
 from orchestrator.storage.records import TrialRecord, clock, compact, percent
+from orchestrator.tracking import gauges
 from orchestrator.tracking.runs import METRICS
 from orchestrator.tracking.sync import MlflowSync, Run
 
@@ -72,8 +73,11 @@ class SearchLog(Callback):
         if not last and now - self._shown < 1:
             return
         self._shown = now
-        rungs = self.journal.history.rungs
-        line = progress_line(list(self.records.values()), self.expected, rungs, self.original_loss, now - self.started)
+        records, search = list(self.records.values()), self.journal.path.parent.name
+        increases = {ratio: best.loss - self.original_loss for ratio, best in best_so_far(records).items()}
+        gauges.tell_trials(search, (record.status for record in records), increases)
+        gauges.tell(gauges.BEHIND, self.mlflow.waiting if self.mlflow else 0, search=search)
+        line = progress_line(records, self.expected, self.journal.history.rungs, self.original_loss, now - self.started)
         print(f"\r\x1b[2K{line}" if sys.stderr.isatty() else f"{line}\n", end="", file=sys.stderr, flush=True)
 
 
@@ -103,6 +107,15 @@ def run_of(record: TrialRecord, folder: Path) -> Run:
     return Run(name, tags, record.status, params | {"choices": record.choices}, points, {}, files)
 
 
+def best_so_far(records: list[TrialRecord]) -> dict[float, TrialRecord]:
+    """The trial of lowest loss at each KV ratio, those that still run included."""
+    best: dict[float, TrialRecord] = {}
+    for record in records:
+        if record.rungs and record.status != results.FAILED and not record.probe:
+            best[record.kv_ratio] = min(best.get(record.kv_ratio, record), record, key=lambda r: r.loss)
+    return best
+
+
 def progress_line(records: list[TrialRecord], expected: int, rungs: int, original_loss: float, elapsed: float) -> str:
     """Trials done, running, stopped, failed; the best so far; the time left, from the share of rungs behind us."""
     count = Counter(record.status for record in records)
@@ -111,11 +124,7 @@ def progress_line(records: list[TrialRecord], expected: int, rungs: int, origina
     rare = {results.WAITING: "waiting", results.COPY: "the same as another", results.FAILED: "failed"}
     states += [f"{count[status]} {words}" for status, words in rare.items() if count[status]]
     parts = [f"{ended}/{expected} trials", ", ".join(states)]
-    best: dict[float, TrialRecord] = {}
-    for record in records:
-        if record.rungs and record.status != results.FAILED and not record.probe:
-            best[record.kv_ratio] = min(best.get(record.kv_ratio, record), record, key=lambda r: r.loss)
-    if best:
+    if best := best_so_far(records):
         increases = (f"{percent(k)} {r.loss - original_loss:+.3f} ({r.recipe})" for k, r in sorted(best.items())[::-1])
         parts.append(f"smallest loss increase by share of the checkpoint's KV: {', '.join(increases)}")
     if rate := tokens_per_second(records):

@@ -1,4 +1,4 @@
-"""That a search waits for nodes, and for which: in its log, its folder and its run in MLflow."""
+"""That a search waits for nodes, and for which: in its log, its folder, its run in MLflow and its gauge."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from orchestrator.cluster.waiting import watched
 from orchestrator.config.schema import SearchConfig
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import waits_for, write_json
+from orchestrator.tracking import gauges
 from orchestrator.tracking.sync import MlflowSync, Run
 
 
@@ -24,8 +25,10 @@ def waiting_told(config: SearchConfig, folder: SearchFolder, mlflow: MlflowSync,
         since = datetime.now(UTC).isoformat(timespec="seconds")
         with contextlib.suppress(OSError):  # a full disk, which is told where it ends the search
             write_json(folder.waiting, {"waits_for": text, "since": since})
+        gauges.tell(gauges.WAITS, text is not None, search=folder.root.name)
         mlflow.put(run())
 
+    gauges.tell(gauges.WAITS, 0, search=folder.root.name)
     if waits_for(folder.waiting):  # of a driver that was killed
         tell(None)
     with watched(Demand.of(config), tell):

@@ -1,4 +1,5 @@
-"""cluster.yaml against Ray's schema, against the AWS API's own description, and against the pins of this project.
+"""cluster.yaml against Ray's schema, against the AWS API's own description, and against the pins of this project; the
+same cluster on Google Cloud (deploy/cluster-gcp.yaml) against Ray's schema and cluster.yaml.
 
 Ray's check finds unknown keys, wrong types, an unknown provider and a missing head type. It looks at nothing inside
 `node_config`, at no region and at no negative count, so those are checked here, by botocore's model of RunInstances.
@@ -22,8 +23,10 @@ from packaging.requirements import Requirement
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TEXT = (REPOSITORY / "cluster.yaml").read_text()
-CONFIG: dict[str, Any] = yaml.safe_load(TEXT)
+TEXTS = {name: (REPOSITORY / name).read_text() for name in ("cluster.yaml", "deploy/cluster-gcp.yaml")}
+CONFIGS: dict[str, dict[str, Any]] = {name: yaml.safe_load(text) for name, text in TEXTS.items()}
+CONFIG, GCP = CONFIGS.values()
+both = pytest.mark.parametrize("file", TEXTS)
 COMMANDS = [
     "initialization_commands",
     "setup_commands",
@@ -153,20 +156,49 @@ def test_variants_of_the_runbook_are_valid(variant: str) -> None:
         assert node_problems(config) == []
 
 
-def test_head_stays_and_workers_come_from_zero() -> None:
-    head = CONFIG["available_node_types"][CONFIG["head_node_type"]]
-    workers = [node for node in CONFIG["available_node_types"].values() if node is not head]
-    assert "InstanceMarketOptions" not in head["node_config"]
+@both
+def test_head_stays_and_workers_come_from_zero(file: str) -> None:
+    config = CONFIGS[file]
+    head = config["available_node_types"][config["head_node_type"]]
+    workers = [node for node in config["available_node_types"].values() if node is not head]
+    assert not is_spot(head["node_config"])
     assert "GPU" not in head["resources"]
     for node in workers:
         assert node["min_workers"] == 0
-        assert node["node_config"]["InstanceMarketOptions"]["MarketType"] == "spot"
+        assert is_spot(node["node_config"])
         assert node["resources"]["GPU"] > 0
-    assert sum(node["max_workers"] for node in workers) == CONFIG["max_workers"]
+    assert sum(node["max_workers"] for node in workers) == config["max_workers"]
 
 
-def test_holds_no_secret() -> None:
-    assert not SECRET.search(TEXT)
+def is_spot(node: dict[str, Any]) -> bool:
+    market, scheduling = node.get("InstanceMarketOptions", {}), node.get("scheduling", {})
+    return market.get("MarketType") == "spot" or scheduling.get("provisioningModel") == "SPOT"
+
+
+def test_google_is_like_amazon_but_for_its_machines() -> None:
+    assert (ray_problems(GCP), shell_problems(GCP)) == ([], [])
+    types = [config["available_node_types"] for config in (CONFIG, GCP)]
+    aws, gcp = ({name.replace("l4", "a10g"): node["resources"] for name, node in nodes.items()} for nodes in types)
+    assert str(gcp).replace("L4", "A10G") == str(aws)
+    same = CONFIG.keys() - {
+        "provider",
+        "docker",
+        "available_node_types",
+        "initialization_commands",
+        "head_setup_commands",
+    }
+    assert {key: GCP[key] for key in same} == {key: CONFIG[key] for key in same}
+    assert str(GCP["docker"]).replace("gs://", "s3://") == str(CONFIG["docker"])
+    zone, region = GCP["provider"]["availability_zone"], GCP["provider"]["region"]
+    disks = [node["node_config"]["disks"][0]["initializeParams"] for node in types[1].values()]
+    assert zone[:-2] == region
+    assert {disk["diskType"] for disk in disks} == {f"zones/{zone}/diskTypes/pd-balanced"}
+    assert [disk["diskSizeGb"] for disk in disks] == [200, 300, 500]
+
+
+@both
+def test_holds_no_secret(file: str) -> None:
+    assert not SECRET.search(TEXTS[file])
     assert SECRET.search("aws_secret_access_key: abc") and SECRET.search("AKIA" + "A" * 16)
 
 
@@ -175,10 +207,11 @@ def _requirement(name: str) -> Requirement:
     return next(r for r in map(Requirement, project["dependencies"]) if r.name == name)
 
 
-def test_versions_are_those_of_the_project() -> None:
-    images = [CONFIG["docker"]["head_image"], CONFIG["docker"]["worker_image"]]
+@both
+def test_versions_are_those_of_the_project(file: str) -> None:
+    images = [CONFIGS[file]["docker"]["head_image"], CONFIGS[file]["docker"]["worker_image"]]
     rays = {re.fullmatch(r"rayproject/ray:([\d.]+)-py\d+-[cg]pu", image)[1] for image in images}  # type: ignore[index]
     assert len(rays) == 1 and rays.pop() in _requirement("ray").specifier
-    torches = re.findall(r"torch==([\d.]+)", str(CONFIG["setup_commands"]))
+    torches = re.findall(r"torch==([\d.]+)", str(CONFIGS[file]["setup_commands"]))
     makefile = re.search(r"^TORCH \?= torch==(\S+)$", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
     assert makefile and torches == [makefile[1]] and torches[0] in _requirement("torch").specifier

@@ -1,7 +1,9 @@
-"""The image of a node, as far as it can be checked without building it: versions, and that nothing is left out."""
+"""The image of a node, as far as it can be checked without building it: versions, and that nothing is left out. And the
+dashboard: that it draws what is exported, all of it, and in the form that Ray's Grafana loads."""
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -9,6 +11,10 @@ from pathlib import Path
 import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
+from ray.dashboard.modules.metrics.grafana_dashboard_factory import generate_train_grafana_dashboard
+
+from orchestrator.tracking import gauges
+from trainers.jobs import worker
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
@@ -38,3 +44,29 @@ def test_the_image_has_ray_as_locked_and_all_packages() -> None:
     assert all((REPOSITORY / name).exists() for name in names)
     assert {pattern.rstrip("*") for pattern in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]} <= names
     assert {"pyproject.toml", PROJECT["project"]["readme"], "configs"} <= names
+
+
+def test_the_dashboard_draws_every_gauge_and_nothing_else() -> None:
+    dashboard = json.loads((REPOSITORY / "deploy" / "grafana" / "headfold.json").read_text())
+    labels = {name: {*of} for name, (_, of) in gauges.GAUGES.items()}
+    labels |= {name: {"search", "trial"} for name, _ in worker.GAUGES.values()}
+    drawn = {}
+    for panel in dashboard["panels"]:
+        (target,) = panel["targets"]
+        (name,) = re.findall(r"^ray_(\w+){search=~\"\$search\"}(?: > 0)?$", target["expr"])
+        drawn[name] = {*re.findall(r"{{(\w+)}}", target["legendFormat"])}
+    assert drawn == labels
+    (query,) = [variable["definition"] for variable in dashboard["templating"]["list"] if variable["type"] == "query"]
+    assert re.fullmatch(r"label_values\(ray_(\w+), search\)", query)[1] in labels  # type: ignore[index]
+
+
+def test_the_dashboard_has_the_form_of_rays_own() -> None:
+    ours = json.loads((REPOSITORY / "deploy" / "grafana" / "headfold.json").read_text())
+    rays = json.loads(generate_train_grafana_dashboard()[0])
+    assert ours.keys() <= rays.keys() and ours["schemaVersion"] == rays["schemaVersion"]
+    known = {key for row in rays["panels"] for panel in row.get("panels", [row]) for key in panel}
+    assert all(panel.keys() <= known for panel in ours["panels"])
+    assert len({panel["id"] for panel in ours["panels"]}) == len(ours["panels"])
+    (of_rays,) = [v for v in rays["templating"]["list"] if v["name"] == "datasource"]
+    (datasource,) = [v for v in ours["templating"]["list"] if v["name"] == "datasource"]
+    assert datasource.items() <= of_rays.items()

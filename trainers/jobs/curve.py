@@ -1,4 +1,5 @@
-"""The course of a training while it runs: a line of JSON every few seconds, which the driver shows in MLflow.
+"""The course of a training while it runs: a line of JSON every few seconds, which the driver shows in MLflow, and whose
+speed whoever wants the job done shows (`trainers.jobs.run.Link`).
 
 Only rank 0 writes. A training that was killed goes on from a checkpoint and repeats steps: of a step the last line
 counts.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +27,11 @@ PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 class Curve:
-    """Lines of the run in `folder`, of an `engine` on `workers` devices."""
+    """Lines of the run in `folder`, of an `engine` on `workers` devices. Each is also given to `show`."""
 
-    def __init__(self, folder: Path, engine: Engine, workers: int) -> None:
+    def __init__(self, folder: Path, engine: Engine, workers: int, show: Callable[[dict[str, Any]], None]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._show = show
         self._file, self._engine, self._workers = folder / NAME, engine, workers
         parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.model.parameters())
         self._flops = 6.0 * parameters  # a token's, forward and back; the products of attention are left out
@@ -46,6 +49,7 @@ class Curve:
             line["mfu"] = speed * self._flops / (peak * self._workers)
         with self._file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")
+        self._show(line)
         self._tokens, self._seconds = 0, 0.0
 
 

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -43,6 +44,10 @@ class Link(Protocol):
 
     def leaving(self) -> bool:
         """Whether a worker's node is about to be taken away. Called by all workers together."""
+        ...
+
+    def show(self, job: TrainJob, line: dict[str, Any]) -> None:
+        """A line of a job's curve (`trainers.jobs.curve`). Called by rank 0 alone."""
         ...
 
 
@@ -174,7 +179,8 @@ class _Worker(WorkerShare):
         self.stopped, self.first_step_at = False, 0.0
         self.losses: list[float] = []  # since the last milestone
         self.saved_at, self.saved_step, self.leaving = time.monotonic(), 0, False
-        self.curve = Curve(store.root, engine, self.world_size) if self.rank == 0 else None
+        show = partial(link.show, job)
+        self.curve = Curve(store.root, engine, self.world_size, show) if self.rank == 0 else None
 
     def resume(self, folder: Path, earlier_job: bool = False) -> int:
         """The step to go on from: that of this run's checkpoint, or of an earlier job's (`resume_from`)."""

@@ -18,6 +18,8 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -27,12 +29,20 @@ import torch
 import torch.distributed as dist
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util.metrics import Gauge
 
 from trainers.jobs.job import TrainJob
 from trainers.loop import TrainingDiverged
 from trainers.settings import AUTO, Shape
 
 __all__ = ["TrainJob", "TrainingDiverged", "metrics_of", "run_training", "serve_pool"]
+
+GAUGES = {
+    "tokens_per_second": ("headfold_tokens_per_second", "Tokens a second of a training, all workers together"),
+    "mfu": ("headfold_mfu", "Share of the GPUs' peak that a training uses, 0 to 1; for GPUs of a known peak"),
+}
+"""What Ray's metrics show of a line of a job's curve: name and description, by key. They are labelled by search (the
+name of its folder) and trial (that of the run); Ray exports them as `ray_` and the name, from the node of rank 0."""
 
 
 def run_training(job: TrainJob, *, callbacks: Sequence[Any] = ()) -> dict[str, Any]:
@@ -128,10 +138,15 @@ class _RayLink:
         context = ray.train.get_context()
         self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
         self.pool, self.group = pool, group
+        self.shown: set[str] = set()
         self._watched = os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1") != "0"
 
     def leaving(self) -> bool:
         return self._watched and ray.train.get_preemption_info() is not None
+
+    def show(self, job: TrainJob, line: dict[str, Any]) -> None:
+        self.shown |= line.keys() & GAUGES.keys()
+        set_gauges(job, {key: line[key] for key in line.keys() & GAUGES.keys()})
 
     def report(self, metrics: dict[str, Any], last: bool) -> bool:
         if self.pool is None:
@@ -141,6 +156,19 @@ class _RayLink:
         if self.world_size > 1:
             dist.broadcast_object_list(go, src=0)
         return bool(go[0])
+
+
+def set_gauges(job: TrainJob, values: dict[str, float]) -> None:
+    """Set gauges of this process for a job; `values` by the keys of GAUGES."""
+    labels = {"search": Path(job.storage_path).parent.name, "trial": job.run_name}
+    for key, value in values.items():
+        _gauge(key).set(float(value), labels)
+
+
+@lru_cache
+def _gauge(key: str) -> Gauge:
+    name, description = GAUGES[key]
+    return Gauge(name, description, ("search", "trial"))
 
 
 def _prepare_worker(device: str) -> None:
@@ -175,10 +203,13 @@ def _serve(config: dict[str, Any]) -> None:
         given: Any = ray.get(pool.next.remote(group, link.rank, number, worker))
         if given is None:
             return
+        job = TrainJob.from_json(given)
         try:
-            ended = run_job(TrainJob.from_json(given), link)
+            ended = run_job(job, link)
         except Exception:
             if link.world_size > 1 or torch.cuda.is_available():
                 raise  # the others wait for this one; a CUDA context may be broken
             ended = {"failed": traceback.format_exc()}
+        if link.rank == 0:
+            set_gauges(job, dict.fromkeys(link.shown, 0.0))  # Ray exports them as long as the process lives
         ray.get(pool.finished.remote(group, link.rank, ended))

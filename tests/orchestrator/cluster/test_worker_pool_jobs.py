@@ -44,6 +44,9 @@ class Alone:
     def leaving(self) -> bool:
         return False
 
+    def show(self, job: TrainJob, line: dict[str, Any]) -> None:
+        pass
+
 
 @pytest.fixture(scope="module")
 def pool(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:

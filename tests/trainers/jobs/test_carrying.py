@@ -41,6 +41,7 @@ class Alone:
 
     def __init__(self, until: int = 99) -> None:
         self.reports: list[dict[str, Any]] = []
+        self.speeds: dict[str, float] = {}
         self.until = until
 
     def report(self, metrics: dict[str, Any], last: bool) -> bool:
@@ -49,6 +50,9 @@ class Alone:
 
     def leaving(self) -> bool:
         return False
+
+    def show(self, job: TrainJob, line: dict[str, Any]) -> None:
+        self.speeds[job.run_name] = line["tokens_per_second"]
 
     @property
     def steps(self) -> list[int]:
@@ -83,6 +87,7 @@ def test_a_stopped_job_goes_on_and_repeats_its_reports(other: TrainJob, whole: d
     ended = run_job(other, second)
     assert second.steps == [2, 4, 6]
     assert second.reports[:2] == first.reports
+    assert first.speeds.keys() == {other.run_name} and first.speeds[other.run_name] > 0
     assert {name: ended["metrics"][name] for name in SAME} == {name: whole[name] for name in SAME}
 
 

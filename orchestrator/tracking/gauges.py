@@ -1,0 +1,45 @@
+"""What a running search tells Ray's metrics, which Prometheus collects and `deploy/grafana/headfold.json` draws.
+
+Ray exports a gauge as `ray_` and its name, for as long as the process that sets it runs. The gauges of a training are
+set where it runs (`trainers.jobs.worker.GAUGES`), those here by the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+
+import ray
+from ray.util.metrics import Gauge
+
+from orchestrator.storage.records import ENDED, RUNNING, WAITING
+
+TRIALS, BEST = "headfold_trials", "headfold_best_loss_increase"
+WAITS, BEHIND = "headfold_waits_for_nodes", "headfold_mlflow_runs_behind"
+GAUGES = {
+    TRIALS: ("Trials of a search in a state", ("search", "state")),
+    BEST: ("Lowest held-out loss at a KV ratio minus that of the original model, nats a token", ("search", "kv_ratio")),
+    WAITS: ("1 while a search waits for nodes, else 0", ("search",)),
+    BEHIND: ("Runs of a search that MLflow may not have as they should be", ("search",)),
+}
+"""Description and labels of each gauge. `search`: the name of its folder."""
+
+
+@lru_cache
+def _gauge(name: str) -> Gauge:
+    return Gauge(name, *GAUGES[name])
+
+
+def tell(name: str, value: float, **labels: str) -> None:
+    """Set a gauge. Does nothing in a process that is not connected to Ray."""
+    if ray.is_initialized():
+        _gauge(name).set(float(value), labels)
+
+
+def tell_trials(search: str, states: Iterable[str], increases: Mapping[float, float]) -> None:
+    """Of a search: the state of each trial, and the smallest increase of the loss (nats a token) at each KV ratio."""
+    states = list(states)
+    for state in (WAITING, RUNNING, *ENDED):
+        tell(TRIALS, states.count(state), search=search, state=state)
+    for ratio, increase in increases.items():
+        tell(BEST, increase, search=search, kv_ratio=f"{ratio:g}")

@@ -1,0 +1,145 @@
+"""The manifests for KubeRay, as far as they can be checked without a Kubernetes: what Ray's own code reads from them,
+that they are the cluster of cluster.yaml, and that what they start can be started."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.autoscaler._private.kuberay.node_provider import KubernetesHttpApiClient
+from typer.testing import CliRunner
+
+from orchestrator import pipeline
+from orchestrator.cluster import ray_private
+from orchestrator.cluster.placement import Demand
+from orchestrator.cluster.room import Nodes, concurrency
+from orchestrator.config.schema import load_config
+from orchestrator.main import app
+from orchestrator.tracking.mlflow_server import Settings
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TEXT = (REPOSITORY / "deploy" / "raycluster.yaml").read_text()
+CLAIM, CLUSTER = yaml.safe_load_all(TEXT)
+JOB = yaml.safe_load((REPOSITORY / "deploy" / "rayjob.yaml").read_text())
+AWS = yaml.safe_load((REPOSITORY / "cluster.yaml").read_text())
+HEAD, GROUPS = CLUSTER["spec"]["headGroupSpec"], CLUSTER["spec"]["workerGroupSpecs"]
+PODS = [group["template"]["spec"] for group in (HEAD, *GROUPS)]
+LLAMA = "configs/llama2-7b.yaml"
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the head's container finds out of the autoscaler, from a Kubernetes that knows the cluster alone."""
+    for name, value in (("NODE_TYPE_NAME", "headgroup"), ("CLUSTER_NAME", "headfold"), ("CLUSTER_NAMESPACE", "ours")):
+        monkeypatch.setenv(f"RAY_{name}", value)
+    monkeypatch.setenv("RAY_enable_autoscaler_v2", "true")
+    known = {"rayclusters/headfold": CLUSTER | {"metadata": {"name": "headfold", "namespace": "ours"}}}
+    monkeypatch.setattr(KubernetesHttpApiClient, "__init__", lambda self, namespace: None)
+    monkeypatch.setattr(KubernetesHttpApiClient, "get", lambda self, path: known[path])
+    found = ray_private._read_config("no such address")
+    assert found is not None
+    return found
+
+
+def test_rays_autoscaler_reads_the_nodes_of_cluster_yaml(config: dict[str, Any]) -> None:
+    types = {name.replace("group", "").replace("-", "_"): node for name, node in config["available_node_types"].items()}
+    assert types.keys() == AWS["available_node_types"].keys()
+    for name, node in types.items():
+        wanted = AWS["available_node_types"][name]
+        assert node["resources"].pop("memory") >= 24 * 2**30
+        assert node["resources"] == wanted["resources"]
+        assert all(node[key] == wanted.get(key, 0) for key in ("min_workers", "max_workers"))
+    assert all(config[key] == AWS[key] for key in ("max_workers", "idle_timeout_minutes"))
+
+
+def test_a_search_has_room_before_any_gpu_is_there(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Context:
+        gcs_address = ""
+
+    monkeypatch.setattr(ray_private, "autoscaling_config", lambda address: config)
+    monkeypatch.setattr(ray_private.ray, "get_runtime_context", Context)
+    nodes = [Nodes(1, {"CPU": 8.0}), *(Nodes(*kind) for kind in ray_private.node_types())]
+    assert concurrency(nodes, Demand.of(load_config(REPOSITORY / LLAMA))) == 2
+
+
+def test_only_the_head_of_a_cluster_that_scales_asks_kubernetes(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_NODE_TYPE_NAME", "gpu-a100")
+    assert ray_private._read_config("no such address") is None
+    monkeypatch.setenv("RAY_NODE_TYPE_NAME", "headgroup")
+    monkeypatch.delenv("RAY_enable_autoscaler_v2")
+    assert ray_private._read_config("no such address") is None
+
+
+def test_pods_fill_the_machines_of_cluster_yaml() -> None:
+    for pod, node in zip(PODS, AWS["available_node_types"].values(), strict=True):
+        limits, told = pod["containers"][0]["resources"]["limits"], node["resources"]
+        assert pod["nodeSelector"] == {"node.kubernetes.io/instance-type": node["node_config"]["InstanceType"]}
+        assert int(limits["cpu"]) == told["CPU"]
+        assert int(limits.get("nvidia.com/gpu", 0)) == told.get("GPU", 0)
+        requests = [container["resources"]["requests"]["cpu"] for container in pod["containers"]]
+        # A node keeps some of its CPUs: a pod that asks for all of them never starts
+        assert sum(float(cpu.replace("500m", "0.5")) for cpu in requests) <= told["CPU"] - 1
+
+
+def test_images_and_versions_are_those_of_the_project() -> None:
+    version = re.search(r"headfold:([\d.]+) ", (REPOSITORY / "deploy" / "Containerfile").read_text())
+    images = [container["image"] for pod in PODS for container in pod["containers"]]
+    assert version and images == [
+        f"registry.example.com/headfold:{version[1]}{kind}" for kind in ("-cpu", "-cpu", "", "")
+    ]
+    assert f":{CLUSTER['spec']['rayVersion']}-" in AWS["docker"]["worker_image"]
+
+
+def test_everybody_mounts_the_shared_volume() -> None:
+    assert CLAIM["spec"]["accessModes"] == ["ReadWriteMany"]
+    for pod in PODS:
+        assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == CLAIM["metadata"]["name"]
+        for container in pod["containers"]:
+            assert container["volumeMounts"][0] == {"name": pod["volumes"][0]["name"], "mountPath": "/mnt/headfold"}
+
+
+def test_mlflow_on_the_head_is_that_of_cluster_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray_head, mlflow = PODS[0]["containers"]
+    assert any(" ".join(mlflow["command"]) in command for command in AWS["head_start_ray_commands"])
+    options = AWS["docker"]["head_run_options"]
+    there = dict(option.removeprefix("--env ").split("=", 1) for option in options if option.startswith("--env"))
+    here = {entry["name"]: entry.get("value") for entry in [*ray_head["env"], *mlflow["env"]]}
+    own = "HEADFOLD_MLFLOW_ARTIFACTS"  # a folder here, a bucket there
+    assert {name: here[name] for name in there if name != own} == {k: v for k, v in there.items() if k != own}
+    for entry in mlflow["env"]:
+        monkeypatch.setenv(entry["name"], entry["value"])
+    settings, mounted = Settings.of_environment(), [mount["mountPath"] for mount in mlflow["volumeMounts"]]
+    assert str(settings.database.parent) in mounted and settings.artifacts.startswith("/mnt/headfold/")
+
+
+def test_holds_no_secret_and_opens_nothing() -> None:
+    assert CLUSTER["spec"]["authOptions"] == {"mode": "token"}
+    assert (HEAD["serviceType"], HEAD["enableIngress"]) == ("ClusterIP", False)
+    assert not re.search(r"kind: (Secret|Service|Ingress)|host(Network|Port)|NodePort|LoadBalancer", TEXT)
+    entries = [entry for pod in PODS for container in pod["containers"] for entry in container["env"]]
+    assert not [entry for entry in entries if re.search("TOKEN|KEY|PASS", entry["name"]) and "value" in entry]
+
+
+def test_the_entrypoint_starts_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is run, with the files of this checkout in the place of the image's, up to the first step of the search."""
+    assert JOB["spec"]["clusterSelector"] == {"ray.io/cluster": CLUSTER["metadata"]["name"]}
+    assert yaml.safe_load(JOB["spec"]["runtimeEnvYAML"]) == {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}}
+    program, *words = shlex.split(JOB["spec"]["entrypoint"].replace("/home/ray/headfold", str(REPOSITORY)))
+    started: list[Any] = []
+
+    class Outcome:
+        exit_code = 0
+
+        def to_dict(self) -> dict[str, Any]:
+            return {}
+
+    monkeypatch.setattr(pipeline, "search", lambda config, resume: started.append(config) or Outcome())
+    done = CliRunner().invoke(app, words)
+    assert (program, done.exit_code) == ("headfold", 0), done.output
+    assert started == [load_config(REPOSITORY / LLAMA, ["storage=/mnt/headfold/runs"])]
