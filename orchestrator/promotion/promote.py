@@ -23,6 +23,7 @@ from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.promotion.state import BASELINE, PROMOTED, Entry, PromoteOutcome, PromotionState
 from orchestrator.promotion.steps import PromotionSteps
 from orchestrator.reporting import console
+from orchestrator.search.leftovers import best_of_recipe, select
 from orchestrator.search.prepare import SearchSession, trial_context
 from orchestrator.search.validation import validate_search
 from orchestrator.search.waiting import waiting_told
@@ -30,17 +31,10 @@ from orchestrator.storage.journal import load_trials
 from orchestrator.storage.lock import SearchLock
 from orchestrator.storage.mirror import is_remote, mirrored
 from orchestrator.storage.paths import SearchFolder, storage_path
-from orchestrator.storage.records import TrialRecord, front, ranked, read_json, waits_for
+from orchestrator.storage.records import TrialRecord, read_json, waits_for
 from orchestrator.storage.trust import warn_of_pickles
 from orchestrator.tracking.runs import Tracker
 from orchestrator.tracking.sync import MlflowSync, Run, parent_run
-
-
-def select(trials: Sequence[TrialRecord], how: str, top: int) -> list[TrialRecord]:
-    """The trials to promote: the `top` best at each budget, or the front."""
-    if how == "front":
-        return front(trials)
-    return [trial for best in ranked(trials).values() for trial in best[:top]]
 
 
 def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int | None = None) -> PromoteOutcome:
@@ -159,10 +153,9 @@ def promote(session: SearchSession, chosen: Sequence[TrialRecord] | None = None)
 
 def _add_baselines(state: PromotionState, trials: Sequence[TrialRecord], config: SearchConfig, total: int) -> None:
     """The best baseline trial of each budget that has a candidate: at its best learning rate of the same grid."""
-    name = config.search.baseline
+    baselines = best_of_recipe(trials, config.search.baseline)
     for budget in {entry.kv_ratio for entry in state.candidates.values()}:
-        best = next((t for t in ranked(trials).get(budget, []) if t.recipe == name), None)
-        if best is not None:
+        if (best := baselines.get(budget)) is not None:
             fresh = Entry(best.trial_id, best.recipe, budget, total, role=BASELINE)
             state.add(state.baselines, f"{budget:g}", fresh)
 

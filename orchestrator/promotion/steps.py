@@ -31,6 +31,7 @@ from orchestrator.storage import records
 from orchestrator.storage.records import TrialRecord, write_json
 from orchestrator.tracking.runs import TrackingError
 from orchestrator.tracking.sync import Run
+from trainers.jobs.checkpoints import CheckpointStore
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class PromotionSteps:
             for entry in entries[training.trial.trial_id]:
                 self._trained(entry, training, loss, error)
             self.save()
+            if error is None and training.job is not None:  # what is shipped are the weights
+                CheckpointStore(training.job.storage_path, training.job.run_name).keep_only(None)
 
         def going_on(training: Training) -> None:
             for entry in entries[training.trial.trial_id]:

@@ -45,8 +45,9 @@ class Training:
 
     @classmethod
     def of(cls, trial: TrialRecord, total: int, session: SearchSession) -> Training:
-        """Continue from the trial's last training checkpoint; where the promotion splits its training otherwise, from
-        the trial's last weights with a fresh optimiser; from its converted weights if it was not trained."""
+        """Continue from the trial's last training checkpoint; where that is gone (`orchestrator.search.leftovers`), or
+        the promotion splits its training otherwise, from the trial's last weights, or else its best ones, with a fresh
+        optimiser; from its converted weights if it was not trained."""
         context, folder = session.context, session.folder.trial(trial.trial_id)
         if trial.step == total:
             return cls(trial, total, total, None)
@@ -68,6 +69,9 @@ class Training:
         elif trial.step and (folder / "trained").is_dir():
             start = before = trial.step
             model = folder / "trained"
+        elif trial.step and (best := trial.last.get("best_dir")) and Path(best).is_dir():
+            start = before = int(trial.last["best_step"])
+            model = Path(best)
         if start and not more.get("resume_from") and context.promotion_file is None:
             more["first_sequence"] = int(trial.last.get("data_position", 0))
         steps = [step - before for step in milestones(start, total, section.evaluations)]

@@ -87,9 +87,7 @@ class CheckpointStore:
             kept, reports = self.read()
             kept = [*(k for k in kept if k.step < step), Kept(name, step, whole)][-KEEP:]
             reports = [*(r for r in reports if r["step"] < step), *([report] if report is not None else [])]
-            write_whole(
-                self.root / INDEX, json.dumps({"checkpoints": [asdict(k) for k in kept], "reports": reports}, indent=1)
-            )
+            self._write(kept, reports)
             self._remove_all_but({k.name for k in kept})
         gathered(None, self.world_size)  # nobody goes on before the index says so
 
@@ -108,6 +106,16 @@ class CheckpointStore:
     def folder(self, kept: Kept) -> Path:
         return self.root / kept.name
 
+    def keep_only(self, name: str | None) -> None:
+        """Of a run that has ended: remove all checkpoints but one, or all of them. The reports stay."""
+        if not self.root.is_dir():
+            return
+        kept, reports = self.read()
+        if left := [k for k in kept if k.name != name]:
+            self._write([k for k in kept if k not in left], reports)
+        with contextlib.suppress(OSError):  # a worker that is being stopped may still be writing
+            self._remove_all_but({str(name)})
+
     # ---- files ------------------------------------------------------------------------------------------------
 
     def _damage(self, kept: Kept, files: list[str]) -> str | None:
@@ -120,6 +128,10 @@ class CheckpointStore:
             if digest != kept.digests[file]:
                 return f"{file} is not what was written (SHA-256 {digest[:12]}..., not {kept.digests[file][:12]}...)"
         return None
+
+    def _write(self, kept: list[Kept], reports: list[dict[str, Any]]) -> None:
+        record = {"checkpoints": [asdict(k) for k in kept], "reports": reports}
+        write_whole(self.root / INDEX, json.dumps(record, indent=1))
 
     def _remove_all_but(self, names: set[str]) -> None:
         for folder in self.root.iterdir():
