@@ -19,7 +19,7 @@ from orchestrator.config.schema import SearchConfig
 from orchestrator.storage.journal import History
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import COPY, TrialRecord, front, ranked
-from trainers.jobs.checkpoints import CheckpointStore
+from trainers.jobs.checkpoints import CheckpointStore, remove_other_bests
 
 
 def select(trials: Sequence[TrialRecord], how: str, top: int) -> list[TrialRecord]:
@@ -60,6 +60,7 @@ def _remove(folder: SearchFolder, record: TrialRecord, finalist: bool) -> None:
     root, saved = folder.trial(record.trial_id), record.last.get("checkpoint_path")
     store = CheckpointStore(str(folder.train), record.trial_id)
     store.keep_only(Path(saved).name if finalist and saved else None)
+    remove_other_bests(str(root / "trained"), [record.last])
     gone = [root / "start"]
     if record.status == COPY:
         gone.append(root / "converted")
