@@ -29,8 +29,8 @@ from orchestrator.search.validation import validate_search
 from orchestrator.search.waiting import waiting_told
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.lock import SearchLock
-from orchestrator.storage.mirror import is_remote, mirrored
-from orchestrator.storage.paths import SearchFolder, storage_path
+from orchestrator.storage.mirror import mirrored
+from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import TrialRecord, read_json, waits_for
 from orchestrator.storage.trust import warn_of_pickles
 from orchestrator.tracking.runs import Tracker
@@ -50,7 +50,7 @@ def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int |
     chosen = _chosen(records, list(trials), top, config)
     prepared = validate_search(config)
     with (
-        mirrored(_address(folder), folder.storage),
+        mirrored(folder.address or str(folder.storage), folder.storage),
         SearchLock(folder.lock).acquire(f"search {folder.root.name!r}"),
         connected() as nodes,
     ):
@@ -71,12 +71,6 @@ def _parent(folder: SearchFolder) -> Run:
     """The run of the search, whose status stays as it is."""
     run_id, waits = read_json(folder.state).get("parent_run"), waits_for(folder.waiting)
     return parent_run(folder.root, waits, status=None, run_id=run_id)
-
-
-def _address(folder: SearchFolder) -> str:
-    """The `storage` that the search was started with, if this folder is still its working folder."""
-    storage = str(folder.stored().get("storage"))
-    return storage if is_remote(storage) and storage_path(storage) == folder.storage else str(folder.storage)
 
 
 def _stored_config(folder: SearchFolder) -> SearchConfig:

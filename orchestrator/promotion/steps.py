@@ -60,7 +60,7 @@ class PromotionSteps:
                 self._trained(entry, training, loss, error)
             self.save()
             if error is None and training.job is not None:  # what is shipped are the weights
-                CheckpointStore(training.job.storage_path, training.job.run_name).keep_only(None)
+                CheckpointStore.of(training.job).keep_only(None)
 
         def going_on(training: Training) -> None:
             for entry in entries[training.trial.trial_id]:

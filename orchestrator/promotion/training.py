@@ -19,7 +19,7 @@ from orchestrator.search.resume import LOSSES, lost
 from orchestrator.search.trial import prepare_process
 from orchestrator.storage.records import TrialRecord, read_json
 from trainers.deepspeed_config import layout_of
-from trainers.jobs.checkpoints import CheckpointStore, reports_of
+from trainers.jobs.checkpoints import CheckpointStore, is_kept, reports_of
 from trainers.jobs.curve import read_curve
 from trainers.jobs.job import TrainJob
 from trainers.settings import TrainSettings
@@ -51,7 +51,7 @@ class Training:
         context, folder = session.context, session.folder.trial(trial.trial_id)
         if trial.step == total:
             return cls(trial, total, total, None)
-        section, saved = session.config.promotion, trial.last.get("checkpoint_path")
+        section, saved = session.config.promotion, str(trial.last.get("checkpoint_path", ""))
         target = session.folder.promoted / f"{trial.trial_id}-{total}"
         candidate = Candidate.from_config(read_json(folder / "recipe.json"))
         alike = context.settings(candidate.recipe, candidate.learning_rate)
@@ -59,7 +59,8 @@ class Training:
         more: dict[str, Any] = {"settings": settings, "train_file": context.promotion_file or context.train_file}
         more |= {"checkpoint_steps": section.checkpoint_steps, "checkpoint_minutes": section.checkpoint_minutes}
         start, before, model = 0, 0, folder / "converted"
-        if trial.step and saved and Path(saved).is_dir() and layout_of(settings) == layout_of(alike):
+        there = bool(trial.step and saved) and is_kept(saved, context.checkpoint_address)
+        if there and layout_of(settings) == layout_of(alike):
             # The steps of a relaxation count, but lie before the run that goes on
             spec = context.relaxation(candidate.recipe, folder)
             start, before = trial.step, spec.total_steps if spec else 0
@@ -94,7 +95,7 @@ class Training:
 
     def newest_step(self) -> int:
         """The step of its newest checkpoint; -1 without one."""
-        kept = CheckpointStore(self.job.storage_path, self.job.run_name).read()[0] if self.job else []
+        kept = CheckpointStore.of(self.job).read()[0] if self.job else []
         return kept[-1].step if kept else -1
 
 

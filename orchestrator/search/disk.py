@@ -25,6 +25,7 @@ from orchestrator.conversion import loading
 from orchestrator.conversion.calibrating import FREE_SHARE
 from orchestrator.conversion.estimate import Size
 from orchestrator.search.searchers import SearchProblem
+from orchestrator.storage.mirror import is_remote
 from orchestrator.storage.paths import storage_path
 from trainers.jobs.checkpoints import KEEP
 from trainers.settings import TrainSettings
@@ -81,7 +82,7 @@ class Storage:
         beside = _beside(config.model.path)
         w = self.size.total * DTYPES[loading.written_dtype(config.model.path, config.model.dtype)].itemsize + beside
         t = self.size.total * DTYPES[config.train.dtype].itemsize + beside
-        s = max(checkpoint_bytes(model, self.size, each, whole=bool(relaxing)) for each in self._settings())
+        s = max(self._checkpoint(each, whole=bool(relaxing)) for each in self._settings())
         texts = sum(section.tokens for section in _texts(config)) * (2 if model.vocab_size <= 2**16 else 4)
         records, converted = OWN_RECORDS + trials * RECORDS, trials * w
         trained = checkpoints = finalists = going = 0
@@ -116,7 +117,7 @@ class Storage:
         takes, free = self.disk(parallel), self.free
         if takes.most <= free:
             return None
-        parts = ", ".join(f"{name} {giga(value)}" for name, value in takes.parts.items())
+        parts = ", ".join(f"{name} {giga(value)}" for name, value in takes.parts.items() if value)
         fewer = next((n for n in range(parallel - 1, 0, -1) if self.disk(n).most <= free), None)
         others = "fewer trials (search.num_samples, recipes, kv_ratios, learning_rates), promotion.top"
         if self.config.train.tuning != "lora":
@@ -126,6 +127,11 @@ class Storage:
             f"the search takes up to {giga(takes.most)} of {self.folder}, and {giga(free)} are free there ({parts}); "
             f"free {giga(takes.most - free)} more or give another storage; {remedy}"
         )
+
+    def _checkpoint(self, train: TrainSettings, *, whole: bool = False) -> int:
+        """Bytes of a training checkpoint in this folder: none where workers send it to an address themselves."""
+        remote = is_remote(self.config.storage)
+        return 0 if remote else checkpoint_bytes(self.model, self.size, train, whole=whole)
 
     def _settings(self) -> list[TrainSettings]:
         """How its candidates are trained."""
@@ -137,7 +143,7 @@ class Storage:
         section, train = self.config.promotion, self.config.promotion_train
         if not section.enabled:
             return 0, 0
-        t, s = self.size.total * DTYPES[train.dtype].itemsize + beside, checkpoint_bytes(self.model, self.size, train)
+        t, s = self.size.total * DTYPES[train.dtype].itemsize + beside, self._checkpoint(train)
         evaluations, running = section.evaluations, min(parallel, self.trainings)
         shipped = self.trainings * t * (1 + (evaluations > 1)) + max(1, self.trainings) * w
         return shipped, running * ((KEEP + 1) * s + max(0, min(KEEP + 1, evaluations - 1) - 1) * t)

@@ -314,7 +314,7 @@ def describe_search(estimate: SearchEstimate, config: SearchConfig) -> Mapping[s
     free = f" ({giga(estimate.memory_free)} available here)" if estimate.memory_free else ""
     worker, driver = giga(estimate.worker_bytes), giga(estimate.driver_bytes)
     words["memory"] = f"{worker} a training worker, {driver} a trial's own process{free}"
-    parts = ", ".join(f"{name} {giga(value)}" for name, value in estimate.disk_parts.items())
+    parts = ", ".join(f"{name} {giga(value)}" for name, value in estimate.disk_parts.items() if value)
     words["disk"] = (
         f"up to {giga(estimate.disk)} ({giga(estimate.disk_free)} free), {giga(estimate.disk_kept)} in the end; "
         f"at most {parts}"

@@ -19,7 +19,8 @@ from orchestrator.config.schema import SearchConfig
 from orchestrator.storage.journal import History
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import COPY, TrialRecord, front, ranked
-from trainers.jobs.checkpoints import CheckpointStore, remove_other_bests
+from trainers.jobs.best import remove_other_bests
+from trainers.jobs.checkpoints import CheckpointStore
 
 
 def select(trials: Sequence[TrialRecord], how: str, top: int) -> list[TrialRecord]:
@@ -48,17 +49,17 @@ def remove_leftovers(
     `known`: the trials that it was done for, each with whether it was a finalist then; these are left out.
     """
     records, known = history.records, {} if known is None else known
-    staying = finalists(list(records.values()), config)
+    address, staying = folder.train_address, finalists(list(records.values()), config)
     for trial_id, end in history.ends.items():
         finalist = trial_id in staying
         if not end["lost"] and known.get(trial_id) != finalist:
-            _remove(folder, records[trial_id], finalist)
+            _remove(folder, records[trial_id], finalist, address)
             known[trial_id] = finalist
 
 
-def _remove(folder: SearchFolder, record: TrialRecord, finalist: bool) -> None:
+def _remove(folder: SearchFolder, record: TrialRecord, finalist: bool, address: str | None) -> None:
     root, saved = folder.trial(record.trial_id), record.last.get("checkpoint_path")
-    store = CheckpointStore(str(folder.train), record.trial_id)
+    store = CheckpointStore(str(folder.train), record.trial_id, address=address)
     store.keep_only(Path(saved).name if finalist and saved else None)
     remove_other_bests(str(root / "trained"), [record.last])
     gone = [root / "start"]
