@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from dataclasses import dataclass, replace
@@ -63,8 +64,9 @@ class PromotionSteps:
                 CheckpointStore.of(training.job).keep_only(None)
 
         def going_on(training: Training) -> None:
-            for entry in entries[training.trial.trial_id]:
-                self._tell(entry)
+            with contextlib.suppress(OSError):  # the address of its checkpoints is away: the next time
+                for entry in entries[training.trial.trial_id]:
+                    self._tell(entry)
 
         for training in (t for t in trainings if t.job is not None):
             going_on(training)  # the run is there before the training is

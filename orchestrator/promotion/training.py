@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,9 +95,11 @@ class Training:
         return [line | {"step": line["step"] + self.before} for line in lines]
 
     def newest_step(self) -> int:
-        """The step of its newest checkpoint; -1 without one."""
-        kept = CheckpointStore.of(self.job).read()[0] if self.job else []
-        return kept[-1].step if kept else -1
+        """The step of its newest checkpoint; -1 without one, and where their address is away."""
+        with contextlib.suppress(OSError):
+            kept = CheckpointStore.of(self.job).read()[0] if self.job else []
+            return kept[-1].step if kept else -1
+        return -1
 
 
 def milestones(start: int, total: int, evaluations: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ go too, as the first trial has the same. Trials that are paused, or that `--resu
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,8 +54,9 @@ def remove_leftovers(
     for trial_id, end in history.ends.items():
         finalist = trial_id in staying
         if not end["lost"] and known.get(trial_id) != finalist:
-            _remove(folder, records[trial_id], finalist, address)
-            known[trial_id] = finalist
+            with contextlib.suppress(OSError):  # an address that is away: the next time, at the end of the search too
+                _remove(folder, records[trial_id], finalist, address)
+                known[trial_id] = finalist
 
 
 def _remove(folder: SearchFolder, record: TrialRecord, finalist: bool, address: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from buckets import bucket
 from orchestrator.config.schema import parse_config
 from orchestrator.pipeline import search
 from orchestrator.storage.journal import load_trials
-from orchestrator.storage.mirror import open_address
+from orchestrator.storage.mirror import mirrored, open_address
 from orchestrator.storage.paths import SearchFolder
+from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.curve import read_curve
 
 
@@ -55,3 +57,13 @@ def test_checkpoints_lie_in_the_bucket_alone(tmp_path: Path, demo_dir: Path, mon
         # It went on from the trial's checkpoint: a fresh optimiser would have begun with the trial's weights
         curve = read_curve(folder.train / f"promote-{candidate['trial_id']}-5")
         assert curve[0]["step"] == 3
+        # A new head, with nothing: what workers go on from is fetched by them and not by the driver
+        shutil.rmtree(folder.storage)
+        with mirrored(address, folder.storage):
+            assert load_trials(folder.root) and folder.address == address
+            assert not list(folder.root.rglob("*.pt"))
+            store = CheckpointStore(str(folder.train), candidate["trial_id"], address=folder.train_address)
+            newest, reports, damage = store.newest_whole()
+            assert newest is not None and (newest.step, [r["step"] for r in reports], damage) == (2, [1, 2], [])
+            assert list(store.folder(newest).rglob("*.pt"))
+            store.release()

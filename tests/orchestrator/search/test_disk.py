@@ -158,6 +158,8 @@ def test_what_makes_it_more(demo_dir: Path, tmp_path: Path) -> None:
     relaxing = storage_of(config_of(demo_dir, tmp_path, search={"recipes": ["gqa", "align"]})).disk(1)
     plain = storage_of(config_of(demo_dir, tmp_path)).disk(1)
     assert relaxing.parts["trained"] > plain.parts["trained"]
+    remote = storage_of(config_of(demo_dir, tmp_path).model_copy(update={"storage": "s3://bucket/runs"})).disk(1)
+    assert remote.parts["checkpoints"] == 0 and remote.most < plain.most, "workers send them to the address"
     untrained = storage_of(config_of(demo_dir, tmp_path, rungs={"steps": [0]}, promotion={"enabled": False})).disk(1)
     assert untrained.parts["checkpoints"] == untrained.parts["trained"] == untrained.parts["promotion"] == 0
 

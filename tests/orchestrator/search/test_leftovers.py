@@ -169,6 +169,21 @@ def test_a_kill_while_removing_is_made_good(folder: SearchFolder, monkeypatch: p
     assert {name for name in LOSSES if optimiser(folder, name)} == UNTOUCHED | {"best", "base"}
 
 
+def test_an_address_that_is_away_ends_nothing(folder: SearchFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    history = read_history(folder.journal)
+    known: dict[str, bool] = {}
+
+    def away(*_: Any) -> None:
+        raise OSError("the bucket is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointStore, "keep_only", away)
+        remove_leftovers(CONFIG, folder, history, known)
+    assert not known and optimiser(folder, "worse")
+    remove_leftovers(CONFIG, folder, history, known)
+    assert known["best"] and not optimiser(folder, "worse")
+
+
 def test_while_tune_runs_it_follows_the_journal(folder: SearchFolder) -> None:
     journal = Journal(folder.journal)
     cleaning = Cleaning(CONFIG, folder, journal.history)
