@@ -28,7 +28,7 @@ from orchestrator.reporting.comparison import compare
 from orchestrator.reporting.figures.drawing import save_png
 from orchestrator.reporting.figures.search import front_figure, rungs_figure
 from orchestrator.reporting.report_page import write_report
-from orchestrator.search.estimate import announce
+from orchestrator.search.estimate import announce, check_disk
 from orchestrator.search.outcome import SearchOutcome, print_outcome
 from orchestrator.search.prepare import (
     SearchSession,
@@ -74,6 +74,8 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
         opened = Tracker.open(uri, config.tracking.experiment, storage) if folder is None else None
         with connected() as nodes:
             parallel = room_for(config, nodes)
+            if folder is None:
+                check_disk(config, prepared, parallel)
             prepared.texts.make_all()
             folder = folder or _fresh(config, storage)
             with SearchLock(folder.lock).acquire(f"search {folder.root.name!r}"):

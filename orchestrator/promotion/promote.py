@@ -22,24 +22,18 @@ from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.promotion.state import BASELINE, PROMOTED, Entry, PromoteOutcome, PromotionState
 from orchestrator.promotion.steps import PromotionSteps
 from orchestrator.reporting import console
+from orchestrator.search.leftovers import best_of_recipe, select
 from orchestrator.search.prepare import SearchSession, trial_context
 from orchestrator.search.validation import validate_search
 from orchestrator.search.waiting import waiting_told
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.lock import SearchLock
-from orchestrator.storage.mirror import is_remote, mirrored
-from orchestrator.storage.paths import SearchFolder, storage_path
-from orchestrator.storage.records import TrialRecord, front, ranked, read_json, waits_for
+from orchestrator.storage.mirror import mirrored
+from orchestrator.storage.paths import SearchFolder
+from orchestrator.storage.records import TrialRecord, read_json, waits_for
 from orchestrator.storage.trust import warn_of_pickles
 from orchestrator.tracking.runs import Tracker
 from orchestrator.tracking.sync import MlflowSync, Run, parent_run
-
-
-def select(trials: Sequence[TrialRecord], how: str, top: int) -> list[TrialRecord]:
-    """The trials to promote: the `top` best at each budget, or the front."""
-    if how == "front":
-        return front(trials)
-    return [trial for best in ranked(trials).values() for trial in best[:top]]
 
 
 def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int | None = None) -> PromoteOutcome:
@@ -55,7 +49,7 @@ def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int |
     chosen = _chosen(records, list(trials), top, config)
     prepared = validate_search(config)
     with (
-        mirrored(_address(folder), folder.storage),
+        mirrored(folder.address or str(folder.storage), folder.storage),
         SearchLock(folder.lock).acquire(f"search {folder.root.name!r}"),
         connected() as nodes,
     ):
@@ -78,12 +72,6 @@ def _parent(folder: SearchFolder) -> Run:
     """The run of the search, whose status stays as it is."""
     run_id, waits = read_json(folder.state).get("parent_run"), waits_for(folder.waiting)
     return parent_run(folder.root, waits, status=None, run_id=run_id)
-
-
-def _address(folder: SearchFolder) -> str:
-    """The `storage` that the search was started with, if this folder is still its working folder."""
-    storage = str(folder.stored().get("storage"))
-    return storage if is_remote(storage) and storage_path(storage) == folder.storage else str(folder.storage)
 
 
 def _stored_config(folder: SearchFolder) -> SearchConfig:
@@ -160,10 +148,9 @@ def promote(session: SearchSession, chosen: Sequence[TrialRecord] | None = None)
 
 def _add_baselines(state: PromotionState, trials: Sequence[TrialRecord], config: SearchConfig, total: int) -> None:
     """The best baseline trial of each budget that has a candidate: at its best learning rate of the same grid."""
-    name = config.search.baseline
+    baselines = best_of_recipe(trials, config.search.baseline)
     for budget in {entry.kv_ratio for entry in state.candidates.values()}:
-        best = next((t for t in ranked(trials).get(budget, []) if t.recipe == name), None)
-        if best is not None:
+        if (best := baselines.get(budget)) is not None:
             fresh = Entry(best.trial_id, best.recipe, budget, total, role=BASELINE)
             state.add(state.baselines, f"{budget:g}", fresh)
 

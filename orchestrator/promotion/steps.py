@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from orchestrator.storage import records
 from orchestrator.storage.records import TrialRecord, write_json
 from orchestrator.tracking.runs import TrackingError
 from orchestrator.tracking.sync import Run
+from trainers.jobs.checkpoints import CheckpointStore
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,13 @@ class PromotionSteps:
             for entry in entries[training.trial.trial_id]:
                 self._trained(entry, training, loss, error)
             self.save()
+            if error is None and training.job is not None:  # what is shipped are the weights
+                CheckpointStore.of(training.job).keep_only(None)
 
         def going_on(training: Training) -> None:
-            for entry in entries[training.trial.trial_id]:
-                self._tell(entry)
+            with contextlib.suppress(OSError):  # the address of its checkpoints is away: the next time
+                for entry in entries[training.trial.trial_id]:
+                    self._tell(entry)
 
         for training in (t for t in trainings if t.job is not None):
             going_on(training)  # the run is there before the training is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from orchestrator.search.resume import LOSSES, lost
 from orchestrator.search.trial import prepare_process
 from orchestrator.storage.records import TrialRecord, read_json
 from trainers.deepspeed_config import layout_of
-from trainers.jobs.checkpoints import CheckpointStore, reports_of
+from trainers.jobs.checkpoints import CheckpointStore, is_kept, reports_of
 from trainers.jobs.curve import read_curve
 from trainers.jobs.job import TrainJob
 from trainers.settings import TrainSettings
@@ -45,12 +46,13 @@ class Training:
 
     @classmethod
     def of(cls, trial: TrialRecord, total: int, session: SearchSession) -> Training:
-        """Continue from the trial's last training checkpoint; where the promotion splits its training otherwise, from
-        the trial's last weights with a fresh optimiser; from its converted weights if it was not trained."""
+        """Continue from the trial's last training checkpoint; where that is gone (`orchestrator.search.leftovers`), or
+        the promotion splits its training otherwise, from the trial's last weights, or else its best ones, with a fresh
+        optimiser; from its converted weights if it was not trained."""
         context, folder = session.context, session.folder.trial(trial.trial_id)
         if trial.step == total:
             return cls(trial, total, total, None)
-        section, saved = session.config.promotion, trial.last.get("checkpoint_path")
+        section, saved = session.config.promotion, str(trial.last.get("checkpoint_path", ""))
         target = session.folder.promoted / f"{trial.trial_id}-{total}"
         candidate = Candidate.from_config(read_json(folder / "recipe.json"))
         alike = context.settings(candidate.recipe, candidate.learning_rate)
@@ -60,7 +62,8 @@ class Training:
         more |= {"settings": settings, "train_file": context.promotion_file or context.train_file}
         more |= {"checkpoint_steps": section.checkpoint_steps, "checkpoint_minutes": section.checkpoint_minutes}
         start, before, model = 0, 0, folder / "converted"
-        if trial.step and saved and Path(saved).is_dir() and layout_of(settings) == layout_of(alike):
+        there = bool(trial.step and saved) and is_kept(saved, context.checkpoint_address)
+        if there and layout_of(settings) == layout_of(alike):
             # The steps of a relaxation count, but lie before the run that goes on
             spec = context.relaxation(candidate.recipe, folder)
             start, before = trial.step, spec.total_steps if spec else 0
@@ -70,6 +73,9 @@ class Training:
         elif trial.step and (folder / "trained").is_dir():
             start = before = trial.step
             model = folder / "trained"
+        elif trial.step and (best := trial.last.get("best_dir")) and Path(best).is_dir():
+            start = before = int(trial.last["best_step"])
+            model = Path(best)
         if start and not more.get("resume_from") and context.promotion_file is None:
             more["first_sequence"] = int(trial.last.get("data_position", 0))
         steps = [step - before for step in milestones(start, total, section.evaluations)]
@@ -91,9 +97,11 @@ class Training:
         return [line | {"step": line["step"] + self.before} for line in lines]
 
     def newest_step(self) -> int:
-        """The step of its newest checkpoint; -1 without one."""
-        kept = CheckpointStore(self.job.storage_path, self.job.run_name).read()[0] if self.job else []
-        return kept[-1].step if kept else -1
+        """The step of its newest checkpoint; -1 without one, and where their address is away."""
+        with contextlib.suppress(OSError):
+            kept = CheckpointStore.of(self.job).read()[0] if self.job else []
+            return kept[-1].step if kept else -1
+        return -1
 
 
 def milestones(start: int, total: int, evaluations: int) -> tuple[int, ...]:

@@ -19,7 +19,8 @@ from orchestrator.search.searchers import ResumableSearcher
 from orchestrator.storage.records import read_json
 from trainers.jobs.job import TrainJob
 
-PLACES = ("model_dir", "out_dir", "storage_path", "run_name", "accelerator_type", "placement_strategy")
+PLACES = ("model_dir", "out_dir", "storage_path", "run_name", "accelerator_type", "placement_strategy",
+          "checkpoint_address")  # fmt: skip
 
 
 def work_digest(job: TrainJob, folder: Path) -> str:

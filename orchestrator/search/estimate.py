@@ -12,7 +12,6 @@ import itertools
 import math
 import os
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from attention.calibration.sizes import layer_bytes, most_exact
 from attention.families import geometry_of
 from attention.io import checkpoint
 from attention.io.precision import DTYPES
@@ -32,7 +30,6 @@ from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.room import concurrency
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.conversion import loading
-from orchestrator.conversion.calibrating import FREE_SHARE
 from orchestrator.conversion.estimate import (
     SPARE,
     Conversion,
@@ -42,11 +39,11 @@ from orchestrator.conversion.estimate import (
     operations,
     resident_peak,
 )
+from orchestrator.search.disk import Storage, giga
 from orchestrator.search.searchers import SearchProblem, make_searcher
-from orchestrator.search.validation import local_nodes, search_problem
+from orchestrator.search.validation import Prepared, local_nodes, search_problem
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import compact, write_json
-from trainers.jobs.checkpoints import KEEP
 from trainers.losses import objective
 from trainers.settings import TrainSettings
 
@@ -99,7 +96,8 @@ class SearchEstimate(Work):
     `rate`: tokens a second of one worker, None where it is not known; `rate_from`: "configured", "measured here", or
     why it is not known. `cpu_hours`, `gpu_hours`: of trials and promotion; `hours`: on the wall with `parallel` trials
     at a time; `price`: of these hours. `worker_bytes`, `driver_bytes`: peak memory of a training worker and of a
-    trial's own process; `disk`: bytes that lie in the storage in the end, `disk_free`: what is free there.
+    trial's own process; `disk`: bytes in the storage at the moment of most, `disk_parts` by what they are of (each at
+    its own most), `disk_kept` in the end, `disk_free`: what is free there.
     """
 
     rate: float | None
@@ -113,6 +111,8 @@ class SearchEstimate(Work):
     driver_bytes: int
     memory_free: int
     disk: int
+    disk_parts: dict[str, int]
+    disk_kept: int
     disk_free: int
     warnings: tuple[str, ...]
 
@@ -129,9 +129,8 @@ def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, a
     work = Work.of(config, problem)
     written, working = _dtypes(config)
     tokens = (config.data.calibration.tokens, config.data.eval.tokens, config.data.sequence_length)
-    free = _free(storage)
-    mixed = most_exact(geometry, tokens[0], FREE_SHARE * (free or math.inf))
-    kept: dict[str, Any] = {"working": working, "mixed": mixed, "in_files": True}
+    place = Storage.of(config, problem, work.trials - work.probes, work.trainings, storage)
+    kept: dict[str, Any] = {"working": working, "mixed": place.mixed, "in_files": True}
     conversions = [Conversion(model_config, c.recipe, c.kv_ratio, *tokens, written, **kept) for c in problem.named]
     # A trial's own process: its largest conversion, libraries included
     driver = PROCESS + max(resident_peak(c, size, working.itemsize) for c in conversions)
@@ -151,21 +150,29 @@ def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, a
         hours = (training / train.num_workers + driving) / parallel
         if resources.price_per_hour is not None:
             price = resources.price_per_hour * (gpu if train.gpus_per_worker else cpu)
-    statistics = geometry.num_layers * layer_bytes(geometry, tokens[0], mixed)
-    disk = disk_bytes(size, config, work) + statistics
     held = parallel * (driver + train.num_workers * worker)
     memory = available_bytes() if alone else 0
     warnings = []
     if memory and not train.gpus_per_worker and held > SPARE * memory:
         warnings.append(
-            f"memory: {parallel} trial(s) at a time take about {_giga(held)}, and {_giga(memory)} are available; lower "
+            f"memory: {parallel} trial(s) at a time take about {giga(held)}, and {giga(memory)} are available; lower "
             "resources.max_concurrent, train.micro_batch_size or train.num_workers"
         )
-    if free and disk > SPARE * free:
-        warnings.append(f"disk: about {_giga(disk)} will be written to {storage}, and {_giga(free)} are free there")
+    takes = place.disk(parallel)
+    if shortage := place.shortage(parallel):
+        warnings.append(f"disk: {shortage}")
+    stored = (takes.most, takes.parts, takes.kept, place.free)
     times = (rate, source, cpu, gpu, hours, price)
     counts = (work.trials, work.probes, work.trainings, work.tokens, work.tokens_most, work.tokens_measured)
-    return SearchEstimate(*counts, *times, parallel, worker, driver, memory, disk, free, tuple(warnings))
+    return SearchEstimate(*counts, *times, parallel, worker, driver, memory, *stored, tuple(warnings))
+
+
+def check_disk(config: SearchConfig, prepared: Prepared, parallel: int) -> None:
+    """Raises ConfigError for a new search that cannot fit where it will write, before anything of it is made."""
+    work = Work.of(config, prepared.problem)
+    place = Storage.of(config, prepared.problem, work.trials - work.probes, work.trainings)
+    if shortage := place.shortage(parallel):
+        raise ConfigError(f"storage: {shortage}")
 
 
 def local_parallel(config: SearchConfig) -> int:
@@ -246,7 +253,7 @@ def planning_seconds(
     return each * (1 + config.search.num_samples / len(conversions))
 
 
-# ---- memory and disk --------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------------
 
 
 def worker_bytes(model_config: Any, size: Size, train: TrainSettings, config: SearchConfig) -> int:
@@ -279,40 +286,13 @@ def worker_bytes(model_config: Any, size: Size, train: TrainSettings, config: Se
     return round(PROCESS + states + teacher + rows * length * layers + logits + slope)
 
 
-def disk_bytes(size: Size, config: SearchConfig, work: Work) -> int:
-    """Bytes in the storage in the end, if no trial is stopped: of each trial its converted and its trained weights, the
-    best ones of an earlier rung and the training checkpoints that are kept (Adam's moments with them), of each
-    promotion the same and its export; token files."""
-    width = _dtypes(config)[0].itemsize
-    trained = DTYPES[config.train.dtype].itemsize
-    state = trained + 12  # a float32 copy and two moments besides, of float32 weights too
-    full = max(1, work.trials - work.probes)
-    rungs = min(KEEP, len(config.rungs.steps) - 1)
-    best = rungs > 1
-    of_trials = full * size.total * (width + ((1 + best) * trained + rungs * state if rungs else 0))
-    texts = 4 * sum(config.data.section(split)[1] for split in ("train", "eval", "calibration"))
-    kept = min(KEEP, config.promotion.evaluations)
-    promotion = (1 + (kept > 1)) * trained + width + kept * state
-    return round(of_trials + work.trainings * size.total * promotion + texts)
-
-
 def _dtypes(config: SearchConfig) -> tuple[torch.dtype, torch.dtype]:
     """Of what a search's conversions write, and of what they compute in."""
     written = DTYPES[loading.written_dtype(config.model.path, config.model.dtype)]
     return written, written if config.resources.trial_gpus else torch.float32
 
 
-def _free(storage: Path) -> int:
-    """Free bytes where a folder is, or will be."""
-    there = next((p for p in (storage, *storage.parents) if p.exists()), None)
-    return shutil.disk_usage(there).free if there else 0
-
-
 # ---- words ------------------------------------------------------------------------------------------------------
-
-
-def _giga(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB"
 
 
 def describe_search(estimate: SearchEstimate, config: SearchConfig) -> Mapping[str, str]:
@@ -331,10 +311,14 @@ def describe_search(estimate: SearchEstimate, config: SearchConfig) -> Mapping[s
         )
     if estimate.price is not None:
         words["price"] = f"{estimate.price:.2f} at {config.resources.price_per_hour:g} an hour"
-    free = f" ({_giga(estimate.memory_free)} available here)" if estimate.memory_free else ""
-    worker, driver = _giga(estimate.worker_bytes), _giga(estimate.driver_bytes)
+    free = f" ({giga(estimate.memory_free)} available here)" if estimate.memory_free else ""
+    worker, driver = giga(estimate.worker_bytes), giga(estimate.driver_bytes)
     words["memory"] = f"{worker} a training worker, {driver} a trial's own process{free}"
-    words["disk"] = f"{_giga(estimate.disk)} ({_giga(estimate.disk_free)} free)"
+    parts = ", ".join(f"{name} {giga(value)}" for name, value in estimate.disk_parts.items() if value)
+    words["disk"] = (
+        f"up to {giga(estimate.disk)} ({giga(estimate.disk_free)} free), {giga(estimate.disk_kept)} in the end; "
+        f"at most {parts}"
+    )
     return words
 
 

@@ -39,7 +39,7 @@ NOT_STARTED = r"worker group startup timed out|worker actors failed to initializ
 """What Ray Train says of workers whose nodes did not come, or went before they had started."""
 LOST = re.compile(
     r"\b(RayActorError|ActorDiedError|ActorUnavailableError|NodeDiedError|WorkerCrashedError|OwnerDiedError|"
-    r"ObjectLostError|WorkerHealthCheckFailedError|WorkerHealthCheckTimeoutError|RaySystemError|JournalError)\b|"
+    r"ObjectLostError|WorkerHealthCheckFailedError|WorkerHealthCheckTimeoutError|RaySystemError|JournalError|CheckpointNotSentError)\b|"
     + FULL
     + "|"
     + NOT_STARTED

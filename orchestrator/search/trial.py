@@ -71,6 +71,7 @@ class TrialContext:
     mixed_moments: Mixed | None = None
     pool: str | None = None  # name of the worker pool; None: every training starts workers of its own
     accelerator_type: str | None = None  # of the workers
+    checkpoint_address: str | None = None  # where training checkpoints lie, where storage is an address
     placement_strategy: Strategy = AUTO
     task: dict[str, Any] | None = field(default=None, hash=False)
     """`ray.remote` options of the task that plans a trial which trains; None: its own process does."""
@@ -121,6 +122,7 @@ class TrialContext:
             "keep_best": True,
             "accelerator_type": self.accelerator_type,
             "placement_strategy": self.placement_strategy,
+            "checkpoint_address": self.checkpoint_address,
         }
         return TrainJob(**fields | more)
 

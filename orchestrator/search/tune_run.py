@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from ray import tune
+from ray.tune import Callback
 
 from orchestrator.cluster.placement import Demand, task_options
 from orchestrator.cluster.room import Room
@@ -20,6 +21,7 @@ from orchestrator.config.schema import SearchConfig
 from orchestrator.search.callbacks import SearchLog
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.duplicates import CopyingSearcher
+from orchestrator.search.leftovers import Cleaning, remove_leftovers
 from orchestrator.search.prepare import SearchSession, head_similarities
 from orchestrator.search.resume import JournaledScheduler, JournaledSearch, disk_failed, replay, settle
 from orchestrator.search.schedulers import RungProblem, make_scheduler
@@ -51,13 +53,15 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
     copying = CopyingSearcher(searcher, scheduler.copies)
     scheduler.slots.capacity = Room(Demand.of(config), config.resources.max_concurrent).trials
     settle(journal)
+    remove_leftovers(config, folder, history)
     log.catch_up()
     if len(history.configs) == searcher.total and not history.open:
         return  # resumed, and only the promotion is left to do
     replay(history, copying, scheduler)
     decided = JournaledScheduler(scheduler, journal)
     _quiet(session.parallel)
-    tuner = _tuner(session, JournaledSearch(copying, decided, journal), decided, log)
+    callbacks = [log, Cleaning(config, folder, history)]
+    tuner = _tuner(session, JournaledSearch(copying, decided, journal), decided, callbacks, log.expected)
     try:
         tuner.fit()
     except Exception as error:
@@ -66,11 +70,18 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
         with contextlib.suppress(OSError, JournalError):
             log.on_experiment_end([])
         journal.failed = journal.failed or f"{folder.root}: {unwritable(last_error(str(error)))}"
+    remove_leftovers(config, folder, history)  # once more: workers that were stopped may have been writing
     if journal.failed is not None:
         raise JournalError(journal.failed)
 
 
-def _tuner(session: SearchSession, search: JournaledSearch, scheduler: JournaledScheduler, log: SearchLog) -> Any:
+def _tuner(
+    session: SearchSession,
+    search: JournaledSearch,
+    scheduler: JournaledScheduler,
+    callbacks: list[Callback],
+    trials: int,
+) -> Any:
     demand = Demand.of(session.config)
     return tune.Tuner(
         tune.with_resources(
@@ -79,12 +90,12 @@ def _tuner(session: SearchSession, search: JournaledSearch, scheduler: Journaled
         tune_config=tune.TuneConfig(
             search_alg=search,
             scheduler=scheduler,
-            num_samples=log.expected,
+            num_samples=trials,
             reuse_actors=not stops_in_training(session.config),
             trial_name_creator=lambda trial: trial.trial_id,
             trial_dirname_creator=lambda trial: trial.trial_id,
         ),
-        run_config=tune.RunConfig(name="search", storage_path=str(session.folder.tune), callbacks=[log], verbose=0),
+        run_config=tune.RunConfig(name="search", storage_path=str(session.folder.tune), callbacks=callbacks, verbose=0),
     )
 
 

@@ -26,15 +26,17 @@ from attention.io.files import written_whole
 from attention.messages import reason
 from orchestrator.config.schema import ConfigError
 from orchestrator.storage.databases import back_up
+from trainers.jobs.addresses import INDEX, NATIVE, open_place
 
 logger = logging.getLogger(__name__)
 
 SECRET_SETTINGS = ("access_key", "secret_key", "session_token", "token", "password")
-NATIVE = ("s3", "gs", "gcs", "hdfs", "abfs", "abfss")
-"""What pyarrow serves by itself; other kinds need their own fsspec package."""
 PROBE = ".headfold-probe"
 BULK = ("trials", "train", "promoted", "data", "calibration", "cache", "mlartifacts", "tune")
 """Folders whose files the records of a search refer to: they go first, so that no record comes before what it names."""
+
+OF_WORKERS = re.compile(rf"(^|/)train/[^/]+/(checkpoint_\d+/|{re.escape(INDEX)}$)")
+"""What workers write to an address, and read from there, themselves: training checkpoints."""
 
 
 def is_remote(storage: str) -> bool:
@@ -77,22 +79,14 @@ def without_query(storage: str) -> str:
 
 def open_address(storage: str) -> tuple[Any, str]:
     """The file system of an address, and the path in it. Raises ConfigError for a kind that nothing here serves."""
-    from pyarrow import fs
-
     check_address(storage)
     scheme = urlparse(storage).scheme
     try:
+        return open_place(storage)
+    except (ValueError, NotImplementedError, ImportError, OSError) as error:
         if scheme in NATIVE:
-            return fs.FileSystem.from_uri(storage)
-    except (ValueError, NotImplementedError, OSError) as error:
-        raise ConfigError(f"storage: cannot use {without_query(storage)}: {reason(error)}") from None
-    from fsspec.core import url_to_fs
-
-    try:
-        filesystem, path = url_to_fs(storage)
-    except (ValueError, ImportError) as error:
+            raise ConfigError(f"storage: cannot use {without_query(storage)}: {reason(error)}") from None
         raise ConfigError(f"storage: cannot use {scheme}:// here: {error}; s3:// and gs:// need nothing more") from None
-    return fs.PyFileSystem(fs.FSSpecHandler(filesystem)), path
 
 
 @dataclass
@@ -142,7 +136,7 @@ class Mirror:
         came = 0
         for name in self.names():
             target = self.local / name
-            if ".." in PurePosixPath(name).parts or target.exists():
+            if ".." in PurePosixPath(name).parts or OF_WORKERS.search(name) or target.exists():
                 continue
             stream = self.filesystem.open_input_stream(self._at(name))
             with stream as source, written_whole(target) as fresh, fresh.open("wb") as out:
@@ -174,13 +168,16 @@ class Mirror:
         return self.known.get(name) != files[name]
 
     def _files(self) -> dict[str, tuple[int, int]]:
-        """Size and time of each file. Hidden ones are half-written, locks, or ours; links are made anew."""
+        """Size and time of each file. Hidden ones are half-written, locks, or ours; links are made anew; what workers
+        send themselves is theirs."""
         stamps = {}
         for folder, folders, names in os.walk(self.local):
             folders[:] = [f for f in folders if not f.startswith(".")]
             for name in names:
                 path = Path(folder) / name
                 if name.startswith(".") or name.endswith((".lock", "-wal", "-shm", "-journal")) or path.is_symlink():
+                    continue
+                if OF_WORKERS.search(path.relative_to(self.local).as_posix()):
                     continue
                 with contextlib.suppress(FileNotFoundError):
                     stat, log = path.stat(), path.with_name(f"{name}-wal")
@@ -232,7 +229,7 @@ def mirrored(storage: str, local: Path, seconds: float | None = None) -> Iterato
     if came := mirror.pull():
         print(f"storage  {came} file(s) fetched from {shown} to {local}", flush=True)
         print(
-            "         training checkpoints among them are pickles: go on only if you trust who writes to that address",
+            "         training checkpoints there are pickles: go on only if you trust who writes to that address",
             flush=True,
         )
     over, failed = threading.Event(), False

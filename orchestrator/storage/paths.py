@@ -29,6 +29,7 @@ from attention.io.replacing import checkpoint_around
 from orchestrator.config.parsing import ConfigError, read_sections
 from orchestrator.storage import journal
 from orchestrator.storage.mirror import check_address, is_remote, working_folder
+from trainers.jobs.addresses import below
 
 
 def in_ray_job() -> bool:
@@ -179,6 +180,17 @@ class SearchFolder:
     def stored(self) -> dict[str, Any]:
         """The configuration as it was kept. Raises ConfigError if it is none any more."""
         return read_sections(self.snapshot, "cannot be read")
+
+    @property
+    def address(self) -> str | None:
+        """The address whose working folder holds this search; None for a folder that stands for itself."""
+        storage = str(self.stored().get("storage")) if self.snapshot.is_file() else ""
+        return storage if is_remote(storage) and storage_path(storage) == self.storage else None
+
+    @property
+    def train_address(self) -> str | None:
+        """Where workers keep training checkpoints, where that is no folder."""
+        return below(self.address, f"{self.root.name}/{self.train.name}") if self.address else None
 
     @property
     def readable(self) -> bool:

@@ -1,12 +1,14 @@
-"""The training checkpoints of one run, with digests and reports, and the weights of its best measured step.
+"""The training checkpoints of one run, with digests and reports.
 
-    <storage_path>/<run_name>/checkpoints.json     reports so far; checkpoints that are kept, oldest first
-    <storage_path>/<run_name>/checkpoint_000024/   what all workers wrote at step 24
-    <out_dir>.best/step-000024/                    a finished checkpoint; if the last step is the best one, <out_dir>
+    <place>/<run_name>/checkpoints.json     reports so far; checkpoints that are kept, oldest first
+    <place>/<run_name>/checkpoint_000024/   what all workers wrote at step 24
 
 `checkpoints.json` names a checkpoint only once all of it is there, and is replaced as a whole, so that a kill at any
 moment leaves the checkpoints before. One whose files have changed since is passed over for the one before it.
-`storage_path` is a folder that every node sees.
+
+The place is a folder that every node sees, or an address (s3://...). To an address every worker sends its own files
+itself, from the scratch folder of its node (TMPDIR), in a thread: training goes on meanwhile, unless a report names the
+checkpoint or another one is to be saved. What is read from there, is read once a node, by its workers together.
 
 Legend: W workers; all of them make every call together, each with its own rank.
 """
@@ -14,20 +16,27 @@ Legend: W workers; all of them make every call together, each with its own rank.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import logging
 import shutil
-from collections.abc import Callable, Iterable
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from attention.io import checkpoint
 from attention.io.files import sha256, write_whole
+from attention.messages import reason
+from trainers.jobs.addresses import INDEX, below, copy_folder, fetch, folders, open_place, private
 from trainers.jobs.job import TrainJob
 
-INDEX = "checkpoints.json"
+logger = logging.getLogger(__name__)
+
 KEEP = 2  # the newest, and the one before it in case the newest is damaged
 
 
@@ -40,6 +49,15 @@ class Kept:
     digests: dict[str, str]
 
 
+@dataclass(frozen=True)
+class _Sending:
+    """A checkpoint on its way to an address: this worker's part of it."""
+
+    kept: Kept
+    report: dict[str, Any] | None
+    done: Future[None]
+
+
 def gathered(value: Any, world_size: int) -> list[Any]:
     """The values of all workers, by rank."""
     if world_size == 1:
@@ -49,64 +67,172 @@ def gathered(value: Any, world_size: int) -> list[Any]:
     return values
 
 
-class CheckpointStore:
-    """Checkpoints of the run `run_name` under `storage_path`, as worker `rank` of `world_size` sees them."""
+class CheckpointNotSentError(OSError):
+    """A checkpoint that a report was to name did not come to its address."""
 
-    def __init__(self, storage_path: str, run_name: str, rank: int = 0, world_size: int = 1) -> None:
+
+class CheckpointStore:
+    """Checkpoints of the run `run_name`, as worker `rank` of `world_size` sees them: at `address`, or else under the
+    folder `storage_path`. Reports name them below `storage_path` in either case."""
+
+    def __init__(
+        self, storage_path: str, run_name: str, rank: int = 0, world_size: int = 1, address: str | None = None
+    ) -> None:
         self.rank, self.world_size = rank, world_size
-        self.root = Path(storage_path) / run_name
+        self.named, self.remote = Path(storage_path) / run_name, address is not None
+        self._address = address
+        self.files, root = open_place(below(address, run_name) if address else str(self.named))
+        self.root, self._sending = Path(root), None
+        self._scratch = Path(tempfile.gettempdir()) / f"headfold-{hashlib.sha256(root.encode()).hexdigest()[:16]}"
+
+    @classmethod
+    def of(cls, job: TrainJob, rank: int = 0, world_size: int = 1) -> CheckpointStore:
+        return cls(job.storage_path, job.run_name, rank, world_size, job.checkpoint_address)
+
+    def of_run(self, run_name: str) -> CheckpointStore:
+        """That of another run beside this one."""
+        return CheckpointStore(str(self.named.parent), run_name, self.rank, self.world_size, self._address)
 
     def read(self) -> tuple[list[Kept], list[dict[str, Any]]]:
         """Checkpoints and reports of the index, oldest first; both empty before the first. Any process may ask."""
         try:
-            record = json.loads((self.root / INDEX).read_bytes())
+            with self.files.open_input_stream(str(self.root / INDEX)) as stream:
+                record = json.loads(stream.read())
         except FileNotFoundError:
             return [], []
         return [Kept(**kept) for kept in record["checkpoints"]], record["reports"]
 
+    # ---- saving -----------------------------------------------------------------------------------------------
+
     def save(self, step: int, write: Callable[[Path], None], report: dict[str, Any] | None = None) -> None:
         """Keep what `write(folder)` of every worker writes as the checkpoint of `step`, and with it the `report` of
-        rank 0, `checkpoint_path` added; None between two milestones."""
+        rank 0, `checkpoint_path` added; None between two milestones.
+
+        It is there when this returns, but for one without a report that is on its way to an address: see `settle`.
+        """
+        self.settle()
         name = f"checkpoint_{step:06d}"
-        target, scratch = self.root / name, self.root / f".{name}-{self.rank}"
         if report is not None:
-            report["checkpoint_path"] = str(target)
+            report["checkpoint_path"] = str(self.named / name)
+        scratch = (self._scratch if self.remote else self.root) / f".{name}-{self.rank}"
         shutil.rmtree(scratch, ignore_errors=True)
+        if self.remote:
+            private(self._scratch)
         scratch.mkdir(parents=True)
         try:
             write(scratch)
             files = {p.relative_to(scratch).as_posix(): p for p in scratch.rglob("*") if p.is_file()}
-            digests = {file: sha256(path) for file, path in files.items()}
-            for file, path in files.items():
-                (target / file).parent.mkdir(parents=True, exist_ok=True)
-                path.replace(target / file)
+            kept = Kept(name, step, {file: sha256(path) for file, path in files.items()})
+            if not self.remote:
+                for file, path in files.items():
+                    (self.root / name / file).parent.mkdir(parents=True, exist_ok=True)
+                    path.replace(self.root / name / file)
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+        if not self.remote:
+            shutil.rmtree(scratch, ignore_errors=True)
+            self._enter(kept, report)
+            return
+        sender = ThreadPoolExecutor(1, "headfold-checkpoint")
+        self._sending = _Sending(kept, report, sender.submit(self._send, scratch, name))
+        sender.shutdown(wait=False)
+        if report is not None:
+            self.settle()
+
+    def advance(self) -> None:
+        """Between two steps: enter the checkpoint on its way, if all its files have come."""
+        if self._sending is not None and all(gathered(self._sending.done.done(), self.world_size)):
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the checkpoint on its way. One that did not come is told and left out; with a report it raises
+        CheckpointNotSentError."""
+        if self._sending is None:
+            return
+        sending, self._sending = self._sending, None
+        error = sending.done.exception()
+        problems = [p for p in gathered(error and reason(error), self.world_size) if p]
+        if not problems:
+            self._enter(sending.kept, sending.report)
+            return
+        told = f"training checkpoint of step {sending.kept.step} did not come to its address: {problems[0]}"
+        if sending.report is not None:
+            raise CheckpointNotSentError(told)
+        logger.warning(told)
+
+    @contextlib.contextmanager
+    def opened(self, path: str) -> Iterator[Path]:
+        """A checkpoint of this run, by the path in a report, as a folder. Raises OSError for one at an address that is
+        not there, or not as it was written."""
+        if not self.remote:
+            yield Path(path)
+            return
+        kept = next((k for k in gathered(self.read()[0], self.world_size)[0] if k.name == Path(path).name), None)
+        if problem := "it is not in the index" if kept is None else self.damage(kept):
+            raise OSError(f"training checkpoint {path} at its address: {problem}")
+        yield self._scratch / Path(path).name
+        self.release()
+
+    def _send(self, scratch: Path, name: str) -> None:
+        try:
+            copy_folder(scratch, self.files, str(self.root / name))
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-        whole = {file: digest for part in gathered(digests, self.world_size) for file, digest in part.items()}
+
+    def _enter(self, mine: Kept, report: dict[str, Any] | None) -> None:
+        """Name a checkpoint whose files are all there in the index; `mine` has this worker's."""
+        parts = gathered(mine.digests, self.world_size)
+        whole = Kept(mine.name, mine.step, {file: digest for part in parts for file, digest in part.items()})
         if self.rank == 0:
             kept, reports = self.read()
-            kept = [*(k for k in kept if k.step < step), Kept(name, step, whole)][-KEEP:]
-            reports = [*(r for r in reports if r["step"] < step), *([report] if report is not None else [])]
-            write_whole(
-                self.root / INDEX, json.dumps({"checkpoints": [asdict(k) for k in kept], "reports": reports}, indent=1)
-            )
+            kept = [*(k for k in kept if k.step < mine.step), whole][-KEEP:]
+            reports = [*(r for r in reports if r["step"] < mine.step), *([report] if report is not None else [])]
+            self._write(kept, reports)
             self._remove_all_but({k.name for k in kept})
         gathered(None, self.world_size)  # nobody goes on before the index says so
+
+    # ---- reading ----------------------------------------------------------------------------------------------
 
     def newest_whole(self) -> tuple[Kept | None, list[dict[str, Any]], list[str]]:
         """The newest checkpoint that is as it was written, the reports up to it, and what is wrong with newer ones."""
         kept, reports = gathered(self.read() if self.rank == 0 else None, self.world_size)[0]
         damage: list[str] = []
         for candidate in reversed(kept):
-            mine = sorted(candidate.digests)[self.rank :: self.world_size]
-            wrong = [problem for problem in gathered(self._damage(candidate, mine), self.world_size) if problem]
-            if not wrong:
+            wrong = self.damage(candidate)
+            if wrong is None:
                 return candidate, [r for r in reports if r["step"] <= candidate.step], damage
-            damage.append(f"checkpoint of step {candidate.step} passed over: {wrong[0]}")
+            damage.append(f"checkpoint of step {candidate.step} passed over: {wrong}")
         return None, [], damage
 
+    def damage(self, kept: Kept) -> str | None:
+        """What is wrong with a checkpoint, of which every worker looks at a part. One at an address is fetched."""
+        everyone = range(self.world_size)
+        if self.remote:
+            hosts = gathered(socket.gethostname(), self.world_size)
+            everyone = [rank for rank in everyone if hosts[rank] == hosts[self.rank]]
+            private(self._scratch)
+        mine = sorted(kept.digests)[list(everyone).index(self.rank) :: len(everyone)]
+        return next((problem for problem in gathered(self._damage(kept, mine), self.world_size) if problem), None)
+
     def folder(self, kept: Kept) -> Path:
-        return self.root / kept.name
+        """Where a checkpoint lies; that of an address once `damage` has looked, until `release`."""
+        return (self._scratch if self.remote else self.root) / kept.name
+
+    def release(self) -> None:
+        """What was fetched has been read."""
+        gathered(None, self.world_size)
+        if self.remote:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+        gathered(None, self.world_size)
+
+    def keep_only(self, name: str | None) -> None:
+        """Of a run that has ended: remove all checkpoints but one, or all of them. The reports stay."""
+        kept, reports = self.read()
+        if left := [k for k in kept if k.name != name]:
+            self._write([k for k in kept if k not in left], reports)
+        with contextlib.suppress(OSError):  # a worker that is being stopped may still be writing
+            self._remove_all_but({str(name)})
 
     # ---- files ------------------------------------------------------------------------------------------------
 
@@ -114,49 +240,41 @@ class CheckpointStore:
         """What is wrong with some files of a checkpoint."""
         for file in files:
             try:
+                if self.remote:
+                    fetch(self.files, str(self.root / kept.name / file), self.folder(kept) / file)
                 digest = sha256(self.folder(kept) / file)
             except OSError as error:
+                if self.remote and not isinstance(error, FileNotFoundError):
+                    raise  # an address that is away is no damage
                 return f"{file} cannot be read ({error.strerror or type(error).__name__})"
             if digest != kept.digests[file]:
                 return f"{file} is not what was written (SHA-256 {digest[:12]}..., not {kept.digests[file][:12]}...)"
         return None
 
+    def _write(self, kept: list[Kept], reports: list[dict[str, Any]]) -> None:
+        record = json.dumps({"checkpoints": [asdict(k) for k in kept], "reports": reports}, indent=1)
+        if not self.remote:
+            write_whole(self.root / INDEX, record)
+            return
+        with self.files.open_output_stream(str(self.root / INDEX)) as stream:  # objects are replaced as a whole
+            stream.write(record.encode())
+
     def _remove_all_but(self, names: set[str]) -> None:
-        for folder in self.root.iterdir():
-            ours = folder.name.lstrip(".").startswith("checkpoint_")
-            if ours and folder.is_dir() and folder.name not in names:
-                shutil.rmtree(folder)
+        for folder in folders(self.files, str(self.root)):
+            name = Path(folder).name
+            if name.lstrip(".").startswith("checkpoint_") and name not in names:
+                self.files.delete_dir(folder)
+
+
+def is_kept(path: str, address: str | None) -> bool:
+    """Whether the checkpoint of a report is still there. `address`: that of the job which has reported."""
+    if address is None:
+        return Path(path).is_dir()
+    place = Path(path)
+    store = CheckpointStore(str(place.parent.parent), place.parent.name, address=address)
+    return any(kept.name == place.name for kept in store.read()[0])
 
 
 def reports_of(job: TrainJob) -> list[dict[str, Any]]:
     """What a job has reported so far, each milestone once."""
-    return CheckpointStore(job.storage_path, job.run_name).read()[1]
-
-
-# ---- the best measured step ---------------------------------------------------------------------------------------
-
-# Each report names the best step so far and where its weights lie. What the report of a kept training checkpoint names
-# is there as long as the checkpoint, so a job that goes on from one ends with the same best as one never stopped.
-BEST = ("best_step", "best_loss", "best_kl", "best_dir")
-"""In a report: the best step so far, its held-out loss and KL (nats a token), where its weights lie."""
-
-
-def best_folder(out_dir: str, step: int) -> str:
-    return f"{out_dir}.best/step-{step:06d}"
-
-
-def best_is_there(report: dict[str, Any], out_dir: str) -> bool:
-    """Whether the best weights that a report names are as they were written. Those in `out_dir` can be made again."""
-    place = report.get("best_dir")
-    return place in (None, out_dir) or checkpoint.intact(place)
-
-
-def remove_other_bests(out_dir: str, reports: Iterable[dict[str, Any]]) -> None:
-    """Remove what none of the reports names."""
-    named = {report.get("best_dir") for report in reports}
-    root = Path(f"{out_dir}.best")
-    for folder in root.glob("*"):
-        if str(folder) not in named:
-            shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):  # not empty, or never made
-        root.rmdir()
+    return CheckpointStore.of(job).read()[1]

@@ -36,10 +36,12 @@ class TrainJob:
     A checkpoint is kept at each milestone; in between every `checkpoint_steps` steps, and once `checkpoint_minutes`
     have gone by since the last one (None: not).
 
-    `keep_best`: also keep the weights of the milestone with the lowest held-out loss (`trainers.jobs.checkpoints`); the
+    `keep_best`: also keep the weights of the milestone with the lowest held-out loss (`trainers.jobs.best`); the
     reports then have `best_step`, `best_loss`, `best_kl` and `best_dir`.
 
     `accelerator_type`, `placement_strategy`: where its workers run (`trainers.settings.Shape`).
+
+    `checkpoint_address`: where its training checkpoints lie (s3://...), below its `run_name`; None: `storage_path`.
 
     A `run_name` that already exists under `storage_path` continues that run: the same job run twice does nothing
     twice, and two different jobs need two names.
@@ -67,6 +69,7 @@ class TrainJob:
     relaxation: RelaxationSpec | None = None
     accelerator_type: str | None = None
     placement_strategy: Strategy = AUTO
+    checkpoint_address: str | None = None
 
     def __post_init__(self) -> None:
         steps = (self.start_step, *self.milestones)

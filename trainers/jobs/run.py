@@ -19,7 +19,7 @@ import torch.distributed as dist
 from attention import garbage
 from attention.io import checkpoint, piecewise
 from attention.messages import reason
-from trainers.jobs import checkpoints, memory
+from trainers.jobs import best, memory
 from trainers.jobs.checkpoints import CheckpointStore, gathered
 from trainers.jobs.curve import Curve
 from trainers.jobs.job import TrainJob
@@ -81,18 +81,20 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
     garbage.settle()
     relaxed = None
     torch.set_num_threads(max(1, int(job.settings.cpus_per_worker)))
-    store = CheckpointStore(job.storage_path, job.run_name, link.rank, link.world_size)
+    store = CheckpointStore.of(job, link.rank, link.world_size)
     newest, reports, damage = store.newest_whole()
     last = job.milestones[-1]
-    if reports and not _agreed(link, lambda: checkpoints.best_is_there(reports[-1], job.out_dir)):
+    if reports and not _agreed(link, lambda: best.best_is_there(reports[-1], job.out_dir)):
         damage.append(
             f"the weights of the best step {reports[-1]['best_step']} are damaged: trained from the beginning"
         )
         newest, reports = None, []
     for known in reports:
         if not link.report(known, known["step"] == last):
+            store.release()
             return {"stopped": known["step"]}
     if newest is not None and newest.step == last and _agreed(link, lambda: _is_written(job, reports[-1])):
+        store.release()
         return {"metrics": reports[-1]}
     if job.relaxation is not None:
         try:
@@ -109,8 +111,10 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
         worker = _Worker(job, engine, teacher, link, store, relaxed, [*notes, *damage])
         if newest is not None:
             start = worker.resume(store.folder(newest))
+            store.release()
         elif job.resume_from is not None:
-            start = worker.resume(Path(job.resume_from), earlier_job=True)
+            with store.of_run(Path(job.resume_from).parent.name).opened(job.resume_from) as folder:
+                start = worker.resume(folder, earlier_job=True)
         else:
             start = 0
             worker.stream.skip(job.first_sequence)
@@ -134,6 +138,7 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
             )
         except TrainingDiverged as error:
             # Returned and not raised: the loss is the same on all workers, and another try would end alike
+            store.settle()
             return {"diverged": str(error)}
         if worker.stopped:
             return {"stopped": step}
@@ -180,7 +185,7 @@ class _Worker(WorkerShare):
         self.losses: list[float] = []  # since the last milestone
         self.saved_at, self.saved_step, self.leaving = time.monotonic(), 0, False
         show = partial(link.show, job)
-        self.curve = Curve(store.root, engine, self.world_size, show) if self.rank == 0 else None
+        self.curve = Curve(store.named, engine, self.world_size, show) if self.rank == 0 else None
 
     def resume(self, folder: Path, earlier_job: bool = False) -> int:
         """The step to go on from: that of this run's checkpoint, or of an earlier job's (`resume_from`)."""
@@ -199,6 +204,7 @@ class _Worker(WorkerShare):
 
     def on_step(self, step: int, loss: float) -> None:
         self.first_step_at = self.first_step_at or time.time()
+        self.store.advance()
         lap = self.lap()
         self.train_seconds += lap
         self.steps += 1
@@ -263,7 +269,7 @@ class _Worker(WorkerShare):
         if job.keep_best and self.link.rank == 0:
             kept, reports = self.store.read()
             named = [report for k in kept for report in [r for r in reports if r["step"] <= k.step][-1:]]
-            checkpoints.remove_other_bests(job.out_dir, [metrics] if last else named)
+            best.remove_other_bests(job.out_dir, [metrics] if last else named)
         self.metrics = metrics
         self.stopped = not self.link.report(metrics, last)
         self.lap()
@@ -279,10 +285,10 @@ class _Worker(WorkerShare):
 
     def _keep_if_best(self, metrics: dict[str, Any], last: bool) -> None:
         """Write the weights down if none were better so far, and add to the report which are the best."""
-        known, step = {key: self.metrics[key] for key in checkpoints.BEST if key in self.metrics}, metrics["step"]
+        known, step = {key: self.metrics[key] for key in best.BEST if key in self.metrics}, metrics["step"]
         if metrics["loss"] < known.get("best_loss", math.inf):  # never with NaN; of equal steps the earlier one stays
-            out = self.job.out_dir if last else checkpoints.best_folder(self.job.out_dir, step)
-            known = dict(zip(checkpoints.BEST, (step, metrics["loss"], metrics["kl"], out), strict=True))
+            out = self.job.out_dir if last else best.best_folder(self.job.out_dir, step)
+            known = dict(zip(best.BEST, (step, metrics["loss"], metrics["kl"], out), strict=True))
             if not last:  # the finished weights are written in any case
                 self._write(out)
         metrics |= known

@@ -183,9 +183,10 @@ def test_a_search_ends_in_an_exported_checkpoint(calm: dict[str, Any], tmp_path:
     assert candidate["loss"] < candidate["baseline_loss"]
     check_mlflow(place)
     assert Path(outcome["report"]).stat().st_size > 10_000
-    # Two of six trials are copies, and two end before they have written weights
+    # Two of six trials are copies, and two end before they have written weights; records are estimated generously
     written = sum(path.stat().st_size for path in place.search.rglob("*") if path.is_file())
-    assert 0.35 < written / read_json(place.search / "estimate.json")["disk"] < 1.1
+    estimated = read_json(place.search / "estimate.json")
+    assert 0.35 < written / (estimated["disk_kept"] - estimated["disk_parts"]["records"]) < 1.1
     loaded = subprocess.run(
         [sys.executable, "-c", LOAD_PLAIN, outcome["promotion"]["exported"]],
         cwd=tmp_path,

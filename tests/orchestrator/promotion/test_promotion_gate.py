@@ -678,13 +678,18 @@ def test_measurements_are_spread_evenly(start: int, total: int, evaluations: int
 
 
 def training_of(
-    config: SearchConfig, context: TrialContext, folder: SearchFolder, saved: Path, **section: Any
+    config: SearchConfig,
+    context: TrialContext,
+    folder: SearchFolder,
+    saved: Path,
+    best: dict[str, Any] | None = None,
+    **section: Any,
 ) -> Training:
     """The promotion of a trial of 4 steps to 10, with settings of its own."""
     config = parse_config(config.model_dump() | {"promotion": {"steps": 6, "evaluations": 2, **section}})
     candidate = Candidate(recipe("headfold"), 0.5, 1e-3)
     write_json(folder.trial("head") / "recipe.json", candidate.config())
-    rungs = [{"step": 4, "loss": 2.2, "checkpoint_path": str(saved), "data_position": 32}]
+    rungs = [{"step": 4, "loss": 2.2, "checkpoint_path": str(saved), "data_position": 32} | (best or {})]
     record = replace(trial("head", "headfold", 2.2), rungs=rungs)
     mlflow: Any = None
     return Training.of(record, 10, SearchSession(config, folder, context, mlflow, 1))
@@ -717,6 +722,19 @@ def test_on_more_workers_it_starts_from_the_weights_and_reads_on(
     job = training_of(config, fresh, folder, tmp_path, train={"num_workers": 4}).job
     assert job is not None
     assert (job.train_file, job.first_sequence) == ("fresh.safetensors", 0)
+
+
+def test_a_stopped_trial_whose_checkpoint_is_gone_goes_on_from_its_best_weights(
+    config: SearchConfig, context: TrialContext, folder: SearchFolder, tmp_path: Path
+) -> None:
+    best = folder.trial("head") / "trained.best" / "step-000002"
+    (folder.trial("head") / "trained").rename(tmp_path / "weights")
+    shutil.copytree(tmp_path / "weights", best)
+    training = training_of(config, context, folder, tmp_path / "gone", best={"best_step": 2, "best_dir": str(best)})
+    job = training.job
+    assert job is not None
+    assert (job.model_dir, job.start_step, job.milestones) == (str(best), 0, (4, 8))
+    assert (training.start, training.before, job.first_sequence, job.resume_from) == (2, 2, 32, None)
 
 
 @pytest.mark.parametrize(

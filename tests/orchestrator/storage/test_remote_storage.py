@@ -11,6 +11,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from buckets import bucket
 from fsspec.implementations.local import LocalFileSystem
 from pyarrow import fs
 
@@ -50,6 +51,19 @@ def test_only_what_has_changed_is_sent_and_what_is_gone_is_dropped(mirror: Mirro
     assert mirror.push() == 2
     assert mirror.names() == ["demo/search_yaml", "demo/trials/b/weights", "demo/trials_json"]
     assert Path(mirror.root, "demo", "trials_json").read_text() == "[a, b]"
+
+
+def test_what_workers_send_and_read_themselves_is_not_fetched(mirror: Mirror, tmp_path: Path) -> None:
+    own = {f"demo/train/t0001/{name}": "x" for name in ("checkpoint_000004/engine/state.pt", "checkpoints.json")}
+    others = {f"demo/{name}": "x" for name in ("train/t0001/curve.jsonl", "trials/t/trained.relaxed/stage-0/states/x")}
+    write(Path(mirror.root), **own, **others)
+    assert mirror.pull() == len(others)
+    assert all((mirror.local / name).exists() for name in others)
+    write(mirror.local, demo__trials_json="[b]")
+    write(mirror.local, **dict.fromkeys(own, "stale"))  # of a former version
+    mirror.push()
+    assert set(own) < set(mirror.names()), "nor is it dropped"
+    assert {Path(mirror.root, name).read_text() for name in own} == {"x"}, "nor replaced"
 
 
 def test_an_empty_folder_is_filled_and_a_file_that_is_there_is_left_alone(
@@ -187,24 +201,8 @@ def test_credentials_in_an_address_are_refused_and_not_repeated(address: str) ->
 
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of a bucket on a fake of S3 (moto) that speaks its protocol over HTTP."""
-    server_of = pytest.importorskip("moto.server")
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "a",
-        "AWS_SECRET_ACCESS_KEY": "b",
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }.items():
-        monkeypatch.setenv(name, value)
-    server = server_of.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        settings = f"scheme=http&endpoint_override={host}:{port}&region=us-east-1&allow_bucket_creation=true"
-        address = f"s3://headfold-test/runs?{settings}"
-        open_address(address)[0].create_dir("headfold-test")
+    with bucket(monkeypatch) as address:
         yield address
-    finally:
-        server.stop()
 
 
 @pytest.mark.slow
