@@ -24,24 +24,16 @@ import torch
 from transformers import PretrainedConfig
 
 from attention.calibration.sizes import layer_bytes, most_exact
-from attention.families import geometry_of
 from attention.io import checkpoint
 from attention.io.precision import DTYPES
-from attention.modeling.predictions import most_logit_bytes, positions_at_once
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.room import concurrency
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.conversion import loading
 from orchestrator.conversion.calibrating import FREE_SHARE
-from orchestrator.conversion.estimate import (
-    SPARE,
-    Conversion,
-    Size,
-    available_bytes,
-    matmul_rate,
-    operations,
-    resident_peak,
-)
+from orchestrator.conversion.estimate import SPARE, Conversion, Size, available_bytes, matmul_rate, operations
+from orchestrator.search.fitting import giga, refused
+from orchestrator.search.memory import Needs
 from orchestrator.search.searchers import SearchProblem, make_searcher
 from orchestrator.search.validation import local_nodes, search_problem
 from orchestrator.storage.paths import SearchFolder
@@ -50,7 +42,6 @@ from trainers.jobs.checkpoints import KEEP
 from trainers.losses import objective
 from trainers.settings import TrainSettings
 
-PROCESS = 650 * 2**20  # resident memory of a worker's libraries: torch, transformers, DeepSpeed, Ray
 MEASURABLE = 300_000_000  # parameters up to which a rate is measured here
 FEW_TOKENS = 1024  # of the measured step
 
@@ -99,7 +90,9 @@ class SearchEstimate(Work):
     `rate`: tokens a second of one worker, None where it is not known; `rate_from`: "configured", "measured here", or
     why it is not known. `cpu_hours`, `gpu_hours`: of trials and promotion; `hours`: on the wall with `parallel` trials
     at a time; `price`: of these hours. `worker_bytes`, `driver_bytes`: peak memory of a training worker and of a
-    trial's own process; `disk`: bytes that lie in the storage in the end, `disk_free`: what is free there.
+    trial's own process; `processes`: these and all others by parts (`orchestrator.search.memory.Need`), and
+    `refusals`: which of them do not fit the GPU that they ask for. `disk`: bytes that lie in the storage in the end,
+    `disk_free`: what is free there.
     """
 
     rate: float | None
@@ -115,6 +108,8 @@ class SearchEstimate(Work):
     disk: int
     disk_free: int
     warnings: tuple[str, ...]
+    processes: tuple[dict[str, Any], ...]
+    refusals: tuple[str, ...]
 
 
 def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, alone: bool = True) -> SearchEstimate:
@@ -127,17 +122,13 @@ def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, a
     model_config, train, resources = checkpoint.load_config(config.model.path), config.train, config.resources
     problem, size = search_problem(config, geometry), Size.of(model_config)
     work = Work.of(config, problem)
-    written, working = _dtypes(config)
-    tokens = (config.data.calibration.tokens, config.data.eval.tokens, config.data.sequence_length)
-    free = _free(storage)
-    mixed = most_exact(geometry, tokens[0], FREE_SHARE * (free or math.inf))
-    kept: dict[str, Any] = {"working": working, "mixed": mixed, "in_files": True}
-    conversions = [Conversion(model_config, c.recipe, c.kv_ratio, *tokens, written, **kept) for c in problem.named]
-    # A trial's own process: its largest conversion, libraries included
-    driver = PROCESS + max(resident_peak(c, size, working.itemsize) for c in conversions)
+    free, calibration = _free(storage), config.data.calibration.tokens
+    mixed = most_exact(geometry, calibration, FREE_SHARE * (free or math.inf))
+    needs = Needs(config, model_config, size, problem, mixed)
+    working, conversions, processes = needs.working, needs.conversions, needs.all()
     # What a recipe's recovery changes may be a distillation, which wants the original model too
     trainings = [TrainSettings.model_validate(train.model_dump() | c.recipe.apply("recovery")) for c in problem.named]
-    worker = max(worker_bytes(model_config, size, each, config) for each in trainings)
+    worker, driver = needs.trainings()[0].total, needs.planning().total
     rate, source = training_rate(model_config, config, size)
     hours = cpu = gpu = price = None
     if rate is not None:
@@ -151,21 +142,22 @@ def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, a
         hours = (training / train.num_workers + driving) / parallel
         if resources.price_per_hour is not None:
             price = resources.price_per_hour * (gpu if train.gpus_per_worker else cpu)
-    statistics = geometry.num_layers * layer_bytes(geometry, tokens[0], mixed)
-    disk = disk_bytes(size, config, work) + statistics
+    statistics = geometry.num_layers * layer_bytes(geometry, calibration, mixed)
+    disk = disk_bytes(size, config, work, needs.written) + statistics
     held = parallel * (driver + train.num_workers * worker)
     memory = available_bytes() if alone else 0
     warnings = []
     if memory and not train.gpus_per_worker and held > SPARE * memory:
         warnings.append(
-            f"memory: {parallel} trial(s) at a time take about {_giga(held)}, and {_giga(memory)} are available; lower "
+            f"memory: {parallel} trial(s) at a time take about {giga(held)}, and {giga(memory)} are available; lower "
             "resources.max_concurrent, train.micro_batch_size or train.num_workers"
         )
     if free and disk > SPARE * free:
-        warnings.append(f"disk: about {_giga(disk)} will be written to {storage}, and {_giga(free)} are free there")
+        warnings.append(f"disk: about {giga(disk)} will be written to {storage}, and {giga(free)} are free there")
     times = (rate, source, cpu, gpu, hours, price)
+    told = (tuple(need.record() for need in processes), tuple(refused(needs)))
     counts = (work.trials, work.probes, work.trainings, work.tokens, work.tokens_most, work.tokens_measured)
-    return SearchEstimate(*counts, *times, parallel, worker, driver, memory, disk, free, tuple(warnings))
+    return SearchEstimate(*counts, *times, parallel, worker, driver, memory, disk, free, tuple(warnings), *told)
 
 
 def local_parallel(config: SearchConfig) -> int:
@@ -249,41 +241,11 @@ def planning_seconds(
 # ---- memory and disk --------------------------------------------------------------------------------------------
 
 
-def worker_bytes(model_config: Any, size: Size, train: TrainSettings, config: SearchConfig) -> int:
-    """Peak memory of one training worker, libraries included: weights, gradients and optimiser state as far as its
-    ZeRO stage leaves them whole, the teacher where something is distilled, activations, and the logits of a part of the
-    micro-batch, whose gradient of the head's weights is held beside their sum over the parts. What `train.deepspeed`
-    moves to other memory is counted where it would be without it."""
-    width = DTYPES[train.dtype].itemsize
-    # Adam's two moments in float32, and a float32 copy of the weights (ZeRO keeps a flat one of its share)
-    parts = {"optimiser": 12.0, "gradients": float(width), "weights": float(width)}
-    split = {0: (), 1: ("optimiser",), 2: ("optimiser", "gradients"), 3: ("optimiser", "gradients", "weights")}
-    for name in split[train.zero_stage]:
-        parts[name] /= train.num_workers
-    states = size.total * sum(parts.values())
-    teacher = 0.0 if train.distillation == "none" else size.total * width
-    if train.zero_stage == 3:
-        teacher /= train.num_workers
-    g = geometry_of(model_config)
-    inner = int(
-        getattr(model_config, "intermediate_size", None) or getattr(model_config, "ffn_dim", 0) or 4 * g.hidden_size
-    )
-    rows, length = train.device_batch_size, config.data.sequence_length
-    # What a layer keeps of a token for the way back: norms, projections, attention's output, the MLP's inner values.
-    layer = width * (6 * g.hidden_size + 4 * g.num_heads * g.head_dim + 4 * inner)
-    layers = g.num_layers * layer
-    if train.activation_checkpointing:  # what enters each layer, and the inner values of the one that is recomputed
-        layers = width * g.num_layers * g.hidden_size + layer
-    logits = most_logit_bytes(g.vocab_size, rows * length)
-    slope = size.embedding * width if rows * length > positions_at_once(g.vocab_size) else 0
-    return round(PROCESS + states + teacher + rows * length * layers + logits + slope)
-
-
-def disk_bytes(size: Size, config: SearchConfig, work: Work) -> int:
+def disk_bytes(size: Size, config: SearchConfig, work: Work, written: torch.dtype) -> int:
     """Bytes in the storage in the end, if no trial is stopped: of each trial its converted and its trained weights, the
     best ones of an earlier rung and the training checkpoints that are kept (Adam's moments with them), of each
     promotion the same and its export; token files."""
-    width = _dtypes(config)[0].itemsize
+    width = written.itemsize
     trained = DTYPES[config.train.dtype].itemsize
     state = trained + 12  # a float32 copy and two moments besides, of float32 weights too
     full = max(1, work.trials - work.probes)
@@ -296,12 +258,6 @@ def disk_bytes(size: Size, config: SearchConfig, work: Work) -> int:
     return round(of_trials + work.trainings * size.total * promotion + texts)
 
 
-def _dtypes(config: SearchConfig) -> tuple[torch.dtype, torch.dtype]:
-    """Of what a search's conversions write, and of what they compute in."""
-    written = DTYPES[loading.written_dtype(config.model.path, config.model.dtype)]
-    return written, written if config.resources.trial_gpus else torch.float32
-
-
 def _free(storage: Path) -> int:
     """Free bytes where a folder is, or will be."""
     there = next((p for p in (storage, *storage.parents) if p.exists()), None)
@@ -309,10 +265,6 @@ def _free(storage: Path) -> int:
 
 
 # ---- words ------------------------------------------------------------------------------------------------------
-
-
-def _giga(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB"
 
 
 def describe_search(estimate: SearchEstimate, config: SearchConfig) -> Mapping[str, str]:
@@ -331,11 +283,21 @@ def describe_search(estimate: SearchEstimate, config: SearchConfig) -> Mapping[s
         )
     if estimate.price is not None:
         words["price"] = f"{estimate.price:.2f} at {config.resources.price_per_hour:g} an hour"
-    free = f" ({_giga(estimate.memory_free)} available here)" if estimate.memory_free else ""
-    worker, driver = _giga(estimate.worker_bytes), _giga(estimate.driver_bytes)
-    words["memory"] = f"{worker} a training worker, {driver} a trial's own process{free}"
-    words["disk"] = f"{_giga(estimate.disk)} ({_giga(estimate.disk_free)} free)"
+    free = f" ({giga(estimate.memory_free)} available here)" if estimate.memory_free else ""
+    for need in estimate.processes:
+        words[f"memory, {need['process']}"] = _of_process(need)
+    held = estimate.parallel * (estimate.driver_bytes + config.train.num_workers * estimate.worker_bytes)
+    words["memory"] = f"{giga(held)} with {estimate.parallel} trial(s) at a time{free}"
+    words["disk"] = f"{giga(estimate.disk)} ({giga(estimate.disk_free)} free)"
     return words
+
+
+def _of_process(need: Mapping[str, Any]) -> str:
+    """What a process takes, of its accelerator's memory if that is known, and its parts by falling size."""
+    parts = sorted(need["parts"].items(), key=lambda part: -part[1])
+    kind, limit = need["accelerator_type"], need["limit"]
+    of = f" of the {giga(limit)} that it may take of a GPU ({kind})" if limit else ""
+    return f"{giga(need['total'])}{of}: {', '.join(f'{name} {giga(number)}' for name, number in parts)}"
 
 
 def _hours(hours: float) -> str:

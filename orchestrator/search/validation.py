@@ -16,6 +16,7 @@ from orchestrator.config.parsing import RENAMED_SCHEDULERS
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.conversion import loading
 from orchestrator.search.candidates import candidate_space, named_candidates, searcher_settings
+from orchestrator.search.fitting import check_accelerators
 from orchestrator.search.schedulers import SCHEDULERS
 from orchestrator.search.searchers import SearchProblem, make_searcher
 from orchestrator.search.texts import SearchTexts
@@ -58,6 +59,7 @@ def validate_search(config: SearchConfig) -> Prepared:
     check_scheduler(config)
     check_training(config.train)
     check_training(config.promotion_train)
+    check_accelerators(config, problem)
     check_machine(Demand.of(config), config.resources.max_concurrent)
     storage = storage_path(config.storage)
     check_writable(storage)
