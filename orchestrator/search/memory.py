@@ -93,14 +93,14 @@ class Needs:
         return Need("driver", {"libraries": PROCESS, "texts": READING})
 
     def original(self) -> Need:
-        """The original model is measured, then calibrated layer by layer from its files, while it is there."""
+        """The original model is measured, and then calibrated, layer by layer from its files."""
         first, width = self.conversions[0], self.working.itemsize
-        held = {"libraries": self._libraries, "weights": width * self.size.total}
+        measured = {"weights": width * self.size.total} | self.evaluating()
         calibration = {
             "layer": width * self.size.layer,
             "statistics": first.statistics() + first.sums() + first.calibrating(),
         }
-        return self._task("original model", held, self.evaluating(), calibration)
+        return self._task("original model", {"libraries": self._libraries}, measured, calibration)
 
     def planning(self) -> Need:
         """Plan, convert and measure a candidate: the largest of all. Beside the model only the attention of the
@@ -212,8 +212,9 @@ class Needs:
             held["buckets"] = width * bucket * (2 if train.zero_stage < 3 and zero.get("overlap_comm") else 1)
         if train.zero_stage == 3:
             live = max(zero["stage3_max_live_parameters"], self.size.embedding + zero["stage3_prefetch_bucket_size"])
-            # Of each model what is whole at once, and one whole gradient before it is split
-            held["gathered"] = width * (min(self.size.total, live) * (1 + ("teacher" in held)) + self.size.embedding)
+            # Of each model what is whole at once; of the largest gradient itself, what is sent and what is received
+            whole = min(self.size.total, live) * (1 + ("teacher" in held)) + 3 * self.size.embedding
+            held["gathered"] = width * whole
         part = trained / share["optimiser"]
         at_once = min(part, zero["sub_group_size"]) if train.zero_stage == 3 else part
         temporary = state * (1 if on_gpu else 2)  # torch's Adam: a root and a quotient, on GPUs in place

@@ -178,9 +178,9 @@ def run_trial(config: dict[str, Any], context: TrialContext) -> None:
     facts = known_facts(candidate, folder)
     if facts is None:
         if trains and context.task is not None:  # its GPUs are free again when the workers start
-            facts = run_task(context.task, _untrained, candidate, context, folder)
+            facts = run_task(context.task, untrained_facts, candidate, context, folder)
         else:
-            facts = _untrained(candidate, context, folder)
+            facts = untrained_facts(candidate, context, folder)
         if trains:
             facts["work_digest"] = work_digest(training_job(context, folder, candidate, ""), folder)
         if math.isfinite(facts["loss"]):
@@ -215,7 +215,7 @@ def prepare_process() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def _untrained(candidate: Candidate, context: TrialContext, folder: Path) -> dict[str, Any]:
+def untrained_facts(candidate: Candidate, context: TrialContext, folder: Path) -> dict[str, Any]:
     """Plan, convert, save and measure; the report of rung 0."""
     prepare_process()
     phases = loading.Phases()
