@@ -86,11 +86,15 @@ def evaluate(
     return Evaluation(loss / tokens, distance, int(tokens), time.perf_counter() - started, notes)
 
 
+TEACHER_BYTES = 256 * 2**20
+"""Of hidden states that a `CachedTeacher` keeps."""
+
+
 class CachedTeacher:
     """A teacher that sees each batch once: the hidden states that enter its head, `[B, T, D]`, are kept, up to `most`
     bytes, for the next model that is compared with it on the same sequences."""
 
-    def __init__(self, model: Any, most: int = 256 * 2**20) -> None:
+    def __init__(self, model: Any, most: int = TEACHER_BYTES) -> None:
         self.model, self.room = model, most
         self._known: dict[tuple[torch.Size, bytes], Final] = {}
 

@@ -62,7 +62,8 @@ def check_deepspeed(settings: TrainSettings) -> None:
 def group_of_one() -> None:
     """A process group of this process alone, unless there is one."""
     if not dist.is_initialized():
-        backend = "nccl" if get_accelerator().device_name() == "cuda" else "gloo"
+        accelerator: Any = get_accelerator()
+        backend = "nccl" if accelerator.device_name() == "cuda" else "gloo"
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - public in torch's documentation
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it even where a group exists

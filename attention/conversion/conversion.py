@@ -5,7 +5,7 @@ Legend: H query heads, G^K / G^V kept key / value heads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from attention.families import family_of, geometry_of
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.modeling import mlp
+from attention.modeling.beside import beside
 from attention.modeling.composition import reset
 from attention.modeling.modeling import check_fits, headfold_config, plan_of
 from attention.plan import AttentionPlan, PlanError
@@ -31,8 +32,29 @@ def read_layers(model: PreTrainedModel) -> list[LayerHeads]:
 
 def lift(model: PreTrainedModel) -> list[LayerHeads]:
     """The heads of every layer with one key and one value head a query head (paper 000, App. D), in float32."""
-    layers = plan_of(model).layers
-    return [h.expand(p.key_map, p.value_map) for h, p in zip(read_layers(model), layers, strict=True)]
+    return list(LiftedHeads(model))
+
+
+class LiftedHeads(Sequence[LayerHeads]):
+    """`lift`, a layer at a time as it is asked for: in float32 the heads of all are most of a model. The last one is
+    kept; the model must stay as it is."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._family, self._geometry = family_of(model.config), geometry_of(model.config)
+        self._modules, self._plan = list(self._family.attention_modules(model)), plan_of(model)
+        self._last: tuple[int, LayerHeads] | None = None
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __getitem__(self, layer: Any) -> Any:
+        layer = range(len(self))[layer]  # IndexError, and what a negative one means
+        if self._last is None or self._last[0] != layer:
+            self._last = None  # before the next one is made
+            plan = self._plan.layers[layer]
+            stored = self._family.read(self._modules[layer], self._geometry).to(torch.float32)
+            self._last = layer, stored.expand(plan.key_map, plan.value_map)
+        return self._last[1]
 
 
 def build(config: PretrainedConfig, plan: AttentionPlan, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -42,12 +64,18 @@ def build(config: PretrainedConfig, plan: AttentionPlan, dtype: torch.dtype = to
     return AutoModelForCausalLM.from_config(headfold_config(config, plan), dtype=dtype)
 
 
-def assemble(model: PreTrainedModel, plan: AttentionPlan, heads: Sequence[LayerHeads]) -> PreTrainedModel:
+def assemble(
+    model: PreTrainedModel, plan: AttentionPlan, heads: Iterable[LayerHeads], *, share: bool = False
+) -> PreTrainedModel:
     """A Headfold model with `heads` in its attention layers and `model`'s weights everywhere else.
 
-    The new model has the dtype, device and training mode of `model`, which stays as it is.
+    The new model has the dtype, device and training mode of `model`, which stays as it is. With `share` these other
+    weights are `model`'s own memory, for a result that is measured or written and never trained.
     """
-    new = build(model.config, plan, model.dtype)
+    if share and not (plan.is_shared or plan.mlp_shares or plan_of(model).is_shared or plan_of(model).mlp_shares):
+        new = beside(model, lambda: build(model.config, plan, model.dtype))
+    else:
+        new = build(model.config, plan, model.dtype)
     # Fixed, so that a conversion is reproducible; what the source has of composition is copied over it.
     reset(new, identity=True, generator=torch.Generator().manual_seed(0))
     nn.Module.to(new, model.device)
@@ -94,8 +122,9 @@ def convert(
     calibration: Calibration | None = None,
     alignment_settings: Mapping[str, Any] | None = None,
     fusion_settings: Mapping[str, Any] | None = None,
+    share: bool = False,
 ) -> PreTrainedModel:
-    """A new model that carries out `plan`; the given one is untouched.
+    """A new model that carries out `plan`; the given one is untouched. `share`: as in `assemble`.
 
     `alignment` and `fusion` name parts of their axes; the settings are their knobs. Raises ValueError for an unknown
     name or setting, for a part that needs a calibration when none is given, and PlanError if the plan does not fit.
@@ -110,20 +139,18 @@ def convert(
             raise ValueError(f"{part.axis}={part.name} needs a calibration; pass calibration=calibrate(model, tokens)")
     if calibration is not None and len(calibration.layers) != plan.num_layers:
         raise ValueError(f"the calibration has {len(calibration.layers)} layers, the plan {plan.num_layers}")
-    aligned = through(align, lift(model), plan, calibration, geometry, align_knobs)
-    return assemble(model, plan, through(fuse, aligned, plan, calibration, geometry, fuse_knobs))
+    aligned = through(align, LiftedHeads(model), plan, calibration, geometry, align_knobs)
+    return assemble(model, plan, through(fuse, aligned, plan, calibration, geometry, fuse_knobs), share=share)
 
 
 def through(
     part: Part,
-    heads: Sequence[LayerHeads],
+    heads: Iterable[LayerHeads],
     plan: AttentionPlan,
     calibration: Calibration | None,
     geometry: HeadGeometry,
     knobs: Mapping[str, Any],
-) -> list[LayerHeads]:
-    """What a part of alignment or fusion makes of the lifted heads of every layer."""
-    return [
-        part(own, layer, calibration.layers[index] if calibration else None, geometry, **knobs)
-        for index, (own, layer) in enumerate(zip(heads, plan.layers, strict=True))
-    ]
+) -> Iterator[LayerHeads]:
+    """What a part of alignment or fusion makes of the lifted heads of one layer after the other."""
+    for index, (own, layer) in enumerate(zip(heads, plan.layers, strict=True)):
+        yield part(own, layer, calibration.layers[index] if calibration else None, geometry, **knobs)

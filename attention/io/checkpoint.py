@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from attention.families import family_of, geometry_of
@@ -26,6 +25,7 @@ from attention.io.sources import CheckpointError, only_cached
 from attention.io.stock_files import put_tokenizer, write_both_forms
 from attention.messages import reason
 from attention.modeling import modeling
+from attention.modeling.beside import beside
 from attention.modeling.modeling import PREFIX, family_fields, plan_of
 from attention.plan import AttentionPlan
 
@@ -72,7 +72,8 @@ def plain_form(config: PretrainedConfig, plan: AttentionPlan) -> PretrainedConfi
 def to_plain(model: PreTrainedModel) -> PreTrainedModel:
     """The same model as its plain family: query heads permuted so that each group's members are neighbours.
 
-    Raises ValueError if the plan is not uniform GQA or the family has no GQA form.
+    It is to be written or measured: what lies outside of attention is `model`'s memory. Raises ValueError if the plan
+    is not uniform GQA or the family has no GQA form.
     """
     plan, family = plan_of(model), family_of(model.config)
     config = plain_form(model.config, plan)
@@ -81,8 +82,7 @@ def to_plain(model: PreTrainedModel) -> PreTrainedModel:
             f"only a plan with one map for keys and values and equal groups in all layers has a plain {family.name} "
             "form; see `headfold export` for other lowerings"
         )
-    plain = family.model_class._from_config(config, dtype=model.dtype)
-    nn.Module.to(plain, model.device)
+    plain = beside(model, lambda: family.model_class._from_config(config, dtype=model.dtype))
     state = {k: t for k, t in model.state_dict().items() if not k.endswith((".key_map", ".value_map"))}
     plain.load_state_dict(state)
     geometry = geometry_of(model.config)

@@ -94,14 +94,18 @@ def export(
     if not lowered.folded:
         round_weights(model, dtype)
     reference = probe(model)
-    del model  # so that it does not lie beside the copy that is read back
-    stock, after = lowered.model, plan_of(lowered.model)
+    stock, kind, after = [lowered.model], lowered.model.config.model_type, plan_of(lowered.model)
+    exact, folded, notes = lowered.exact, lowered.folded, lowered.notes
+    del (
+        model,
+        lowered,
+    )  # and taken from its list when it is written: so that neither lies beside the copy that is read back
     report = ExportReport(
         target=target,
         folder=str(Path(out).absolute()),
-        model_type=stock.config.model_type,
-        exact=lowered.exact,
-        notes=lowered.notes,
+        model_type=kind,
+        exact=exact,
+        notes=notes,
         dtype=str(dtype).removeprefix("torch."),
         kv_bytes_per_token_before=plan.kv_bytes_per_token(dtype),
         kv_bytes_per_token_after=after.kv_bytes_per_token(dtype),
@@ -112,12 +116,12 @@ def export(
 
     def write(fresh: Path) -> None:
         nonlocal report
-        cast_weights(stock, dtype)
-        checkpoint.write_model(stock, fresh, tokenizer)
+        cast_weights(stock[0], dtype)
+        checkpoint.write_model(stock.pop(), fresh, tokenizer)
         back = AutoModelForCausalLM.from_pretrained(str(fresh), dtype=torch.float32).eval()
         difference, largest = largest_difference(reference, probe(back)), reference.abs().max().item()
         report = replace(report, max_logit_difference=difference, max_logit=largest)
-        if lowered.exact and difference > tolerance(dtype, lowered.folded) * max(largest, 1.0):
+        if exact and difference > tolerance(dtype, folded) * max(largest, 1.0):
             raise ValueError(f"the exported logits differ from the source by {difference:.3g}; nothing was written")
         (fresh / REPORT_FILE).write_text(json.dumps(asdict(report), indent=1, sort_keys=True) + "\n")
         if own is not None:

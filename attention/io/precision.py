@@ -53,19 +53,30 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            stored = name not in module._non_persistent_buffers_set
-            if stored and isinstance(buffer, Tensor) and buffer.is_floating_point():
-                setattr(module, name, buffer.to(dtype))
+    for module, name in _stored_buffers(model):
+        setattr(module, name, getattr(module, name).to(dtype))
     if (config := getattr(model, "config", None)) is not None:
         config.dtype = dtype
 
 
+def _stored_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The floating-point buffers that a checkpoint stores, as modules and names."""
+    return [
+        (module, name)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set and isinstance(buffer, Tensor) and buffer.is_floating_point()
+    ]
+
+
 @torch.no_grad()
 def round_weights(model: Any, dtype: torch.dtype) -> None:
-    """Round all weights to what `dtype` can hold, in place; the model computes in its own dtype as before."""
+    """Round all weights to what `dtype` can hold; the model computes in its own dtype as before. Weights that this
+    changes get memory of their own, so that a model that shares it keeps what it has."""
     working = model.dtype
-    if working != dtype:
-        cast_weights(model, dtype)
-        cast_weights(model, working)
+    if working == dtype:
+        return
+    for tensor in [*model.parameters(), *(getattr(module, name) for module, name in _stored_buffers(model))]:
+        rounded = tensor.data.to(dtype).to(tensor.dtype)
+        if tensor.is_floating_point() and not torch.equal(rounded, tensor.data):
+            tensor.data = rounded

@@ -46,7 +46,10 @@ def estimate(
     if config is not None:
         if model or recipe or kv_ratio or kv_heads:
             raise ConfigError(f"estimate: expected one of two, {OF_SEARCH}, or {OF_CONVERSION}; got parts of both")
-        options.finish(_search(config, given), json)
+        found = _search(config, given)
+        options.finish(found, json)
+        if found["refusals"]:
+            raise ConfigError("\n".join(found["refusals"]))
         return
     if model is None or recipe is None or (kv_ratio is None and kv_heads is None):
         raise ConfigError(f"estimate: expected {OF_SEARCH}, or {OF_CONVERSION}")

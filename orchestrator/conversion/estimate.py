@@ -33,7 +33,7 @@ from orchestrator.conversion.one_layer import batch_size, check_layerwise
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.storage.records import percent, unmet
 from search_spaces.planning.budgets import nearest_budget
-from search_spaces.recipes.recipe import Recipe
+from search_spaces.recipes.recipe import AXES, Recipe
 
 FLOAT, DOUBLE = 4, 8
 ADAM_COPIES = 7  # of the float32 attention layer in a local fit: itself, start, best, gradient, two moments, one spare
@@ -232,18 +232,35 @@ def layerwise_stages(conversion: Conversion, size: Size, width: int, tokens: int
     }
 
 
+def in_memory_stages(conversion: Conversion, size: Size) -> dict[str, int]:
+    """Bytes that a conversion in memory holds at each stage besides the model and the converted one's attention. Heads
+    are lifted a layer at a time: lifted, aligned, fused."""
+    c = conversion
+    everywhere = c.geometry.num_layers * c.heads() if c.recipe.sharing != "none" else 0
+    return {
+        "plan": everywhere + c.statistics() + 3 * c.heads() + c.fusing(),
+        "refine": c.statistics() + c.refining(size),
+    }
+
+
+def converted_attention(conversion: Conversion, size: Size) -> int:
+    """Bytes of what a conversion in memory holds of a second model: its attention. Another one, of a head for each
+    query head, is what increases of the loss are measured on."""
+    c, g = conversion, conversion.geometry
+    measured = "measure" in AXES["allocation"].get(c.recipe.allocation).needs or c.recipe.relaxation != "none"
+    whole = 4 * g.num_heads * g.head_dim * g.hidden_size
+    return c.working.itemsize * g.num_layers * (size.attention + measured * whole)
+
+
 def resident_peak(conversion: Conversion, size: Size, width: int) -> int:
     """Bytes that a conversion in memory holds at its largest stage, the process itself left out."""
     g, c = conversion.geometry, conversion
-    model, layers = width * size.total, g.num_layers
-    lifted, statistics = layers * c.heads(), c.statistics() * (1 if c.in_files else layers)
+    model, layers = width * size.total + converted_attention(c, size), g.num_layers
+    others = c.statistics() * (0 if c.in_files else layers - 1)
     logits = most_logit_bytes(g.vocab_size, min(c.eval_tokens, 8 * c.sequence_length))
-    return max(
-        model + statistics + (1 if c.in_files else layers) * c.sums() + c.calibrating(),
-        model + lifted + statistics + c.fusing(),
-        2 * model + 2 * lifted + statistics,
-        2 * model + lifted + statistics + max(c.refining(size), logits),
-    )
+    rounded = c.dtype.itemsize * size.total if c.dtype != c.working else 0
+    calibrating = c.statistics() + (1 if c.in_files else layers) * c.sums() + c.calibrating()
+    return model + others + max(calibrating, *in_memory_stages(c, size).values(), logits, rounded)
 
 
 def operations(conversion: Conversion, size: Size, tokens: int) -> float:

@@ -40,14 +40,15 @@ def plan_and_convert(
     phases: loading.Phases,
     given: AttentionPlan | None = None,
 ) -> tuple[PreTrainedModel, AttentionPlan]:
-    """The converted and refined model of a context, and its plan: `given`, or what the recipe makes of the ratio."""
+    """The converted and refined model of a context, and its plan: `given`, or what the recipe makes of the ratio. What
+    lies outside of attention is in the memory of the context's model, so neither may be trained."""
     model = context.model
     if model is None:
         raise ValueError("a conversion needs a model in its context")
     with phases("plan"):
         plan = given or make_plan(recipe, kv_ratio, context, np.random.default_rng(seed))
     with phases("convert"):
-        converted = convert_with(recipe, model, plan, context.calibration)
+        converted = convert_with(recipe, model, plan, context.calibration, share=True)
     with phases("refine"):
         refine_with(recipe, model, converted, context.sequences)
     return converted, plan

@@ -34,13 +34,14 @@ def relaxation_start(
 ) -> PreTrainedModel:
     """The model that a relaxation towards `plan` starts from: logits unchanged, heads turned as the recipe aligns.
 
-    Every query head has a key and a value head of its own, whatever the checkpoint shares.
+    Every query head has a key and a value head of its own, whatever the checkpoint shares. It is to be written: what
+    lies outside of attention is `model`'s memory.
     """
     geometry = geometry_of(model.config)
     align, knobs = ALIGNMENT.get(recipe.alignment), recipe.knobs("alignment")
-    heads = conversion.through(align, conversion.lift(model), plan, calibration, geometry, knobs)
+    heads = conversion.through(align, conversion.LiftedHeads(model), plan, calibration, geometry, knobs)
     whole = AttentionPlan.identity(geometry.num_layers, geometry.num_heads, geometry.head_dim)
-    return conversion.assemble(model, whole, heads)
+    return conversion.assemble(model, whole, heads, share=True)
 
 
 def planning_context(
@@ -53,7 +54,7 @@ def planning_context(
     """What plans are made from. `sequences` `[N, T]` are calibration tokens; `cache_dir` keeps measured curves."""
     return PlanningContext(
         geometry=geometry_of(model.config),
-        heads=conversion.lift(model),
+        heads=conversion.LiftedHeads(model),
         calibration=calibration,
         model=model,
         sequences=sequences,

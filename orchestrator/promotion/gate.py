@@ -37,12 +37,12 @@ def check_candidate(entry: Entry, session: SearchSession) -> dict[str, str]:
     exported weights."""
     config = session.config
     what = f"gate of {entry.recipe} {entry.kv_ratio:.0%}"
-    seen, digests = on_cluster(task_options(config), what, _examine, entry, config, session.folder, session.context)
+    seen, digests = on_cluster(task_options(config), what, examine, entry, config, session.folder, session.context)
     vars(entry).update(vars(seen))
     return digests
 
 
-def _examine(
+def examine(
     entry: Entry, config: SearchConfig, folder: SearchFolder, context: TrialContext
 ) -> tuple[Entry, dict[str, str]]:
     """The checks, where the weights may be loaded. One model at a time is held."""

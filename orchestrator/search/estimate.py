@@ -22,24 +22,16 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from attention.families import geometry_of
 from attention.io import checkpoint
 from attention.io.precision import DTYPES
-from attention.modeling.predictions import most_logit_bytes, positions_at_once
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.room import concurrency
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.conversion import loading
-from orchestrator.conversion.estimate import (
-    SPARE,
-    Conversion,
-    Size,
-    available_bytes,
-    matmul_rate,
-    operations,
-    resident_peak,
-)
-from orchestrator.search.disk import Storage, giga
+from orchestrator.conversion.estimate import SPARE, Conversion, Size, available_bytes, matmul_rate, operations
+from orchestrator.search.needs.disk import Storage, giga
+from orchestrator.search.needs.fitting import refused
+from orchestrator.search.needs.memory import Needs
 from orchestrator.search.searchers import SearchProblem, make_searcher
 from orchestrator.search.validation import Prepared, local_nodes, search_problem
 from orchestrator.storage.paths import SearchFolder
@@ -47,7 +39,6 @@ from orchestrator.storage.records import compact, write_json
 from trainers.losses import objective
 from trainers.settings import TrainSettings
 
-PROCESS = 650 * 2**20  # resident memory of a worker's libraries: torch, transformers, DeepSpeed, Ray
 MEASURABLE = 300_000_000  # parameters up to which a rate is measured here
 FEW_TOKENS = 1024  # of the measured step
 
@@ -96,8 +87,9 @@ class SearchEstimate(Work):
     `rate`: tokens a second of one worker, None where it is not known; `rate_from`: "configured", "measured here", or
     why it is not known. `cpu_hours`, `gpu_hours`: of trials and promotion; `hours`: on the wall with `parallel` trials
     at a time; `price`: of these hours. `worker_bytes`, `driver_bytes`: peak memory of a training worker and of a
-    trial's own process; `disk`: bytes in the storage at the moment of most, `disk_parts` by what they are of (each at
-    its own most), `disk_kept` in the end, `disk_free`: what is free there.
+    trial's own process; `processes`: these and all others by parts (`orchestrator.search.needs.memory.Need`), and
+    `refusals`: which of them do not fit the GPU that they ask for. `disk`: bytes in the storage at the moment of most,
+    `disk_parts` by what they are of (each at its own most), `disk_kept` in the end, `disk_free`: what is free there.
     """
 
     rate: float | None
@@ -115,6 +107,8 @@ class SearchEstimate(Work):
     disk_kept: int
     disk_free: int
     warnings: tuple[str, ...]
+    processes: tuple[dict[str, Any], ...]
+    refusals: tuple[str, ...]
 
 
 def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, alone: bool = True) -> SearchEstimate:
@@ -127,16 +121,12 @@ def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, a
     model_config, train, resources = checkpoint.load_config(config.model.path), config.train, config.resources
     problem, size = search_problem(config, geometry), Size.of(model_config)
     work = Work.of(config, problem)
-    written, working = _dtypes(config)
-    tokens = (config.data.calibration.tokens, config.data.eval.tokens, config.data.sequence_length)
     place = Storage.of(config, problem, work.trials - work.probes, work.trainings, storage)
-    kept: dict[str, Any] = {"working": working, "mixed": place.mixed, "in_files": True}
-    conversions = [Conversion(model_config, c.recipe, c.kv_ratio, *tokens, written, **kept) for c in problem.named]
-    # A trial's own process: its largest conversion, libraries included
-    driver = PROCESS + max(resident_peak(c, size, working.itemsize) for c in conversions)
+    needs = Needs(config, model_config, size, problem, place.mixed)
+    working, conversions, processes = needs.working, needs.conversions, needs.all()
     # What a recipe's recovery changes may be a distillation, which wants the original model too
     trainings = [TrainSettings.model_validate(train.model_dump() | c.recipe.apply("recovery")) for c in problem.named]
-    worker = max(worker_bytes(model_config, size, each, config) for each in trainings)
+    worker, driver = needs.trainings()[0].total, needs.planning().total
     rate, source = training_rate(model_config, config, size)
     hours = cpu = gpu = price = None
     if rate is not None:
@@ -162,9 +152,10 @@ def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, a
     if shortage := place.shortage(parallel):
         warnings.append(f"disk: {shortage}")
     stored = (takes.most, takes.parts, takes.kept, place.free)
+    told = (tuple(need.record() for need in processes), tuple(refused(needs)))
     times = (rate, source, cpu, gpu, hours, price)
     counts = (work.trials, work.probes, work.trainings, work.tokens, work.tokens_most, work.tokens_measured)
-    return SearchEstimate(*counts, *times, parallel, worker, driver, memory, *stored, tuple(warnings))
+    return SearchEstimate(*counts, *times, parallel, worker, driver, memory, *stored, tuple(warnings), *told)
 
 
 def check_disk(config: SearchConfig, prepared: Prepared, parallel: int) -> None:
@@ -256,42 +247,6 @@ def planning_seconds(
 # ---- memory --------------------------------------------------------------------------------------------
 
 
-def worker_bytes(model_config: Any, size: Size, train: TrainSettings, config: SearchConfig) -> int:
-    """Peak memory of one training worker, libraries included: weights, gradients and optimiser state as far as its
-    ZeRO stage leaves them whole, the teacher where something is distilled, activations, and the logits of a part of the
-    micro-batch, whose gradient of the head's weights is held beside their sum over the parts. What `train.deepspeed`
-    moves to other memory is counted where it would be without it."""
-    width = DTYPES[train.dtype].itemsize
-    # Adam's two moments in float32, and a float32 copy of the weights (ZeRO keeps a flat one of its share)
-    parts = {"optimiser": 12.0, "gradients": float(width), "weights": float(width)}
-    split = {0: (), 1: ("optimiser",), 2: ("optimiser", "gradients"), 3: ("optimiser", "gradients", "weights")}
-    for name in split[train.zero_stage]:
-        parts[name] /= train.num_workers
-    states = size.total * sum(parts.values())
-    teacher = 0.0 if train.distillation == "none" else size.total * width
-    if train.zero_stage == 3:
-        teacher /= train.num_workers
-    g = geometry_of(model_config)
-    inner = int(
-        getattr(model_config, "intermediate_size", None) or getattr(model_config, "ffn_dim", 0) or 4 * g.hidden_size
-    )
-    rows, length = train.device_batch_size, config.data.sequence_length
-    # What a layer keeps of a token for the way back: norms, projections, attention's output, the MLP's inner values.
-    layer = width * (6 * g.hidden_size + 4 * g.num_heads * g.head_dim + 4 * inner)
-    layers = g.num_layers * layer
-    if train.activation_checkpointing:  # what enters each layer, and the inner values of the one that is recomputed
-        layers = width * g.num_layers * g.hidden_size + layer
-    logits = most_logit_bytes(g.vocab_size, rows * length)
-    slope = size.embedding * width if rows * length > positions_at_once(g.vocab_size) else 0
-    return round(PROCESS + states + teacher + rows * length * layers + logits + slope)
-
-
-def _dtypes(config: SearchConfig) -> tuple[torch.dtype, torch.dtype]:
-    """Of what a search's conversions write, and of what they compute in."""
-    written = DTYPES[loading.written_dtype(config.model.path, config.model.dtype)]
-    return written, written if config.resources.trial_gpus else torch.float32
-
-
 # ---- words ------------------------------------------------------------------------------------------------------
 
 
@@ -312,14 +267,24 @@ def describe_search(estimate: SearchEstimate, config: SearchConfig) -> Mapping[s
     if estimate.price is not None:
         words["price"] = f"{estimate.price:.2f} at {config.resources.price_per_hour:g} an hour"
     free = f" ({giga(estimate.memory_free)} available here)" if estimate.memory_free else ""
-    worker, driver = giga(estimate.worker_bytes), giga(estimate.driver_bytes)
-    words["memory"] = f"{worker} a training worker, {driver} a trial's own process{free}"
+    for need in estimate.processes:
+        words[f"memory, {need['process']}"] = _of_process(need)
+    held = estimate.parallel * (estimate.driver_bytes + config.train.num_workers * estimate.worker_bytes)
+    words["memory"] = f"{giga(held)} with {estimate.parallel} trial(s) at a time{free}"
     parts = ", ".join(f"{name} {giga(value)}" for name, value in estimate.disk_parts.items() if value)
     words["disk"] = (
         f"up to {giga(estimate.disk)} ({giga(estimate.disk_free)} free), {giga(estimate.disk_kept)} in the end; "
         f"at most {parts}"
     )
     return words
+
+
+def _of_process(need: Mapping[str, Any]) -> str:
+    """What a process takes, of its accelerator's memory if that is known, and its parts by falling size."""
+    parts = sorted(need["parts"].items(), key=lambda part: -part[1])
+    kind, limit = need["accelerator_type"], need["limit"]
+    of = f" of the {giga(limit)} that it may take of a GPU ({kind})" if limit else ""
+    return f"{giga(need['total'])}{of}: {', '.join(f'{name} {giga(number)}' for name, number in parts)}"
 
 
 def _hours(hours: float) -> str:

@@ -84,19 +84,20 @@ def measure_original(
     started = time.perf_counter()
     model = loading.load_working(path, dtype, device)
     scored = evaluate(model, read_sequences(files["eval"])[:], batch_size=rows)
+    cast_weights(model, loading.dtype_of(dtype))  # bytes are those of what is written
+    facts = loading.cache_facts(model, own_heads(geometry)) | {"parameters": loading.parameters(model)}
+    del model  # the calibration reads a layer at a time
     tokens = read_sequences(files["calibration"])[:]
     weights = checkpoint.weights_digest(loading.local_folder(path), cache)
     own: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights, "workers": workers}
     calibration = checkpoint_calibration(path, tokens, cache, **own)
-    cast_weights(model, loading.dtype_of(dtype))  # bytes are those of what is written
     return {
         "model": path,
         "dtype": dtype,
         "loss": scored.loss,
         "eval_tokens": scored.tokens,
-        "parameters": loading.parameters(model),
         "family": geometry.family,
-        **loading.cache_facts(model, own_heads(geometry)),
+        **facts,
         "digests": {"weights": weights, "calibration": calibration.digest},
         "mixed_moments": calibration.mixed,
         "seconds": time.perf_counter() - started,

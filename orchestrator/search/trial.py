@@ -180,9 +180,9 @@ def run_trial(config: dict[str, Any], context: TrialContext) -> None:
     facts = known_facts(candidate, folder)
     if facts is None:
         if trains and context.task is not None:  # its GPUs are free again when the workers start
-            facts = run_task(context.task, _untrained, candidate, context, folder)
+            facts = run_task(context.task, untrained_facts, candidate, context, folder)
         else:
-            facts = _untrained(candidate, context, folder)
+            facts = untrained_facts(candidate, context, folder)
         if trains:
             facts["work_digest"] = work_digest(training_job(context, folder, candidate, ""), folder)
         if math.isfinite(facts["loss"]):
@@ -217,7 +217,7 @@ def prepare_process() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def _untrained(candidate: Candidate, context: TrialContext, folder: Path) -> dict[str, Any]:
+def untrained_facts(candidate: Candidate, context: TrialContext, folder: Path) -> dict[str, Any]:
     """Plan, convert, save and measure; the report of rung 0."""
     prepare_process()
     phases = loading.Phases()
@@ -241,21 +241,24 @@ def _untrained(candidate: Candidate, context: TrialContext, folder: Path) -> dic
         # What a searcher decides by is measured on other tokens than what the search is judged by.
         if given is not None:
             decided_by["calibration_loss"] = evaluate(converted, calibration_tokens, batch_size=rows).loss
-    cast_weights(converted, written)
-    if not candidate.probe:
+    note = checkpoint.original_note(own_cache)
+    if not candidate.probe and context.relaxation_steps(recipe):
         with phases("save"):
-            note = checkpoint.original_note(own_cache)
-            record = {"recipe": recipe.to_dict(), "seed": candidate.seed, **note}
-            checkpoint.save(converted, folder / "converted", context.model, record=record)
-            if context.relaxation_steps(recipe):
-                start = relaxation_start(recipe, original, plan, calibration)
-                checkpoint.save(start, folder / "start", context.model, record=note)
+            start = relaxation_start(recipe, original, plan, calibration)
+            checkpoint.save(start, folder / "start", context.model, record=note)
+            del start
     with phases("similarity"):
         sampled = all(layer.inputs.numel() for layer in calibration.layers)
         similarity = sharing_similarity(shared_pairs(context), plan, planning.geometry.kv_map) if sampled else None
-    measured = loading.cache_facts(converted, own_cache)
     if loading.parameters(original) > KEEP_BELOW:
         shared_parts.cache_clear()
+    del original, teacher, planning  # what is cast next has memory of its own then, and no other copy beside it
+    cast_weights(converted, written)
+    if not candidate.probe:
+        with phases("save"):
+            record = {"recipe": recipe.to_dict(), "seed": candidate.seed, **note}
+            checkpoint.save(converted, folder / "converted", context.model, record=record)
+    measured = loading.cache_facts(converted, own_cache)
     return {
         **measured,
         "actual_kv_ratio": measured["kv_ratio"],

@@ -15,6 +15,7 @@ from orchestrator.config.parsing import RENAMED_SCHEDULERS
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.conversion import loading
 from orchestrator.search.candidates import candidate_space, named_candidates, searcher_settings
+from orchestrator.search.needs.fitting import check_accelerators
 from orchestrator.search.schedulers import SCHEDULERS
 from orchestrator.search.searchers import SearchProblem, make_searcher
 from orchestrator.search.texts import SearchTexts
@@ -57,6 +58,7 @@ def validate_search(config: SearchConfig) -> Prepared:
     check_scheduler(config)
     check_training(config.train)
     check_training(config.promotion_train)
+    check_accelerators(config, problem)
     if starts_ray():
         room_for(config, local_nodes())
     storage = storage_path(config.storage)

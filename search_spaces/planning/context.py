@@ -73,7 +73,7 @@ class PlanningContext:
         if that is given settings (`refinement`). Raises ValueError without a model or sequences."""
         if self.model is None or self.sequences is None:
             raise ValueError(f"recipe {recipe.name} measures whole models; the context needs a model and sequences")
-        converted = convert_with(recipe, self.model, plan, self.calibration)
+        converted = convert_with(recipe, self.model, plan, self.calibration, share=True)
         if refinement is not None:
             refine(recipe.refinement, self.model, converted, self.sequences, refinement)
         return language_loss(converted, self.sequences)
@@ -135,9 +135,15 @@ class PlanningContext:
 
 
 def convert_with(
-    recipe: Recipe, model: PreTrainedModel, plan: AttentionPlan, calibration: Calibration | None
+    recipe: Recipe,
+    model: PreTrainedModel,
+    plan: AttentionPlan,
+    calibration: Calibration | None,
+    *,
+    share: bool = False,
 ) -> PreTrainedModel:
-    """Carry out a plan as the recipe's alignment and fusion say; refinement comes after it."""
+    """Carry out a plan as the recipe's alignment and fusion say; refinement comes after it. `share`: what is outside of
+    attention stays `model`'s memory, for a result that is not trained."""
     return convert(
         model,
         plan,
@@ -146,4 +152,5 @@ def convert_with(
         calibration=calibration,
         alignment_settings=recipe.knobs("alignment"),
         fusion_settings=recipe.knobs("fusion"),
+        share=share,
     )

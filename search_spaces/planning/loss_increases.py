@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attention.conversion.conversion import convert, lift
+from attention.conversion.conversion import LiftedHeads, convert
 from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.modeling.grouped import attach
@@ -29,17 +29,18 @@ from attention.plan import LayerPlan
 class LayerTrials:
     """Losses of a model with the heads of one layer exchanged, on `sequences` `[N, T]`.
 
-    Works on a copy of the model with one key and value head a query head (which changes no logit). Layers are best
-    tried in ascending order: going back to a lower one starts again from the embeddings.
+    Works on a copy of the model's attention with one key and value head a query head (which changes no logit). Layers
+    are best tried in ascending order: going back to a lower one starts again from the embeddings.
     """
 
     def __init__(self, model: PreTrainedModel, sequences: Tensor, *, batch_size: int = 8) -> None:
         own = plan_of(model).unshared
         identity = LayerPlan.identity(own.num_heads)
-        self.model = convert(model, replace(own, layers=(identity,) * own.num_layers)).eval().requires_grad_(False)
+        lifted = convert(model, replace(own, layers=(identity,) * own.num_layers), share=True)
+        self.model = lifted.eval().requires_grad_(False)
         self.family = family_of(self.model.config)
         self.geometry = geometry_of(self.model.config)
-        self.heads = lift(model)  # of the model given: those of the copy may be views of what is written to
+        self.heads = LiftedHeads(model)  # of the model given: those of the copy may be views of what is written to
         self.modules = list(self.family.attention_modules(self.model))
         self.layers = [layer_of(self.model, module) for module in self.modules]
         self.batches = sequences.split(batch_size)

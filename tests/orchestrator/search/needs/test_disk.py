@@ -22,7 +22,7 @@ from orchestrator.conversion import loading
 from orchestrator.conversion.estimate import Size
 from orchestrator.pipeline import search
 from orchestrator.promotion.promote import promote_search
-from orchestrator.search.disk import Storage, checkpoint_bytes
+from orchestrator.search.needs.disk import Storage, checkpoint_bytes
 from orchestrator.search.searchers import make_searcher
 from orchestrator.search.validation import search_problem
 from orchestrator.storage.journal import load_trials

@@ -1,0 +1,42 @@
+"""A second model beside one that is there, which takes no second copy of what the two have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from attention.families import family_of
+from attention.modeling.grouped import attach
+from attention.modeling.modeling import plan_of
+
+
+def beside(model: PreTrainedModel, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    """The model that `make` builds, on `model`'s device. Outside of attention each parameter that `model` has under the
+    same name and in the same shape is that one's memory; all others have memory of their own, which is not filled.
+
+    Neither model may be trained while the other is of use.
+    """
+    with no_init_weights(), init_empty_weights(include_buffers=False):
+        new = make()
+    modules = list(family_of(new.config).attention_modules(new))
+    inside = {id(parameter) for module in modules for parameter in module.parameters()}
+    theirs = dict(model.named_parameters(remove_duplicate=False))
+    for name, outline in list(new.named_parameters(remove_duplicate=False)):
+        own = theirs.get(name)
+        if own is None or id(outline) in inside or own.shape != outline.shape:
+            data = torch.empty_like(outline, device=model.device)
+        else:
+            data = own.detach()
+        place, _, last = name.rpartition(".")
+        setattr(new.get_submodule(place), last, nn.Parameter(data))
+    new.tie_weights()  # each of two tied matrices is one of its own until then
+    for module, layer in zip(modules, plan_of(new).layers, strict=True):
+        if hasattr(module, "head_maps"):
+            attach(module, layer)  # the maps again: they lay where the projections did
+    nn.Module.to(new, model.device)
+    return new

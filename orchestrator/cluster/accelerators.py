@@ -1,0 +1,54 @@
+"""How much memory accelerators have, by the names that Ray gives their types."""
+
+from __future__ import annotations
+
+import re
+
+from ray.util import accelerators as ray_names
+
+GIGA = 10**9
+# Gigabytes of the smallest card of a type, from NVIDIA's data sheets. Ray reads a type off the card's name
+# (`ray.util.accelerators` has constants for some) and tells no two sizes of one type apart.
+GIGABYTES = {
+    ray_names.NVIDIA_TESLA_K80: 12,  # of each of its two chips, which are devices of their own
+    ray_names.NVIDIA_TESLA_P4: 8,
+    ray_names.NVIDIA_TESLA_P100: 16,
+    ray_names.NVIDIA_TESLA_V100: 16,
+    ray_names.NVIDIA_TESLA_T4: 16,
+    "A10": 24,
+    ray_names.NVIDIA_TESLA_A10G: 24,
+    "A40": 48,
+    ray_names.NVIDIA_A100: 40,
+    ray_names.NVIDIA_L4: 24,
+    "L40": 48,
+    "L40S": 48,
+    "H20": 96,
+    ray_names.NVIDIA_H100: 80,
+    "H200": 141,
+    "GH200": 96,
+    "B200": 180,
+}
+LARGER = {"V100": "V100-32G", "A100": "A100-80G", "GH200": "GH200-144G"}
+"""Types of two sizes, and a name for the larger, which nodes can be given as a resource `accelerator_type:NAME`."""
+_OWN = re.compile(r"-(\d+)GB?$")
+
+
+def memory_of(accelerator_type: str) -> int | None:
+    """Bytes of one accelerator: what its name ends in (`A100-80G`), else the table's; None where neither says it.
+
+    A gigabyte is 10^9 bytes here. Cards have up to 7% more, which driver, CUDA and NCCL take for themselves.
+    """
+    if stated := _OWN.search(accelerator_type):
+        return int(stated[1]) * GIGA
+    known = GIGABYTES.get(accelerator_type)
+    return None if known is None else known * GIGA
+
+
+def in_words(accelerator_type: str) -> str:
+    """The memory of a type, for people, and what to do if there is a larger one of the name."""
+    memory = memory_of(accelerator_type)
+    if memory is None:
+        return f"the memory of {accelerator_type!r} is not known"
+    larger = LARGER.get(accelerator_type)
+    rest = f" (where yours have more, give their nodes the resource accelerator_type:{larger} and name that type here)"
+    return f"{accelerator_type} has {memory // GIGA} GB{rest if larger else ''}"

@@ -1,0 +1,275 @@
+"""Peak memory of every process of a search that holds a model, by parts, from configuration and config.json alone.
+
+Legend: P parameters, W workers, D model dim, V vocabulary, B sequences at once of T tokens, b bytes of a number.
+
+Each process has what it holds all the time, and moments that do not fall together; the largest of these counts. What a
+relaxation takes beyond a training, and the values of a message that NCCL has in flight, are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from attention.calibration.sizes import Mixed
+from attention.families import geometry_of
+from attention.io.layer_models import empty, layer_prefix, window_config
+from attention.io.precision import DTYPES
+from attention.modeling.predictions import most_logit_bytes, positions_at_once
+from orchestrator.cluster.accelerators import memory_of
+from orchestrator.cluster.placement import Demand
+from orchestrator.config.schema import SearchConfig
+from orchestrator.conversion import loading
+from orchestrator.conversion.estimate import READING, Conversion, Size, converted_attention, in_memory_stages
+from orchestrator.search.searchers import SearchProblem
+from trainers.adapters import adaptable
+from trainers.deepspeed_config import config_of
+from trainers.evaluation import TEACHER_BYTES
+from trainers.settings import TrainSettings
+
+PROCESS = 650 * 2**20  # resident memory of a worker's libraries: torch, transformers, DeepSpeed, Ray
+FLOAT = 4
+OF_ZERO = {
+    "reduce_bucket_size": 500_000_000, "sub_group_size": 1_000_000_000,
+    "stage3_max_live_parameters": 1_000_000_000, "stage3_prefetch_bucket_size": 50_000_000,
+}  # fmt: skip
+"""DeepSpeed's defaults, in numbers, of what it gathers, sends and steps at once."""
+Parts = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Need:
+    """Peak memory of one process. `parts`: bytes by what they are for, on the GPU if it has one, else in the host's
+    memory; `share`: of a GPU; `accelerator_type`: Ray's name of it, if one is asked for."""
+
+    process: str
+    parts: Parts
+    share: float = 0.0
+    accelerator_type: str | None = None
+    train: TrainSettings | None = field(default=None, repr=False)
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def largest(self) -> str:
+        return max(self.parts, key=lambda name: self.parts[name])
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes that it may take on its GPU; None without a GPU, or where the type's memory is not known."""
+        memory = memory_of(self.accelerator_type) if self.share and self.accelerator_type else None
+        return None if memory is None else round(memory * min(1.0, self.share))
+
+    @property
+    def fits(self) -> bool:
+        return self.limit is None or self.total <= self.limit
+
+    def record(self) -> dict[str, Any]:
+        given = {"process": self.process, "total": self.total, "parts": self.parts}
+        return given | {"accelerator_type": self.accelerator_type, "limit": self.limit, "fits": self.fits}
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The processes of one search. `mixed`: how the mixed moments of the statistics are kept."""
+
+    config: SearchConfig
+    model: Any
+    size: Size
+    problem: SearchProblem
+    mixed: Mixed
+
+    def all(self) -> list[Need]:
+        """Of the processes that hold a model, and of the driver, which holds none."""
+        needs = [self.driver(), self.original(), self.planning(), *self.trainings()]
+        return [*needs, self.gate()] if self.config.promotion.enabled else needs
+
+    def driver(self) -> Need:
+        return Need("driver", {"libraries": PROCESS, "texts": READING})
+
+    def original(self) -> Need:
+        """The original model is measured, and then calibrated, layer by layer from its files."""
+        first, width = self.conversions[0], self.working.itemsize
+        measured = {"weights": width * self.size.total} | self.evaluating()
+        calibration = {
+            "layer": width * self.size.layer,
+            "statistics": first.statistics() + first.sums() + first.calibrating(),
+        }
+        return self._task("original model", {"libraries": self._libraries}, measured, calibration)
+
+    def planning(self) -> Need:
+        """Plan, convert and measure a candidate: the largest of all. Beside the model only the attention of the
+        converted one is held: the rest is the same memory."""
+        return max((self._planning(conversion) for conversion in self.conversions), key=lambda need: need.total)
+
+    def _planning(self, conversion: Conversion) -> Need:
+        width, states = self.working.itemsize, self.config.data.eval.tokens * self.geometry.hidden_size
+        held = {"libraries": self._libraries, "weights": width * self.size.total}
+        held["converted attention"] = converted_attention(conversion, self.size)
+        moments = [{name: number} for name, number in in_memory_stages(conversion, self.size).items()]
+        measured = self.evaluating() | {"teacher's states": min(TEACHER_BYTES, width * states)}
+        return self._task("planning", held, *moments, measured)
+
+    def trainings(self) -> list[Need]:
+        """Workers of the trials and of the promotion; of each the largest that a recipe makes of them."""
+        changes = [c.recipe.apply("recovery") for c in self.problem.named]
+        named = [("training worker", self.config.train)]
+        if self.config.promotion.enabled and self.config.promotion.steps:
+            named.append(("promotion worker", self.config.promotion_train))
+        needs = []
+        for process, train in named:
+            settings = [TrainSettings.model_validate(train.model_dump() | change) for change in changes]
+            needs.append(max((self.training(process, each) for each in settings), key=lambda need: need.total))
+        return needs
+
+    def training(self, process: str, train: TrainSettings) -> Need:
+        parts, kind = self.worker(train), self.config.resources.accelerator_type
+        return Need(process, parts, train.gpus_per_worker, kind if train.gpus_per_worker else None, train)
+
+    def gate(self) -> Need:
+        """The trained model in float32 on the CPU, and what is written of it, one after the other. Of the logits that
+        two models are compared by, three are there: before, after, and what they differ by."""
+        width, tokens = FLOAT, 2 * self.config.data.sequence_length
+        parts = {"libraries": PROCESS, "weights": width * self.size.total}
+        parts["exported attention"] = width * self.geometry.num_layers * self.size.attention
+        parts |= {"logits": 3 * width * tokens * self.geometry.vocab_size}
+        return Need("gate", parts | {"activations": self._inner(tokens, width)})
+
+    # ---- what they have in common ------------------------------------------------------------------------------
+
+    @property
+    def geometry(self) -> Any:
+        return geometry_of(self.model)
+
+    @property
+    def written(self) -> torch.dtype:
+        return DTYPES[loading.written_dtype(self.config.model.path, self.config.model.dtype)]
+
+    @property
+    def working(self) -> torch.dtype:
+        """What a trial computes in before it trains."""
+        return self.written if self.config.resources.trial_gpus else torch.float32
+
+    @property
+    def conversions(self) -> list[Conversion]:
+        data = self.config.data
+        tokens = (data.calibration.tokens, data.eval.tokens, data.sequence_length)
+        kept: dict[str, Any] = {"working": self.working, "mixed": self.mixed, "in_files": True}
+        return [Conversion(self.model, c.recipe, c.kv_ratio, *tokens, self.written, **kept) for c in self.problem.named]
+
+    @property
+    def _libraries(self) -> int:
+        """In the host's memory; what CUDA takes is left out of what a GPU is said to have."""
+        return 0 if self.config.resources.trial_gpus else PROCESS
+
+    def _task(self, process: str, held: Mapping[str, int], *moments: Mapping[str, int]) -> Need:
+        demand = Demand.of(self.config)
+        return Need(process, _peak(held, *moments), demand.trial_gpus, demand.task_type)
+
+    def _inner(self, tokens: int, width: int) -> int:
+        """Of a forward pass without gradients: the stream twice, and what one layer makes of it."""
+        return tokens * (2 * width * self.geometry.hidden_size + width * self._layer_values)
+
+    @property
+    def _layer_values(self) -> int:
+        """Numbers a token that a layer keeps for the way back: norms, projections, attention's output, the MLP's inner
+        values."""
+        g, given = self.geometry, self.model
+        inner = getattr(given, "intermediate_size", None) or getattr(given, "ffn_dim", 0) or 4 * g.hidden_size
+        return 6 * g.hidden_size + 4 * g.num_heads * g.head_dim + 4 * int(inner)
+
+    def evaluating(self) -> Parts:
+        """An evaluation before any training, of the trials' micro-batch."""
+        tokens = self.config.train.device_batch_size * self.config.data.sequence_length
+        logits = most_logit_bytes(self.geometry.vocab_size, tokens)
+        return {"activations": self._inner(tokens, self.working.itemsize), "logits": logits}
+
+    # ---- a training worker -------------------------------------------------------------------------------------
+
+    def worker(self, train: TrainSettings) -> Parts:
+        """Weights, gradients and optimiser state as far as the ZeRO stage leaves them whole, the teacher where
+        something is distilled, and the larger of two moments: the end of a forward pass, with all that the way back
+        wants, or the optimiser's step, with gradients in its own dtype and what Adam makes of them."""
+        width, on_gpu, zero = DTYPES[train.dtype].itemsize, train.gpus_per_worker > 0, _zero(train)
+        trained = self._trained(train)
+        share = {name: train.num_workers if train.zero_stage >= stage else 1 for name, stage in STAGES.items()}
+        master, state = _optimiser_bytes(train)
+        held = {
+            "libraries": 0 if on_gpu else PROCESS,
+            "weights": self.size.total * width / share["weights"],
+            "gradients": trained * width / share["gradients"],
+            "optimiser": trained * (master + 2 * state) / share["optimiser"],
+        }
+        if train.distillation != "none":
+            held["teacher"] = self.size.total * width / share["weights"]
+        bucket = zero["reduce_bucket_size"] if on_gpu else min(zero["reduce_bucket_size"], trained)
+        if train.zero_stage:
+            held["buckets"] = width * bucket * (2 if train.zero_stage < 3 and zero.get("overlap_comm") else 1)
+        if train.zero_stage == 3:
+            live = max(zero["stage3_max_live_parameters"], self.size.embedding + zero["stage3_prefetch_bucket_size"])
+            # Of each model what is whole at once; of the largest gradient itself, what is sent and what is received
+            whole = min(self.size.total, live) * (1 + ("teacher" in held)) + 3 * self.size.embedding
+            held["gathered"] = width * whole
+        part = trained / share["optimiser"]
+        at_once = min(part, zero["sub_group_size"]) if train.zero_stage == 3 else part
+        temporary = state * (1 if on_gpu else 2)  # torch's Adam: a root and a quotient, on GPUs in place
+        step = at_once * (temporary + (max(master, width) if train.zero_stage else 0))
+        step += part * width if train.zero_stage in (1, 2) else 0  # gradients, flat
+        if on_gpu and _device(zero, "offload_optimizer") != "none":
+            held["optimiser"] = step = 0
+        if on_gpu and _device(zero, "offload_param") != "none":
+            held["weights"] = 0
+        return _peak(held, self._way_back(train, width), {"optimiser's step": step})
+
+    def _way_back(self, train: TrainSettings, width: int) -> dict[str, float]:
+        """What a forward pass leaves for the backward pass, and the logits of a part of the micro-batch, whose gradient
+        of the head's weights is held beside their sum over the parts."""
+        g, tokens = self.geometry, train.device_batch_size * self.config.data.sequence_length
+        layers = g.num_layers * self._layer_values
+        if train.activation_checkpointing:  # what enters each layer, and the inner values of the one made again
+            layers = g.num_layers * g.hidden_size + self._layer_values
+        slope = self.size.embedding * width if tokens > positions_at_once(g.vocab_size) else 0
+        return {
+            "activations": width * tokens * layers,
+            "logits": most_logit_bytes(g.vocab_size, tokens) + slope,
+        }
+
+    def _trained(self, train: TrainSettings) -> int:
+        """Numbers that are trained."""
+        if train.tuning == "full":
+            return self.size.total
+        with torch.device("meta"):
+            layer = empty(window_config(self.model, 0, 2), torch.float32, torch.device("meta"))
+        sides = sum(sum(m.weight.shape) for name, m in adaptable(layer).items() if name.startswith(layer_prefix(layer)))  # type: ignore[union-attr,arg-type]
+        return train.lora_rank * int(sides) * self.geometry.num_layers
+
+
+STAGES = {"optimiser": 1, "gradients": 2, "weights": 3}
+"""The ZeRO stage from which on each is split over the workers."""
+
+
+def _zero(train: TrainSettings) -> dict[str, Any]:
+    return OF_ZERO | config_of(train)["zero_optimization"]
+
+
+def _device(zero: Mapping[str, Any], what: str) -> str:
+    return (zero.get(what) or {}).get("device", "none")
+
+
+def _optimiser_bytes(train: TrainSettings) -> tuple[int, int]:
+    """Bytes a number of the optimiser's own copy of the weights, and of each of Adam's two moments."""
+    bf16, width = config_of(train).get("bf16", {}), DTYPES[train.dtype].itemsize
+    master = width if bf16.get("bf16_master_weights_and_grads") else FLOAT
+    state = width if bf16.get("bf16_optimizer_states") else FLOAT
+    return master if train.zero_stage else 0, state
+
+
+def _peak(held: Mapping[str, float], *moments: Mapping[str, float]) -> Parts:
+    """What is held, with the largest moment."""
+    largest = max(moments, key=lambda moment: sum(moment.values()))
+    return {name: round(number) for name, number in (dict(held) | dict(largest)).items() if number}

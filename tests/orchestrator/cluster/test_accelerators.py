@@ -1,0 +1,22 @@
+"""How much memory a type of accelerator has."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.cluster.accelerators import GIGA, in_words, memory_of
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes"),
+    [("A10G", 24), ("A100", 40), ("A100-40G", 40), ("A100-80G", 80), ("V100-32GB", 32), ("H200", 141), ("T4", 16)],
+)
+def test_a_name_says_its_memory(name: str, gigabytes: int) -> None:
+    assert memory_of(name) == gigabytes * GIGA
+    assert f"{gigabytes} GB" in in_words(name)
+
+
+def test_what_is_not_known_is_said() -> None:
+    assert memory_of("TPU-V4") is None
+    assert "not known" in in_words("TPU-V4")
+    assert "accelerator_type:A100-80G" in in_words("A100")  # a larger card of the same name

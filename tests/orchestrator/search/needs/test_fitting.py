@@ -1,0 +1,137 @@
+"""What cannot fit the GPUs that a search asks for is refused before it starts, and what is named instead does fit."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from orchestrator.config.schema import ConfigError, SearchConfig, load_config
+from orchestrator.conversion import loading
+from orchestrator.main import app
+from orchestrator.search import validation
+from orchestrator.search.estimate import estimate_search
+from orchestrator.search.needs.fitting import check_accelerators
+from orchestrator.search.validation import search_problem, validate_search
+
+CONFIG = Path(__file__).resolve().parents[4] / "configs" / "llama2-7b.yaml"
+LLAMA_2_7B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11_008,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "num_hidden_layers": 32, "vocab_size": 32_000,
+    "max_position_embeddings": 4096, "tie_word_embeddings": False, "torch_dtype": "float16",
+}  # fmt: skip
+GIGA = 2.0**30
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Nothing but the config.json of Llama-2-7B."""
+    folder = tmp_path / "llama-2-7b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA_2_7B))
+    return folder
+
+
+def config_of(model: Path, *changes: str) -> SearchConfig:
+    return load_config(CONFIG, [f"model.path={model}", f"storage={model.parent}/runs", *changes])
+
+
+def check(config: SearchConfig) -> None:
+    geometry = loading.geometry_of(config.model.path, weights=False)
+    check_accelerators(config, search_problem(config, geometry))
+
+
+def processes(config: SearchConfig, tmp_path: Path) -> dict[str, dict[str, Any]]:
+    return {need["process"]: need for need in estimate_search(config, tmp_path).processes}
+
+
+def test_the_shipped_configuration_fits_its_gpus(model: Path, tmp_path: Path) -> None:
+    """Its parts, in bytes, by hand: 6.74 billion parameters over 8 workers, 2 x 4,096 tokens at once."""
+    config = config_of(model)
+    check(config)
+    found = processes(config, tmp_path)
+    assert set(found) == {"driver", "original model", "planning", "training worker", "promotion worker", "gate"}
+    parameters = 2 * 32_000 * 4096 + 32 * (4 * 4096**2 + 3 * 4096 * 11_008 + 2 * 4096) + 4096
+    parts = found["training worker"]["parts"]
+    assert parts["weights"] == parts["gradients"] == parts["teacher"] == round(2 * parameters / 8)
+    assert parts["optimiser"] == round(12 * parameters / 8)
+    assert parts["gathered"] == 2 * (2 * 10**9 + 3 * 32_000 * 4096)
+    assert parts["optimiser's step"] == round(8 * parameters / 8)  # larger than activations and logits at their time
+    assert found["training worker"]["limit"] == 40 * 10**9
+    assert found["driver"]["total"] < GIGA  # no weights
+    assert 1 < found["planning"]["total"] / (2 * parameters) < 2  # one copy of the model
+    assert all(need["fits"] for need in found.values())
+
+
+@pytest.mark.parametrize("kind", ["A10G", "T4", "V100"])
+def test_what_does_not_fit_is_refused_with_what_would(model: Path, tmp_path: Path, kind: str) -> None:
+    config = config_of(model, f"resources.accelerator_type={kind}")
+    with pytest.raises(ConfigError) as refused:
+        check(config)
+    line = next(line for line in str(refused.value).splitlines() if "training worker" in line)
+    assert line.startswith(f"resources.accelerator_type: {kind} has ")
+    assert "of it optimiser" in line and "resources.accelerator_type=" in line
+    tried = re.findall(r"(?<!promotion\.)train\.num_workers=(\d+) with zero_stage=3", line)
+    assert tried or kind != "A10G"
+    limit = processes(config, tmp_path)["training worker"]["limit"]
+    for workers in tried:
+        more = config_of(model, f"resources.accelerator_type={kind}", f"train.num_workers={workers}")
+        assert processes(more, tmp_path)["training worker"]["total"] <= limit
+
+
+def test_each_way_out_is_named_where_it_helps(model: Path) -> None:
+    whole = ["train.zero_stage=1", "train.activation_checkpointing=false", "train.micro_batch_size=16"]
+    with pytest.raises(ConfigError) as refused:
+        check(config_of(model, *whole))
+    line = next(line for line in str(refused.value).splitlines() if "training worker" in line)
+    together = "train.zero_stage=3 and train.activation_checkpointing=true and train.micro_batch_size=1 ("
+    assert together in line  # none is enough alone
+    with pytest.raises(ConfigError, match=r"train\.activation_checkpointing=true \("):
+        check(config_of(model, "train.activation_checkpointing=false"))
+
+
+def test_planning_and_promotion_count_too(model: Path) -> None:
+    small = "resources.trial_accelerator_type=T4"
+    with pytest.raises(ConfigError, match=r"trial_accelerator_type: T4 has 16 GB.*planning.*trial_gpus=0"):
+        check(config_of(model, small))
+    check(config_of(model, "resources.trial_gpus=0"))
+    with pytest.raises(ConfigError) as refused:
+        check(config_of(model, "promotion.train={zero_stage: 1}"))
+    assert [line.split(" takes ")[0].split("the ")[-1] for line in str(refused.value).splitlines()] == [
+        "promotion worker"
+    ]
+    assert "promotion.train.zero_stage=3 (" in str(refused.value)
+
+
+def test_nothing_is_refused_of_a_type_that_is_not_known(model: Path) -> None:
+    check(config_of(model, "resources.accelerator_type=SOMETHING-NEW", "train.zero_stage=1"))
+    check(config_of(model, "resources.accelerator_type=null", "train.zero_stage=1"))
+    check(config_of(model, "resources.accelerator_type=A100-80G"))
+
+
+def test_a_search_does_not_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a text is looked at. The weights, which are not there, are not the point."""
+    read = loading.geometry_of
+
+    def without_weights(path: str, *given: Any, **more: Any) -> Any:
+        return read(path, *given, **more | {"weights": False})
+
+    monkeypatch.setattr(loading, "geometry_of", without_weights)
+    monkeypatch.setattr(validation.SearchTexts, "check", lambda *given: pytest.fail("texts were looked at"))
+    with pytest.raises(ConfigError, match="A10G has 24 GB"):
+        validate_search(config_of(model, "resources.accelerator_type=A10G"))
+
+
+def test_the_verb_tells_the_parts_and_ends_with_an_error(model: Path, tmp_path: Path) -> None:
+    record = tmp_path / "estimate.json"
+    same = ["estimate", str(CONFIG), f"model.path={model}", f"storage={tmp_path}/runs", "--json", str(record)]
+    done = CliRunner().invoke(app, same)
+    assert done.exit_code == 0, done.output
+    assert "memory, training worker" in done.output and "gathered" in done.output
+    refused = CliRunner().invoke(app, [*same, "resources.accelerator_type=A10G"])
+    assert refused.exit_code != 0 and isinstance(refused.exception, ConfigError)
+    assert json.loads(record.read_text())["refusals"]
