@@ -79,9 +79,12 @@ def train(job: TrainJob) -> dict[str, Any]:
 train.trains = True  # type: ignore[attr-defined]
 
 
-def config_of(model: Path, storage: Path, distillation: str) -> SearchConfig:
-    """A search of one candidate beside its baseline, one step long."""
+def config_of(model: Path, storage: Path, large: bool) -> SearchConfig:
+    """A search of one candidate beside its baseline, one step long. A large model has no refinement, which runs it up
+    to each layer once more, and no teacher."""
     arm = {"recipe": "headfold_gqa", "changes": {"grouping": "neighbour"}, "params": {"refinement.fit_steps": 2}}
+    if large:
+        arm = {"recipe": "headfold_gqa", "changes": {"grouping": "neighbour", "refinement": "none"}}
     return parse_config({
         "name": "limits",
         "model": {"path": str(model), "dtype": "bfloat16"},
@@ -92,16 +95,16 @@ def config_of(model: Path, storage: Path, distillation: str) -> SearchConfig:
         "rungs": {"steps": [0, 1]},
         "train": {
             "batch_size": 4, "micro_batch_size": 2, "num_workers": 2, "cpus_per_worker": 0.5, "zero_stage": 3,
-            "distillation": distillation, "activation_checkpointing": True, "learning_rate": 1e-5, "deepspeed": LITTLE,
-            "dtype": "bfloat16",
+            "distillation": "none" if large else "kl", "activation_checkpointing": True, "learning_rate": 1e-5,
+            "dtype": "bfloat16", "deepspeed": LITTLE,
         },
         "storage": str(storage),
     })  # fmt: skip
 
 
-def run(model: Path, place: Path, distillation: str = "kl") -> Iterator[Step]:
+def run(model: Path, place: Path, *, large: bool = False) -> Iterator[Step]:
     """The steps of a search of a checkpoint, each as it is done. Raises RuntimeError if one breaks its limit."""
-    config = config_of(model, place / "runs", distillation)
+    config = config_of(model, place / "runs", large)
     prepared, folder = validate_search(config), SearchFolder.fresh(place / "runs", "limits")
     described = checkpoint.load_config(model)
     needs = Needs(config, described, Size.of(described), prepared.problem, "float32")
@@ -151,7 +154,7 @@ def memory_limits(scale: Scale) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as place:
         numbers = random_checkpoint(config, Path(place) / "model")
         about = f"{numbers / 1e9:.2f}B parameters, bfloat16"
-        for step in run(Path(place) / "model", Path(place), scale.pick("kl", "none")):
+        for step in run(Path(place) / "model", Path(place), large=not scale.quick):
             parts = ", ".join(f"{name} {number / GIGA:.2f}" for name, number in step.need.parts.items())
             copies = f"a copy of the model {step.model / GIGA:.2f}"
             yield Row(step.name, step.peak / GIGA, step.need.total / GIGA, "GiB", f"{about}; {copies}; {parts}")

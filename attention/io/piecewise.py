@@ -22,7 +22,7 @@ from attention.io.stock_files import copy_files, write_both_forms
 from attention.messages import reason
 from attention.modeling import modeling
 
-SHARD = 2 * 2**30  # bytes of one file, and so of what its writer holds at a time
+SHARD = 2**29  # bytes of one file, and so of what its writer holds at a time
 
 
 def outline(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, LazyWeights]:

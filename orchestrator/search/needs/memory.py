@@ -17,6 +17,7 @@ import torch
 from attention.calibration.sizes import Mixed
 from attention.families import geometry_of
 from attention.io.layer_models import empty, layer_prefix, window_config
+from attention.io.piecewise import SHARD
 from attention.io.precision import DTYPES
 from attention.modeling.predictions import most_logit_bytes, positions_at_once
 from orchestrator.cluster.accelerators import memory_of
@@ -224,7 +225,8 @@ class Needs:
             held["optimiser"] = step = 0
         if on_gpu and _device(zero, "offload_param") != "none":
             held["weights"] = 0
-        return _peak(held, self._way_back(train, width), {"optimiser's step": step})
+        written = 0 if on_gpu else min(SHARD, self.size.total * width)  # rank 0 collects a file in the host's memory
+        return _peak(held, self._way_back(train, width), {"optimiser's step": step}, {"written file": written})
 
     def _way_back(self, train: TrainSettings, width: int) -> dict[str, float]:
         """What a forward pass leaves for the backward pass, and the logits of a part of the micro-batch, whose gradient
