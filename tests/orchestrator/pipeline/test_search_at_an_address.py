@@ -19,7 +19,7 @@ from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.curve import read_curve
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_checkpoints_lie_in_the_bucket_alone(tmp_path: Path, demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADFOLD_HOME", str(tmp_path / "home"))
     with bucket(monkeypatch) as address:

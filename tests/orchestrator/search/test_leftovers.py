@@ -46,6 +46,9 @@ class Alone:
     def leaving(self) -> bool:
         return False
 
+    def show(self, job: TrainJob, line: dict[str, Any]) -> None:
+        pass
+
 
 @pytest.fixture(scope="module")
 def trained(tiny_job: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainJob, Path]:

@@ -94,7 +94,7 @@ def taken(folder: Path) -> int:
     return total
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_search_keeps_to_what_it_says(tmp_path: Path, demo_dir: Path) -> None:
     """At every moment; and in the end there is what promotions go on from, one of no finalist too."""
     config = config_of(demo_dir, tmp_path / "runs")
