@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import (
     AfterValidator,
@@ -54,7 +54,7 @@ class Strict(BaseModel):
         """No true or false where a number belongs, no bytes, no text that is no line of text."""
         field = cls.model_fields[str(info.field_name)]
         for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, bool) and field.annotation is not bool:
+            if isinstance(one, bool) and bool not in (field.annotation, *get_args(field.annotation)):
                 raise ValueError("expected no true or false here")
             if isinstance(one, bytes):
                 raise ValueError("expected text or a number, not bytes")

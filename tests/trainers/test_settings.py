@@ -118,3 +118,9 @@ def test_one_schedule_spans_relaxation_and_recovery() -> None:
     assert (rest.model_dir, rest.relaxation) == ("collapsed", None)
     assert (rest.schedule_offset, rest.schedule_steps, rest.milestones) == (60, 80, (5, 10))
     assert job().after_relaxation("other") == job()
+
+
+def test_gpus_are_computed_on_unless_the_cpu_is_asked_for() -> None:
+    assert TrainSettings(gpus_per_worker=1).shape.device == "cuda"
+    assert TrainSettings(gpus_per_worker=1, device="cpu").shape.device == "cpu"
+    assert TrainSettings().shape.device == TrainSettings(device="cpu").shape.device == "cpu"
