@@ -18,19 +18,20 @@ NEEDED = 16 * GIGA
 """Of two workers that train 1.1 billion parameters."""
 
 
-def filled(gigabytes: float) -> int:
-    return len(bytearray(round(gigabytes * GIGA)))
+def filling(gigabytes: float) -> str:
+    """Held for a while, as an expression: whatever a process carries out must be importable there, as `eval` is."""
+    return f"[(held := b'x' * {round(gigabytes * GIGA)}), __import__('time').sleep(0.3), len(held)][-1]"
 
 
 @pytest.mark.extended
 def test_a_limit_is_kept(tmp_path: Path) -> None:
     """What the other test rests on: more than the limit is refused, and less is seen."""
-    (done,) = run_limited(tmp_path / "within", filled, 0.5, limit=1.2 * GIGA)
+    (done,) = run_limited(tmp_path / "within", eval, filling(0.5), limit=1.2 * GIGA)
     assert 0.5 * GIGA < done.peak < 1.2 * GIGA
     with pytest.raises(RuntimeError, match="MemoryError"):
-        run_limited(tmp_path / "beyond", filled, 2.0, limit=1.2 * GIGA)
+        run_limited(tmp_path / "beyond", eval, filling(2.0), limit=1.2 * GIGA)
     with pytest.raises(RuntimeError, match=BROKEN):  # where files might be mapped, it is looked at what is touched
-        run_limited(tmp_path / "looked-at", filled, 2.0, limit=1.2 * GIGA, files=4 * GIGA)
+        run_limited(tmp_path / "looked-at", eval, filling(2.0), limit=1.2 * GIGA, files=4 * GIGA)
 
 
 @pytest.mark.extended
