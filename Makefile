@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 UI_PORT ?= 5000
 # Processes of tests beside each other; each, with what it starts, keeps a core busy.
-WORKERS ?= 2
+WORKERS ?= 3
 # How many things `make chaos` kills, and the seed of when.
 KILLS ?= 27
 SEED ?= 0
