@@ -9,7 +9,7 @@ VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 UI_PORT ?= 5000
-# Processes of tests beside each other; each, with what it starts, keeps a core busy.
+# Processes of tests beside each other: some wait for Ray much of the time, so that three keep two cores busy.
 WORKERS ?= 3
 # How many things `make chaos` kills, and the seed of when.
 KILLS ?= 27
