@@ -88,6 +88,8 @@ class Nodes:
         head = {"num_cpus": int(one), "include_dashboard": True, "dashboard_host": "127.0.0.1", "temp_dir": self.folder}
         head |= {"dashboard_port": self.dashboard, "dashboard_agent_listen_port": free_port()}
         self.cluster: Any = Cluster(initialize_head=True, head_node_args=head)
+        # As `ray start` does: a job, which Ray gives no address, else takes any other Ray of the machine for its own
+        Path(self.folder, "ray_current_cluster").write_text(self.cluster.address)
         self.node = None if one else self.cluster.add_node(num_cpus=1)
 
     def _settings(self, mark: str) -> dict[str, str]:
