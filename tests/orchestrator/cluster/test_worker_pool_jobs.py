@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from alone import Alone
 
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
@@ -31,21 +32,6 @@ PLAN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 2,
 HALVED = AttentionPlan((LayerPlan((0, 1, 0, 1), (0, 0, 1, 1)),) * 2, head_dim=8)
 SAME = ("loss", "kl", "train_loss", "step", "tokens", "weights_digest")
 LOST_SECONDS = 15.0
-
-
-class Alone:
-    """A worker in this process."""
-
-    rank, world_size = 0, 1
-
-    def report(self, metrics: dict[str, Any], last: bool) -> bool:
-        return True
-
-    def leaving(self) -> bool:
-        return False
-
-    def show(self, job: TrainJob, line: dict[str, Any]) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")

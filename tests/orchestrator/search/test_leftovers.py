@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from alone import Alone
 from hypothesis import given
 from hypothesis import strategies as st
 from journals import write_journal
@@ -33,21 +34,6 @@ LOSSES = {"best": 2.0, "base": 3.0, "worse": 2.5, "stopped": 2.6, "paused": 2.4,
           "failed": 1.5, "copy": 2.0}  # fmt: skip
 STATUS = {"stopped": STOPPED, "paused": WAITING, "running": RUNNING, "lost": FAILED, "failed": FAILED, "copy": COPY}
 UNTOUCHED = {"paused", "running", "lost"}
-
-
-class Alone:
-    """The link of one worker in this process."""
-
-    rank, world_size = 0, 1
-
-    def report(self, metrics: dict[str, Any], last: bool) -> bool:
-        return True
-
-    def leaving(self) -> bool:
-        return False
-
-    def show(self, job: TrainJob, line: dict[str, Any]) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")
