@@ -37,7 +37,6 @@ from orchestrator.search.validation import Prepared, local_nodes, search_problem
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import compact, write_json
 from trainers.losses import objective
-from trainers.settings import TrainSettings
 
 MEASURABLE = 300_000_000  # parameters up to which a rate is measured here
 FEW_TOKENS = 1024  # of the measured step
@@ -125,7 +124,7 @@ def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, a
     needs = Needs(config, model_config, size, problem, place.mixed)
     working, conversions, processes = needs.working, needs.conversions, needs.all()
     # What a recipe's recovery changes may be a distillation, which wants the original model too
-    trainings = [TrainSettings.model_validate(train.model_dump() | c.recipe.apply("recovery")) for c in problem.named]
+    trainings = problem.trainings(train)
     worker, driver = needs.trainings()[0].total, needs.planning().total
     rate, source = training_rate(model_config, config, size)
     hours = cpu = gpu = price = None

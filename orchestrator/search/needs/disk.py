@@ -82,7 +82,7 @@ class Storage:
         beside = _beside(config.model.path)
         w = self.size.total * DTYPES[loading.written_dtype(config.model.path, config.model.dtype)].itemsize + beside
         t = self.size.total * DTYPES[config.train.dtype].itemsize + beside
-        s = max(self._checkpoint(each, whole=bool(relaxing)) for each in self._settings())
+        s = max(self._checkpoint(each, whole=bool(relaxing)) for each in self.problem.trainings(self.config.train))
         texts = sum(section.tokens for section in _texts(config)) * (2 if model.vocab_size <= 2**16 else 4)
         records, converted = OWN_RECORDS + trials * RECORDS, trials * w
         trained = checkpoints = finalists = going = 0
@@ -132,11 +132,6 @@ class Storage:
         """Bytes of a training checkpoint in this folder: none where workers send it to an address themselves."""
         remote = is_remote(self.config.storage)
         return 0 if remote else checkpoint_bytes(self.model, self.size, train, whole=whole)
-
-    def _settings(self) -> list[TrainSettings]:
-        """How its candidates are trained."""
-        given = self.config.train.model_dump()
-        return [TrainSettings.model_validate(given | c.recipe.apply("recovery")) for c in self.problem.named]
 
     def _promotion(self, parallel: int, w: int, beside: int) -> tuple[int, int]:
         """Bytes that stay of a promotion, and those that it has besides while it trains."""

@@ -118,14 +118,13 @@ class Needs:
 
     def trainings(self) -> list[Need]:
         """Workers of the trials and of the promotion; of each the largest that a recipe makes of them."""
-        changes = [c.recipe.apply("recovery") for c in self.problem.named]
         named = [("training worker", self.config.train)]
         if self.config.promotion.enabled and self.config.promotion.steps:
             named.append(("promotion worker", self.config.promotion_train))
         needs = []
         for process, train in named:
-            settings = [TrainSettings.model_validate(train.model_dump() | change) for change in changes]
-            needs.append(max((self.training(process, each) for each in settings), key=lambda need: need.total))
+            each = (self.training(process, settings) for settings in self.problem.trainings(train))
+            needs.append(max(each, key=lambda need: need.total))
         return needs
 
     def training(self, process: str, train: TrainSettings) -> Need:

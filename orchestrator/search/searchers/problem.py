@@ -13,6 +13,7 @@ from ray.tune.search import Searcher
 from attention.axes import Axis
 from orchestrator.search.candidates import Candidate, CandidateSpace
 from search_spaces.recipes.recipe import Recipe
+from trainers.settings import TrainSettings
 
 SEARCHERS = Axis("searcher", "orchestrator.search.searchers")
 
@@ -41,6 +42,10 @@ class SearchProblem:
     @property
     def total(self) -> int:
         return len(self.named) + self.samples
+
+    def trainings(self, train: TrainSettings) -> list[TrainSettings]:
+        """How the named candidates are trained: these settings, and what a recipe's recovery changes of them."""
+        return [TrainSettings.model_validate(train.model_dump() | c.recipe.apply("recovery")) for c in self.named]
 
 
 class ResumableSearcher(Searcher):
