@@ -1,7 +1,4 @@
-"""Lowering a converted checkpoint to a stock format, with a report of what it costs.
-
-One file a target in `attention/io/lowerings`; each is a function `(model) -> Lowered`.
-"""
+"""Export of a checkpoint to a format that engines load, with a report of what it costs (`attention.io.targets`)."""
 
 from __future__ import annotations
 
@@ -12,37 +9,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from attention.axes import Axis
-from attention.io import checkpoint
-from attention.io.precision import cast_weights, own_dtype, round_weights
+from attention.io import checkpoint, targets
+from attention.io.precision import DTYPES, own_dtype, round_weights
 from attention.io.replacing import check_folder
-from attention.io.stock_form import has_stock_form, stock_bytes
+from attention.io.targets import Held, Lowered, Target
+from attention.io.targets._pairs import widest_layers
+from attention.messages import one_of
 from attention.modeling.modeling import plan_of, plan_of_config
 from attention.plan import AttentionPlan
 
-TARGETS = Axis("target", "attention.io.lowerings")
 REPORT_FILE = "export.json"
 
 
 @dataclass(frozen=True)
-class Lowered:
-    """A stock model and what the lowering did. `exact` says whether the maths is the same (up to rounding).
-
-    `folded` says that weights were multiplied and not only copied, so that a 16-bit dtype rounds them once more.
-    """
-
-    model: PreTrainedModel
-    exact: bool
-    notes: tuple[str, ...]
-    folded: bool = False
-
-
-@dataclass(frozen=True)
 class ExportReport:
-    """What an export did. Bytes are a token's KV cache in `dtype`; logit differences are over random tokens.
+    """What an export did. Bytes are a token's KV cache in `cache_dtype`; logit differences are over random tokens.
 
+    `kv_heads`: of each layer, as the engines hold them. `engines`: software that loads the folder.
     `kv_bytes_per_token_original`: of the model that was converted; None where that was not recorded.
     """
 
@@ -52,11 +37,14 @@ class ExportReport:
     exact: bool
     notes: tuple[str, ...]
     dtype: str
+    cache_dtype: str
+    engines: tuple[str, ...]
+    kv_heads: tuple[int, ...]
     kv_bytes_per_token_before: int
     kv_bytes_per_token_after: int
     kv_bytes_per_token_original: int | None
-    max_logit_difference: float
-    max_logit: float
+    max_logit_difference: float = float("nan")
+    max_logit: float = float("nan")
 
 
 class LargerCacheError(ValueError):
@@ -69,61 +57,50 @@ def export(
     out: str | Path,
     tokenizer: Any = None,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     allow_larger_cache: bool = False,
     overwrite: bool = False,
 ) -> ExportReport:
-    """Lower the checkpoint at `source` to `target` and write it to `out`, atomically, with `export.json`.
+    """Lower the checkpoint at `source` to a target and write it to `out`, atomically, with `export.json`.
 
     Computed in float32 and rounded once to `dtype` (None: the checkpoint's own). `tokenizer`: as in `checkpoint.save`.
-    The written folder is read back with plain transformers and compared in float32 with the source, whose weights are
-    rounded alike. Raises, before weights are read, OutputError as `attention.io.replacing.check_folder` does and
-    LargerCacheError unless a larger cache is allowed; ValueError if the target is unknown or cannot hold the plan, or
-    if the copy that came back differs.
+    What was written is read back and compared in float32 with the source, whose weights are rounded alike. Raises,
+    before weights are read, OutputError as `attention.io.replacing.check_folder` does, TargetError if the target cannot
+    hold the plan, and LargerCacheError unless a larger cache is allowed; ValueError if the target or its dtype is
+    unknown, or if the copy that came back differs.
     """
-    lowering = TARGETS.get(target)
+    chosen = targets.target(target)
     check_folder(out, overwrite=overwrite, reads=[source])
     config, own = checkpoint.load_config(source), checkpoint.original_heads(source)
-    plan, dtype = plan_of_config(config), dtype or own_dtype(config, source)
-    if not allow_larger_cache and has_stock_form(config, target):
-        check_cache(plan, target, dtype)
+    plan, written = plan_of_config(config), str(dtype or own_dtype(config, source)).removeprefix("torch.")
+    if written not in chosen.dtypes:
+        raise ValueError(one_of(f"dtype for target {chosen.name}", chosen.dtypes, written))
+    held, cached = chosen.held(config, plan), cache_dtype(written)
+    if not allow_larger_cache:
+        check_cache(plan, held, chosen.name, cached)
     model = checkpoint.load(source, torch.float32)
-    lowered = lowering(model)
-    if lowered.exact and lowered.folded:
-        check_equal(model, lowered.model)  # before the dtype of the checkpoint rounds what was folded
-    if not lowered.folded:
-        round_weights(model, dtype)
-    reference = probe(model)
-    stock, kind, after = [lowered.model], lowered.model.config.model_type, plan_of(lowered.model)
-    exact, folded, notes = lowered.exact, lowered.folded, lowered.notes
-    del (
-        model,
-        lowered,
-    )  # and taken from its list when it is written: so that neither lies beside the copy that is read back
+    lowered = chosen.lower(model)
+    reference = _reference(model, lowered, written)
     report = ExportReport(
-        target=target,
+        target=chosen.name,
         folder=str(Path(out).absolute()),
-        model_type=kind,
-        exact=exact,
-        notes=notes,
-        dtype=str(dtype).removeprefix("torch."),
-        kv_bytes_per_token_before=plan.kv_bytes_per_token(dtype),
-        kv_bytes_per_token_after=after.kv_bytes_per_token(dtype),
-        kv_bytes_per_token_original=own and own * plan.head_dim * dtype.itemsize,
-        max_logit_difference=float("nan"),
-        max_logit=float("nan"),
+        model_type="",
+        exact=lowered.exact and written in DTYPES,
+        notes=lowered.notes,
+        dtype=written,
+        cache_dtype=cached,
+        engines=chosen.engines,
+        kv_heads=tuple(map(max, held.key_heads, held.value_heads)),
+        kv_bytes_per_token_before=plan.kv_bytes_per_token(cached),
+        kv_bytes_per_token_after=held.bytes_per_token(cached),
+        kv_bytes_per_token_original=own and own * plan.head_dim * DTYPES[cached].itemsize,
     )
+    after, folded, stock = plan_of(lowered.model), lowered.folded, [lowered.model]
+    del model, lowered  # and taken from its list when it is written: neither lies beside the copy that is read back
 
     def write(fresh: Path) -> None:
         nonlocal report
-        cast_weights(stock[0], dtype)
-        checkpoint.write_model(stock.pop(), fresh, tokenizer)
-        back = AutoModelForCausalLM.from_pretrained(str(fresh), dtype=torch.float32).eval()
-        difference, largest = largest_difference(reference, probe(back)), reference.abs().max().item()
-        report = replace(report, max_logit_difference=difference, max_logit=largest)
-        if exact and difference > tolerance(dtype, folded) * max(largest, 1.0):
-            raise ValueError(f"the exported logits differ from the source by {difference:.3g}; nothing was written")
-        (fresh / REPORT_FILE).write_text(json.dumps(asdict(report), indent=1, sort_keys=True) + "\n")
+        report = _write(fresh, chosen, stock, tokenizer, report, reference, folded)
         if own is not None:
             checkpoint.write_note(fresh, after, checkpoint.carried(source))
 
@@ -131,14 +108,53 @@ def export(
     return report
 
 
-def check_cache(plan: AttentionPlan, target: str, dtype: torch.dtype) -> None:
-    """Raise LargerCacheError if a stock form of the plan takes more cache than the plan itself."""
-    before, after = plan.kv_bytes_per_token(dtype), stock_bytes(plan, dtype)
+def _reference(model: PreTrainedModel, lowered: Lowered, dtype: str) -> Tensor:
+    """Logits that what is written must have, the source's weights being rounded alike."""
+    if lowered.folded:
+        check_equal(model, lowered.model)  # before the dtype of the checkpoint rounds what was folded
+    elif dtype in DTYPES:
+        round_weights(model, DTYPES[dtype])
+    return probe(model)
+
+
+def _write(
+    fresh: Path,
+    chosen: Target,
+    stock: list[PreTrainedModel],
+    tokenizer: Any,
+    report: ExportReport,
+    reference: Tensor,
+    folded: bool,
+) -> ExportReport:
+    """Write, read back, compare; returns the report with what was found. Raises ValueError if the logits differ."""
+    kind = chosen.write(stock.pop(), fresh, report.dtype, tokenizer)
+    difference, largest = largest_difference(reference, probe(chosen.read(fresh))), reference.abs().max().item()
+    report = replace(report, model_type=kind, max_logit_difference=difference, max_logit=largest)
+    if report.exact and difference > tolerance(DTYPES[report.dtype], folded) * max(largest, 1.0):
+        raise ValueError(f"the exported logits differ from the source by {difference:.3g}; nothing was written")
+    write_report(fresh, asdict(report))
+    return report
+
+
+def write_report(folder: str | Path, record: dict[str, Any]) -> None:
+    """Put `export.json` into a folder."""
+    (Path(folder) / REPORT_FILE).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def cache_dtype(dtype: str) -> str:
+    """What an engine keeps its cache in for weights in `dtype`: the same, float16 for weights of fewer bits."""
+    return dtype if dtype in DTYPES else "float16"
+
+
+def check_cache(plan: AttentionPlan, held: Held, name: str, dtype: str) -> None:
+    """Raise LargerCacheError if a target takes more cache than the plan itself."""
+    before, after = plan.kv_bytes_per_token(dtype), held.bytes_per_token(dtype)
     if after > before:
         raise LargerCacheError(
-            f"target {target} takes {after} KV bytes a token, the plan {before}: a stock format has as many KV heads "
-            "in every layer as the widest layer has pairs of a key and a value head. Convert with a recipe whose keys "
-            "and values share equal groups (headfold_gqa, align, gqa), or accept the larger cache: --allow-larger-cache"
+            f"target {name} takes {after} KV bytes a token, the plan {before}: {widest_layers(plan)}, of which each "
+            "takes a KV head there, and a format with one count for all layers has as many in every layer. Convert "
+            "with a recipe whose keys and values share groups (headfold_gqa, align, gqa), or accept the larger cache: "
+            "--allow-larger-cache"
         )
 
 

@@ -119,7 +119,7 @@ def test_knobs_check_their_values() -> None:
 
 
 def test_the_default_of_a_knob_is_that_of_the_parameter() -> None:
-    axis = Axis("flavour", "attention.io.lowerings")
+    axis = Axis("flavour", "attention.conversion.alignment")
 
     def deeper(*, depth: int = 2, **others: int) -> None: ...
 
@@ -134,7 +134,7 @@ def test_the_default_of_a_knob_is_that_of_the_parameter() -> None:
 
 
 def test_an_axis_refuses_two_parts_of_one_name() -> None:
-    axis = Axis("flavour", "attention.io.lowerings")
+    axis = Axis("flavour", "attention.conversion.alignment")
     axis.part("sweet", source="here")(lambda: 1)
     with pytest.raises(ValueError, match="already has a part named 'sweet'"):
         axis.part("sweet", source="there")(lambda: 2)

@@ -20,9 +20,10 @@ from transformers import PhiConfig, PreTrainedModel
 from attention.conversion.conversion import build, unshare
 from attention.families import families, family_of, geometry_of
 from attention.heads import LayerHeads
-from attention.io.export import TARGETS, Lowered
-from attention.io.lowerings import gqa
+from attention.io.targets import Held, Lowered, Target, TargetError, _stock, gqa
+from attention.io.targets._pairs import check_no_composition, kv_heads_of
 from attention.modeling.modeling import plan_of
+from attention.plan import AttentionPlan
 
 SAME = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
@@ -32,14 +33,25 @@ SAME = (
 
 
 def phi_config(config: Any) -> PhiConfig:
-    """The Phi config of a GPT-NeoX config. Raises ValueError for another family or a serial residual."""
-    if family_of(config).name != "gpt_neox":
-        raise ValueError(f"target phi takes a gpt_neox checkpoint, got {family_of(config).name}; use target gqa")
-    if not config.use_parallel_residual:
-        raise ValueError("target phi needs use_parallel_residual=true: Phi has attention and MLP side by side")
+    """The Phi config of a GPT-NeoX config. Raises TargetError for another family or a serial residual."""
+    _check(config)
     fields = {name: getattr(config, name) for name in SAME}
     rope = copy.deepcopy(config.rope_parameters)
     return PhiConfig(**fields, rope_parameters=rope, resid_pdrop=config.hidden_dropout, tie_word_embeddings=False)
+
+
+def held(config: Any, plan: AttentionPlan) -> Held:
+    """As target gqa. Raises TargetError for another family, a serial residual or composition."""
+    _check(config)
+    check_no_composition(plan, "phi")
+    return Held.of([max(kv_heads_of(plan))] * plan.num_layers, plan.head_dim)
+
+
+def _check(config: Any) -> None:
+    if family_of(config).name != "gpt_neox":
+        raise TargetError(f"target phi takes a gpt_neox checkpoint, got {family_of(config).name}; use target gqa")
+    if not config.use_parallel_residual:
+        raise TargetError("target phi needs use_parallel_residual=true: Phi has attention and MLP side by side")
 
 
 def _fold(weight: Tensor, bias: Tensor | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
@@ -89,9 +101,12 @@ def as_phi(model: PreTrainedModel) -> PreTrainedModel:
     return phi.train(model.training)
 
 
-@TARGETS.part("phi", source="algebra: a norm's scale and shift are linear; then target gqa")
 def lower(model: PreTrainedModel) -> Lowered:
-    """The stock Phi form of a GPT-NeoX. Raises ValueError for another family, a serial residual or composition."""
+    """The stock Phi form of a GPT-NeoX. Raises TargetError as `held` does."""
+    held(model.config, plan_of(model))
     lowered = gqa.lower(as_phi(model))
     note = "layer norms' scales and shifts folded into the projections that read them"
     return replace(lowered, notes=(*lowered.notes, note, *gqa.written_out(plan_of(model))), folded=True)
+
+
+TARGET = Target("phi", ("transformers",), held, lower, _stock.write, _stock.read)

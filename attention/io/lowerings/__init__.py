@@ -1,1 +1,0 @@
-"""Stock formats that a plan can be lowered to, one file each."""

@@ -1,0 +1,121 @@
+"""What a checkpoint can be exported to, one file a target, found by itself.
+
+A target file defines `TARGET`, a `Target`: what the engines that read the format will hold of a plan, known from config
+and plan alone, and how the format is written and read back. A module whose name starts with an underscore is a helper.
+
+Legend: L layers, H query heads.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from attention.messages import one_of
+from attention.plan import BYTES, AttentionPlan
+
+
+class TargetError(ValueError):
+    """A plan or a model that a target cannot hold. The message names the layer, where one is to blame, and what to do."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What an engine keeps of one token: key heads and value heads of each layer, all of `head_dim` numbers, and
+    `others` further numbers in all layers together (the key-side weights of composition)."""
+
+    key_heads: tuple[int, ...]
+    value_heads: tuple[int, ...]
+    head_dim: int
+    others: int = 0
+
+    def bytes_per_token(self, dtype: Any) -> int:
+        """Bytes of the cache a token. `dtype`: of the cache, a torch dtype or its name."""
+        numbers = (sum(self.key_heads) + sum(self.value_heads)) * self.head_dim + self.others
+        return numbers * BYTES[str(dtype).removeprefix("torch.")]
+
+    @classmethod
+    def of(cls, kv_heads: Sequence[int], head_dim: int) -> Held:
+        """An engine whose KV head is a key head and a value head."""
+        return cls(tuple(kv_heads), tuple(kv_heads), head_dim)
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A model to be written and what the lowering did. `exact`: the maths is the same up to rounding. `folded`: weights
+    were multiplied and not only copied, so that a 16-bit dtype rounds them once more."""
+
+    model: PreTrainedModel
+    notes: tuple[str, ...]
+    exact: bool = True
+    folded: bool = False
+
+
+@dataclass(frozen=True)
+class Target:
+    """One format that checkpoints are exported to.
+
+    `engines`: software that loads it. `held(config, plan)`: what they keep of a token; raises TargetError for what the
+    format cannot hold. It reads no weights, and a search may call it for every candidate. `lower(model)`: the model to
+    be written, in float32. `write(model, folder, dtype, tokenizer)`: all files into a fresh folder (`tokenizer` as in
+    `attention.io.checkpoint.save`); returns what the format calls the model. `read(folder)`: what was written, in
+    float32, for a comparison with the source. `dtypes`: names of what weights can be written in.
+    """
+
+    name: str
+    engines: tuple[str, ...]
+    held: Callable[[Any, AttentionPlan], Held]
+    lower: Callable[[PreTrainedModel], Lowered]
+    write: Callable[[PreTrainedModel, Path, str, Any], str]
+    read: Callable[[Path], PreTrainedModel]
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+
+
+@cache
+def targets() -> dict[str, Target]:
+    """All targets by name."""
+    found = {}
+    for info in pkgutil.iter_modules(__path__):
+        if not info.name.startswith("_"):
+            made = importlib.import_module(f"{__name__}.{info.name}").TARGET
+            found[made.name] = made
+    return found
+
+
+def target(name: str) -> Target:
+    """Raises ValueError naming the targets for one that is unknown."""
+    if name not in targets():
+        raise ValueError(one_of("target", sorted(targets()), name))
+    return targets()[name]
+
+
+def kv_heads_in(name: str, config: Any, plan: AttentionPlan) -> tuple[int, ...]:
+    """KV heads of each layer as an engine that loads target `name` holds them, the larger of keys and values where the
+    two differ. `config`: of the checkpoint. Raises TargetError for a plan that the target cannot hold."""
+    held = target(name).held(config, plan)
+    return tuple(map(max, held.key_heads, held.value_heads))
+
+
+def kv_bytes_in(name: str, config: Any, plan: AttentionPlan, dtype: torch.dtype | str) -> int:
+    """Bytes of the KV cache a token in an engine that loads target `name`, the cache being kept in `dtype`. Raises
+    TargetError for a plan that the target cannot hold."""
+    return target(name).held(config, plan).bytes_per_token(dtype)
+
+
+def refusals(config: Any, plan: AttentionPlan) -> dict[str, str]:
+    """Why each target that cannot hold a plan cannot."""
+    found = {}
+    for name, one in targets().items():
+        try:
+            one.held(config, plan)
+        except TargetError as error:
+            found[name] = str(error)
+    return found

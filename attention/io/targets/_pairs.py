@@ -1,0 +1,101 @@
+"""What all engines have in common: a KV head is a pair of a key head and a value head, with equally many query heads
+to each in a layer. What follows from that for a plan, by counting alone, and the zero heads that make up the rest.
+
+A zero query head reads nothing and feeds zero columns of the output projection, so that padding is exact. It takes
+work and no cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import lcm
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention.heads import LayerHeads
+from attention.io.targets import TargetError
+from attention.plan import AttentionPlan, LayerPlan
+
+Pairs = dict[tuple[int, int], list[int]]
+
+
+def pairs_of(layer: LayerPlan) -> Pairs:
+    """Query heads by the distinct (key head, value head) pair that they read, in order of first appearance."""
+    pairs: Pairs = {}
+    for head, pair in enumerate(zip(layer.key_map, layer.value_map, strict=True)):
+        pairs.setdefault(pair, []).append(head)
+    return pairs
+
+
+def kv_heads_of(plan: AttentionPlan) -> tuple[int, ...]:
+    """KV heads that each layer needs where a KV head is a pair."""
+    return tuple(len(pairs_of(layer)) for layer in plan.layers)
+
+
+def widths_of(plan: AttentionPlan) -> tuple[int, ...]:
+    """The most query heads of one pair, in each layer."""
+    return tuple(max(map(len, pairs_of(layer).values())) for layer in plan.layers)
+
+
+def query_heads_for_all(plan: AttentionPlan) -> int:
+    """The fewest query heads that are a multiple of every layer's KV heads and give each pair enough of them."""
+    counts = kv_heads_of(plan)
+    step, least = lcm(*counts), max(map(int.__mul__, counts, widths_of(plan)))
+    return -(-least // step) * step
+
+
+def check_no_composition(plan: AttentionPlan, name: str) -> None:
+    """Raise TargetError for a plan whose heads are composed: every layer's are, and no engine does that."""
+    if plan.composition is not None:
+        raise TargetError(
+            f"target {name} has no composition of heads, which every layer from layer 0 on has (dcmha); export to "
+            "target transformers, or convert with a recipe without composition"
+        )
+
+
+def widest_layers(plan: AttentionPlan) -> str:
+    """Where a plan needs most KV heads, as errors say it: `layer 2 has 3 pairs of a key and a value head`."""
+    counts = kv_heads_of(plan)
+    return f"layer {counts.index(max(counts))} has {max(counts)} pairs of a key and a value head"
+
+
+def _take(x: Tensor | None, index: list[int | None]) -> Tensor | None:
+    """Rows of x by index; None gives a row of zeros."""
+    if x is None:
+        return None
+    zero = torch.zeros_like(x[0])
+    return torch.stack([zero if i is None else x[i] for i in index])
+
+
+def pad(heads: LayerHeads, layer: LayerPlan, kv_heads: int, width: int) -> LayerHeads:
+    """Heads of one layer with `kv_heads` KV heads and `width` query heads to each, zeros where there is none."""
+    keys: list[int | None] = []
+    values: list[int | None] = []
+    queries: list[int | None] = []
+    for (key, value), members in pairs_of(layer).items():
+        keys.append(key)
+        values.append(value)
+        queries += [*members, *[None] * (width - len(members))]
+    missing = kv_heads - len(keys)
+    keys += [None] * missing
+    values += [None] * missing
+    queries += [None] * missing * width
+    padded: dict[str, Any] = {
+        "q": _take(heads.q, queries), "o": _take(heads.o, queries), "q_bias": _take(heads.q_bias, queries),
+        "k": _take(heads.k, keys), "k_bias": _take(heads.k_bias, keys),
+        "v": _take(heads.v, values), "v_bias": _take(heads.v_bias, values),
+    }  # fmt: skip
+    return replace(heads, **padded)
+
+
+def written_out(plan: AttentionPlan) -> tuple[str, ...]:
+    """A note about shared weights, which these formats do not have; none if nothing is shared."""
+    if not plan.is_shared:
+        return ()
+    heads = len({(s.layer, s.head) for s in plan.head_shares})
+    return (
+        f"{heads} shared heads and {len(plan.mlp_shares)} shared MLP blocks are written out: this format "
+        "holds a copy of its own for every layer, so the file and the memory are those of the unshared model",
+    )

@@ -1,0 +1,22 @@
+"""Folders that transformers reads without help: how they are written and read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from attention.io import checkpoint
+from attention.io.precision import DTYPES, cast_weights
+
+
+def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = None) -> str:
+    cast_weights(model, DTYPES[dtype])
+    checkpoint.write_model(model, folder, tokenizer)
+    return model.config.model_type
+
+
+def read(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()

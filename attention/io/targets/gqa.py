@@ -1,0 +1,101 @@
+"""Stock GQA: one KV head count in all layers, equal groups, loadable by any server of the family.
+
+Uniform plans only permute their heads. Others are padded: a KV head for each distinct (key, value) pair, zero query
+heads to even out groups, zero KV heads to even out layers. A zero query head feeds zero columns of the output
+projection, so padding is exact.
+
+Legend: H query heads, P KV heads and m query heads a KV head of the stock model (so P·m query heads).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
+
+from attention.conversion.conversion import unshare
+from attention.families import family_of, geometry_of
+from attention.io import checkpoint
+from attention.io.targets import Held, Lowered, Target, TargetError, _stock
+from attention.io.targets._pairs import check_no_composition, kv_heads_of, pad, widths_of, written_out
+from attention.modeling.modeling import family_fields, plan_of
+from attention.plan import AttentionPlan
+
+
+def _stock_model(model: PreTrainedModel, heads: int, kv_heads: int) -> PreTrainedModel:
+    """An empty stock model with these counts: of the same family, or Mistral where Llama's config forbids them."""
+    family = family_of(model.config)
+    config = family.plain_config(model.config, kv_heads)
+    if config is None or family.plain_config(model.config, 1) is None:
+        raise TargetError(f"the {family.name} family has no stock GQA form")
+    changes = {"num_attention_heads": heads, "head_dim": geometry_of(model.config).head_dim}
+    fields: dict[str, Any] = family_fields(config) | changes
+    if family.name != "llama" or config.hidden_size % heads == 0:
+        return family.model_class._from_config(family.config_class(**fields), dtype=model.dtype)
+    _check_stock(model.config, heads)
+    for name in ("attention_bias", "mlp_bias", "pretraining_tp"):  # off, and unknown to Mistral
+        fields.pop(name, None)
+    return MistralForCausalLM._from_config(MistralConfig(**fields, sliding_window=None), dtype=model.dtype)
+
+
+def held(config: Any, plan: AttentionPlan) -> Held:
+    """As many KV heads in every layer as the layer with most pairs has. Raises TargetError for composition, for a
+    family whose stock form has no groups, and for a Llama with biases whose padded heads do not divide the width."""
+    check_no_composition(plan, "gqa")
+    counts, family = kv_heads_of(plan), family_of(config)
+    grouped = family.plain_config(config, 1) is not None
+    if not grouped and not all(layer.is_identity for layer in plan.layers):
+        index = next(i for i, layer in enumerate(plan.layers) if not layer.is_identity)
+        other = "; export to target phi" if family.name == "gpt_neox" else ""
+        raise TargetError(
+            f"layer {index} has {counts[index]} KV heads for {plan.num_heads} query heads, and the {family.name} "
+            f"family has no stock GQA form: it takes as many KV heads as query heads{other}"
+        )
+    if grouped and not plan.is_uniform_gqa:
+        _check_stock(config, max(counts) * max(widths_of(plan)))
+    return Held.of([max(counts)] * plan.num_layers, plan.head_dim)
+
+
+def _check_stock(config: Any, heads: int) -> None:
+    """Raise TargetError if no stock class of the family takes so many query heads."""
+    if family_of(config).name != "llama" or config.hidden_size % heads == 0:
+        return
+    if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
+        raise TargetError(
+            f"a Llama with biases cannot hold {heads} query heads of a model width of {config.hidden_size}, and "
+            "Mistral has no biases; choose a plan with equal groups"
+        )
+
+
+def lower(model: PreTrainedModel) -> Lowered:
+    """The stock GQA form of a Headfold model. Raises TargetError as `held` does."""
+    plan = plan_of(model)
+    held(model.config, plan)
+    if plan.is_shared:
+        lowered = lower(unshare(model))
+        return replace(lowered, notes=(*lowered.notes, *written_out(plan)))
+    if plan.is_uniform_gqa:
+        if not hasattr(model, "plan"):
+            return Lowered(model, notes=("the model has this form already",))
+        return Lowered(checkpoint.to_plain(model), notes=("heads permuted; nothing added",))
+    kv_heads, width = max(kv_heads_of(plan)), max(widths_of(plan))
+    stock = _stock_model(model, kv_heads * width, kv_heads)
+    family, stock_family = family_of(model.config), family_of(stock.config)
+    geometry = geometry_of(model.config)
+    target = stock.state_dict()
+    same = {k: t for k, t in model.state_dict().items() if k in target and t.shape == target[k].shape}
+    stock.load_state_dict(same, strict=False)
+    sources, targets = family.attention_modules(model), stock_family.attention_modules(stock)
+    for source, module, layer in zip(sources, targets, plan.layers, strict=True):
+        stock_family.write(module, pad(family.read(source, geometry), layer, kv_heads, width))
+    stock.generation_config = model.generation_config
+    notes = (
+        f"{kv_heads} KV heads in every layer, one for each distinct (key, value) pair of the widest layer",
+        f"{kv_heads * width - plan.num_heads} zero query heads a layer even out the groups",
+    )
+    return Lowered(stock.eval(), notes)
+
+
+# Ainslie 2023, section 2; padding: zero heads
+TARGET = Target("gqa", ("transformers", "vLLM", "llama.cpp"), held, lower, _stock.write, _stock.read)
