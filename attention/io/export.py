@@ -127,8 +127,10 @@ def _write(
     folded: bool,
 ) -> ExportReport:
     """Write, read back, compare; returns the report with what was found. Raises ValueError if the logits differ."""
+    config = stock[0].config
     kind = chosen.write(stock.pop(), fresh, report.dtype, tokenizer)
-    difference, largest = largest_difference(reference, probe(chosen.read(fresh))), reference.abs().max().item()
+    back = chosen.read(fresh, config)
+    difference, largest = largest_difference(reference, probe(back)), reference.abs().max().item()
     report = replace(report, model_type=kind, max_logit_difference=difference, max_logit=largest)
     if report.exact and difference > tolerance(DTYPES[report.dtype], folded) * max(largest, 1.0):
         raise ValueError(f"the exported logits differ from the source by {difference:.3g}; nothing was written")

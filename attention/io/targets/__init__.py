@@ -24,7 +24,7 @@ from attention.plan import BYTES, AttentionPlan
 
 
 class TargetError(ValueError):
-    """A plan or a model that a target cannot hold. The message names the layer, where one is to blame, and what to do."""
+    """A plan or model that a target cannot hold. The message names the layer where one is to blame, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,9 @@ class Target:
     `engines`: software that loads it. `held(config, plan)`: what they keep of a token; raises TargetError for what the
     format cannot hold. It reads no weights, and a search may call it for every candidate. `lower(model)`: the model to
     be written, in float32. `write(model, folder, dtype, tokenizer)`: all files into a fresh folder (`tokenizer` as in
-    `attention.io.checkpoint.save`); returns what the format calls the model. `read(folder)`: what was written, in
-    float32, for a comparison with the source. `dtypes`: names of what weights can be written in.
+    `attention.io.checkpoint.save`); returns what the format calls the model. `read(folder, config)`: what was written,
+    in float32, for a comparison with the source; `config`: of the model that was written. `dtypes`: names of what
+    weights can be written in.
     """
 
     name: str
@@ -75,7 +76,7 @@ class Target:
     held: Callable[[Any, AttentionPlan], Held]
     lower: Callable[[PreTrainedModel], Lowered]
     write: Callable[[PreTrainedModel, Path, str, Any], str]
-    read: Callable[[Path], PreTrainedModel]
+    read: Callable[[Path, Any], PreTrainedModel]
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
 
 

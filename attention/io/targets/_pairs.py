@@ -7,6 +7,7 @@ work and no cache.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import lcm
 from typing import Any
@@ -61,7 +62,7 @@ def widest_layers(plan: AttentionPlan) -> str:
     return f"layer {counts.index(max(counts))} has {max(counts)} pairs of a key and a value head"
 
 
-def _take(x: Tensor | None, index: list[int | None]) -> Tensor | None:
+def _take(x: Tensor | None, index: Sequence[int | None]) -> Tensor | None:
     """Rows of x by index; None gives a row of zeros."""
     if x is None:
         return None
@@ -88,6 +89,27 @@ def pad(heads: LayerHeads, layer: LayerPlan, kv_heads: int, width: int) -> Layer
         "v": _take(heads.v, values), "v_bias": _take(heads.v_bias, values),
     }  # fmt: skip
     return replace(heads, **padded)
+
+
+def unpad(padded: LayerHeads, layer: LayerPlan) -> LayerHeads:
+    """The inverse of `pad`. Raises ValueError for heads that `pad` has not made of this layer's plan."""
+    pairs = pairs_of(layer)
+    width = padded.num_heads // padded.k.shape[0]
+    place = {head: i * width + j for i, members in enumerate(pairs.values()) for j, head in enumerate(members)}
+    keys, values = ([side.index(head) for head in range(max(side) + 1)] for side in zip(*pairs, strict=True))
+    queries = [place[head] for head in range(layer.num_heads)]
+    chosen: dict[str, Any] = {
+        "q": _take(padded.q, queries), "o": _take(padded.o, queries), "q_bias": _take(padded.q_bias, queries),
+        "k": _take(padded.k, keys), "k_bias": _take(padded.k_bias, keys),
+        "v": _take(padded.v, values), "v_bias": _take(padded.v_bias, values),
+    }  # fmt: skip
+    heads = replace(padded, **chosen)
+    again = pad(heads, layer, padded.k.shape[0], width)
+    for name in chosen:
+        one, other = getattr(padded, name), getattr(again, name)
+        if one is not None and not torch.equal(one, other):
+            raise ValueError(f"{name} of the padded heads is not what the plan's groups give")
+    return heads
 
 
 def written_out(plan: AttentionPlan) -> tuple[str, ...]:

@@ -18,5 +18,5 @@ def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = Non
     return model.config.model_type
 
 
-def read(folder: Path) -> PreTrainedModel:
+def read(folder: Path, config: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()

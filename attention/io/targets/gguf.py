@@ -1,7 +1,7 @@
 """llama.cpp: one file `model.gguf` with weights, configuration and tokenizer.
 
-Architecture `llama`, or `deci` where layers have KV head counts of their own; the architectures of other families have
-one count for all layers.
+Architecture `llama`, or `deci` where layers have head counts of their own; the architectures of other families have one
+count for all layers. Unequal groups are made even by zero query heads (`attention.io.targets._pairs`).
 """
 
 from __future__ import annotations
@@ -9,42 +9,86 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
 
+from attention.conversion.conversion import unshare
 from attention.families import family_of
-from attention.io.targets import Held, Lowered, Target, TargetError, _stock, gqa
-from attention.io.targets._pairs import check_no_composition, kv_heads_of
+from attention.io.targets import Held, Lowered, Target, TargetError, gqa
+from attention.io.targets._gguf.architectures import OWN_COUNTS, architecture, check_supported, shapes_of
+from attention.io.targets._pairs import check_no_composition, kv_heads_of, written_out
+from attention.messages import reason
+from attention.modeling.modeling import plan_of, plan_of_config
 from attention.plan import AttentionPlan
 
-ARCHITECTURES = {
-    "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma": "gemma", "phi": "phi2",
-    "gpt2": "gpt2", "gpt_neox": "gptneox",
-}  # fmt: skip
-"""Families that llama.cpp has, and what it calls them."""
-OWN_COUNTS = ("llama", "mistral", "qwen2")
-"""Families that `deci` computes, with a count of KV heads and of query heads for each layer."""
+FILE = "model.gguf"
 
 
 def held(config: Any, plan: AttentionPlan) -> Held:
     """A count of its own in each layer where `deci` computes the family, else one for all as target gqa. Raises
-    TargetError for composition, for a family that llama.cpp has not, and where it has no groups."""
+    TargetError for composition, for what llama.cpp has not, and for a family without groups."""
     check_no_composition(plan, "gguf")
-    family = family_of(config).name
-    if family not in ARCHITECTURES:
-        raise TargetError(
-            f"llama.cpp has no {family}; target gguf takes {', '.join(sorted(ARCHITECTURES))}: export to target vllm"
-        )
-    if family in OWN_COUNTS:
+    check_supported(config)
+    if family_of(config).name in OWN_COUNTS:
         return Held.of(kv_heads_of(plan), plan.head_dim)
     return gqa.held(config, plan)
 
 
 def lower(model: PreTrainedModel) -> Lowered:
-    raise NotImplementedError
+    """The model as it is, every layer with weights of its own: heads are padded when they are written."""
+    plan = plan_of(model)
+    held(model.config, plan)
+    form = architecture(model.config, plan)
+    zeros = sum(count * width for count, width in shapes_of(plan, form)) - plan.num_heads * plan.num_layers
+    notes = (f"architecture {form.name}", *([f"{zeros} zero query heads in all layers even out the groups"] if zeros else []))
+    return Lowered(unshare(model), (*notes, *written_out(plan)))
 
 
 def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = None) -> str:
-    raise NotImplementedError
+    import gguf
+
+    from attention.io.targets._gguf.metadata import describe
+    from attention.io.targets._gguf.tensors import encoded, tensors_of
+    from attention.io.targets._gguf.vocabulary import add_vocabulary
+
+    plan = plan_of(model)
+    form = architecture(model.config, plan)
+    writer = gguf.GGUFWriter(folder / FILE, form.name, use_temp_file=True)
+    try:
+        describe(writer, model.config, form, plan)
+        writer.add_file_type(_FILE_TYPES[dtype])
+        add_vocabulary(writer, tokenizer, model.config.vocab_size)
+        for name, tensor in tensors_of(model, form):
+            data, kind = encoded(name, tensor, dtype)
+            writer.add_tensor(name, data, raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
+    return form.name
 
 
-TARGET = Target("gguf", ("llama.cpp",), held, lower, write, _stock.read, ("float32", "bfloat16", "float16", "q8_0"))
+_FILE_TYPES = {"float32": 0, "float16": 1, "q8_0": 7, "bfloat16": 32}  # llama.cpp's numbers: ALL_F32, MOSTLY_F16, ...
+
+
+def read(folder: Path, config: Any) -> PreTrainedModel:
+    """The model of a written file, by its tensors and head counts. Raises ValueError for a file that is not whole."""
+    import gguf
+    import torch
+
+    from attention.io.targets._gguf.tensors import fill
+
+    form = architecture(config, plan_of_config(config))
+    try:
+        tensors = gguf.GGUFReader(folder / FILE).tensors
+        stored = {t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy()) for t in tensors}
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        fill(model, stored, form)
+    except (OSError, ValueError, KeyError, IndexError, RuntimeError) as error:
+        raise TargetError(f"{str(folder / FILE)!r} is not a whole GGUF file of this model: {reason(error)}") from None
+    return model.eval()
+
+
+TARGET = Target("gguf", ("llama.cpp",), held, lower, write, read, ("float32", "bfloat16", "float16", "q8_0"))

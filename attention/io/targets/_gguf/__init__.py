@@ -1,0 +1,1 @@
+"""The parts of a GGUF file: metadata, tensors, vocabulary, and reading one back."""

@@ -1,0 +1,104 @@
+"""What llama.cpp calls each family, and how it wants a layer's heads.
+
+Legend: d head dim, r rotary dims of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention.families import family_of, geometry_of
+from attention.heads import LayerHeads
+from attention.io.targets import TargetError
+from attention.io.targets._pairs import kv_heads_of, widths_of
+from attention.plan import AttentionPlan
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """`interleaved`: rotary pairs are dims 2i and 2i + 1 instead of i and i + r/2. `fused`: one projection for queries,
+    keys and values. `rms_norm`: its norms divide by the root mean square and have no shift."""
+
+    name: str
+    interleaved: bool = False
+    fused: bool = False
+    rms_norm: bool = True
+
+
+LLAMA, DECI = Architecture("llama", interleaved=True), Architecture("deci", interleaved=True)
+OF_FAMILY = {
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "gemma": Architecture("gemma"),
+    "phi": Architecture("phi2", rms_norm=False),
+    "gpt2": Architecture("gpt2", fused=True, rms_norm=False),
+    "gpt_neox": Architecture("gptneox", fused=True, rms_norm=False),
+}
+OWN_COUNTS = ("llama", "mistral", "qwen2")
+"""Families that `deci` computes: it has a count of KV heads and of query heads for each layer."""
+
+
+def check_supported(config: Any) -> None:
+    """Raise TargetError for a model that no architecture of llama.cpp computes."""
+    family, geometry = family_of(config).name, geometry_of(config)
+    if family not in OF_FAMILY:
+        raise TargetError(
+            f"llama.cpp has no {family}; target gguf takes {', '.join(sorted(OF_FAMILY))}: export to target vllm"
+        )
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    known = ("default", "linear", *(["llama3"] if OF_FAMILY[family].interleaved else []))
+    if kind not in known:
+        raise TargetError(f"target gguf takes a {family} of rope type {', '.join(known)}, got {kind}")
+    if family in ("qwen3", "gemma") and geometry.query_bias:
+        raise TargetError(f"llama.cpp has no {family} with biases (attention_bias=true)")
+    if family == "phi" and geometry.qk_norm:
+        raise TargetError("llama.cpp has no phi whose queries and keys are normalised (qk_layernorm=true)")
+    if family == "gemma" and not config.tie_word_embeddings:
+        raise TargetError("llama.cpp has no gemma with an output matrix of its own (tie_word_embeddings=false)")
+
+
+def architecture(config: Any, plan: AttentionPlan) -> Architecture:
+    """The architecture that a plan is written as."""
+    family = family_of(config).name
+    one_shape = len(set(kv_heads_of(plan))) == len(set(widths_of(plan))) == 1
+    return DECI if family in OWN_COUNTS and not one_shape else OF_FAMILY[family]
+
+
+def shapes_of(plan: AttentionPlan, form: Architecture) -> list[tuple[int, int]]:
+    """KV heads, and query heads to each, of every layer of a file."""
+    counts, widths = kv_heads_of(plan), widths_of(plan)
+    if form.name == DECI.name:
+        return list(zip(counts, widths, strict=True))
+    return [(max(counts), max(widths))] * plan.num_layers
+
+
+def interleave(heads: LayerHeads, config: Any) -> LayerHeads:
+    """Rotary halves (dims i and i + r/2) as neighbours (2i and 2i + 1), in queries and keys."""
+    order = torch.tensor(_order(config))
+    return _ordered(heads, order)
+
+
+def halve(heads: LayerHeads, config: Any) -> LayerHeads:
+    """The inverse of `interleave`."""
+    return _ordered(heads, torch.tensor(_order(config)).argsort())
+
+
+def _order(config: Any) -> list[int]:
+    rotary = geometry_of(config).rotary
+    pairs = zip(rotary.first, rotary.second, strict=True)
+    return [dim for pair in pairs for dim in pair] + list(rotary.free)
+
+
+def _ordered(heads: LayerHeads, order: Tensor) -> LayerHeads:
+    changed: dict[str, Any] = {
+        name: None if rows is None else rows[:, order]
+        for name in ("q", "k", "q_bias", "k_bias")
+        for rows in (getattr(heads, name),)
+    }
+    return replace(heads, **changed)

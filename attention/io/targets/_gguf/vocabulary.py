@@ -1,0 +1,127 @@
+"""A tokenizer in a GGUF file: byte-level BPE, and the BPE with byte fallback of Llama 2 and Gemma.
+
+llama.cpp splits text by rules that it has under a name; a tokenizer is matched to a name by its own splitting rule.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import gguf
+from transformers import AutoTokenizer
+
+from attention.io.stock_files import put_tokenizer
+from attention.io.targets import TargetError
+from attention.messages import cut, reason
+
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS = {
+    CONTRACTIONS + WORDS + r"\p{N}{1,3}" + REST: "llama-bpe",
+    CONTRACTIONS + WORDS + r"\p{N}" + REST: "qwen2",
+}
+"""Splitting rules that llama.cpp has, and its names for them."""
+
+
+def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Any, size: int) -> None:
+    """Put a tokenizer (as in `attention.io.checkpoint.save`; None for none) into a file for a model that embeds `size`
+    tokens. Raises TargetError for one that is not the model's or that llama.cpp does not have."""
+    if tokenizer is None:
+        writer.add_tokenizer_model("none")
+        return
+    loaded = _load(tokenizer)
+    whole = json.loads(loaded.backend_tokenizer.to_str())
+    tokens = {id: token for token, id in loaded.get_vocab().items()}
+    if not tokens:
+        writer.add_tokenizer_model("none")
+        return
+    if max(tokens) >= size:
+        raise TargetError(
+            f"the tokenizer has token ids up to {max(tokens)}, the model embeds {size} tokens: it is not this model's "
+            "tokenizer; give the one that it was trained with"
+        )
+    if whole["model"].get("type") != "BPE":
+        raise TargetError(f"target gguf takes BPE tokenizers, got {whole['model'].get('type')}; export to target gqa")
+    _add_tokens(writer, whole, tokens, size)
+    _add_special(writer, loaded)
+
+
+def _load(tokenizer: Any) -> Any:
+    """Whatever kind it is, by its files: transformers reads all of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        put_tokenizer(tokenizer, Path(folder))
+        try:
+            return AutoTokenizer.from_pretrained(folder)
+        except Exception as error:
+            raise TargetError(f"the tokenizer cannot be read: {reason(error)}") from None
+
+
+def _add_tokens(writer: gguf.GGUFWriter, whole: dict[str, Any], tokens: dict[int, str], size: int) -> None:
+    model = whole["model"]
+    added = {token["id"]: token for token in whole.get("added_tokens", [])}
+    fallback = bool(model.get("byte_fallback"))
+    names, kinds = [], []
+    for index in range(size):
+        names.append(tokens.get(index, f"[unused {index}]"))
+        kinds.append(_kind(names[-1], index in tokens, added.get(index), fallback))
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", [])]
+    writer.add_tokenizer_model("llama" if fallback else "gpt2")
+    if not fallback:
+        writer.add_tokenizer_pre(split_rule(whole))
+    writer.add_token_list(names)
+    writer.add_token_types(kinds)
+    if fallback:
+        ranks = {"".join(merge): -float(rank) for rank, merge in reversed(list(enumerate(merges)))}
+        writer.add_token_scores([ranks.get(name, 0.0) for name in names])
+        writer.add_add_space_prefix("Prepend" in json.dumps(whole.get("normalizer")) or _prefixes(whole))
+    else:
+        writer.add_token_merges([" ".join(merge) for merge in merges])
+
+
+def _kind(name: str, known: bool, added: dict[str, Any] | None, fallback: bool) -> int:
+    if not known:
+        return gguf.TokenType.UNUSED
+    if added is not None:
+        return gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
+    if fallback and len(name) == 6 and name.startswith("<0x"):
+        return gguf.TokenType.BYTE
+    return gguf.TokenType.NORMAL
+
+
+def _prefixes(whole: dict[str, Any]) -> bool:
+    pre = whole.get("pre_tokenizer") or {}
+    return pre.get("type") == "Metaspace" and pre.get("prepend_scheme", "always") != "never"
+
+
+def split_rule(whole: dict[str, Any]) -> str:
+    """llama.cpp's name for the way in which a byte-level tokenizer splits text. Raises TargetError for another way."""
+    pre = whole.get("pre_tokenizer") or {}
+    steps = pre.get("pretokenizers", [pre])
+    last = steps[-1]
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
+        raise TargetError(f"target gguf takes byte-level tokenizers without a prefix space, got {cut(json.dumps(pre))}")
+    if len(steps) == 1 and last.get("use_regex", True):
+        return "gpt-2"
+    rule = steps[0].get("pattern", {}).get("Regex") if len(steps) == 2 else None
+    if rule not in SPLITS:
+        raise TargetError(
+            f"llama.cpp has no known name for the way in which this tokenizer splits text: {cut(json.dumps(pre))}; "
+            "add it to SPLITS in attention/io/targets/_gguf/vocabulary.py, or export to another target"
+        )
+    return SPLITS[rule]
+
+
+def _add_special(writer: gguf.GGUFWriter, tokenizer: Any) -> None:
+    for name in ("bos", "eos", "unk", "pad"):
+        index = getattr(tokenizer, f"{name}_token_id", None)
+        if index is not None:
+            getattr(writer, f"add_{name}_token_id")(index)
+    ids = tokenizer("a")["input_ids"]
+    writer.add_add_bos_token(tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id])
+    writer.add_add_eos_token(tokenizer.eos_token_id is not None and ids[-1:] == [tokenizer.eos_token_id])
+    if isinstance(template := getattr(tokenizer, "chat_template", None), str):
+        writer.add_chat_template(template)
