@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ class ExportReport:
     """What an export did. Bytes are a token's KV cache in `cache_dtype`; logit differences are over random tokens.
 
     `kv_heads`: of each layer, as the engines hold them. `engines`: software that loads the folder.
-    `kv_bytes_per_token_original`: of the model that was converted; None where that was not recorded.
+    `kv_bytes_per_token_original`: of the model that was converted; None where that was not recorded. `check`: what an
+    engine that loaded it has shown, empty if none was asked.
     """
 
     target: str
@@ -45,6 +47,7 @@ class ExportReport:
     kv_bytes_per_token_original: int | None
     max_logit_difference: float = float("nan")
     max_logit: float = float("nan")
+    check: Mapping[str, Any] = field(default_factory=dict)
 
 
 class LargerCacheError(ValueError):
@@ -60,11 +63,14 @@ def export(
     dtype: torch.dtype | str | None = None,
     allow_larger_cache: bool = False,
     overwrite: bool = False,
+    check: Callable[[Path, PreTrainedModel], Mapping[str, Any]] | None = None,
 ) -> ExportReport:
     """Lower the checkpoint at `source` to a target and write it to `out`, atomically, with `export.json`.
 
     Computed in float32 and rounded once to `dtype` (None: the checkpoint's own). `tokenizer`: as in `checkpoint.save`.
-    What was written is read back and compared in float32 with the source, whose weights are rounded alike. Raises,
+    What was written is read back and compared in float32 with the source, whose weights are rounded alike. `check` is
+    then called with the folder, not yet in its place, and the model that was read back; what it returns goes into the
+    report, and if it raises, nothing is written. Raises,
     before weights are read, OutputError as `attention.io.replacing.check_folder` does, TargetError if the target cannot
     hold the plan, and LargerCacheError unless a larger cache is allowed; ValueError if the target or its dtype is
     unknown, or if the copy that came back differs.
@@ -100,7 +106,7 @@ def export(
 
     def write(fresh: Path) -> None:
         nonlocal report
-        report = _write(fresh, chosen, stock, tokenizer, report, reference, folded)
+        report = _write(fresh, chosen, stock, tokenizer, report, reference, folded, check)
         if own is not None:
             checkpoint.write_note(fresh, after, checkpoint.carried(source))
 
@@ -125,6 +131,7 @@ def _write(
     report: ExportReport,
     reference: Tensor,
     folded: bool,
+    check: Callable[[Path, PreTrainedModel], Mapping[str, Any]] | None,
 ) -> ExportReport:
     """Write, read back, compare; returns the report with what was found. Raises ValueError if the logits differ."""
     config = stock[0].config
@@ -134,6 +141,8 @@ def _write(
     report = replace(report, model_type=kind, max_logit_difference=difference, max_logit=largest)
     if report.exact and difference > tolerance(DTYPES[report.dtype], folded) * max(largest, 1.0):
         raise ValueError(f"the exported logits differ from the source by {difference:.3g}; nothing was written")
+    if check is not None:
+        report = replace(report, check=check(fresh, back))
     write_report(fresh, asdict(report))
     return report
 

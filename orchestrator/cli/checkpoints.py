@@ -137,22 +137,42 @@ def evaluate(
 
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint, converted or not.")],
-    target: Annotated[str, typer.Option(help="Stock format to lower to, e.g. gqa.")],
+    target: Annotated[
+        str,
+        typer.Option(help="What to export to: auto, gqa, vllm, gguf (llama.cpp), transformers, phi (for GPT-NeoX)."),
+    ],
     out: Annotated[Path, typer.Option(help="Folder for the exported checkpoint.")],
     allow_larger_cache: Annotated[
         bool, typer.Option("--allow-larger-cache", help="Export even if the stock form takes more KV cache.")
     ] = False,
+    dtype: Annotated[
+        str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16; for gguf also q8_0.")
+    ] = "auto",
+    check: Annotated[
+        bool, typer.Option("--check", help="Load the export in the engine itself; write it only if all is as promised.")
+    ] = False,
+    engine: Annotated[
+        str | None, typer.Option(help="Of --check: llama.cpp, vLLM or transformers (by default the target's own).")
+    ] = None,
+    engine_python: Annotated[
+        str | None, typer.Option(help="Of --check: the Python of the environment that has the engine.")
+    ] = None,
+    check_memory: Annotated[
+        int, typer.Option(min=1, help="Of --check: GiB of cache whose capacity in tokens is told.")
+    ] = 1,
     overwrite: options.Overwrite = False,
     json: options.JsonFile = None,
 ) -> None:
-    """Lower a checkpoint to a stock format: exact or not, KV bytes before and after."""
-    from orchestrator.conversion.convert import export_checkpoint
+    """Write a checkpoint in a format that engines load: exact or not, KV bytes before and after."""
+    from orchestrator.serving.export import export_checkpoint
+    from orchestrator.serving.tables import print_check
     from orchestrator.storage.outputs import check_results
     from orchestrator.storage.records import percent
 
     check_results(json, folder=out)
     allowed = {"allow_larger_cache": allow_larger_cache, "overwrite": overwrite}
-    record = export_checkpoint(checkpoint, target, out, **allowed)
+    asked = {"check": check, "engine": engine, "python": engine_python, "memory": check_memory * 2**30}
+    record = export_checkpoint(checkpoint, target, out, dtype=dtype, **allowed, **asked)
     original = record["kv_bytes_per_token_original"]
     print(
         f"{record['model_type']} in {out}: {'exact' if record['exact'] else 'not exact'}, largest logit difference "
@@ -163,4 +183,6 @@ def export(
     print(record["format_note"])
     for note in record["notes"]:
         print(f"note: {note}")
+    if record["check"]:
+        print_check(record["check"])
     options.finish(record, json)

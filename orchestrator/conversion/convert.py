@@ -1,15 +1,11 @@
-"""`headfold convert` and `headfold export`: one checkpoint, without a cluster and without training."""
+"""`headfold convert`: one checkpoint, without a cluster and without training."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from attention.io.export import export
 from attention.io.replacing import check_folder
-from attention.io.stock_form import format_of
-from orchestrator.conversion import loading
 from orchestrator.conversion.estimate import needs_layerwise
 from orchestrator.conversion.in_memory import Source
 from orchestrator.conversion.layer_by_layer import convert_layerwise
@@ -42,14 +38,3 @@ def convert_checkpoint(
     if out is not None:
         check_folder(out, overwrite=overwrite, reads=[model])
     return Source.load(model, recipe, [kv_ratio], **settings).at(kv_ratio, out, overwrite=overwrite)
-
-
-def export_checkpoint(
-    source: str | Path, target: str, out: str | Path, *, allow_larger_cache: bool = False, overwrite: bool = False
-) -> dict[str, Any]:
-    """Lower a checkpoint to a stock format, its tokenizer with it. Raises ConfigError or ValueError as in `export`."""
-    loading.geometry_of(str(source), key="checkpoint")
-    dtype = loading.written_dtype(source)
-    allowed = {"allow_larger_cache": allow_larger_cache, "overwrite": overwrite}
-    made = export(source, target, out, source, dtype=loading.dtype_of(dtype), **allowed)
-    return asdict(made) | format_of(out, dtype)

@@ -40,7 +40,10 @@ def lower(model: PreTrainedModel) -> Lowered:
     held(model.config, plan)
     form = architecture(model.config, plan)
     zeros = sum(count * width for count, width in shapes_of(plan, form)) - plan.num_heads * plan.num_layers
-    notes = (f"architecture {form.name}", *([f"{zeros} zero query heads in all layers even out the groups"] if zeros else []))
+    notes = (
+        f"architecture {form.name}",
+        *([f"{zeros} zero query heads in all layers even out the groups"] if zeros else []),
+    )
     return Lowered(unshare(model), (*notes, *written_out(plan)))
 
 

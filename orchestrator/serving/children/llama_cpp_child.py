@@ -1,0 +1,50 @@
+"""Complete prompts with llama.cpp: `python llama_cpp_child.py REQUEST.json`. Its log, which names the size of the KV
+cache, goes to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+
+def parameters(request, engine):
+    made = engine.CommonParams()
+    made.model.path = request["file"]
+    made.n_ctx = request["cells"]
+    made.n_parallel = 1
+    made.cpuparams.n_threads = request["threads"]
+    made.warmup = False
+    made.fit_params = False
+    made.verbosity = 4  # the size of the cache is logged from here on
+    kinds = {"float32": "GGML_TYPE_F32", "float16": "GGML_TYPE_F16", "bfloat16": "GGML_TYPE_F16"}
+    made.cache_type_k = made.cache_type_v = getattr(engine.ggml_type, kinds[request["cache_dtype"]])
+    flash = "ENABLED" if request["flash_attention"] else "DISABLED"
+    made.flash_attn_type = getattr(engine.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{flash}")
+    return made
+
+
+def complete(server, prompt, tokens):
+    asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": 1, "cache_prompt": False}
+    answer = server.handle_completions(asked)
+    if "choices" not in answer:
+        raise RuntimeError(f"no completion: {json.dumps(answer)[:500]}")
+    content = (answer["choices"][0].get("logprobs") or {}).get("content", [])
+    return {
+        "tokens": [token["id"] for token in content],
+        "log_probabilities": [token["logprob"] for token in content],
+        "prompt_tokens": answer["usage"]["prompt_tokens"],
+    }
+
+
+def main():
+    import xllamacpp
+
+    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    server = xllamacpp.Server(parameters(request, xllamacpp))
+    completions = [complete(server, prompt, request["tokens"]) for prompt in request["prompts"]]
+    print(json.dumps({"version": f"xllamacpp {xllamacpp.__version__}", "completions": completions}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

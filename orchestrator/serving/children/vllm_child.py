@@ -1,0 +1,61 @@
+"""Complete prompts with vLLM: `python vllm_child.py REQUEST.json`, in the environment where vLLM lives."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+
+def main():
+    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(request["memory"] // 2**30)  # read when vLLM is imported
+    os.environ.update({"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"})
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the cache's configuration is read off the engine
+    import vllm
+
+    engine = vllm.LLM(
+        request["folder"],
+        dtype=request["dtype"],
+        enforce_eager=True,
+        max_model_len=request["cells"],
+        max_num_seqs=8,
+        trust_remote_code=request["trust_remote_code"],
+        skip_tokenizer_init=not request["has_tokenizer"],
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+        **({"kv_cache_memory_bytes": request["memory"]} if request.get("device_memory") else {}),
+    )
+    wanted = vllm.SamplingParams(temperature=0.0, max_tokens=request["tokens"], logprobs=1, detokenize=False)
+    made = engine.generate([{"prompt_token_ids": prompt} for prompt in request["prompts"]], wanted, use_tqdm=False)
+    completions = []
+    for output in made:
+        chosen = output.outputs[0]
+        scores = [step[token].logprob for token, step in zip(chosen.token_ids, chosen.logprobs)]
+        stopped = chosen.finish_reason == "stop"
+        completions.append(
+            {
+                "tokens": list(chosen.token_ids)[: -1 if stopped else None],
+                "log_probabilities": scores[: -1 if stopped else None],
+                "prompt_tokens": len(output.prompt_token_ids),
+            }
+        )
+    print(json.dumps({"version": f"vLLM {vllm.__version__}", "completions": completions} | cache(engine)), flush=True)
+
+
+def cache(engine):
+    """What vLLM has allotted: bytes of the cache, and the tokens that fit there, by its own configuration object."""
+    config = engine.llm_engine.vllm_config.cache_config
+    blocks, size = config.num_gpu_blocks, config.block_size
+    core = engine.llm_engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    held = {}
+    for tensor in runner.kv_caches:
+        for part in tensor if isinstance(tensor, (list, tuple)) else [tensor]:
+            held[part.data_ptr()] = part.untyped_storage().nbytes()
+    return {"capacity": blocks * size, "cache_bytes": sum(held.values())}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""One engine: how it is found, started in a process of its own, and asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attention.io.targets import Held
+from attention.messages import cut
+
+CHILDREN = Path(__file__).parent / "children"
+SECONDS = 900  # that an engine may take to load a model and answer
+
+
+class EngineError(ValueError):
+    """An engine that is not there, does not load a model, or ends badly. The message says what it had to say."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What an engine is asked: to complete `prompts` (token ids) greedily by `tokens` tokens, stopping before an end
+    token, and to say what cache it holds in `memory` bytes.
+
+    `dtype`: of the weights. `held`: what the format promises of the cache. `texts`: the prompts before tokenisation,
+    None for a model without a tokenizer. `own_code`: the folder has Python files that the engine must run.
+    """
+
+    folder: Path
+    prompts: Sequence[Sequence[int]]
+    tokens: int
+    dtype: str
+    held: Held
+    memory: int
+    texts: Sequence[str] | None = None
+    own_code: bool = False
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and its completion."""
+        return max(map(len, self.prompts)) + self.tokens
+
+
+@dataclass(frozen=True)
+class Completion:
+    tokens: list[int]
+    log_probabilities: list[float]
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One way in which an engine computed: `tolerance` is the difference of log-probabilities that its arithmetic may
+    cause. `how`: in words."""
+
+    how: str
+    completions: list[Completion]
+    tolerance: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`runs`: at least one; `kv_bytes_per_token` and `capacity` (tokens in the question's memory) as the engine reports
+    them for a cache in `cache_dtype`."""
+
+    version: str
+    runs: list[Run]
+    cache_dtype: str
+    kv_bytes_per_token: float
+    capacity: int
+
+
+@dataclass(frozen=True)
+class Engine:
+    """`find(python)`: the interpreter that has the engine, `python` if that is given; raises EngineError saying how to
+    install it. `ask(python, question)`: raises EngineError if it does not answer."""
+
+    name: str
+    find: Callable[[str | None], str]
+    ask: Callable[[str, Question], Answer]
+
+
+def run_child(
+    name: str,
+    command: Sequence[str],
+    request: Mapping[str, Any],
+    environment: Mapping[str, str],
+    seconds: float = SECONDS,
+) -> tuple[dict[str, Any], str]:
+    """Run `command` with a file of the request behind it: its last line as JSON, and its log (stderr). Raises
+    EngineError if it crashes, fails, or does not end."""
+    with tempfile.TemporaryDirectory(prefix="headfold-") as folder:
+        file = Path(folder) / "request.json"
+        file.write_text(json.dumps(request), encoding="utf-8")
+        try:
+            done = subprocess.run(
+                [*command, str(file)],
+                capture_output=True,
+                timeout=seconds,
+                env=dict(environment),
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+            )
+        except subprocess.TimeoutExpired:
+            raise EngineError(f"{name} did not answer within {seconds:g} seconds, and was stopped") from None
+        except OSError as error:
+            raise EngineError(f"{name} cannot be started: {error}") from None
+    log = done.stderr.decode(errors="replace")
+    if done.returncode:
+        raise EngineError(f"{name} {_end(done.returncode)}: {_last_words(log)}")
+    lines = done.stdout.decode(errors="replace").splitlines()
+    try:
+        return json.loads(lines[-1]), log
+    except (IndexError, ValueError):
+        raise EngineError(f"{name} ended without an answer: {_last_words(log)}") from None
+
+
+def _end(code: int) -> str:
+    if code > 0:
+        return "failed"
+    return f"crashed ({signal.Signals(-code).name})"
+
+
+def _last_words(log: str) -> str:
+    """What a log says of a failure: its lines of errors, else its last ones."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if " E " in line or "rror" in line]
+    return cut(" | ".join((errors or lines)[-4:])) or "it said nothing"
+
+
+def has_module(python: str, module: str) -> bool:
+    """Whether an interpreter can find a module, without importing it."""
+    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    try:
+        return subprocess.run([python, "-c", look], capture_output=True, timeout=60).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def completions_of(answer: Mapping[str, Any]) -> list[Completion]:
+    return [Completion(**made) for made in answer["completions"]]
+
+
+def threads() -> int:
+    """Threads that an engine may take: OMP_NUM_THREADS, else all cores."""
+    return int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)

@@ -1,0 +1,17 @@
+"""The engines, by name: one file and one line each."""
+
+from __future__ import annotations
+
+from attention.messages import one_of
+from orchestrator.serving import llama_cpp, transformers, vllm
+from orchestrator.serving.engine import Engine
+
+ENGINES = {engine.name: engine for engine in (transformers.ENGINE, vllm.ENGINE, llama_cpp.ENGINE)}
+
+
+def engine(name: str) -> Engine:
+    """By its name in any spelling of capitals. Raises ValueError naming the engines for one that is unknown."""
+    known = {own.lower(): one for own, one in ENGINES.items()}
+    if name.lower() not in known:
+        raise ValueError(one_of("engine", sorted(ENGINES), name))
+    return known[name.lower()]

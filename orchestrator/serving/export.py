@@ -1,0 +1,91 @@
+"""`headfold export`: a checkpoint in a format that engines load, and the check that one of them does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from attention.io import checkpoint
+from attention.io.export import export
+from attention.io.precision import DTYPES, round_weights
+from attention.io.stock_form import format_of
+from attention.io.targets import Target, target
+from attention.modeling.modeling import plan_of_config
+from orchestrator.config.schema import ConfigError
+from orchestrator.conversion import loading
+from orchestrator.serving.check import MEMORY, CheckError, check_export
+from orchestrator.serving.engines import engine as engine_named
+from trainers.text.tokenizers import read_tokenizer
+
+
+def export_checkpoint(
+    source: str | Path,
+    target_name: str,
+    out: str | Path,
+    *,
+    dtype: str = loading.AUTO,
+    allow_larger_cache: bool = False,
+    overwrite: bool = False,
+    check: bool = False,
+    engine: str | None = None,
+    python: str | None = None,
+    memory: int = MEMORY,
+) -> dict[str, Any]:
+    """Write a checkpoint for a target, its tokenizer with it.
+
+    With `check` the engine (the target's first, unless named) loads the result in a process of its own, of the
+    interpreter `python`, and nothing is written unless it computes the same in the cache that was promised; `memory`:
+    bytes of cache whose capacity in tokens is told. Raises ConfigError or ValueError as in `export`, EngineError
+    before any work if the engine is not installed, CheckError if it shows something else.
+    """
+    loading.geometry_of(str(source), key="checkpoint")
+    chosen = target(target_name)
+    written = dtype if dtype in chosen.dtypes else loading.written_dtype(source, dtype)
+    if not check and (engine or python):
+        raise ConfigError("engine, engine_python: are of a check; add --check, or leave them out")
+    asked = _check(chosen, source, written, engine, python, memory) if check else None
+    allowed = {"allow_larger_cache": allow_larger_cache, "overwrite": overwrite}
+    made = export(source, chosen.name, out, source, dtype=written, check=asked, **allowed)
+    return asdict(made) | _format(out, chosen, made.cache_dtype)
+
+
+def _format(out: str | Path, chosen: Target, dtype: str) -> dict[str, Any]:
+    """What the folder is to other software."""
+    if (Path(out) / "config.json").is_file() and chosen.name in ("gqa", "phi"):
+        return format_of(out, dtype)
+    engines = " and ".join(chosen.engines)
+    return {"format": chosen.name, "loads_in": list(chosen.engines), "format_note": f"{engines} loads it"}
+
+
+def _check(
+    chosen: Target, source: str | Path, dtype: str, engine: str | None, python: str | None, memory: int
+) -> Callable[[Path, PreTrainedModel], Mapping[str, Any]]:
+    """What `attention.io.export.export` calls on the finished folder. Raises EngineError if the engine is not there."""
+    one = engine_named(engine or chosen.engines[0])
+    if one.name not in chosen.engines:
+        raise ConfigError(f"engine: target {chosen.name} is read by {', '.join(chosen.engines)}, got {one.name}")
+    interpreter = one.find(python)
+
+    def check(folder: Path, back: PreTrainedModel) -> Mapping[str, Any]:
+        config = checkpoint.load_config(source)
+        model = back
+        if dtype in DTYPES:  # weights of fewer bits are compared as they were written
+            model = checkpoint.load(source, torch.float32)
+            round_weights(model, DTYPES[dtype])
+        tokenizer = read_tokenizer(source) if any(Path(source).glob("tokenizer*")) else None
+        held = chosen.held(config, plan_of_config(config))
+        found = check_export(
+            one, interpreter, folder, model, tokenizer, held, dtype, memory=memory, own_code=chosen.own_code
+        )
+        if found.reasons:
+            raise CheckError(
+                f"{found.version} does not do what was promised, so nothing was written: {'; '.join(found.reasons)}"
+            )
+        return found.to_dict()
+
+    return check

@@ -1,0 +1,95 @@
+"""llama.cpp through `xllamacpp`, in a process of its own.
+
+It is asked twice. Without flash attention it computes in float32, if the weights are in float32; that shows whether the
+maths is right. With flash attention, as people run it, it rounds keys and values to 16 bits, and its cache holds for
+each layer the heads of that layer; without it the value cache of every layer is as wide as the widest.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from typing import Any
+
+from attention.plan import BYTES
+from orchestrator.serving.engine import (
+    CHILDREN,
+    Answer,
+    Engine,
+    EngineError,
+    Question,
+    Run,
+    completions_of,
+    has_module,
+    run_child,
+    threads,
+)
+
+NAME = "llama.cpp"
+SIZE = re.compile(r"llama_kv_cache: size = +([\d.]+) MiB \( *(\d+) cells")
+STEP = 0.01 * 2**20  # bytes: it logs sizes in MiB with two decimals
+MOST = 512 * 2**20  # bytes of cache that are allocated to measure it
+ROUNDING = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2, "q8_0": 0.25}
+"""Differences of log-probabilities that its arithmetic causes: activations are rounded to the dtype of the weights."""
+
+
+def find(python: str | None) -> str:
+    python = python or sys.executable
+    if not has_module(python, "xllamacpp"):
+        raise EngineError(
+            f"llama.cpp is not installed for {python}: `pip install 'xllamacpp>=2026.10'` there, or name another Python "
+            "that has it: --engine-python"
+        )
+    return python
+
+
+def ask(python: str, question: Question) -> Answer:
+    kept = "float32" if question.dtype == "float32" else "float16"
+    head_bytes = 2 * question.held.head_dim * BYTES[kept]
+    exact, _ = _run(python, question, max(256, question.longest), "float32", flash=False)
+    cells = cells_for(question.held.bytes_per_token(kept), head_bytes)
+    served, log = _run(python, question, max(cells, question.longest), kept, flash=True)
+    held = kv_bytes_per_token(log, head_bytes)
+    rounding = ROUNDING[question.dtype]
+    runs = [
+        Run("float32 cache, no flash attention", completions_of(exact), rounding),
+        Run(f"{kept} cache, flash attention", completions_of(served), max(rounding, ROUNDING["float16"])),
+    ]
+    return Answer(served["version"], runs, kept, held, question.memory // held)
+
+
+def cells_for(promised: int, head_bytes: int) -> int:
+    """Tokens of cache that make the rounded sizes of the log tell one KV head of one layer, for about `promised` bytes
+    a token: a power of two. Raises EngineError where that would take too much memory."""
+    cells = 256
+    while cells * 2 * promised <= MOST and cells < 2**15:
+        cells *= 2
+    if STEP / cells >= head_bytes:
+        raise EngineError(f"a cache of {promised} bytes a token is too large to be measured from the log of llama.cpp")
+    return cells
+
+
+def _run(python: str, question: Question, cells: int, cache_dtype: str, *, flash: bool) -> tuple[dict[str, Any], str]:
+    request = {
+        "file": str(question.folder / "model.gguf"),
+        "prompts": question.texts or [list(prompt) for prompt in question.prompts],
+        "tokens": question.tokens,
+        "cells": cells,
+        "cache_dtype": cache_dtype,
+        "flash_attention": flash,
+        "threads": threads(),
+    }
+    return run_child(NAME, [python, "-P", str(CHILDREN / "llama_cpp_child.py")], request, os.environ)
+
+
+def kv_bytes_per_token(log: str, head_bytes: int) -> int:
+    """Bytes of the cache a token by llama.cpp's log, in whole KV heads. Raises EngineError if the log does not say."""
+    found = SIZE.findall(log)
+    if not found:
+        raise EngineError("llama.cpp's log does not name the size of its KV cache; another version logs it otherwise")
+    measured = sum(float(size) * 2**20 / int(cells) for size, cells in found)
+    return round(measured / head_bytes) * head_bytes
+
+
+ENGINE = Engine(NAME, find, ask)

@@ -1,0 +1,57 @@
+"""transformers in a clean process, which cannot import Headfold: `python -S` skips the files that put it on the path."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from orchestrator.serving.engine import (
+    CHILDREN,
+    Answer,
+    Engine,
+    EngineError,
+    Question,
+    Run,
+    completions_of,
+    has_module,
+    run_child,
+    threads,
+)
+
+NAME = "transformers"
+ROUNDING = 1e-3  # it is asked in float32
+
+
+def find(python: str | None) -> str:
+    python = python or sys.executable
+    if not has_module(python, "transformers"):
+        raise EngineError(f"transformers is not installed for {python}: `pip install transformers torch` there")
+    return python
+
+
+def ask(python: str, question: Question) -> Answer:
+    request = {
+        "folder": str(question.folder),
+        "prompts": [list(prompt) for prompt in question.prompts],
+        "tokens": question.tokens,
+        "dtype": "float32",
+        "trust_remote_code": question.own_code,
+        "threads": threads(),
+    }
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment |= {"PYTHONPATH": _packages(python), "HF_HUB_OFFLINE": "1"}
+    command = [python, "-S", "-P", str(CHILDREN / "transformers_child.py")]
+    answer, _ = run_child(NAME, command, request, environment)
+    held = answer["kv_bytes_per_token"]
+    runs = [Run("float32", completions_of(answer), ROUNDING)]
+    return Answer(answer["version"], runs, "float32", held, int(question.memory // held))
+
+
+def _packages(python: str) -> str:
+    """The folder that an interpreter's packages are installed in."""
+    look = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return subprocess.run([python, "-c", look], capture_output=True, text=True, check=True).stdout.strip()
+
+
+ENGINE = Engine(NAME, find, ask)
