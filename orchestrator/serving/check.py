@@ -25,6 +25,7 @@ TEXTS = (
 )
 """Prompts of a check: code and prose, as most models have seen."""
 TOKENS = 32
+USUAL = 16.0  # a logit of this size; rounding grows with the size of what is rounded
 MEMORY = 2**30
 
 
@@ -80,7 +81,7 @@ def check_export(
     """Ask `engine` about the export in `folder` and compare with `source`, a float32 model whose weights are rounded to
     `dtype`. `tokenizer`: of the source, or None. Raises EngineError if the engine does not answer."""
     prompts, texts = prompts_for(source, tokenizer)
-    question = Question(folder, prompts, TOKENS, dtype, held, memory, texts, own_code)
+    question = Question(folder, prompts, TOKENS, dtype, held, memory, texts, own_code, _activation(source))
     answer = engine.ask(python, question)
     ends = end_tokens(source, tokenizer)
     results = [compare(source, prompts, run, ends) for run in answer.runs]
@@ -98,6 +99,11 @@ def check_export(
     )
 
 
+def _activation(source: PreTrainedModel) -> str:
+    names = ("hidden_act", "hidden_activation", "activation_function")
+    return next((str(act) for name in names if (act := getattr(source.config, name, None))), "silu")
+
+
 def prompts_for(source: PreTrainedModel, tokenizer: Any) -> tuple[list[list[int]], list[str] | None]:
     """Prompts as token ids, and their texts: random ids and no texts for a model without a tokenizer."""
     if tokenizer is not None:
@@ -109,25 +115,28 @@ def prompts_for(source: PreTrainedModel, tokenizer: Any) -> tuple[list[list[int]
 def end_tokens(source: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
     """Tokens at which an engine ends a completion."""
     told = getattr(source.generation_config, "eos_token_id", None)
-    ends = set(told if isinstance(told, list) else [told]) | {getattr(tokenizer, "eos_token_id", None)}
-    return frozenset(ends - {None})
+    ends = [*(told if isinstance(told, list) else [told]), getattr(tokenizer, "eos_token_id", None)]
+    return frozenset(end for end in ends if end is not None)
 
 
 @torch.no_grad()
 def compare(source: PreTrainedModel, prompts: Sequence[Sequence[int]], run: Run, ends: frozenset[int]) -> RunResult:
     """One forward pass of the source over each prompt with the engine's own tokens behind it."""
-    same, difference, shortfall = 0, 0.0, 0.0
+    same, difference, shortfall, largest = 0, 0.0, 0.0, 0.0
     for prompt, made in zip(prompts, run.completions, strict=True):
         ids = torch.tensor([[*prompt, *made.tokens]], device=source.device)
-        scores = source(ids).logits[0, len(prompt) - 1 :].float().log_softmax(-1).cpu()
+        logits = source(ids).logits[0, len(prompt) - 1 :].float().cpu()
+        largest, scores = max(largest, logits.abs().max().item()), logits.log_softmax(-1)
         best = scores.argmax(-1).tolist()
         whole = len(made.tokens) == TOKENS or best[len(made.tokens)] in ends
         same += whole and best[: len(made.tokens)] == made.tokens
         for index, (token, told) in enumerate(zip(made.tokens, made.log_probabilities, strict=True)):
-            difference = max(difference, abs(scores[index, token].item() - told))
+            if told is not None:
+                difference = max(difference, abs(scores[index, token].item() - told))
             shortfall = max(shortfall, (scores[index].max() - scores[index, token]).item())
     tokens = sum(len(made.tokens) for made in run.completions)
-    return RunResult(run.how, len(prompts), tokens, same, difference, shortfall, run.tolerance)
+    tolerance = run.tolerance * max(1.0, largest / USUAL)
+    return RunResult(run.how, len(prompts), tokens, same, difference, shortfall, tolerance)
 
 
 def _reasons(
@@ -145,7 +154,8 @@ def _reasons(
             reasons.append(f"{run.how}: not one token was generated")
     if answer.kv_bytes_per_token != promised:
         reasons.append(
-            f"its cache takes {answer.kv_bytes_per_token:g} bytes a token in {answer.cache_dtype}, promised were {promised}"
+            f"its cache takes {answer.kv_bytes_per_token:g} bytes a token in {answer.cache_dtype}, promised were "
+            f"{promised}"
         )
     return reasons
 

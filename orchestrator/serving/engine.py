@@ -30,6 +30,7 @@ class Question:
 
     `dtype`: of the weights. `held`: what the format promises of the cache. `texts`: the prompts before tokenisation,
     None for a model without a tokenizer. `own_code`: the folder has Python files that the engine must run.
+    `activation`: of the MLPs, by transformers' name.
     """
 
     folder: Path
@@ -40,6 +41,7 @@ class Question:
     memory: int
     texts: Sequence[str] | None = None
     own_code: bool = False
+    activation: str = "silu"
 
     @property
     def longest(self) -> int:
@@ -49,8 +51,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Completion:
+    """What an engine has added to a prompt of `prompt_tokens`; None for log-probabilities that it does not tell."""
+
     tokens: list[int]
-    log_probabilities: list[float]
+    log_probabilities: list[float | None]
     prompt_tokens: int
 
 

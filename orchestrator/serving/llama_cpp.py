@@ -33,13 +33,15 @@ MOST = 512 * 2**20  # bytes of cache that are allocated to measure it
 ROUNDING = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2, "q8_0": 0.25}
 """Differences of log-probabilities that its arithmetic causes: activations are rounded to the dtype of the weights."""
 
+GELU = 1e-2  # it looks GELU up in a table of 16-bit numbers
+
 
 def find(python: str | None) -> str:
     python = python or sys.executable
     if not has_module(python, "xllamacpp"):
         raise EngineError(
-            f"llama.cpp is not installed for {python}: `pip install 'xllamacpp>=2026.10'` there, or name another Python "
-            "that has it: --engine-python"
+            f"llama.cpp is not installed for {python}: `pip install 'xllamacpp>=2026.10'` there, or name the Python "
+            "of an environment that has it: --engine-python"
         )
     return python
 
@@ -51,10 +53,10 @@ def ask(python: str, question: Question) -> Answer:
     cells = cells_for(question.held.bytes_per_token(kept), head_bytes)
     served, log = _run(python, question, max(cells, question.longest), kept, flash=True)
     held = kv_bytes_per_token(log, head_bytes)
-    rounding = ROUNDING[question.dtype]
+    rounding = max(ROUNDING[question.dtype], GELU if "gelu" in question.activation else 0.0)
     runs = [
         Run("float32 cache, no flash attention", completions_of(exact), rounding),
-        Run(f"{kept} cache, flash attention", completions_of(served), max(rounding, ROUNDING["float16"])),
+        Run(f"{kept} cache, flash attention", completions_of(served), max(2 * rounding, ROUNDING["float16"])),
     ]
     return Answer(served["version"], runs, kept, held, question.memory // held)
 

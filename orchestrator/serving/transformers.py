@@ -1,4 +1,4 @@
-"""transformers in a clean process, which cannot import Headfold: `python -S` skips the files that put it on the path."""
+"""transformers in a process that cannot import Headfold: `python -S` skips the files that put it on the path."""
 
 from __future__ import annotations
 

@@ -112,6 +112,12 @@ def unpad(padded: LayerHeads, layer: LayerPlan) -> LayerHeads:
     return heads
 
 
+def window_of(config: Any) -> int:
+    """Tokens that a sliding window keeps in view; 0 for none."""
+    on = getattr(config, "use_sliding_window", True)  # Qwen has a window that is off
+    return int(getattr(config, "sliding_window", None) or 0) if on else 0
+
+
 def written_out(plan: AttentionPlan) -> tuple[str, ...]:
     """A note about shared weights, which these formats do not have; none if nothing is shared."""
     if not plan.is_shared:

@@ -1,11 +1,13 @@
 """llama.cpp: one file `model.gguf` with weights, configuration and tokenizer.
 
-Architecture `llama`, or `deci` where layers have head counts of their own; the architectures of other families have one
-count for all layers. Unequal groups are made even by zero query heads (`attention.io.targets._pairs`).
+Architecture `llama`, or `deci` where layers have head counts of their own; for Qwen3 `qwen3` or `openelm`. Those of
+other families have one count for all layers, and a grouped GPT-NeoX is written as Phi. Unequal groups are made even by
+zero query heads (`attention.io.targets._pairs`).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,8 @@ from transformers.initialization import no_init_weights
 
 from attention.conversion.conversion import unshare
 from attention.families import family_of
-from attention.io.targets import Held, Lowered, Target, TargetError, gqa
-from attention.io.targets._gguf.architectures import OWN_COUNTS, architecture, check_supported, shapes_of
+from attention.io.targets import Held, Lowered, Target, TargetError, gqa, phi
+from attention.io.targets._gguf.architectures import architecture, check_supported, shapes_of, with_own_counts
 from attention.io.targets._pairs import check_no_composition, kv_heads_of, written_out
 from attention.messages import reason
 from attention.modeling.modeling import plan_of, plan_of_config
@@ -25,26 +27,38 @@ FILE = "model.gguf"
 
 
 def held(config: Any, plan: AttentionPlan) -> Held:
-    """A count of its own in each layer where `deci` computes the family, else one for all as target gqa. Raises
+    """A count of its own in each layer where llama.cpp has that for the family, else one for all as target gqa. Raises
     TargetError for composition, for what llama.cpp has not, and for a family without groups."""
     check_no_composition(plan, "gguf")
-    check_supported(config)
-    if family_of(config).name in OWN_COUNTS:
+    if is_phi(config, plan):
+        return held(phi.phi_config(config), plan)
+    check_supported(config, plan)
+    if with_own_counts(config) is not None:
         return Held.of(kv_heads_of(plan), plan.head_dim)
     return gqa.held(config, plan)
+
+
+def is_phi(config: Any, plan: AttentionPlan) -> bool:
+    """Whether a GPT-NeoX is written as Phi, which has groups."""
+    grouped = not all(layer.is_identity for layer in plan.layers)
+    return family_of(config).name == "gpt_neox" and grouped and config.use_parallel_residual
 
 
 def lower(model: PreTrainedModel) -> Lowered:
     """The model as it is, every layer with weights of its own: heads are padded when they are written."""
     plan = plan_of(model)
     held(model.config, plan)
+    if is_phi(model.config, plan):
+        lowered = lower(phi.as_phi(model))
+        return replace(lowered, notes=(*lowered.notes, phi.NOTE, *written_out(plan)), folded=True)
     form = architecture(model.config, plan)
     zeros = sum(count * width for count, width in shapes_of(plan, form)) - plan.num_heads * plan.num_layers
-    notes = (
-        f"architecture {form.name}",
-        *([f"{zeros} zero query heads in all layers even out the groups"] if zeros else []),
-    )
-    return Lowered(unshare(model), (*notes, *written_out(plan)))
+    notes = [f"architecture {form.name}", *written_out(plan)]
+    if zeros:
+        notes.append(f"{zeros} zero query heads, over all layers, even out the groups")
+    if form.own_counts and len(set(kv_heads_of(plan))) > 1:
+        notes.append("keep flash attention on (the default): without it all value caches are as wide as the widest")
+    return Lowered(unshare(model), tuple(notes))
 
 
 def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = None) -> str:

@@ -21,7 +21,7 @@ from attention.conversion.conversion import build, unshare
 from attention.families import families, family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.io.targets import Held, Lowered, Target, TargetError, _stock, gqa
-from attention.io.targets._pairs import check_no_composition, kv_heads_of
+from attention.io.targets._pairs import check_no_composition, kv_heads_of, written_out
 from attention.modeling.modeling import plan_of
 from attention.plan import AttentionPlan
 
@@ -30,6 +30,9 @@ SAME = (
     "attention_dropout", "max_position_embeddings", "initializer_range", "layer_norm_eps", "use_cache",
     "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
+
+
+NOTE = "layer norms' scales and shifts folded into the projections that read them"
 
 
 def phi_config(config: Any) -> PhiConfig:
@@ -105,8 +108,7 @@ def lower(model: PreTrainedModel) -> Lowered:
     """The stock Phi form of a GPT-NeoX. Raises TargetError as `held` does."""
     held(model.config, plan_of(model))
     lowered = gqa.lower(as_phi(model))
-    note = "layer norms' scales and shifts folded into the projections that read them"
-    return replace(lowered, notes=(*lowered.notes, note, *gqa.written_out(plan_of(model))), folded=True)
+    return replace(lowered, notes=(*lowered.notes, NOTE, *written_out(plan_of(model))), folded=True)
 
 
 TARGET = Target("phi", ("transformers",), held, lower, _stock.write, _stock.read)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from attention.families import family_of
 from attention.io.targets import Held, Lowered, Target, TargetError, _stock, gqa
-from attention.io.targets._pairs import check_no_composition, kv_heads_of, query_heads_for_all, widths_of
+from attention.io.targets._pairs import check_no_composition, kv_heads_of, query_heads_for_all, widths_of, window_of
 from attention.plan import AttentionPlan
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2")
@@ -46,13 +46,7 @@ def held(config: Any, plan: AttentionPlan) -> Held:
 
 def has_own_counts(config: Any, plan: AttentionPlan) -> bool:
     """Whether a plan is written as DeciLM: its layers differ, and the family's maths is Llama's."""
-    if family_of(config).name not in LLAMA_LIKE or (getattr(config, "sliding_window", None) and _slides(config)):
-        return False
-    return len(set(kv_heads_of(plan))) > 1
-
-
-def _slides(config: Any) -> bool:
-    return bool(getattr(config, "use_sliding_window", True))  # Qwen2 has a window that is off
+    return family_of(config).name in LLAMA_LIKE and not window_of(config) and len(set(kv_heads_of(plan))) > 1
 
 
 def lower(model: PreTrainedModel) -> Lowered:

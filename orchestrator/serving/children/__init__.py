@@ -1,1 +1,1 @@
-"""Scripts that run inside an engine's own Python. They import nothing of Headfold: JSON file in, one line of JSON out."""
+"""Scripts that run in an engine's own Python. They import nothing of Headfold: a file of JSON in, a line of it out."""

@@ -3,9 +3,11 @@ cache, goes to stderr."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def parameters(request, engine):
@@ -16,7 +18,7 @@ def parameters(request, engine):
     made.cpuparams.n_threads = request["threads"]
     made.warmup = False
     made.fit_params = False
-    made.verbosity = 4  # the size of the cache is logged from here on
+    made.verbosity = 10  # the size of the cache is logged from 4 on; all tokens are told from 10 on
     kinds = {"float32": "GGML_TYPE_F32", "float16": "GGML_TYPE_F16", "bfloat16": "GGML_TYPE_F16"}
     made.cache_type_k = made.cache_type_v = getattr(engine.ggml_type, kinds[request["cache_dtype"]])
     flash = "ENABLED" if request["flash_attention"] else "DISABLED"
@@ -25,25 +27,40 @@ def parameters(request, engine):
 
 
 def complete(server, prompt, tokens):
-    asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": 1, "cache_prompt": False}
+    asked = {
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "cache_prompt": False,
+        "logprobs": 1,
+        "return_tokens": True,
+    }
     answer = server.handle_completions(asked)
     if "choices" not in answer:
         raise RuntimeError(f"no completion: {json.dumps(answer)[:500]}")
     content = (answer["choices"][0].get("logprobs") or {}).get("content", [])
+    tokens = answer["__verbose"]["tokens"]
+    if answer["__verbose"]["stop_type"] == "eos" and len(tokens) == answer["usage"]["completion_tokens"]:
+        tokens = tokens[: len(tokens) - (tokens[-1:] != [content[-1]["id"]] if content else 1)]
     return {
-        "tokens": [token["id"] for token in content],
-        "log_probabilities": [token["logprob"] for token in content],
+        "tokens": tokens,
+        "log_probabilities": aligned(tokens, content),
         "prompt_tokens": answer["usage"]["prompt_tokens"],
     }
 
 
-def main():
-    import xllamacpp
+def aligned(tokens, content):
+    """The log-probability of each token; None for those that end within a character, which the server leaves out."""
+    rest = list(content)
+    return [rest.pop(0)["logprob"] if rest and rest[0]["id"] == token else None for token in tokens]
 
+
+def main():
+    engine: Any = importlib.import_module("xllamacpp")
     request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    server = xllamacpp.Server(parameters(request, xllamacpp))
+    server = engine.Server(parameters(request, engine))
     completions = [complete(server, prompt, request["tokens"]) for prompt in request["prompts"]]
-    print(json.dumps({"version": f"xllamacpp {xllamacpp.__version__}", "completions": completions}), flush=True)
+    print(json.dumps({"version": f"xllamacpp {engine.__version__}", "completions": completions}), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def cache_bytes(cache):
@@ -31,7 +32,8 @@ def main():
     stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
     completions, bytes_per_token = [], 0
     for prompt in request["prompts"]:
-        taken, scores, held, cache = [], [], torch.tensor([prompt]), None
+        taken, scores, held = [], [], torch.tensor([prompt])
+        cache: Any = None
         with torch.no_grad():
             for _ in range(request["tokens"]):
                 made = model(held, past_key_values=cache, use_cache=True)

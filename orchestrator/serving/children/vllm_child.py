@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def main():
@@ -13,8 +15,7 @@ def main():
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(request["memory"] // 2**30)  # read when vLLM is imported
     os.environ.update({"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"})
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the cache's configuration is read off the engine
-    import vllm
-
+    vllm: Any = importlib.import_module("vllm")
     engine = vllm.LLM(
         request["folder"],
         dtype=request["dtype"],
@@ -32,7 +33,7 @@ def main():
     completions = []
     for output in made:
         chosen = output.outputs[0]
-        scores = [step[token].logprob for token, step in zip(chosen.token_ids, chosen.logprobs)]
+        scores = [step[token].logprob for token, step in zip(chosen.token_ids, chosen.logprobs, strict=True)]
         stopped = chosen.finish_reason == "stop"
         completions.append(
             {

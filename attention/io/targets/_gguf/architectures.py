@@ -14,22 +14,24 @@ from torch import Tensor
 from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.io.targets import TargetError
-from attention.io.targets._pairs import kv_heads_of, widths_of
+from attention.io.targets._pairs import kv_heads_of, widths_of, window_of
 from attention.plan import AttentionPlan
 
 
 @dataclass(frozen=True)
 class Architecture:
     """`interleaved`: rotary pairs are dims 2i and 2i + 1 instead of i and i + r/2. `fused`: one projection for queries,
-    keys and values. `rms_norm`: its norms divide by the root mean square and have no shift."""
+    keys and values. `rms_norm`: its norms divide by the root mean square and have no shift. `own_counts`: each layer
+    has head counts of its own."""
 
     name: str
     interleaved: bool = False
     fused: bool = False
     rms_norm: bool = True
+    own_counts: bool = False
 
 
-LLAMA, DECI = Architecture("llama", interleaved=True), Architecture("deci", interleaved=True)
+LLAMA = Architecture("llama", interleaved=True)
 OF_FAMILY = {
     "llama": LLAMA,
     "mistral": LLAMA,
@@ -40,11 +42,20 @@ OF_FAMILY = {
     "gpt2": Architecture("gpt2", fused=True, rms_norm=False),
     "gpt_neox": Architecture("gptneox", fused=True, rms_norm=False),
 }
-OWN_COUNTS = ("llama", "mistral", "qwen2")
-"""Families that `deci` computes: it has a count of KV heads and of query heads for each layer."""
+DECI = Architecture("deci", interleaved=True, own_counts=True)
+OPENELM = Architecture("openelm", fused=True, own_counts=True)
+"""OpenELM is Qwen3 with head counts of each layer's own, if the output matrix is that of the embeddings."""
 
 
-def check_supported(config: Any) -> None:
+def with_own_counts(config: Any) -> Architecture | None:
+    """The architecture that computes a family with head counts of each layer's own; None if there is none."""
+    family = family_of(config).name
+    if family in ("llama", "mistral", "qwen2"):
+        return DECI
+    return OPENELM if family == "qwen3" and config.tie_word_embeddings else None
+
+
+def check_supported(config: Any, plan: AttentionPlan) -> None:
     """Raise TargetError for a model that no architecture of llama.cpp computes."""
     family, geometry = family_of(config).name, geometry_of(config)
     if family not in OF_FAMILY:
@@ -55,25 +66,42 @@ def check_supported(config: Any) -> None:
     known = ("default", "linear", *(["llama3"] if OF_FAMILY[family].interleaved else []))
     if kind not in known:
         raise TargetError(f"target gguf takes a {family} of rope type {', '.join(known)}, got {kind}")
+    if 0 < window_of(config) < geometry.max_positions:
+        raise TargetError(f"target gguf has no sliding window, the model one of {window_of(config)} tokens")
     if family in ("qwen3", "gemma") and geometry.query_bias:
         raise TargetError(f"llama.cpp has no {family} with biases (attention_bias=true)")
-    if family == "phi" and geometry.qk_norm:
-        raise TargetError("llama.cpp has no phi whose queries and keys are normalised (qk_layernorm=true)")
     if family == "gemma" and not config.tie_word_embeddings:
         raise TargetError("llama.cpp has no gemma with an output matrix of its own (tie_word_embeddings=false)")
+    if family == "phi":
+        _check_phi(geometry.qk_norm, plan)
+
+
+def _check_phi(qk_norm: bool, plan: AttentionPlan) -> None:
+    """llama.cpp's phi2 has groups, but no more query heads than the model's width holds."""
+    if qk_norm:
+        raise TargetError("llama.cpp has no phi whose queries and keys are normalised (qk_layernorm=true)")
+    counts, widths = kv_heads_of(plan), widths_of(plan)
+    if max(counts) * max(widths) != plan.num_heads:
+        index = next(
+            i for i in range(len(counts)) if (counts[i], widths[i]) != (max(counts), plan.num_heads // max(counts))
+        )
+        raise TargetError(
+            f"layer {index} has {counts[index]} KV heads of up to {widths[index]} query heads, and llama.cpp's phi2 "
+            "takes equal groups and one count in all layers; choose such a plan, or export to target transformers"
+        )
 
 
 def architecture(config: Any, plan: AttentionPlan) -> Architecture:
     """The architecture that a plan is written as."""
-    family = family_of(config).name
     one_shape = len(set(kv_heads_of(plan))) == len(set(widths_of(plan))) == 1
-    return DECI if family in OWN_COUNTS and not one_shape else OF_FAMILY[family]
+    own = None if one_shape else with_own_counts(config)
+    return own or OF_FAMILY[family_of(config).name]
 
 
 def shapes_of(plan: AttentionPlan, form: Architecture) -> list[tuple[int, int]]:
     """KV heads, and query heads to each, of every layer of a file."""
     counts, widths = kv_heads_of(plan), widths_of(plan)
-    if form.name == DECI.name:
+    if form.own_counts:
         return list(zip(counts, widths, strict=True))
     return [(max(counts), max(widths))] * plan.num_layers
 

@@ -15,14 +15,13 @@ def describe(writer: gguf.GGUFWriter, config: Any, form: Architecture, plan: Att
     geometry, shapes = geometry_of(config), shapes_of(plan, form)
     heads, kv_heads = [count * width for count, width in shapes], [count for count, _ in shapes]
     layers = geometry.num_layers
-    per_layer = form.name == "deci"
     writer.add_context_length(geometry.max_positions)
     writer.add_embedding_length(geometry.hidden_size)
     writer.add_block_count(layers)
     width = _feed_forward(config)
-    writer.add_feed_forward_length([width] * layers if per_layer else width)
-    writer.add_head_count(heads if per_layer else heads[0])
-    writer.add_head_count_kv(kv_heads if per_layer else kv_heads[0])
+    writer.add_feed_forward_length([width] * layers if form.own_counts else width)
+    writer.add_head_count(heads if form.own_counts else heads[0])
+    writer.add_head_count_kv(kv_heads if form.own_counts else kv_heads[0])
     writer.add_key_length(geometry.head_dim)
     writer.add_value_length(geometry.head_dim)
     writer.add_vocab_size(geometry.vocab_size)

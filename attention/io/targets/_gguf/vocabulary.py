@@ -6,14 +6,12 @@ llama.cpp splits text by rules that it has under a name; a tokenizer is matched 
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import gguf
 from transformers import AutoTokenizer
 
-from attention.io.stock_files import put_tokenizer
 from attention.io.targets import TargetError
 from attention.messages import cut, reason
 
@@ -51,13 +49,13 @@ def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Any, size: int) -> None:
 
 
 def _load(tokenizer: Any) -> Any:
-    """Whatever kind it is, by its files: transformers reads all of them."""
-    with tempfile.TemporaryDirectory() as folder:
-        put_tokenizer(tokenizer, Path(folder))
-        try:
-            return AutoTokenizer.from_pretrained(folder)
-        except Exception as error:
-            raise TargetError(f"the tokenizer cannot be read: {reason(error)}") from None
+    """As transformers reads it, whatever its files."""
+    if not isinstance(tokenizer, (str, Path)):
+        return tokenizer
+    try:
+        return AutoTokenizer.from_pretrained(str(tokenizer))
+    except Exception as error:
+        raise TargetError(f"the tokenizer of {str(tokenizer)!r} cannot be read: {reason(error)}") from None
 
 
 def _add_tokens(writer: gguf.GGUFWriter, whole: dict[str, Any], tokens: dict[int, str], size: int) -> None:
