@@ -80,7 +80,7 @@ def _check(
         tokenizer = read_tokenizer(source) if any(Path(source).glob("tokenizer*")) else None
         held = chosen.held(config, plan_of_config(config))
         found = check_export(
-            one, interpreter, folder, model, tokenizer, held, dtype, memory=memory, own_code=chosen.own_code
+            one, interpreter, folder, model, tokenizer, held, dtype, memory=memory, own_code=any(folder.glob("*.py"))
         )
         if found.reasons:
             raise CheckError(

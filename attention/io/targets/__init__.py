@@ -68,7 +68,7 @@ class Target:
     be written, in float32. `write(model, folder, dtype, tokenizer)`: all files into a fresh folder (`tokenizer` as in
     `attention.io.checkpoint.save`); returns what the format calls the model. `read(folder, config)`: what was written,
     in float32, for a comparison with the source; `config`: of the model that was written. `dtypes`: names of what
-    weights can be written in. `own_code`: whether the folder has Python files that the engine must be allowed to run.
+    weights can be written in.
     """
 
     name: str
@@ -78,7 +78,6 @@ class Target:
     write: Callable[[PreTrainedModel, Path, str, Any], str]
     read: Callable[[Path, Any], PreTrainedModel]
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
-    own_code: bool = False
 
 
 @cache

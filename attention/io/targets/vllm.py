@@ -7,16 +7,43 @@ rest (`attention.io.targets._pairs`).
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+import torch
+import transformers
+from huggingface_hub import save_torch_state_dict
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
 
-from attention.families import family_of
+from attention.conversion.conversion import unshare
+from attention.families import family_of, geometry_of
+from attention.heads import LayerHeads
+from attention.io.precision import DTYPES
+from attention.io.stock_files import older_form, put_tokenizer
 from attention.io.targets import Held, Lowered, Target, TargetError, _stock, gqa
-from attention.io.targets._pairs import check_no_composition, kv_heads_of, query_heads_for_all, widths_of, window_of
+from attention.io.targets._pairs import (
+    check_no_composition,
+    kv_heads_of,
+    pad,
+    query_heads_for_all,
+    unpad,
+    widths_of,
+    window_of,
+    written_out,
+)
+from attention.messages import reason
+from attention.modeling.modeling import family_fields, plan_of, plan_of_config
 from attention.plan import AttentionPlan
 
+DECI = "nemotron-nas"
+CODE = Path(__file__).parent / "_code" / "configuration_decilm.py"
+OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 LLAMA_LIKE = ("llama", "mistral", "qwen2")
 MOST_QUERY_HEADS = 8
 """Times a model's own query heads that may be written, zeros included: beyond it attention is no bargain."""
@@ -50,11 +77,108 @@ def has_own_counts(config: Any, plan: AttentionPlan) -> bool:
 
 
 def lower(model: PreTrainedModel) -> Lowered:
-    raise NotImplementedError
+    """The model as it is where it is written as DeciLM, heads being padded then; else as target gqa."""
+    plan = plan_of(model)
+    held(model.config, plan)
+    if not has_own_counts(model.config, plan):
+        return gqa.lower(model)
+    zeros = query_heads_for_all(plan) - plan.num_heads
+    notes = ["DeciLM: vLLM is to be started with --trust-remote-code, for the configuration alone", *written_out(plan)]
+    if zeros:
+        notes.append(f"{zeros} zero query heads a layer make their number a multiple of every layer's KV heads")
+    return Lowered(unshare(model), tuple(notes))
 
 
 def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = None) -> str:
-    raise NotImplementedError
+    plan = plan_of(model)
+    if not has_own_counts(model.config, plan):
+        return _stock.write(model, folder, dtype, tokenizer)
+    save_torch_state_dict(_state(model, DTYPES[dtype]), folder)
+    fields = deci_fields(model.config, plan) | {"dtype": dtype, "transformers_version": transformers.__version__}
+    (folder / "config.json").write_text(json.dumps(fields | older_form(fields), indent=2, sort_keys=True) + "\n")
+    shutil.copyfile(CODE, folder / CODE.name)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    if tokenizer is not None:
+        put_tokenizer(tokenizer, folder)
+    return DECI
 
 
-TARGET = Target("vllm", ("vLLM",), held, lower, write, _stock.read)
+def deci_fields(config: Any, plan: AttentionPlan) -> dict[str, Any]:
+    """config.json of a Llama-like model as DeciLM."""
+    heads, counts, family = query_heads_for_all(plan), kv_heads_of(plan), family_of(config).name
+    ffn = {"no_op": False, "intermediate_size": config.intermediate_size}
+    fields = family_fields(config) | {
+        "model_type": DECI,
+        "architectures": ["DeciLMForCausalLM"],
+        "auto_map": {"AutoConfig": f"{CODE.stem}.DeciLMConfig"},
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(counts),
+        "head_dim": plan.head_dim,
+        "block_configs": [
+            {"attention": {"no_op": False, "n_heads_in_group": heads // count}, "ffn": ffn} for count in counts
+        ],
+    }
+    if family == "qwen2":
+        fields |= {"attention_bias": False, "qkv_bias": True}
+    for name in OF_WINDOWS:
+        fields.pop(name, None)
+    return fields
+
+
+def _padded(model: PreTrainedModel) -> Iterator[tuple[str, LayerHeads]]:
+    """The attention modules by name, and their heads as DeciLM has them."""
+    plan, family, geometry = plan_of(model), family_of(model.config), geometry_of(model.config)
+    heads, counts = query_heads_for_all(plan), kv_heads_of(plan)
+    names = {id(module): name for name, module in model.named_modules()}
+    for module, layer, count in zip(family.attention_modules(model), plan.layers, counts, strict=True):
+        yield names[id(module)], pad(family.read(module, geometry), layer, count, heads // count)
+
+
+def _state(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """All tensors under the names of a stock Llama."""
+    state = {name: tensor for name, tensor in model.state_dict().items() if ".self_attn." not in name}
+    if model.config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    for name, heads in _padded(model):
+        rows = {"q_proj": (heads.q.flatten(0, 1), heads.q_bias), "k_proj": (heads.k.flatten(0, 1), heads.k_bias)}
+        rows |= {"v_proj": (heads.v.flatten(0, 1), heads.v_bias)}
+        rows |= {"o_proj": (heads.o.permute(1, 0, 2).flatten(1), heads.o_bias)}
+        for part, (weight, bias) in rows.items():
+            state[f"{name}.{part}.weight"] = weight
+            if bias is not None:
+                state[f"{name}.{part}.bias"] = bias.flatten()
+    return {name: tensor.detach().to(dtype).contiguous() for name, tensor in state.items()}
+
+
+@torch.no_grad()
+def read(folder: Path, config: Any) -> PreTrainedModel:
+    """The model of a written folder. Raises TargetError if it is not whole or its padding is not what was written."""
+    plan = plan_of_config(config)
+    if not has_own_counts(config, plan):
+        return _stock.read(folder, config)
+    stored = {name: t.float() for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    family, d, names = family_of(config), plan.head_dim, {id(m): name for name, m in model.named_modules()}
+    try:
+        for name, tensor in model.state_dict().items():
+            if ".self_attn." not in name and not (name == "lm_head.weight" and config.tie_word_embeddings):
+                tensor.copy_(stored[name])
+        for module, layer in zip(family.attention_modules(model), plan.layers, strict=True):
+            family.write(module, unpad(_stored_heads(stored, names[id(module)], d), layer))
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise TargetError(f"{str(folder)!r} is not what was written: {reason(error)}") from None
+    model.tie_weights()
+    return model.eval()
+
+
+def _stored_heads(stored: dict[str, Tensor], name: str, head_dim: int) -> LayerHeads:
+    q, k, v = (stored[f"{name}.{part}_proj.weight"].unflatten(0, (-1, head_dim)) for part in "qkv")
+    biases = (stored.get(f"{name}.{part}_proj.bias") for part in "qkv")
+    q_bias, k_bias, v_bias = (None if bias is None else bias.view(-1, head_dim) for bias in biases)
+    o = stored[f"{name}.o_proj.weight"].unflatten(1, (-1, head_dim)).permute(1, 0, 2)
+    return LayerHeads(q, k, v, o, q_bias, k_bias, v_bias, stored.get(f"{name}.o_proj.bias"))
+
+
+TARGET = Target("vllm", ("vLLM",), held, lower, write, read)

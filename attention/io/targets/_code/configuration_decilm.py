@@ -1,0 +1,33 @@
+"""Configuration of a Llama whose layers have KV head counts of their own, for vLLM's DeciLMForCausalLM.
+
+`block_configs`: one entry a layer, {"attention": {"no_op": false, "n_heads_in_group": query heads to a KV head},
+"ffn": {"no_op": false, "intermediate_size": width of the MLP}}. All layers have `num_attention_heads` query heads of
+`head_dim` numbers.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+from transformers import LlamaConfig
+
+
+class DeciLMConfig(LlamaConfig):
+    model_type = "nemotron-nas"
+
+    def __init__(self, block_configs: Any = (), **fields: Any) -> None:
+        super().__init__(**fields)
+        self.block_configs = [
+            SimpleNamespace(**{part: SimpleNamespace(**values) for part, values in block.items()})
+            for block in block_configs
+        ]
+
+    def validate_architecture(self) -> None:
+        """The head dim is written out: the width need not be a multiple of the number of query heads."""
+
+    def to_dict(self) -> dict[str, Any]:
+        blocks = self.__dict__.pop("block_configs", [])
+        try:
+            fields = super().to_dict()
+        finally:
+            self.block_configs = blocks
+        return fields | {"block_configs": [{part: vars(held) for part, held in vars(b).items()} for b in blocks]}
