@@ -46,7 +46,7 @@ def main():
 
 
 def cache(engine):
-    """What vLLM has allotted: bytes of the cache, and the tokens that fit there, by its own configuration object."""
+    """What vLLM has allotted: bytes of the tensors of its cache, and the tokens that fit there by its configuration."""
     config = engine.llm_engine.vllm_config.cache_config
     blocks, size = config.num_gpu_blocks, config.block_size
     core = engine.llm_engine.engine_core.engine_core
@@ -54,7 +54,7 @@ def cache(engine):
     held = {}
     for tensor in runner.kv_caches:
         for part in tensor if isinstance(tensor, (list, tuple)) else [tensor]:
-            held[part.data_ptr()] = part.untyped_storage().nbytes()
+            held[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
     return {"capacity": blocks * size, "cache_bytes": sum(held.values())}
 
 

@@ -8,21 +8,18 @@
 from types import SimpleNamespace
 from typing import Any
 
-from transformers import LlamaConfig
+from transformers import MistralConfig
 
 
-class DeciLMConfig(LlamaConfig):
+class DeciLMConfig(MistralConfig):  # Llama's fields; Llama's own class wants a width that the heads divide
     model_type = "nemotron-nas"
 
     def __init__(self, block_configs: Any = (), **fields: Any) -> None:
-        super().__init__(**fields)
+        super().__init__(**(fields | {"sliding_window": None}))
         self.block_configs = [
             SimpleNamespace(**{part: SimpleNamespace(**values) for part, values in block.items()})
             for block in block_configs
         ]
-
-    def validate_architecture(self) -> None:
-        """The head dim is written out: the width need not be a multiple of the number of query heads."""
 
     def to_dict(self) -> dict[str, Any]:
         blocks = self.__dict__.pop("block_configs", [])
