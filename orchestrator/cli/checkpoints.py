@@ -183,6 +183,8 @@ def export(
     print(record["format_note"])
     for note in record["notes"]:
         print(f"note: {note}")
+    for name, why in record["other_targets"].items():
+        print(f"not {name}: {why}")
     if record["check"]:
         print_check(record["check"])
     options.finish(record, json)

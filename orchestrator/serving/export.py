@@ -14,13 +14,15 @@ from attention.io import checkpoint
 from attention.io.export import export
 from attention.io.precision import DTYPES, round_weights
 from attention.io.stock_form import format_of
-from attention.io.targets import Target, target
+from attention.io.targets import Target, best_target, target
 from attention.modeling.modeling import plan_of_config
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
 from orchestrator.serving.check import MEMORY, CheckError, check_export
 from orchestrator.serving.engines import engine as engine_named
 from trainers.text.tokenizers import read_tokenizer
+
+AUTO = "auto"
 
 
 def export_checkpoint(
@@ -36,7 +38,8 @@ def export_checkpoint(
     python: str | None = None,
     memory: int = MEMORY,
 ) -> dict[str, Any]:
-    """Write a checkpoint for a target, its tokenizer with it.
+    """Write a checkpoint for a target, its tokenizer with it; `auto`: for the best one, and `other_targets` of the record
+    says why the others are not.
 
     With `check` the engine (the target's first, unless named) loads the result in a process of its own, of the
     interpreter `python`, and nothing is written unless it computes the same in the cache that was promised; `memory`:
@@ -44,6 +47,10 @@ def export_checkpoint(
     before any work if the engine is not installed, CheckError if it shows something else.
     """
     loading.geometry_of(str(source), key="checkpoint")
+    others: dict[str, str] = {}
+    if target_name == AUTO:
+        config = checkpoint.load_config(source)
+        target_name, others = best_target(config, plan_of_config(config), loading.written_dtype(source, dtype))
     chosen = target(target_name)
     written = dtype if dtype in chosen.dtypes else loading.written_dtype(source, dtype)
     if not check and (engine or python):
@@ -51,7 +58,7 @@ def export_checkpoint(
     asked = _check(chosen, source, written, engine, python, memory) if check else None
     allowed = {"allow_larger_cache": allow_larger_cache, "overwrite": overwrite}
     made = export(source, chosen.name, out, source, dtype=written, check=asked, **allowed)
-    return asdict(made) | _format(out, chosen, made.cache_dtype)
+    return asdict(made) | _format(out, chosen, made.cache_dtype) | {"other_targets": others}
 
 
 def _format(out: str | Path, chosen: Target, dtype: str) -> dict[str, Any]:

@@ -111,12 +111,21 @@ def kv_bytes_in(name: str, config: Any, plan: AttentionPlan, dtype: torch.dtype 
     return target(name).held(config, plan).bytes_per_token(dtype)
 
 
-def refusals(config: Any, plan: AttentionPlan) -> dict[str, str]:
-    """Why each target that cannot hold a plan cannot."""
-    found = {}
+def best_target(config: Any, plan: AttentionPlan, dtype: torch.dtype | str) -> tuple[str, dict[str, str]]:
+    """The target that takes the fewest bytes of cache a token, among equals the one that more engines read; and of
+    every other target, why not. Raises TargetError if none holds the plan."""
+    held, others = {}, {}
     for name, one in targets().items():
         try:
-            one.held(config, plan)
+            held[name] = one.held(config, plan).bytes_per_token(dtype)
         except TargetError as error:
-            found[name] = str(error)
-    return found
+            others[name] = str(error)
+    if not held:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in others.items())
+        raise TargetError(f"no target holds this plan ({reasons}); keep it in Headfold's own format")
+    best = min(held, key=lambda name: (held[name], -len(targets()[name].engines), name))
+    for name in held.keys() - {best}:
+        bytes_, engines = held[name], " and ".join(targets()[name].engines)
+        more = f"{bytes_} KV bytes a token instead of {held[best]}"
+        others[name] = more if bytes_ > held[best] else f"the same {bytes_} KV bytes a token, read by {engines}"
+    return best, dict(sorted(others.items()))

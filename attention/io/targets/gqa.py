@@ -98,4 +98,4 @@ def lower(model: PreTrainedModel) -> Lowered:
 
 
 # Ainslie 2023, section 2; padding: zero heads
-TARGET = Target("gqa", ("transformers", "vLLM", "llama.cpp"), held, lower, _stock.write, _stock.read)
+TARGET = Target("gqa", ("transformers", "vLLM"), held, lower, _stock.write, _stock.read)

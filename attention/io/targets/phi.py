@@ -111,4 +111,4 @@ def lower(model: PreTrainedModel) -> Lowered:
     return replace(lowered, notes=(*lowered.notes, NOTE, *written_out(plan_of(model))), folded=True)
 
 
-TARGET = Target("phi", ("transformers",), held, lower, _stock.write, _stock.read)
+TARGET = Target("phi", ("transformers", "vLLM"), held, lower, _stock.write, _stock.read)

@@ -33,7 +33,6 @@ from attention.io.targets._pairs import (
     pad,
     query_heads_for_all,
     unpad,
-    widths_of,
     window_of,
     written_out,
 )
@@ -53,12 +52,7 @@ def held(config: Any, plan: AttentionPlan) -> Held:
     """A count of its own in each layer for Llama-like families, else one for all as target gqa. Raises TargetError for
     composition, for groups where vLLM's family has none, and for counts with no small common multiple."""
     check_no_composition(plan, "vllm")
-    counts, family = kv_heads_of(plan), family_of(config).name
-    if family == "phi" and (grouped := [i for i, width in enumerate(widths_of(plan)) if width > 1]):
-        raise TargetError(
-            f"layer {grouped[0]} has {counts[grouped[0]]} KV heads for {plan.num_heads} query heads, and vLLM's Phi "
-            "takes as many KV heads as query heads; export to target gqa for transformers"
-        )
+    counts = kv_heads_of(plan)
     if not has_own_counts(config, plan):
         return gqa.held(config, plan)
     if (heads := query_heads_for_all(plan)) > MOST_QUERY_HEADS * plan.num_heads:

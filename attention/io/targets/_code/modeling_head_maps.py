@@ -1,0 +1,59 @@
+"""A Llama whose query heads read key heads and value heads of their own choice.
+
+`config.key_maps[l][h]` and `config.value_maps[l][h]`: the key head and the value head that query head h of layer l
+reads. A layer keeps as many key heads and value heads as its maps name, and so many lie in its cache. All else is
+transformers' own model. Load with `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+NAME = "head_maps"
+
+
+class HeadMapsConfig(LlamaConfig):
+    model_type = "head_maps_llama"
+
+    def __init__(self, key_maps: Any = (), value_maps: Any = (), **fields: Any) -> None:
+        super().__init__(**fields)
+        self.key_maps, self.value_maps = key_maps, value_maps
+
+
+def spread(states: Tensor, head_map: list[int]) -> Tensor:
+    """`[batch, kept heads, tokens, head dim]` -> `[batch, query heads, tokens, head dim]`."""
+    return states.index_select(1, torch.tensor(head_map, device=states.device))
+
+
+def attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **others: Any
+) -> tuple[Tensor, None]:
+    """transformers' attention function: scaled dot products after each query head has got its key and value head."""
+    key, value = spread(key, module.key_map), spread(value, module.value_map)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **others)
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, sdpa_mask)  # without a mask function of its own, padding would be ignored
+
+
+class HeadMapsForCausalLM(LlamaForCausalLM):
+    config_class = HeadMapsConfig
+    _supports_attention_backend = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer, keys, values in zip(self.model.layers, config.key_maps, config.value_maps, strict=True):
+            attention: Any = layer.self_attn
+            attention.key_map, attention.value_map = keys, values
+            attention.num_key_value_groups = 1  # the maps do the repeating
+            for name, heads in (("k_proj", max(keys) + 1), ("v_proj", max(values) + 1)):
+                old = getattr(attention, name)
+                made = nn.Linear(old.in_features, heads * attention.head_dim, bias=old.bias is not None)
+                setattr(attention, name, made)
+        self.config._attn_implementation = NAME
+        self.post_init()

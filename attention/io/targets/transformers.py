@@ -1,0 +1,107 @@
+"""transformers with a small modelling file in the folder, for what no engine holds: keys and values apart.
+
+The cache holds each layer's key heads and value heads as the plan has them. Whoever loads it must allow the code in the
+folder (`trust_remote_code`), which needs nothing of Headfold.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import save_torch_state_dict
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from attention.conversion.conversion import unshare
+from attention.families import family_of
+from attention.io.precision import DTYPES
+from attention.io.stock_files import older_form, put_tokenizer
+from attention.io.targets import Held, Lowered, Target, TargetError, phi
+from attention.io.targets._pairs import written_out
+from attention.modeling.modeling import family_fields, plan_of
+from attention.plan import AttentionPlan
+
+CODE = Path(__file__).parent / "_code" / "modeling_head_maps.py"
+FAMILIES = ("gemma", "llama", "mistral", "phi", "qwen2", "qwen3")
+"""Families with separate projections under the same names; GPT-NeoX is written as Phi."""
+
+
+def held(config: Any, plan: AttentionPlan) -> Held:
+    """What the plan itself keeps. Raises TargetError for composition and for other families."""
+    family = family_of(config).name
+    if family == "gpt_neox":
+        return held(phi.phi_config(config), plan)
+    if family not in FAMILIES:
+        raise TargetError(
+            f"target transformers takes the families {', '.join((*FAMILIES, 'gpt_neox'))}, got {family}; keep the "
+            "checkpoint in Headfold's own format"
+        )
+    if plan.composition is not None:
+        raise TargetError(
+            "target transformers has no composition of heads, which every layer from layer 0 on has (dcmha); keep the "
+            "checkpoint in Headfold's own format"
+        )
+    keys, values = (tuple(getattr(layer, side) for layer in plan.layers) for side in ("key_heads", "value_heads"))
+    return Held(keys, values, plan.head_dim)
+
+
+def lower(model: PreTrainedModel) -> Lowered:
+    """The model as it is, every layer with weights of its own; a GPT-NeoX as Phi."""
+    plan = plan_of(model)
+    held(model.config, plan)
+    if family_of(model.config).name == "gpt_neox":
+        lowered = lower(phi.as_phi(model))
+        return replace(lowered, notes=(*lowered.notes, phi.NOTE, *written_out(plan)), folded=True)
+    note = f"{CODE.name} in the folder is what transformers runs: load with trust_remote_code=True"
+    return Lowered(unshare(model), (note, *written_out(plan)))
+
+
+def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = None) -> str:
+    plan, family = plan_of(model), family_of(model.config)
+    kind = f"head_maps_{family.name}"
+    state = {
+        name: tensor.detach().to(DTYPES[dtype]).contiguous()
+        for name, tensor in model.state_dict().items()
+        if not name.endswith((".key_map", ".value_map"))
+    }
+    if model.config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    save_torch_state_dict(state, folder)
+    fields = family_fields(model.config) | {
+        "model_type": kind,
+        "architectures": ["HeadMapsForCausalLM"],
+        "auto_map": {
+            "AutoConfig": f"{CODE.stem}.HeadMapsConfig",
+            "AutoModelForCausalLM": f"{CODE.stem}.HeadMapsForCausalLM",
+        },
+        "key_maps": [layer.key_map for layer in plan.layers],
+        "value_maps": [layer.value_map for layer in plan.layers],
+        "dtype": dtype,
+        "transformers_version": transformers.__version__,
+    }
+    (folder / "config.json").write_text(json.dumps(fields | older_form(fields), indent=2, sort_keys=True) + "\n")
+    (folder / CODE.name).write_text(code_for(family.model_class.__name__, family.config_class.__name__, kind))
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    if tokenizer is not None:
+        put_tokenizer(tokenizer, folder)
+    return kind
+
+
+def code_for(model_class: str, config_class: str, kind: str) -> str:
+    """The modelling file for a family: Llama's, with the family's names."""
+    text, name = CODE.read_text(encoding="utf-8"), model_class.removesuffix("ForCausalLM")
+    text = text.replace("LlamaForCausalLM", model_class).replace("LlamaConfig", config_class)
+    return text.replace("head_maps_llama", kind).replace("A Llama whose", f"A {name} whose")
+
+
+def read(folder: Path, config: Any) -> PreTrainedModel:
+    """As anyone reads it: the code in the folder is the file that `write` has put there."""
+    return AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, trust_remote_code=True).eval()
+
+
+TARGET = Target("transformers", ("transformers",), held, lower, write, read)
