@@ -20,7 +20,7 @@ import yaml
 from attention.io.files import write_whole
 from orchestrator.cluster.pool_client import pool_of_search
 from orchestrator.cluster.room import Nodes, room_for, total
-from orchestrator.cluster.session import connected
+from orchestrator.cluster.session import connected, on_head
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.promotion.promote import promote
 from orchestrator.reporting import console
@@ -183,6 +183,13 @@ def _start(config: SearchConfig, folder: SearchFolder, uri: str | None, nodes: S
         f"{config.train.num_workers} worker(s) each",
         flush=True,
     )
+    if not uri and not on_head():
+        print(
+            "note: this driver is not on the head of the cluster, so that an MLflow there is not used; for one that "
+            "every node reaches set tracking.uri, or submit the job without --entrypoint-num-cpus, "
+            "--entrypoint-num-gpus and --entrypoint-resources, and its driver runs on the head",
+            flush=True,
+        )
 
 
 def _run_of(config: SearchConfig, folder: SearchFolder, status: str) -> Run:

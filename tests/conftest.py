@@ -109,7 +109,9 @@ class ByFile(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
         text = _text(self.config.rootpath / file)
-        if any(script in text for script in ("from chaos import", "gpu_cloud.py", "two_kinds.py")):
+        if any(
+            script in text for script in ("from chaos import", "gpu_cloud.py", "two_kinds.py", "elastic_cluster.py")
+        ):
             return "clusters of their own"  # a Ray job takes any other head on the machine for its own
         return "on the Ray cluster" if "ray_cluster" in text or "on_group" in text else file
 

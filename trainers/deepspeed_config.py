@@ -31,7 +31,6 @@ def config_of(settings: TrainSettings) -> dict[str, Any]:
     optimizer: dict[str, Any] = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
     optimizer |= {"betas": [settings.beta1, settings.beta2], "torch_adam": not compiled}
     own = {
-        "train_batch_size": settings.batch_size,
         "train_micro_batch_size_per_gpu": settings.device_batch_size,
         "gradient_accumulation_steps": settings.gradient_accumulation_steps,
         "gradient_clipping": settings.max_grad_norm,
@@ -45,8 +44,9 @@ def config_of(settings: TrainSettings) -> dict[str, Any]:
 
 
 def layout_of(settings: TrainSettings) -> dict[str, Any]:
-    """What the files of a training checkpoint depend on: only one of the same layout can be gone on with."""
-    layout = {"num_workers": settings.num_workers, "zero_stage": settings.zero_stage, "dtype": settings.dtype}
+    """What the files of a training checkpoint depend on beside the number of workers, for which they can be changed
+    (`trainers.resharding`): only one of the same layout can be gone on with."""
+    layout: dict[str, Any] = {"zero_stage": settings.zero_stage, "dtype": settings.dtype}
     lora = {"tuning": "lora", "lora_rank": settings.lora_rank, "lora_alpha": settings.lora_alpha}
     layout |= lora if settings.tuning == "lora" else {}
     return layout | ({"deepspeed": given} if (given := _written_by(settings)) else {})

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainers import zero
+from trainers import resharding, zero
 from trainers.adapters import add_adapters
 from trainers.deepspeed_config import config_of, layout_of
 from trainers.loop import LossFunction, ParameterGroup
@@ -22,6 +22,7 @@ from trainers.settings import TrainSettings
 TAG = "engine"
 LAYOUT = "layout.json"
 SCALE = "rate_scale"  # in a group of the optimiser: its learning rate over the settings'
+OWN = (SCALE, "weight_decay")  # what a group has of its own
 
 
 class Engine:
@@ -83,9 +84,10 @@ class Engine:
         return None if norm is None else float(norm)
 
     def step(self, batch: Tensor, loss_fn: LossFunction) -> float:
-        """One optimiser step on this worker's rows `[B / W, T]`; the loss before it, averaged over all workers.
+        """One optimiser step on this worker's rows `[B / W, T]`; the loss before it, the mean over all B rows.
 
-        When the loss is not finite the weights are left as they were.
+        Where W does not divide B some workers have a row more than others: each counts by its rows. When the loss is
+        not finite the weights are left as they were.
         """
         rank = dist.get_rank()
         # A seed for each step and worker, so that dropout after a resume is what it would have been
@@ -93,20 +95,21 @@ class Engine:
         self._engine.train()
         for group in self._engine.optimizer.param_groups:
             group["lr"] = self.rate * group[SCALE]
-        size, passes = self.settings.device_batch_size, self.settings.gradient_accumulation_steps
-        pieces = batch.to(self.device).split(size)
-        if len(pieces) != passes:
-            raise ValueError(f"a step takes {passes} x {size} sequences, got {len(batch)}")
+        rows, passes = self.settings.batch_size, self.settings.gradient_accumulation_steps
+        workers = dist.get_world_size()
+        if len(batch) not in (rows // workers, -(-rows // workers)):
+            raise ValueError(f"a worker takes {rows} / {workers} sequences a step, got {len(batch)}")
         mean = torch.zeros((), dtype=torch.float64, device=self.device)
-        for index, piece in enumerate(pieces):
-            loss = loss_fn(self._engine, piece)
-            mean += loss.detach().double() / len(pieces)
-            if index == len(pieces) - 1:
+        for index, piece in enumerate(batch.to(self.device).tensor_split(passes)):
+            # A worker without a row for this pass takes part all the same: the others wait for it
+            loss = loss_fn(self._engine, piece if len(piece) else batch[:1].to(self.device))
+            mean += loss.detach().double() * len(piece) / rows
+            if index == passes - 1:
                 dist.all_reduce(mean)
-                mean /= dist.get_world_size()
                 if not math.isfinite(mean.item()):
                     return mean.item()
-            self._engine.backward(loss)
+            # DeepSpeed takes the mean over passes and workers
+            self._engine.backward(loss * (len(piece) * passes * workers / rows))
             self._engine.step()
         self.steps_done += 1
         return mean.item()
@@ -119,24 +122,35 @@ class Engine:
         with contextlib.redirect_stdout(None):  # DeepSpeed prints; errors still come as exceptions
             self._engine.save_checkpoint(str(folder), tag=TAG, client_state=state)
         if dist.get_rank() == 0:
-            (folder / LAYOUT).write_text(json.dumps(layout_of(self.settings)))
+            layout = {"num_workers": self.settings.num_workers} | layout_of(self.settings)
+            (folder / LAYOUT).write_text(json.dumps(layout))
 
     def load(self, folder: str | Path) -> dict[str, Any]:
-        """Continue exactly where `save` was called; returns its `client_state`.
+        """Continue where `save` was called, exactly on as many workers; returns its `client_state`.
 
-        Raises ValueError when the checkpoint was written under another split over workers, or with other adapters.
+        Raises ValueError when the checkpoint was written with other settings of ZeRO, another dtype or other adapters.
         """
         file = Path(folder) / LAYOUT
         if not file.is_file():
             raise ValueError(f"expected a training checkpoint in {folder}, found no {LAYOUT} there")
         written, wanted = json.loads(file.read_text()), layout_of(self.settings)
+        workers = written.pop("num_workers")
         if written != wanted:
             raise ValueError(
                 f"training checkpoint {folder} was written with {written}, these settings are {wanted}; use the same, "
                 "or start from the finished weights instead (model_dir) with a fresh optimiser"
             )
-        with contextlib.redirect_stdout(None):
-            path, state = self._engine.load_checkpoint(str(folder), tag=TAG)
+        anew, given = self.settings.zero_stage > 0 and workers != dist.get_world_size(), contextlib.nullcontext(folder)
+        if anew:
+            given = resharding.for_any_number(folder, TAG, zero.write_universal)
+        own = [{key: group[key] for key in OWN} for group in self._engine.optimizer.param_groups]
+        with given as readable, contextlib.redirect_stdout(None):
+            self._engine._config.load_universal_checkpoint = anew
+            path, state = self._engine.load_checkpoint(str(readable), tag=TAG)
+        for group, options in zip(self._engine.optimizer.param_groups, own, strict=True):
+            group |= options  # as the settings say; with ZeRO 3 split anew all groups have the first one's [0.19]
+        if anew:
+            zero.count_apart(self._engine.basic_optimizer)
         if path is None:
             raise ValueError(f"expected a training checkpoint with tag {TAG!r} in {folder}, found none to read")
         self.steps_done = int(state["steps_done"])

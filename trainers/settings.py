@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import (
@@ -33,7 +34,7 @@ AUTO: Strategy = "auto"
 
 class Shape(NamedTuple):
     """Workers of a training: how many, CPUs and GPUs of each, which accelerators (Ray's name; None: any), how they lie
-    on nodes, and what they compute on ("cuda" or "cpu")."""
+    on nodes, what they compute on ("cuda" or "cpu"), and how few of them are enough (None: no fewer)."""
 
     workers: int
     cpus: float
@@ -41,6 +42,12 @@ class Shape(NamedTuple):
     accelerator_type: str | None = None
     strategy: Strategy = AUTO
     device: str = "cpu"
+    fewest: int | None = None
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of workers may change while they train."""
+        return self.fewest is not None
 
 
 class Strict(BaseModel):
@@ -85,8 +92,9 @@ class TrainSettings(Strict):
     trains from scratch with 0.9 and 0.95. `activation_checkpointing`: the inner values of a decoder layer are computed
     anew on the way back and not kept, which takes more time and far less memory. `deepspeed`: keys of
     DeepSpeed's own configuration that are merged into Headfold's last, e.g. `{zero_optimization: {overlap_comm:
-    false}}`; what a setting here says already is refused there (`trainers.deepspeed_keys`). `device`: what is
-    computed on; `auto`: the GPUs that a process asked for, if it did; `cpu`: never a GPU, also where GPUs are asked
+    false}}`; what a setting here says already is refused there (`trainers.deepspeed_keys`). `num_workers: [2, 8]`: as
+    many as there is room for, 2 at least (kept as `min_workers: 2`, `num_workers: 8`); for a promotion. `device`: what
+    is computed on; `auto`: the GPUs that a process asked for, if it did; `cpu`: never a GPU, also where GPUs are asked
     for, so that a search of a GPU cluster can be rehearsed where Ray only counts them.
     """
 
@@ -109,10 +117,22 @@ class TrainSettings(Strict):
     activation_checkpointing: bool = False
     deepspeed: Annotated[dict[str, JsonValue], AfterValidator(_known)] = {}
     num_workers: Annotated[int, Field(ge=1)] = 1
+    min_workers: Annotated[int | None, Field(ge=1)] = None
     cpus_per_worker: Annotated[float, Field(gt=0)] = 1.0
     gpus_per_worker: Annotated[float, Field(ge=0)] = 0.0
     device: Literal["auto", "cpu"] = "auto"
     seed: Seed = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _range(cls, given: Any) -> Any:
+        """`num_workers: [fewest, most]` as two numbers."""
+        counts = given.get("num_workers") if isinstance(given, Mapping) else None
+        if not isinstance(counts, list | tuple):
+            return given
+        if len(counts) != 2:
+            raise ValueError(f"num_workers must be a number, or the fewest and the most of them, got {list(counts)}")
+        return {**given, "min_workers": counts[0], "num_workers": counts[1]}
 
     @model_validator(mode="after")
     def _possible(self) -> TrainSettings:
@@ -128,7 +148,13 @@ class TrainSettings(Strict):
                 "gpus_per_worker=1 or num_workers=1"
             )
         size = self.device_batch_size
-        if self.batch_size % (self.num_workers * size):
+        if self.min_workers is not None:
+            if not self.min_workers <= self.num_workers <= self.batch_size:
+                raise ValueError(
+                    "num_workers: the fewest must not be more than the most, nor the most more than batch_size "
+                    f"{self.batch_size}, got [{self.min_workers}, {self.num_workers}]"
+                )
+        elif self.batch_size % (self.num_workers * size):
             raise ValueError(
                 f"batch_size must be a multiple of num_workers x micro_batch_size = {self.num_workers} x {size} = "
                 f"{self.num_workers * size}, got {self.batch_size}"
@@ -141,17 +167,27 @@ class TrainSettings(Strict):
     @property
     def device_batch_size(self) -> int:
         """Sequences that one worker holds in memory at once."""
-        return self.micro_batch_size or max(1, self.batch_size // self.num_workers)
+        return self.micro_batch_size or self._share
 
     @property
     def gradient_accumulation_steps(self) -> int:
         """Forward and backward passes of one worker in a step."""
-        return self.batch_size // (self.num_workers * self.device_batch_size)
+        return math.ceil(self._share / self.device_batch_size)
+
+    @property
+    def _share(self) -> int:
+        """Sequences of a step that one worker has at most."""
+        return math.ceil(self.batch_size / self.num_workers)
+
+    def on(self, workers: int) -> TrainSettings:
+        """The same training on so many workers."""
+        return self.model_copy(update={"num_workers": workers, "min_workers": None})
 
     @property
     def shape(self) -> Shape:
         device = self.device_with(self.gpus_per_worker)
-        return Shape(self.num_workers, self.cpus_per_worker, self.gpus_per_worker, device=device)
+        fewest = self.min_workers
+        return Shape(self.num_workers, self.cpus_per_worker, self.gpus_per_worker, device=device, fewest=fewest)
 
     def device_with(self, gpus: float) -> str:
         """What a process that asked for so many GPUs computes on."""

@@ -6,12 +6,15 @@ is taken instead, so that no compiler is needed and no killed compile can leave 
 
 from __future__ import annotations
 
+import argparse
 import gc
+import io
 import logging
 import os
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +50,8 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 def check_deepspeed(settings: TrainSettings) -> None:
     """Raise ValueError for what DeepSpeed itself refuses of `train.deepspeed`: unknown keys and values of sections."""
-    config = config_of(settings)
-    del config["train_batch_size"]  # that of all workers, who are not there
     try:
-        DeepSpeedConfig(config)
+        DeepSpeedConfig(config_of(settings))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))
@@ -111,6 +112,28 @@ def gathered(tensors: Sequence[Tensor]) -> Iterator[None]:
     split = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
     with deepspeed.zero.GatheredParameters(split) if split else nullcontext():
         yield
+
+
+def write_universal(source: Path, target: Path) -> None:
+    """Write a training checkpoint of ZeRO 1 to 3 in DeepSpeed's universal form, a file a parameter."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    shutil.rmtree(target.parent, ignore_errors=True)
+    target.mkdir(parents=True)
+    settings = argparse.Namespace(input_folder=str(source), output_folder=str(target), strict=True)
+    settings.num_extract_workers = settings.num_merge_workers = 1  # more are processes, each with a share in memory
+    settings.keep_temp_folder = False
+    settings.inject_missing_state = True  # of tensor parallelism, which there is none of
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        ds_to_universal.main(settings)
+
+
+def count_apart(optimizer: torch.optim.Optimizer) -> None:
+    """Give each part of the weights its own count of steps: of ZeRO 3 in the universal form they share one, which each
+    of them then counts up [0.19]."""
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), Tensor):
+            state["step"] = state["step"].clone()
 
 
 class SplitModel:

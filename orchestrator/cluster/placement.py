@@ -60,8 +60,10 @@ class Demand:
         """A training of the promotion, which the driver starts; None where none is wanted."""
         if not (config.promotion.enabled and config.promotion.steps):
             return None
-        workers, cpus, gpus, accelerator_type, strategy, device = config.promotion_shape
-        return cls(0, 0, workers, cpus, gpus, accelerator_type, None, strategy, device)
+        shape = config.promotion_shape
+        workers = shape.fewest or shape.workers  # with which it starts if there is no room for more
+        amounts = 0, 0, workers, shape.cpus, shape.gpus
+        return cls(*amounts, shape.accelerator_type, None, shape.strategy, shape.device)
 
     @property
     def shape(self) -> Shape:

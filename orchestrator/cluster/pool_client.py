@@ -90,14 +90,16 @@ def train(
     on_report: Callable[[dict[str, Any]], None] = lambda report: None,
     callbacks: Callable[[], list[Any]] = list,
 ) -> dict[str, Any]:
-    """`train_on_pool`; on workers of its own, with Ray Train's callbacks, if there is no pool, or no longer."""
-    if pool is not None:
+    """`train_on_pool`; on workers of its own, with Ray Train's callbacks, if there is no pool, or no longer, or where
+    workers come and go while they train."""
+    if pool is not None and not job.shape.elastic:
         try:
             return train_on_pool(pool, job, on_report)
         except PoolGone as error:
             logger.warning("%s; %s goes on with workers of its own", error, job.run_name)
-    strategy = settled(job.shape, capacity()).strategy
-    return run_training(replace(job, placement_strategy=strategy), callbacks=callbacks())
+    if not job.shape.elastic:  # these lie where there is room for the next one
+        job = replace(job, placement_strategy=settled(job.shape, capacity()).strategy)
+    return run_training(job, callbacks=callbacks())
 
 
 def train_on_pool(pool: str, job: TrainJob, on_report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:

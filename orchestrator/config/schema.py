@@ -19,6 +19,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationInfo,
+    field_validator,
     model_validator,
 )
 
@@ -296,6 +297,16 @@ class SearchConfig(Section):
     tracking: TrackingSection = TrackingSection()
     storage: str = Field(default="runs", min_length=1)
     resources: ResourcesSection = ResourcesSection()
+
+    @field_validator("train")
+    @classmethod
+    def _comparable(cls, train: TrainSettings) -> TrainSettings:
+        if train.min_workers is not None:
+            raise ValueError(
+                f"num_workers: a range is for promotion.train, got [{train.min_workers}, {train.num_workers}]: trials "
+                "are compared, also by their speed; give one number"
+            )
+        return train
 
     @property
     def learning_rates(self) -> list[float]:

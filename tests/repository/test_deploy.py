@@ -14,7 +14,7 @@ from packaging.version import Version
 from ray.dashboard.modules.metrics.grafana_dashboard_factory import generate_train_grafana_dashboard
 
 from orchestrator.tracking import gauges
-from trainers.jobs import worker
+from trainers.jobs import ray_link
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
@@ -49,7 +49,7 @@ def test_the_image_has_ray_as_locked_and_all_packages() -> None:
 def test_the_dashboard_draws_every_gauge_and_nothing_else() -> None:
     dashboard = json.loads((REPOSITORY / "deploy" / "grafana" / "headfold.json").read_text())
     labels = {name: {*of} for name, (_, of) in gauges.GAUGES.items()}
-    labels |= {name: {"search", "trial"} for name, _ in worker.GAUGES.values()}
+    labels |= {name: {"search", "trial"} for name, _ in ray_link.GAUGES.values()}
     drawn = {}
     for panel in dashboard["panels"]:
         (target,) = panel["targets"]

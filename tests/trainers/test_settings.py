@@ -39,6 +39,11 @@ def job(**changes: Any) -> TrainJob:
         ({"batch_size": 8, "micro_batch_size": 3}, r"multiple of num_workers x micro_batch_size = 1 x 3 = 3, got 8"),
         ({"batch_size": 3, "num_workers": 2}, "got 3"),
         ({"batch_size": 2, "num_workers": 4}, "got 2"),
+        ({"num_workers": [3, 2]}, r"fewest must not be more than the most.*got \[3, 2\]"),
+        ({"batch_size": 4, "num_workers": [1, 5]}, r"more than batch_size 4, got \[1, 5\]"),
+        ({"num_workers": [1, 2, 3]}, r"fewest and the most of them, got \[1, 2, 3\]"),
+        ({"num_workers": [0, 2]}, "greater than or equal to 1"),
+        ({"num_workers": [1, 2], "gpus_per_worker": 0.5}, "no two workers on one GPU"),
         ({"dtype": "fp16"}, "'float32' or 'bfloat16'"),
         ({"zero_stage": 4}, "0, 1, 2 or 3"),
         ({"learning_rate": 0}, "greater than 0"),
@@ -60,6 +65,16 @@ def test_batch_is_divided_over_workers_and_passes() -> None:
     assert (settings.device_batch_size, settings.gradient_accumulation_steps) == (3, 4)
     settings = TrainSettings(batch_size=24, num_workers=2)
     assert (settings.device_batch_size, settings.gradient_accumulation_steps) == (12, 1)
+
+
+def test_a_range_of_workers() -> None:
+    settings = TrainSettings(batch_size=8, num_workers=[2, 5])  # pyright: ignore[reportArgumentType]
+    assert (settings.min_workers, settings.num_workers, settings.shape.fewest) == (2, 5, 2)
+    assert TrainSettings(**settings.model_dump()) == settings
+    each = {workers: settings.on(workers) for workers in (2, 3, 5)}
+    assert [one.min_workers for one in each.values()] == [None] * 3
+    assert {workers: one.device_batch_size for workers, one in each.items()} == {2: 4, 3: 3, 5: 2}
+    assert not each[2].shape.elastic
 
 
 def test_schedule_rises_then_falls_to_its_final_fraction() -> None:

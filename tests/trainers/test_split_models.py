@@ -14,7 +14,7 @@ import torch
 from parameters import extended
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
-from two_workers import two_workers
+from worker_groups import two_workers
 
 from attention.conversion.conversion import convert
 from attention.io import checkpoint, piecewise

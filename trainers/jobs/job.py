@@ -34,7 +34,8 @@ class TrainJob:
     `first_sequence`: of the training data, for a job that reads on where an earlier one has stopped.
 
     A checkpoint is kept at each milestone; in between every `checkpoint_steps` steps, and once `checkpoint_minutes`
-    have gone by since the last one (None: not).
+    have gone by since the last one (None: not). With `settings.min_workers` workers come and go while it runs: each
+    time it goes on from its newest checkpoint, on as many as there are.
 
     `keep_best`: also keep the weights of the milestone with the lowest held-out loss (`trainers.jobs.best`); the
     reports then have `best_step`, `best_loss`, `best_kl` and `best_dir`.
@@ -124,6 +125,13 @@ class TrainJob:
         """How the relaxation stage is trained: always all weights, since it changes what the heads are."""
         given = self.relaxation.settings if self.relaxation else None
         return given or self.settings.model_copy(update={"tuning": "full"})
+
+    def on(self, workers: int) -> TrainJob:
+        """The same job on so many workers."""
+        spec = self.relaxation
+        if spec is not None and spec.settings is not None:
+            spec = replace(spec, settings=spec.settings.on(workers))
+        return replace(self, settings=self.settings.on(workers), relaxation=spec)
 
     def to_json(self) -> str:
         record = {f.name: getattr(self, f.name) for f in fields(self)}

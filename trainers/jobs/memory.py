@@ -7,6 +7,7 @@ started again from running out of memory first.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ class MicroBatchLoweredError(RuntimeError):
 
 def lowered(settings: TrainSettings) -> TrainSettings | None:
     """The settings with at most half as many sequences at once; None if it is one already."""
-    share = settings.batch_size // settings.num_workers
+    share = math.ceil(settings.batch_size / settings.num_workers)
     rows = max((r for r in range(1, settings.device_batch_size // 2 + 1) if share % r == 0), default=None)
     return None if rows is None else settings.model_copy(update={"micro_batch_size": rows})
 

@@ -59,6 +59,7 @@ def run_job(job: TrainJob, link: Link) -> dict[str, Any]:
     JobOutOfMemoryError when that does not help, and MicroBatchLoweredError where several workers must start again for
     it: the others wait in a collective operation for the one that ran out.
     """
+    job = job.on(link.world_size)
     fitting, notes = _agreed(link, lambda: memory.as_it_fits(job))
     try:
         return _attempt(fitting, link, notes)

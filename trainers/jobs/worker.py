@@ -1,4 +1,4 @@
-"""The one Ray Train file: training jobs on workers that may die and come back.
+"""Ray Train: training jobs on workers that may die and come back.
 
 A job has workers of its own (`run_training`), or is one of many that a group of a worker pool carries out one after the
 other (`serve_pool`): processes, imports and placement are paid for once.
@@ -18,31 +18,25 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import ray
 import ray.train
 import ray.train.torch
 import torch
-import torch.distributed as dist
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
-from ray.util.metrics import Gauge
 
 from trainers.jobs.job import TrainJob
+from trainers.jobs.ray_link import RayLink, set_gauges
 from trainers.loop import TrainingDiverged
 from trainers.settings import AUTO, Shape
 
 __all__ = ["TrainJob", "TrainingDiverged", "metrics_of", "run_training", "serve_pool"]
 
-GAUGES = {
-    "tokens_per_second": ("headfold_tokens_per_second", "Tokens a second of a training, all workers together"),
-    "mfu": ("headfold_mfu", "Share of the GPUs' peak that a training uses, 0 to 1; for GPUs of a known peak"),
-}
-"""What Ray's metrics show of a line of a job's curve: name and description, by key. They are labelled by search (the
-name of its folder) and trial (that of the run); Ray exports them as `ray_` and the name, from the node of rank 0."""
+RESIZE_SECONDS = 600.0
+"""How often a job whose number of workers may grow does, where its checkpoints do not tell: it goes on from the newest
+one, so that growing costs what lies behind that."""
 
 
 def run_training(job: TrainJob, *, callbacks: Sequence[Any] = ()) -> dict[str, Any]:
@@ -58,9 +52,10 @@ def run_training(job: TrainJob, *, callbacks: Sequence[Any] = ()) -> dict[str, A
     Raises TrainingDiverged when the loss is no longer finite, and Ray's TrainingFailedError when workers failed more
     than `max_failures` times.
     """
-    trainer = _trainer(
-        _work, {"job": job.to_json()}, job.shape, job.run_name, job.storage_path, job.max_failures, callbacks
-    )
+    config, minutes = {"job": job.to_json()}, job.checkpoint_minutes
+    resize_seconds = RESIZE_SECONDS if minutes is None else 60 * minutes
+    places = job.shape, job.run_name, job.storage_path
+    trainer = _trainer(_work, config, *places, job.max_failures, callbacks, resize_seconds=resize_seconds)
     # In the main thread Ray Train takes over Ctrl-C for good, and what it sets keeps the run's controller, a process,
     # alive for as long as this one [2.60]
     in_main_thread, before = threading.current_thread() is threading.main_thread(), signal.getsignal(signal.SIGINT)
@@ -101,17 +96,20 @@ def _trainer(
     max_failures: int,
     callbacks: Sequence[Any] = (),
     preemptions: int = -1,
+    resize_seconds: float = RESIZE_SECONDS,
 ) -> TorchTrainer:
     """`max_failures`, `preemptions`: how often the workers may fail, or lose a node that is taken away, and start again
-    (-1: without end). Those of a pool's group never do: the pool would not know them."""
-    workers, cpus, gpus, accelerator_type, strategy, device = shape
+    (-1: without end). Those of a pool's group never do: the pool would not know them. `resize_seconds`: how often more
+    workers may take the place of fewer."""
+    workers, cpus, gpus, accelerator_type, strategy, device, fewest = shape
     resources = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
     return TorchTrainer(
         function,
         train_loop_config=config,
         torch_config=TorchConfig(backend="nccl" if device == "cuda" else "gloo"),
         scaling_config=ScalingConfig(
-            num_workers=workers,
+            num_workers=workers if fewest is None else (fewest, workers),
+            elastic_resize_monitor_interval_s=resize_seconds,
             use_gpu=bool(gpus),
             resources_per_worker=resources,
             accelerator_type=accelerator_type,
@@ -131,46 +129,6 @@ def _trainer(
     )
 
 
-class _RayLink:
-    """The link of a worker. In a worker pool's group all workers wait at a milestone for the pool's answer."""
-
-    def __init__(self, pool: Any = None, group: str = "") -> None:
-        context = ray.train.get_context()
-        self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
-        self.pool, self.group = pool, group
-        self.shown: set[str] = set()
-        self._watched = os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1") != "0"
-
-    def leaving(self) -> bool:
-        return self._watched and ray.train.get_preemption_info() is not None
-
-    def show(self, job: TrainJob, line: dict[str, Any]) -> None:
-        self.shown |= line.keys() & GAUGES.keys()
-        set_gauges(job, {key: line[key] for key in line.keys() & GAUGES.keys()})
-
-    def report(self, metrics: dict[str, Any], last: bool) -> bool:
-        if self.pool is None:
-            ray.train.report(metrics)
-            return True
-        go = [ray.get(self.pool.report.remote(self.group, metrics, last)) if self.rank == 0 else None]
-        if self.world_size > 1:
-            dist.broadcast_object_list(go, src=0)
-        return bool(go[0])
-
-
-def set_gauges(job: TrainJob, values: dict[str, float]) -> None:
-    """Set gauges of this process for a job; `values` by the keys of GAUGES."""
-    labels = {"search": Path(job.storage_path).parent.name, "trial": job.run_name}
-    for key, value in values.items():
-        _gauge(key).set(float(value), labels)
-
-
-@lru_cache
-def _gauge(key: str) -> Gauge:
-    name, description = GAUGES[key]
-    return Gauge(name, description, ("search", "trial"))
-
-
 def _prepare_worker(device: str) -> None:
     """Before anything imports DeepSpeed, which looks once what it computes on."""
     from transformers.utils import logging as transformers_logging
@@ -187,7 +145,7 @@ def _work(config: dict[str, Any]) -> dict[str, Any]:
     _prepare_worker(job.shape.device)
     from trainers.jobs.run import run_job
 
-    return run_job(job, _RayLink())
+    return run_job(job, RayLink())
 
 
 def _serve(config: dict[str, Any]) -> None:
@@ -198,7 +156,7 @@ def _serve(config: dict[str, Any]) -> None:
     from trainers.jobs.run import run_job
 
     pool, group = config["pool"], config["group"]
-    link, worker = _RayLink(pool, group), ray.get_runtime_context().current_actor
+    link, worker = RayLink(pool, group), ray.get_runtime_context().current_actor
     for number in itertools.count():
         given: Any = ray.get(pool.next.remote(group, link.rank, number, worker))
         if given is None:

@@ -198,9 +198,9 @@ def token_set(
 class BatchStream:
     """Endless shuffled epochs over `sequences [N, T]`: `next()` gives this worker's rows of a step, `[B / W, T]` int64.
 
-    Worker r of W gets rows r B/W to (r + 1) B/W of the step, so that all together see what one worker would. An epoch's
-    remainder begins the next one's first step. The state is a position, so resuming is exact, with any W. Of a set on
-    disk only this worker's rows are read; memory holds the order of one epoch, 8 N bytes.
+    Worker r of W gets rows ⌊r B/W⌋ to ⌊(r + 1) B/W⌋ of the step, so that all together see what one worker would. An
+    epoch's remainder begins the next one's first step. The state is a position, so resuming is exact, with any W. Of a
+    set on disk only this worker's rows are read; memory holds the order of one epoch, 8 N bytes.
     """
 
     def __init__(
@@ -214,19 +214,17 @@ class BatchStream:
     ) -> None:
         if len(sequences.shape) != 2 or not len(sequences):
             raise ValueError(f"sequences must be [N, T] with at least one row, got shape {tuple(sequences.shape)}")
-        if batch_size < 1 or batch_size % world_size:
-            raise ValueError(f"batch_size must be a multiple of the {world_size} workers, got {batch_size}")
+        if batch_size < max(1, world_size):
+            raise ValueError(f"batch_size must give each of {world_size} worker(s) a sequence, got {batch_size}")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be in [0, {world_size}), got {rank}")
         self._sequences, self._batch_size, self._seed = sequences, batch_size, seed
-        self._share = batch_size // world_size
-        self._first = rank * self._share
+        self._mine = range(rank * batch_size // world_size, (rank + 1) * batch_size // world_size)
         self._position = 0
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
 
     def next(self) -> Tensor:
-        start = self._position + self._first
-        rows = [self._row(position) for position in range(start, start + self._share)]
+        rows = [self._row(self._position + row) for row in self._mine]
         self._position += self._batch_size
         return self._sequences[rows].long()
 

@@ -128,7 +128,9 @@ class Needs:
         return needs
 
     def training(self, process: str, train: TrainSettings) -> Need:
-        parts, kind = self.worker(train), self.config.resources.accelerator_type
+        """A worker; where their number may change, one of the fewest, who has the largest share."""
+        fewest = train.min_workers or train.num_workers
+        parts, kind = self.worker(train.on(fewest)), self.config.resources.accelerator_type
         return Need(process, parts, train.gpus_per_worker, kind if train.gpus_per_worker else None, train)
 
     def gate(self) -> Need:

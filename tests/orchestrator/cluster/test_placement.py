@@ -93,6 +93,7 @@ def test_every_process_lands_on_the_kind_of_node_that_it_asked_for(happened: dic
     assert happened["trained_on"] == ["A100", "A100"]
     assert happened["workers_lie_on"] == ["A100"] * 8
     assert happened["room"] == 1
+    assert happened["on_head"] == [True, False]
 
 
 @pytest.mark.extended

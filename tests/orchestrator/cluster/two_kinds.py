@@ -25,6 +25,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from orchestrator.cluster.placement import Demand, bundle, run_task, task_options
 from orchestrator.cluster.pool_client import open_pool, train_on_pool
 from orchestrator.cluster.room import capacity, concurrency, settled
+from orchestrator.cluster.session import on_head
 from orchestrator.cluster.waiting import waits_for
 from orchestrator.config.schema import ConfigError, SearchConfig
 from trainers.jobs.job import TrainJob
@@ -117,6 +118,7 @@ def told(cluster: Any, job: TrainJob, folder: Path) -> dict[str, Any]:
     except ConfigError as error:
         out["refused"] = str(error)
     out["planned_on"] = run_task(task_options(CONFIG), here)
+    out["on_head"] = [on_head(), run_task(task_options(CONFIG), on_head)]
     out["orphan"] = orphan(folder)
     wanted = placement_group([bundle(*demand.shape[1:4])] * 8, strategy="STRICT_PACK")
     out["waits_for"] = until(lambda: waits_for(demand))

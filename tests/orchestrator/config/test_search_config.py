@@ -59,6 +59,7 @@ def with_value(path: str, value: Any) -> dict[str, Any]:
         ("rungs.reduction_factor", 1, ["rungs.reduction_factor", "greater than 1"]),
         ("train.zero_stage", 7, ["train.zero_stage", "got 7", "0, 1, 2 or 3"]),
         ("train.num_workers", 3, ["train", "batch_size", "multiple of"]),
+        ("train.num_workers", [1, 2], ["train", "a range is for promotion.train, got [1, 2]", "give one number"]),
         ("model.dtype", "int8", ["model.dtype", "'int8'", "float32"]),
         ("name", "../up", ["name", "'../up'", "letters"]),
         ("promotion.select", "best", ["promotion.select", "'best'", "best_per_budget"]),

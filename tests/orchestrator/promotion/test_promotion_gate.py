@@ -715,17 +715,27 @@ def test_a_promotion_goes_on_from_the_trial_s_checkpoint_on_a_schedule_of_its_ow
     assert (job.checkpoint_steps, job.checkpoint_minutes, training.before) == (3, 30.0, 0)
 
 
-def test_on_more_workers_it_starts_from_the_weights_and_reads_on(
+@pytest.mark.parametrize(("workers", "shape"), [(4, (4, None)), ([2, 8], (8, 2))])
+def test_it_goes_on_from_the_checkpoint_on_other_workers_too(
+    config: SearchConfig, context: TrialContext, folder: SearchFolder, tmp_path: Path, workers: Any, shape: Any
+) -> None:
+    job = training_of(config, context, folder, tmp_path, train={"num_workers": workers}).job
+    assert job is not None
+    assert (job.start_step, job.resume_from) == (4, str(tmp_path))
+    assert (job.shape.workers, job.shape.fewest) == shape
+
+
+def test_split_otherwise_it_starts_from_the_weights_and_reads_on(
     config: SearchConfig, context: TrialContext, folder: SearchFolder, tmp_path: Path
 ) -> None:
-    training = training_of(config, context, folder, tmp_path, train={"num_workers": 4})
+    training = training_of(config, context, folder, tmp_path, train={"num_workers": 4, "zero_stage": 3})
     job = training.job
     assert job is not None
     assert (job.start_step, job.milestones, job.resume_from) == (0, (3, 6), None)
     assert job.model_dir == str(folder.trial("head") / "trained")
     assert (job.settings.num_workers, job.first_sequence, training.before) == (4, 32, 4)
     fresh = replace(context, promotion_file="fresh.safetensors")
-    job = training_of(config, fresh, folder, tmp_path, train={"num_workers": 4}).job
+    job = training_of(config, fresh, folder, tmp_path, train={"zero_stage": 3}).job
     assert job is not None
     assert (job.train_file, job.first_sequence) == ("fresh.safetensors", 0)
 

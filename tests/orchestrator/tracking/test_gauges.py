@@ -18,7 +18,7 @@ from orchestrator.search.callbacks import best_so_far
 from orchestrator.storage.records import DONE, FAILED, RUNNING, TrialRecord
 from orchestrator.tracking import gauges
 from trainers.jobs.job import TrainJob
-from trainers.jobs.worker import set_gauges
+from trainers.jobs.ray_link import set_gauges
 from trainers.settings import TrainSettings
 
 PATIENCE = 60.0

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from test_carrying import PLAN, SAME, Alone
-from two_workers import two_workers
+from worker_groups import two_workers
 
 from trainers.jobs import checkpoints
 from trainers.jobs.checkpoints import CheckpointNotSentError, CheckpointStore, is_kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -104,6 +105,11 @@ def test_one_worker_trains_measures_and_writes_its_weights(job: TrainJob, whole:
     assert metrics["kl"] is None, "nothing was distilled"
     assert checkpoint.plan_of(model) == PLAN
     assert metrics["weights_digest"] == checkpoint.weights_digest(job.out_dir)
+
+
+def test_ray_train_knows_where_the_newest_checkpoint_lies(job: TrainJob, whole: dict[str, Any]) -> None:
+    (pointer,) = Path(job.storage_path, job.run_name).glob("reported_*/checkpoint.json")
+    assert json.loads(pointer.read_text()) == {"checkpoint_path": whole["checkpoint_path"], "step": STEPS}
 
 
 @pytest.mark.extended

@@ -1,4 +1,4 @@
-"""Two workers of a training without Ray: processes in one group of gloo, each returning what it found.
+"""Workers of a training without Ray: processes in one group of gloo, each returning what it found.
 
 They are forked from a process of their own, since a process group of the tests' would be theirs too.
 """
@@ -23,20 +23,28 @@ FORK = multiprocessing.get_context("fork")
 
 @contextmanager
 def two_workers() -> Iterator[Callable[..., list[Any]]]:
-    """`on_both(folder, work, *args)`: what `work(rank, *args)` of both returned, by rank. `folder` is empty or new;
-    all of it must be known to pickle. Raises RuntimeError with a worker's traceback."""
+    """`several_workers` with two of them: `on_both(folder, work, *args)`."""
+    with several_workers() as on_all:
+        yield lambda folder, work, *args: on_all(2, folder, work, *args)
+
+
+@contextmanager
+def several_workers() -> Iterator[Callable[..., list[Any]]]:
+    """`on_all(number, folder, work, *args)`: what `work(rank, *args)` of all returned, by rank. `folder` is empty or
+    new; all of it must be known to pickle. Raises RuntimeError with a worker's traceback."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield lambda folder, work, *args: pool.submit(_both, folder, work, args).result()
+        yield lambda number, folder, work, *args: pool.submit(_all, number, folder, work, args).result()
 
 
-def _both(folder: Path, work: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+def _all(number: int, folder: Path, work: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
     folder.mkdir(parents=True, exist_ok=True)
     answers = FORK.SimpleQueue()
-    workers = [FORK.Process(target=_run, args=(rank, folder / "meeting", answers, work, args)) for rank in (0, 1)]
+    common = folder / "meeting", answers, work, args
+    workers = [FORK.Process(target=_run, args=(rank, number, *common)) for rank in range(number)]
     for worker in workers:
         worker.start()
     found = {}
-    while len(found) < 2:
+    while len(found) < number:
         rank, answer, failed = answers.get()
         if failed:
             for worker in workers:
@@ -45,15 +53,15 @@ def _both(folder: Path, work: Callable[..., Any], args: tuple[Any, ...]) -> list
         found[rank] = answer
     for worker in workers:
         worker.join()
-    return [found[0], found[1]]
+    return [found[rank] for rank in range(number)]
 
 
-def _run(rank: int, meeting: Path, answers: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _run(rank: int, number: int, meeting: Path, answers: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(number))
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{meeting}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+            "gloo", init_method=f"file://{meeting}", rank=rank, world_size=number, timeout=timedelta(seconds=60)
         )
         answers.put((rank, work(rank, *args), None))
     except BaseException:

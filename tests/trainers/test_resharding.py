@@ -1,0 +1,146 @@
+"""Training checkpoints on another number of workers, and batches that do not divide over them: the same training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parameters import extended
+from worker_groups import several_workers
+
+from attention.io import checkpoint
+from trainers.engine import Engine
+from trainers.loop import ParameterGroup
+from trainers.losses import objective
+from trainers.settings import TrainSettings
+from trainers.text.data import BatchStream
+from trainers.zero import load_model
+
+HALF, ALL, ROWS = 3, 6, 6
+IDS = torch.randint(0, 64, (40, 16), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def on_all() -> Iterator[Callable[..., list[Any]]]:
+    with several_workers() as on_all:
+        yield on_all
+
+
+def settings_of(workers: int, **given: Any) -> TrainSettings:
+    return TrainSettings(**{"learning_rate": 1e-2, "batch_size": ROWS, "num_workers": 6, **given}).on(workers)
+
+
+def work(
+    rank: int, model: Path, settings: TrainSettings, until: int, load: Path | None, save: Path | None, own_rate: bool
+) -> tuple[list[float], dict[str, Any], Any]:
+    """Losses up to step `until`, the weights then (rank 0), and what a checkpoint said that it went on from."""
+    net = load_model(model, settings)
+    bias = tuple(p for name, p in net.named_parameters() if name.endswith("norm.weight"))
+    groups = [ParameterGroup(bias, 3e-2)] if own_rate else []
+    with closing(Engine(net, settings, ALL, groups)) as engine:
+        stream = BatchStream(IDS, ROWS, rank=rank, world_size=settings.num_workers)
+        said = engine.load(load) if load else None
+        stream.skip(engine.steps_done * ROWS)
+        losses = [engine.step(stream.next(), objective()) for _ in range(engine.steps_done, until)]
+        if save:
+            engine.save(save, {"said": "here"})
+        return losses, {name: tensor.float().numpy() for name, tensor in engine.weights().items()}, said
+
+
+@pytest.fixture
+def model(tiny_model: Any, tmp_path: Path) -> Path:
+    return checkpoint.save(tiny_model("llama"), tmp_path / "model")
+
+
+def difference(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "given", "own_rate"),
+    [
+        (1, "float32", {}, True),
+        (3, "bfloat16", {"deepspeed": {"zero_optimization": {"sub_group_size": 4000}}}, True),
+        extended(0, "float32", {}, False),
+        extended(1, "bfloat16", {}, False),
+        extended(1, "float32", {"tuning": "lora"}, False),
+        extended(2, "float32", {}, False),
+        extended(2, "bfloat16", {}, True),
+        extended(3, "float32", {"deepspeed": {"zero_optimization": {"sub_group_size": 4000}}}, True),
+        extended(3, "float32", {"tuning": "lora"}, False),
+    ],
+)
+def test_training_goes_on_with_another_number_of_workers(
+    on_all: Any, model: Path, tmp_path: Path, stage: int, dtype: str, given: dict[str, Any], own_rate: bool
+) -> None:
+    def run(workers: int, name: str, until: int, load: Path | None = None, save: Path | None = None) -> Any:
+        settings = settings_of(workers, zero_stage=stage, dtype=dtype, **given)
+        return on_all(workers, tmp_path / name, work, model, settings, until, load, save, own_rate)
+
+    saved = tmp_path / "checkpoint"
+    expected, weights, _ = run(1, "whole", ALL)[0]
+    first = run(2, "first", HALF, save=saved)[0][0]
+    near = 1e-5 if dtype == "float32" else 1e-2
+    assert difference(first, expected[:HALF]) < near
+    for workers in (1, 4):  # 4: two of them have one row of a step, two have two
+        results = run(workers, f"then-{workers}", ALL, load=saved)
+        losses, after, said = results[0]
+        assert said == {"said": "here"}
+        assert difference(losses, expected[HALF:]) < near
+        assert [result[0] for result in results] == [losses] * workers
+        apart = max(abs(after[name] - weights[name]).max() for name in weights)
+        assert apart < (1e-4 if dtype == "float32" else 2e-2)
+    assert not list(tmp_path.glob(".checkpoint*"))
+
+
+def test_the_optimiser_state_matters_to_the_comparison_above(on_all: Any, model: Path, tmp_path: Path) -> None:
+    """Without its moments a training goes another way, by more than what is allowed above."""
+    settings = settings_of(1)
+    expected = on_all(1, tmp_path / "whole", work, model, settings, ALL, None, None, False)[0][0]
+    on_all(1, tmp_path / "first", work, model, settings, HALF, None, tmp_path / "saved", False)
+    state = tmp_path / "saved" / "engine"
+    forget(next(state.glob("*optim_states.pt")))
+    losses = on_all(1, tmp_path / "then", work, model, settings, ALL, tmp_path / "saved", None, False)[0][0]
+    assert difference(losses, expected[HALF:]) > 1e-3
+
+
+def forget(file: Path) -> None:
+    """Adam's moments of a training checkpoint, made zero."""
+    record = torch.load(file, weights_only=False)  # this test has written it
+    for state in record["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+        state["exp_avg"].zero_()
+        state["exp_avg_sq"].zero_()
+    torch.save(record, file)
+
+
+def test_a_checkpoint_that_cannot_be_read_is_told_by_all_workers(on_all: Any, model: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "checkpoint"
+    on_all(2, tmp_path / "first", work, model, settings_of(2), 1, None, saved, False)
+    broken = next((saved / "engine").glob("*optim_states.pt"))
+    broken.write_bytes(broken.read_bytes()[:1000])
+    with pytest.raises(RuntimeError, match=r"OSError.*checkpoint cannot be split over 3 workers"):
+        on_all(3, tmp_path / "then", work, model, settings_of(3), 2, saved, None, False)
+    assert not list(tmp_path.glob(".checkpoint*"))
+
+
+@pytest.mark.parametrize(("rows", "micro"), [(3, None), (5, 1), (7, 2)])
+def test_a_batch_that_does_not_divide_is_the_same_step(
+    on_all: Any, model: Path, tmp_path: Path, rows: int, micro: int | None
+) -> None:
+    def run(workers: int) -> Any:
+        settings = settings_of(workers, batch_size=rows, num_workers=[1, 2], micro_batch_size=micro)
+        return on_all(workers, tmp_path / str(workers), some_steps, model, settings)
+
+    alone, several = run(1), run(2)
+    assert difference(several[0], alone[0]) < 1e-5
+    assert several[0] == several[1]
+
+
+def some_steps(rank: int, model: Path, settings: TrainSettings) -> list[float]:
+    with closing(Engine(load_model(model, settings), settings, ALL)) as engine:
+        stream = BatchStream(IDS, settings.batch_size, rank=rank, world_size=settings.num_workers)
+        return [engine.step(stream.next(), objective()) for _ in range(HALF)]

@@ -1,0 +1,83 @@
+"""What a worker of Ray Train tells: reports, with where a checkpoint lies, and gauges."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import uuid
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch.distributed as dist
+from ray.util.metrics import Gauge
+
+from trainers.jobs.job import TrainJob
+
+POINTER = "checkpoint.json"  # in what Ray Train knows as a checkpoint
+GAUGES = {
+    "tokens_per_second": ("headfold_tokens_per_second", "Tokens a second of a training, all workers together"),
+    "mfu": ("headfold_mfu", "Share of the GPUs' peak that a training uses, 0 to 1; for GPUs of a known peak"),
+}
+"""What Ray's metrics show of a line of a job's curve: name and description, by key. They are labelled by search (the
+name of its folder) and trial (that of the run); Ray exports them as `ray_` and the name, from the node of rank 0."""
+
+
+class RayLink:
+    """The link of a worker. In a worker pool's group all workers wait at a milestone for the pool's answer."""
+
+    def __init__(self, pool: Any = None, group: str = "") -> None:
+        context = ray.train.get_context()
+        self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
+        self.pool, self.group = pool, group
+        self.shown: set[str] = set()
+        self._watched = os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1") != "0"
+
+    def leaving(self) -> bool:
+        return self._watched and ray.train.get_preemption_info() is not None
+
+    def show(self, job: TrainJob, line: dict[str, Any]) -> None:
+        self.shown |= line.keys() & GAUGES.keys()
+        set_gauges(job, {key: line[key] for key in line.keys() & GAUGES.keys()})
+
+    def report(self, metrics: dict[str, Any], last: bool) -> bool:
+        if self.pool is None:
+            with self._pointer(metrics) as pointer:
+                ray.train.report(metrics, **pointer)
+            return True
+        go = [ray.get(self.pool.report.remote(self.group, metrics, last)) if self.rank == 0 else None]
+        if self.world_size > 1:
+            dist.broadcast_object_list(go, src=0)
+        return bool(go[0])
+
+    @contextlib.contextmanager
+    def _pointer(self, metrics: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """What `ray.train.report` is given of a checkpoint, by rank 0 alone: a small file that says where it lies. Ray
+        keeps the newest; checkpoints themselves are kept and removed by their own index (`trainers.jobs.checkpoints`),
+        which also knows those between two reports, and which of them are damaged."""
+        if self.rank != 0:
+            yield {}
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            where = {key: metrics.get(key) for key in ("checkpoint_path", "step")}
+            (Path(folder) / POINTER).write_text(json.dumps(where))
+            name = f"reported_{metrics['step']:06d}-{uuid.uuid4().hex[:8]}"  # of its own, also when said once more
+            yield {"checkpoint": ray.train.Checkpoint.from_directory(folder), "checkpoint_dir_name": name}
+
+
+def set_gauges(job: TrainJob, values: dict[str, float]) -> None:
+    """Set gauges of this process for a job; `values` by the keys of GAUGES."""
+    labels = {"search": Path(job.storage_path).parent.name, "trial": job.run_name}
+    for key, value in values.items():
+        _gauge(key).set(float(value), labels)
+
+
+@lru_cache
+def _gauge(key: str) -> Gauge:
+    name, description = GAUGES[key]
+    return Gauge(name, description, ("search", "trial"))
