@@ -152,6 +152,11 @@ Arm = Annotated[ArmSection, BeforeValidator(_arm)]
 Arms = Annotated[list[Arm], AfterValidator(_names)]
 
 
+def _export_target(value: Any) -> Any:
+    """llama.cpp's name for its format."""
+    return {"llama.cpp": "gguf"}.get(value, value) if isinstance(value, str) else value
+
+
 class SearchSection(Section):
     """Which candidates are tried.
 
@@ -164,9 +169,14 @@ class SearchSection(Section):
     `{searcher.chains: 4}` for one of the searcher). With searcher `asymgqa` the samples are the probes of its walks,
     and the best plan of each ratio is one more candidate. `baseline` always runs, at every KV ratio of any arm, is
     never stopped early, and is what a promotion must beat. `seed` is of the searcher and the texts; `seeds` (none:
-    `seed`) are those of plans and trainings.
+    `seed`) are those of plans and trainings. `target`: the engine that the results are for, by its export
+    target (`any`: none in particular): every candidate is then a plan that it holds exactly, at the plan's own bytes,
+    and what does not go there is refused.
     """
 
+    target: Annotated[Literal["any", "gqa", "phi", "vllm", "gguf", "transformers"], BeforeValidator(_export_target)] = (
+        "any"
+    )
     searcher: str = Field(default="optuna", min_length=1)
     recipes: Arms = Field(default=[ArmSection(recipe="gqa"), ArmSection(recipe="headfold")], min_length=1)
     kv_ratios: KVRatios = []

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from attention.geometry import HeadGeometry
+from attention.io.checkpoint import load_config
 from attention.messages import cut, near
 from attention.ratios import ratio_of_kv_heads
 from orchestrator.config.parsing import ConfigError
 from orchestrator.config.schema import ArmSection, SearchConfig, SearchSection
 from search_spaces.planning.budgets import check_budget
+from search_spaces.recipes.engine_form import EngineForm
 from search_spaces.recipes.recipes import AXES, RECIPES, Recipe
 from search_spaces.recipes.recipes import recipe as named_recipe
 from search_spaces.recipes.rules import keeps_everything
@@ -133,8 +135,10 @@ def named_candidates(config: SearchConfig, geometry: HeadGeometry) -> tuple[Cand
 
     Raises ConfigError for an unknown recipe, and for a ratio that a recipe cannot meet on this checkpoint.
     """
-    of_search = ratios_of(config.search, geometry)
+    of_search, engine = ratios_of(config.search, geometry), engine_form(config, geometry)
     arms = [(_recipe(config, arm), ratios_of(arm, geometry) or of_search) for arm in config.arms]
+    for recipe, _ in arms:
+        _check_held(recipe, engine)
     arms.sort(key=lambda arm: arm[0].name != config.search.baseline)
     every = list(dict.fromkeys([*of_search, *(ratio for _, ratios in arms for ratio in ratios)]))
     pairs = []
@@ -181,6 +185,28 @@ def _recipe(config: SearchConfig, arm: ArmSection) -> Recipe:
     return replace(recipe, name=arm.name)
 
 
+def engine_form(config: SearchConfig, geometry: HeadGeometry) -> EngineForm | None:
+    """What the engine of `search.target` holds; None for `any`."""
+    name = config.search.target
+    return None if name == "any" else EngineForm.of(name, load_config(config.model.path), geometry)
+
+
+def _check_held(recipe: Recipe, engine: EngineForm | None) -> None:
+    """Raises ConfigError for a recipe of plans that the engine does not hold exactly at their own bytes."""
+    if engine is None:
+        return
+    if reasons := _refused(recipe, engine):
+        fits = [known.name for known in RECIPES.values() if not _refused(known, engine)]
+        raise ConfigError(
+            f"search.recipes: {recipe.name}: {'; '.join(reasons)}; set it in this arm's changes, take another recipe "
+            f"({', '.join(fits) or 'none fits'}), or set search.target=any and lower what is found (headfold export)"
+        )
+
+
+def _refused(recipe: Recipe, engine: EngineForm) -> list[str]:
+    return engine.refusals(recipe.to_dict(), equal_groups=recipe.equal_groups)
+
+
 def _cannot_meet(recipe: Recipe, ratio: float, geometry: HeadGeometry, dtype: str, baseline: bool) -> str | None:
     """Why, or None. With the whole cache the baseline is the original model, trained for the same tokens."""
     if not baseline and (whole := keeps_everything(recipe.sharing, recipe.composition, ratio)):
@@ -197,7 +223,8 @@ def candidate_space(config: SearchConfig, geometry: HeadGeometry) -> CandidateSp
     section, ratios = config.search, ratios_of(config.search, geometry)
     try:
         params = {name: value for name, value in section.params.items() if not name.startswith(OF_SEARCHER)}
-        joint = JointSpace(ratios, geometry, choices=section.search_space, settings=params)
+        engine = engine_form(config, geometry)
+        joint = JointSpace(ratios, geometry, choices=section.search_space, settings=params, engine=engine)
     except ValueError as error:
         text = cut(str(error))
         wrong = text.removeprefix("settings: ")

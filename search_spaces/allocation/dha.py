@@ -67,7 +67,7 @@ def dha_greedy(
         Knob("first", "int", "how many layers are raised to `large` at once", low=0),
         Knob("key_share", "float", "share of all heads that are keys, the rest are values", low=0.05, high=0.95),
     ),
-    needs=("group_cost", "apart", "any_count"),
+    needs=("group_cost", "apart", "by_layer", "any_count"),
 )
 def dha(
     problem: AllocationProblem, *, small: int = 0, large: int = 0, first: int = 1, key_share: float = 0.5

@@ -129,7 +129,7 @@ def best_measured(
     "knapsack",
     source="ours: multiple-choice knapsack over keys and values of all layers",
     knobs=KNOBS,
-    needs=("model", "measure", "apart"),
+    needs=("model", "measure", "apart", "by_layer"),
     passes_to=best_measured,
 )
 def knapsack_part(problem: AllocationProblem, **knobs: Any) -> Counts:
@@ -141,7 +141,7 @@ def knapsack_part(problem: AllocationProblem, **knobs: Any) -> Counts:
     "layerwise",
     source="ours: multiple-choice knapsack over layers, keys and values alike",
     knobs=KNOBS,
-    needs=("model", "measure"),
+    needs=("model", "measure", "by_layer"),
     passes_to=best_measured,
 )
 def layerwise(problem: AllocationProblem, **knobs: Any) -> Counts:

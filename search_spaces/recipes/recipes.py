@@ -74,6 +74,13 @@ NAMED = (
         source="ours: least_squares, then refined layer by layer; exports as plain GQA",
     ),
     Recipe(
+        "headfold_layers",
+        **LEAST_SQUARES,
+        allocation="layerwise",
+        refinement="fit_heal",
+        source="ours: headfold_gqa with a head count of its own in each layer, which vLLM and llama.cpp hold",
+    ),
+    Recipe(
         "headfold",
         **LEAST_SQUARES,
         allocation="knapsack",

@@ -18,6 +18,7 @@ from attention.axes import Knob
 from attention.geometry import HeadGeometry
 from attention.messages import near
 from search_spaces.planning.budgets import require_budget
+from search_spaces.recipes.engine_form import EngineForm, makes_equal_groups
 from search_spaces.recipes.recipes import AXES, BY, RECIPES, Recipe, RecipeError
 from search_spaces.recipes.rules import broken_rules
 from search_spaces.space.domains import ORDER, Domain, Point, by_field
@@ -34,8 +35,8 @@ class JointSpace:
 
     `kv_ratios`: the budgets. `geometry` excludes those that a grouping cannot meet. `choices` restricts fields, e.g.
     `{"grouping": ["exact", "neighbour"]}`. `provided`: what parts may need ("statistics", "model", ...). `settings`
-    fixes knobs ("axis.knob"), which are then not searched. Raises ValueError for an unknown field or choice, or if
-    nothing is left to propose.
+    fixes knobs ("axis.knob"), which are then not searched. `engine`: what is to hold the plans, exactly (None: Headfold
+    itself). Raises ValueError for an unknown field or choice, or if nothing is left to propose.
     """
 
     kv_ratios: Sequence[float | Fraction]
@@ -43,6 +44,7 @@ class JointSpace:
     choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     provided: Sequence[str] = PROVIDED
     settings: Mapping[str, Any] = field(default_factory=dict)
+    engine: EngineForm | None = None
     _feasible: dict[tuple[Any, ...], bool] = field(default_factory=dict, repr=False)
     _budgets: dict[tuple[Any, ...], str | None] = field(default_factory=dict, repr=False)
 
@@ -52,6 +54,8 @@ class JointSpace:
         wrong = [ratio for ratio in self.kv_ratios if not 0 < ratio <= 1]
         if wrong:
             raise ValueError(f"kv_ratio must lie in (0, 1], got {wrong[0]}")
+        if self.engine is not None:
+            self.settings = self.engine.settings() | dict(self.settings)
         self._options = {"kv_ratio": tuple(self.kv_ratios), "together": (False, True), "by": BY}
         for name, axis in AXES.items():
             asked = self.choices.get(name, ())
@@ -154,6 +158,9 @@ class JointSpace:
     def _broken(self, full: Point) -> list[str]:
         """Why these choices cannot be; empty if they can."""
         reasons = broken_rules(full) + _twice_the_same(full) + _too_dear(full)
+        if self.engine is not None:
+            equal = "grouping" in full and makes_equal_groups(full["grouping"], self.settings)
+            reasons += self.engine.refusals(full, equal_groups=equal)
         needed = {"kv_ratio", "grouping", "objective", "allocation"}
         if not reasons and self.geometry is not None and needed <= set(full):
             reason = self._over_budget(full)

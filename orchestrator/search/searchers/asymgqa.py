@@ -141,6 +141,9 @@ def walk_recipe(problem: SearchProblem) -> Recipe:
             "walk_asymmetric or walk_symmetric"
         )
     changed = base.with_changes(**changes)
+    engine = joint.engine
+    if engine and (reasons := engine.refusals(changed.to_dict(), equal_groups=changed.equal_groups)):
+        raise ConfigError(f"search.target: the asymgqa searcher cannot be: {'; '.join(reasons)}; choose target any")
     settings = {name: value for name, value in joint.settings.items() if name in dict(changed.settings)}
     return replace(changed.with_changes(settings=settings), name=NAME)
 

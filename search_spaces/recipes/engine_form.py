@@ -1,0 +1,97 @@
+"""What an engine holds exactly of a checkpoint's family, without a larger cache, and what that leaves of a recipe.
+
+Nothing here knows an engine: the export target is asked about a few plans (`attention.io.targets.Target.held`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from attention.geometry import HeadGeometry
+from attention.io.targets import TargetError, target
+from attention.plan import AttentionPlan, Composition, LayerPlan
+from search_spaces.axes import ALLOCATION, GROUPING
+
+EQUAL_SIZES = "grouping.equal_sizes"
+
+
+@dataclass(frozen=True)
+class EngineForm:
+    """What export target `target` holds at the plan's own bytes: `grouped` layers at all, with groups of `unequal`
+    size, `own_counts` of KV heads in each layer, both of these together (`own_unequal`), keys and values with groups of
+    their own (`apart`), heads that are `composed`."""
+
+    target: str
+    grouped: bool
+    unequal: bool
+    own_counts: bool
+    own_unequal: bool
+    apart: bool
+    composed: bool
+
+    @classmethod
+    def of(cls, name: str, config: Any, geometry: HeadGeometry) -> EngineForm:
+        """`config`, `geometry`: of the checkpoint. Raises ValueError naming the targets for one that is unknown."""
+        stored, layers, asked = geometry.num_kv_heads, geometry.num_layers, target(name)
+
+        def holds(keys: Sequence[Sequence[int]], values: Sequence[Sequence[int]] | None = None, **more: Any) -> bool:
+            """Whether it holds layers whose stored head `u` goes to group `keys[l][u]`, and `values[l][u]`."""
+            both = zip(keys, values or keys, strict=True)
+            maps = [LayerPlan(*(tuple(g[u] for u in geometry.kv_map) for g in pair)) for pair in both]
+            plan = AttentionPlan(tuple(maps), geometry.head_dim, **more)
+            try:
+                held = asked.held(config, plan)
+            except TargetError:
+                return False
+            return held.bytes_per_token("float16") <= plan.kv_bytes_per_token("float16")
+
+        # Uneven on purpose: all but the first group have one head
+        groups = {count: [max(0, u - stored + count) for u in range(stored)] for count in range(1, stored + 1)}
+        even = {count: [u * count // stored for u in range(stored)] for count in groups if stored % count == 0}
+        least, own = even[1], even[stored]
+        return cls(
+            name,
+            grouped=holds([least] * layers),
+            unequal=all(holds([uneven] * layers) for uneven in groups.values()),
+            own_counts=holds(list(even.values())),
+            own_unequal=holds(list(groups.values())),
+            apart=holds([least] * layers, [own] * layers),
+            composed=holds([least] * layers, composition=Composition()),
+        )
+
+    def refusals(self, record: Mapping[str, Any], *, equal_groups: bool) -> list[str]:
+        """Why the choices of `record` (fields of a recipe, not all of them) make plans that it does not hold so; empty
+        if they make none. `equal_groups`: whether the grouping, if it is there, makes groups of one size."""
+        name, reasons = f"target {self.target}", []
+        by_layer = "by_layer" in ALLOCATION.get(record["allocation"]).needs if "allocation" in record else False
+        if record.get("composition", "none") != "none" and not self.composed:
+            reasons.append(f"{name} composes no heads, so composition must be none, got {record['composition']}")
+        if record.get("together", True) is False and not self.apart:
+            reasons.append(f"{name} holds a key head with each value head, so together must be true, got false")
+        if by_layer and not self.own_counts:
+            reasons.append(
+                f"{name} holds as many KV heads in every layer of this family as in the widest, so allocation must be "
+                f"uniform, got {record['allocation']}"
+            )
+        if "grouping" in record and not equal_groups and not (self.own_unequal if by_layer else self.unequal):
+            where = "beside head counts of each layer's own, " if by_layer and self.unequal else ""
+            reasons.append(
+                f"{name} holds no groups of unequal size {where}of this family, so grouping.equal_sizes must be true "
+                f"and grouping one that has it, got grouping={record['grouping']}"
+            )
+        if not self.grouped and record.get("sharing") == "none":
+            reasons.append(f"{name} holds no grouped heads of this family; choose another target")
+        return reasons
+
+    def settings(self) -> dict[str, Any]:
+        """Settings that a search among recipes is to keep to."""
+        return {} if self.own_unequal else {EQUAL_SIZES: True}
+
+
+def makes_equal_groups(grouping: str, settings: Mapping[str, Any]) -> bool:
+    """Whether a grouping makes groups of one size, with these settings ("axis.knob") and its defaults."""
+    part = GROUPING.get(grouping)
+    default = next((knob.default for knob in part.knobs if knob.name == EQUAL_SIZES.partition(".")[2]), False)
+    return "equal_groups" in part.needs or bool(settings.get(EQUAL_SIZES, default))
