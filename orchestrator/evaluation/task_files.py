@@ -17,7 +17,7 @@ from orchestrator.config.schema import ConfigError
 
 SHIPPED = {"demo": Path(__file__).parent / "demo_tasks"}
 LOCAL = ("json", "csv", "parquet", "arrow", "text")  # data sets that are files
-MAIN_METRICS = ("acc", "exact_match")
+ACCURACIES = ("acc", "exact_match")
 
 
 class NotInstalledError(ConfigError):
@@ -46,9 +46,9 @@ def task_specs(asked: Iterable[str]) -> list[str | dict[str, Any]]:
             raise ConfigError(f"tasks: got an empty name; give {_allowed()}")
         place = SHIPPED.get(name, Path(name).expanduser())
         if place.is_dir():
-            specs += _of_folder(place)
+            specs += _of_folder(place.absolute())
         elif place.is_file():
-            specs.append(_task_of(place))
+            specs.append(_task_of(place.absolute()))
         elif place.suffix in (".yaml", ".yml") or len(place.parts) != 1:
             raise ConfigError(f"tasks: no file or folder at {name!r}; give {_allowed()}")
         else:
@@ -57,6 +57,12 @@ def task_specs(asked: Iterable[str]) -> list[str | dict[str, Any]]:
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"tasks: {repeated[0]!r} is asked for more than once; every task needs a name of its own")
     return specs
+
+
+def placed(asked: Iterable[str]) -> list[str]:
+    """The same, folders and files by their absolute paths: for a process in another folder."""
+    paths = {name: Path(name).expanduser().absolute() for name in asked}
+    return [str(path) if name not in SHIPPED and path.exists() else name for name, path in paths.items()]
 
 
 def _allowed() -> str:
@@ -136,13 +142,13 @@ def _checked(task: dict[str, Any], file: Path) -> dict[str, Any]:
         if not isinstance(metric, str) or metric not in metric_registry or not own:
             raise ConfigError(
                 f"tasks: {str(file)!r} has metric {metric!r}, which the harness would fetch from the hub as a program; "
-                f"choose among its own, e.g. {', '.join(MAIN_METRICS)}"
+                f"choose among its own, e.g. {', '.join(ACCURACIES)}"
             )
     if task.get("unsafe_code"):
         raise ConfigError(f"tasks: {str(file)!r} runs what the model writes (unsafe_code); that is not done here")
     return task
 
 
-def main_metric(scores: Mapping[str, float]) -> str:
-    """The metric of a task that stands for it: its accuracy, or the first that it has."""
-    return next((name for name in MAIN_METRICS if name in scores), next(iter(scores)))
+def accuracy_of(metrics: Iterable[str]) -> str | None:
+    """Which of a task's metrics is its accuracy; None if it has none."""
+    return next((name for name in ACCURACIES if name in metrics), None)

@@ -23,7 +23,7 @@ BOOTSTRAP = 100  # draws for standard errors that have no formula
 
 
 class HarnessTasks:
-    """Tasks with their data, loaded before any model is.
+    """Tasks with their data, loaded before any model is. `metrics`: those of each task by name.
 
     Raises ConfigError for a name that is not known, a file that cannot be used, and data that cannot be had, as from a
     hub that is not reached.
@@ -45,7 +45,7 @@ class HarnessTasks:
                     )
                 manager = known if isinstance(spec, str) else TaskManager(include_defaults=False)
                 self._tasks += self._load(manager, spec)
-        self.names = [str(task.task_name) for task in self._tasks]
+        self.metrics = {str(task.task_name): list(task.aggregation()) for task in self._tasks}
 
     def _load(self, manager: Any, spec: str | dict[str, Any]) -> list[Any]:
         name = spec if isinstance(spec, str) else spec["task"]
@@ -84,7 +84,7 @@ class HarnessTasks:
             except TemplateError as error:
                 raise ConfigError(f"tasks: a template does not fit its data: {reason(error)}") from None
         counts = found.get("n-samples", {})
-        return {name: _metrics(found["results"][name], counts.get(name, {})) for name in self.names}
+        return {name: _metrics(found["results"][name], counts.get(name, {})) for name in self.metrics}
 
 
 def _no_manager() -> Any:

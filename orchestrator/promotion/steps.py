@@ -27,6 +27,7 @@ from orchestrator.promotion.state import (
     Entry,
     PromotionState,
 )
+from orchestrator.promotion.task_check import TASKS, task_metrics
 from orchestrator.promotion.training import Training, best_model, run_all
 from orchestrator.search.prepare import SearchSession
 from orchestrator.storage import records
@@ -119,7 +120,7 @@ class PromotionSteps:
         points = [{k: v for k, v in r.items() if not k.startswith("best_")} for r in reports] + training.curve()
         if entry.trained_at is not None:
             compared = entry.compared | {"best_loss": entry.loss, "loss": entry.last_loss}
-            points.append(compared | {"step": steps, "time": entry.trained_at})
+            points.append(compared | task_metrics(entry.tasks) | {"step": steps, "time": entry.trained_at})
         if entry.shipped is not None:
             tags["shipped"] = entry.shipped
         if entry.status == FAILED:
@@ -130,6 +131,8 @@ class PromotionSteps:
                 "gate.yaml": yaml.safe_dump(entry.checks, sort_keys=True),
                 LINEAGE: json.dumps(entry.lineage, indent=1, sort_keys=True),
             }
+        if entry.tasks:
+            texts[TASKS] = json.dumps(entry.tasks, indent=1, sort_keys=True)
         if entry.status == PROMOTED:
             tags |= {"gate": PROMOTED, "version": entry.version}
         over = entry.status in (REFUSED, PROMOTED) or (entry.role == BASELINE and entry.status == TRAINED)
