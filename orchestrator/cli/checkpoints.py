@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from orchestrator.cli import options
+from orchestrator.cli import options, publishing
 
 
 def convert(
@@ -92,6 +92,8 @@ def export(
     allow_larger_cache: Annotated[
         bool, typer.Option("--allow-larger-cache", help="Export even if the stock form takes more KV cache.")
     ] = False,
+    push: publishing.Push = None,
+    dry_run: publishing.DryRun = True,
     overwrite: options.Overwrite = False,
     json: options.JsonFile = None,
 ) -> None:
@@ -113,4 +115,5 @@ def export(
     print(record["format_note"])
     for note in record["notes"]:
         print(f"note: {note}")
+    record |= publishing.publish(checkpoint, out, record["target"], push, dry_run)
     options.finish(record, json)

@@ -14,6 +14,7 @@ from attention.io import checkpoint
 from orchestrator.cluster.placement import task_options
 from orchestrator.cluster.tasks import on_cluster
 from orchestrator.promotion.gate import check_candidate
+from orchestrator.promotion.model_card import write_promoted_card
 from orchestrator.promotion.registry import LINEAGE, gate_tags, lineage_of, lineage_tags, register, settle_aliases
 from orchestrator.promotion.state import (
     BASELINE,
@@ -150,6 +151,8 @@ class PromotionSteps:
         entry.lineage = lineage_of(entry, self.trials[entry.trial_id], digests, self.session)
         if entry.model is not None:
             write_json(Path(entry.model) / LINEAGE, entry.lineage)
+            if not entry.reasons:
+                write_promoted_card(entry, self.session.config, self.session.folder.original)
             on_cluster(task_options(self.session.config), "digests", checkpoint.write_digests, entry.model)
         entry.status = REFUSED if entry.reasons else PASSED
         self.save()

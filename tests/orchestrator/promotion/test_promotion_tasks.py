@@ -21,6 +21,7 @@ from orchestrator.evaluation.task_files import SHIPPED
 from orchestrator.promotion import promote
 from orchestrator.promotion.state import PROMOTED, REFUSED
 from orchestrator.promotion.task_check import ORIGINAL, TASKS
+from orchestrator.reporting.card import CARD
 from orchestrator.search.prepare import SearchSession
 from orchestrator.search.trial import TrialContext
 from orchestrator.search.validation import check_tasks
@@ -108,6 +109,13 @@ def test_scores_reach_mlflow_as_metrics_and_an_artifact(
     assert run.data.metrics["task_next_line_acc"] == own["acc"]
     file = tracker.client.download_artifacts(candidate["run_id"], TASKS, str(tmp_path))
     assert json.loads(Path(file).read_text()) == candidate["tasks"]
+    card = (Path(candidate["model"]) / CARD).read_text()
+    assert f"| next_line | acc | 16 | {own['acc']:.3f} ± " in card
+    for name, loss in (("original model", 2.0), ("baseline gqa, trained for as many steps at most", 2.9)):
+        assert f"| {name} | {loss:.3f} |" in card
+    assert "stdlib-llama, converted to 50% of its KV cache, by recipe `headfold`" in card
+    assert f"| tokens | {4 * config.train.batch_size * config.data.sequence_length:,} |" in card
+    assert checkpoint.intact(candidate["model"])
     assert json.loads((folder.promoted / ORIGINAL).read_text())["scores"]["next_line"] == original
 
 
@@ -117,6 +125,7 @@ def test_the_gate_refuses_a_drop_that_is_too_large(
     config = parsed(tasks, demo_dir, max_task_drop=0.05)
     candidate, *_ = promoted(config, demo_dir, demo_model, tmp_path, empty_store)
     assert candidate["status"] == REFUSED
+    assert not (Path(candidate["model"]) / CARD).exists()
     (reason,) = candidate["reasons"]
     assert reason.startswith("task next_line: accuracy is 0.")
     assert reason == candidate["gate"]["tasks"]
