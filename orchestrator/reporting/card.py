@@ -18,6 +18,7 @@ from attention.io import checkpoint
 from attention.io.files import write_whole
 from attention.io.stock_form import format_of
 from attention.plan import AttentionPlan
+from attention.plan_parts import LayerPlan
 from attention.ratios import ratio_of
 from orchestrator.reporting.base_model import NAMED
 from orchestrator.reporting.card_loading import loading_lines
@@ -74,12 +75,25 @@ def write_card(folder: str | Path, facts: CardFacts, repository: str | None = No
     `repository`: on the hub, where it will lie; None: lines for loading name the folder.
     """
     folder = Path(folder)
-    plan = checkpoint.note_of(folder).get("plan")
-    if plan is not None:
-        save_png(budgets_figure({"": AttentionPlan.from_dict(plan)}), folder / PICTURE)
+    if plans := _plans(folder):
+        save_png(budgets_figure(plans), folder / PICTURE)
     write_json(folder / FACTS, asdict(facts))
     write_whole(folder / CARD, card_of(folder, facts, repository))
     return folder / CARD
+
+
+def _plans(folder: Path) -> dict[str, AttentionPlan]:
+    """What each layer keeps, and below it what each had, where the conversion has noted that."""
+    note = checkpoint.note_of(folder)
+    if "plan" not in note:
+        return {}
+    plan = AttentionPlan.from_dict(note["plan"])
+    had = (checkpoint.original_heads(folder) or 0) // (2 * plan.num_layers)
+    if not had or plan.num_heads % had:
+        return {"this model": plan}
+    groups = tuple(head * had // plan.num_heads for head in range(plan.num_heads))
+    original = AttentionPlan((LayerPlan(groups, groups),) * plan.num_layers, plan.head_dim)
+    return {"this model": plan, "original": original}
 
 
 def card_of(folder: Path, facts: CardFacts, repository: str | None = None) -> str:
