@@ -30,7 +30,7 @@ def check_installed() -> None:
 
     if find_spec("lm_eval") is None:
         raise NotInstalledError(
-            "tasks need lm-evaluation-harness, which is not installed; install it with: pip install 'headfold[eval]'"
+            "tasks need lm-evaluation-harness, which is not installed: pip install lm-eval, or Headfold's extra eval"
         )
 
 

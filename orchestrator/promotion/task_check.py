@@ -3,6 +3,7 @@ of that the gate lets go."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ def check_tasks(entry: Entry, config: SearchConfig, context: TrialContext, promo
 
 
 def _original(promoted: Path, config: SearchConfig, context: TrialContext, scores_of: Any) -> Scores:
-    key = {"model": context.model, "weights": context.weights, "tasks": task_specs(config.promotion.tasks)}
+    specs = hashlib.sha256(repr(task_specs(config.promotion.tasks)).encode()).hexdigest()
+    key = {"model": context.model, "weights": context.weights, "tasks": specs}
     file = promoted / ORIGINAL
     known = read_json(file) if file.is_file() else {}
     if known.get("of") == key:

@@ -173,6 +173,13 @@ def test_names_that_lead_nowhere(asked: list[str], said: str) -> None:
         HarnessTasks(asked)
 
 
+def test_without_the_harness_it_is_said_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for asked in ("demo", "arc_easy"):
+        with pytest.raises(ConfigError, match="pip install lm-eval"):
+            HarnessTasks([asked])
+
+
 def test_folders_are_found_from_another_folder_and_includes_are_read(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
