@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from orchestrator.cli import checkpoints, estimates, inspecting, searches, training, usage
+from orchestrator.cli import checkpoints, estimates, evaluating, inspecting, searches, training, usage
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
@@ -58,7 +58,7 @@ for verb in (
     checkpoints.convert,
     estimates.estimate,
     training.train,
-    checkpoints.evaluate,
+    evaluating.evaluate,
     searches.watch,
     searches.promote,
     checkpoints.export,

@@ -170,9 +170,11 @@ def note_of(folder: str | Path) -> dict[str, Any]:
     return record
 
 
-def original_note(own_heads: int) -> dict[str, Any]:
-    """For `record` of `save`: key and value heads of the original model (`attention.ratios.own_heads`)."""
-    return {ORIGINAL: {"key_and_value_heads": own_heads}}
+def original_note(own_heads: int, **named: str | None) -> dict[str, Any]:
+    """For `record` of `save`: key and value heads of the original model (`attention.ratios.own_heads`), and what it is
+    called, as far as that is known."""
+    known = {key: value for key, value in named.items() if value is not None}
+    return {ORIGINAL: {"key_and_value_heads": own_heads, **known}}
 
 
 def original_heads(folder: str | Path) -> int | None:

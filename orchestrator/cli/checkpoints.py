@@ -1,4 +1,4 @@
-"""Verbs of one checkpoint, without a cluster: convert, evaluate, export."""
+"""Verbs of one checkpoint, without a cluster: convert, export."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from orchestrator.cli import options
+from orchestrator.cli import options, publishing
 
 
 def convert(
@@ -85,56 +85,6 @@ def convert(
     options.finish(record, json)
 
 
-def evaluate(
-    checkpoint: Annotated[str, typer.Argument(help="Folder of a checkpoint, or hub name.")],
-    original: Annotated[str | None, typer.Option(help="The original checkpoint to compare with.")] = None,
-    speed_tokens: Annotated[int, typer.Option(min=0, help="Tokens to decode for the speed; 0 skips it.")] = 32,
-    json: options.JsonFile = None,
-    eval_data: options.EvalData = "stdlib",
-    eval_tokens: options.EvalTokens = 16_384,
-    sequence_length: options.SequenceLength = 256,
-    seed: options.Seed = 0,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-) -> None:
-    """Held-out loss, KL to the original, KV bytes planned and allocated, prefill and decode speed."""
-    from orchestrator.conversion.evaluate import evaluate_checkpoint
-    from orchestrator.storage.outputs import check_results
-    from orchestrator.storage.records import percent
-
-    check_results(json)
-    record = evaluate_checkpoint(
-        checkpoint,
-        original,
-        speed_tokens=speed_tokens,
-        eval_data=eval_data,
-        eval_tokens=eval_tokens,
-        sequence_length=sequence_length,
-        seed=seed,
-        device=device,
-        dtype=dtype,
-    )
-    print(f"held-out loss {record['loss']:.3f} nats a token over {record['eval_tokens']} tokens")
-    for note in record.get("notes", ()):
-        print(f"note: {note}")
-    if original is not None:
-        print(
-            f"original model {record['original_loss']:.3f}, loss increase {record['loss_increase']:+.3f}, "
-            f"KL {record['kl']:.3f}"
-        )
-    print(
-        f"KV cache: {percent(record['kv_ratio'])} of {record['kv_ratio_of']}; "
-        f"{record['kv_bytes_per_token']} bytes a token planned, "
-        f"{record['cache_bytes_measured']} held after {record['cache_tokens']} tokens"
-    )
-    if speed_tokens:
-        print(
-            f"prefill {record['prefill_tokens_per_second']:.0f} tokens/s, "
-            f"decode {record['decode_tokens_per_second']:.0f} tokens/s"
-        )
-    options.finish(record, json)
-
-
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint, converted or not.")],
     target: Annotated[
@@ -160,6 +110,8 @@ def export(
     check_memory: Annotated[
         int, typer.Option(min=1, help="Of --check: GiB of cache whose capacity in tokens is told.")
     ] = 1,
+    push: publishing.Push = None,
+    dry_run: publishing.DryRun = True,
     overwrite: options.Overwrite = False,
     json: options.JsonFile = None,
 ) -> None:
@@ -187,4 +139,5 @@ def export(
         print(f"not {name}: {why}")
     if record["check"]:
         print_check(record["check"])
+    record |= publishing.publish(checkpoint, out, record["target"], push, dry_run)
     options.finish(record, json)

@@ -223,7 +223,9 @@ class PromotionSection(Section):
     `checkpoint_minutes` at the latest. Of all that was measured of a trial, the untrained conversion included, the
     step of lowest held-out loss is shipped. The gate asks that this loss is below the baseline's (at its own best
     step of equally many) by more than `margin` nats a token at the same KV ratio; KV bytes as planned; and logits of
-    the exported checkpoint within `logit_tolerance` of the trained model's.
+    the exported checkpoint within `logit_tolerance` of the trained model's. `tasks` of lm-evaluation-harness are run on
+    what is exported, and on the original model: `demo`, folders of task files that every node sees, or the harness's
+    own names; with `max_task_drop` the gate asks that no task's accuracy is lower than the original's by more.
     """
 
     enabled: bool = True
@@ -238,7 +240,15 @@ class PromotionSection(Section):
     checkpoint_minutes: PositiveFloat = 30.0
     margin: float = Field(default=0.0, ge=0)
     logit_tolerance: PositiveFloat = 1e-4
+    tasks: Annotated[list[str], AfterValidator(_distinct)] = []
+    max_task_drop: float | None = Field(default=None, ge=0, le=1)
     registered_name: Name | None = None
+
+    @model_validator(mode="after")
+    def _of_tasks(self) -> PromotionSection:
+        if self.max_task_drop is not None and not self.tasks:
+            raise ValueError(f"max_task_drop {self.max_task_drop:g} needs tasks, got none; set tasks, e.g. [demo]")
+        return self
 
 
 class TrackingSection(Section):

@@ -22,6 +22,7 @@ from attention.plan import AttentionPlan
 from attention.ratios import own_cache, own_heads, ratio_of, ratio_of_kv_heads
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
+from orchestrator.reporting.base_model import base_of
 from search_spaces.planning.budgets import check_budget, nearest_budget
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.recipes.recipes import recipe as named_recipe
@@ -169,7 +170,11 @@ class ConversionRequest:
     def note(self) -> dict[str, Any]:
         """What is kept beside the weights of the converted checkpoint."""
         heads = own_heads(self.geometry)
-        return {"recipe": self.recipe.to_dict(), "seed": self.seed, **checkpoint.original_note(heads)}
+        return {
+            "recipe": self.recipe.to_dict(),
+            "seed": self.seed,
+            **checkpoint.original_note(heads, **base_of(self.model)),
+        }
 
     def record(
         self,

@@ -21,7 +21,9 @@ from orchestrator.cluster.placement import task_options
 from orchestrator.cluster.tasks import on_cluster
 from orchestrator.config.schema import SearchConfig
 from orchestrator.conversion import loading
+from orchestrator.evaluation.task_files import placed
 from orchestrator.promotion.state import Entry
+from orchestrator.promotion.task_check import check_tasks
 from orchestrator.search.prepare import SearchSession
 from orchestrator.search.trial import TrialContext
 from orchestrator.storage.paths import SearchFolder
@@ -36,6 +38,8 @@ def check_candidate(entry: Entry, session: SearchSession) -> dict[str, str]:
     `reasons` (none: passed), and what is said of the model that was written; returns the digests of plan, trained and
     exported weights."""
     config = session.config
+    section = config.promotion.model_copy(update={"tasks": placed(config.promotion.tasks)})
+    config = config.model_copy(update={"promotion": section})  # the task may run in another folder
     what = f"gate of {entry.recipe} {entry.kv_ratio:.0%}"
     seen, digests = on_cluster(task_options(config), what, examine, entry, config, session.folder, session.context)
     vars(entry).update(vars(seen))
@@ -70,6 +74,9 @@ def examine(
     if entry.model is not None:
         with _check(entry, "logits"):
             _check_logits(expected, held_out, entry, context, config.promotion.logit_tolerance)
+        if config.promotion.tasks:
+            with _check(entry, "tasks"):
+                check_tasks(entry, config, context, folder.promoted)
         digests["weights_digest"] = checkpoint.weights_digest(entry.model)
     return entry, digests
 

@@ -14,6 +14,7 @@ from attention.io import checkpoint
 from orchestrator.cluster.placement import task_options
 from orchestrator.cluster.tasks import on_cluster
 from orchestrator.promotion.gate import check_candidate
+from orchestrator.promotion.model_card import write_promoted_card
 from orchestrator.promotion.registry import LINEAGE, gate_tags, lineage_of, lineage_tags, register, settle_aliases
 from orchestrator.promotion.state import (
     BASELINE,
@@ -27,6 +28,7 @@ from orchestrator.promotion.state import (
     Entry,
     PromotionState,
 )
+from orchestrator.promotion.task_check import TASKS, task_metrics
 from orchestrator.promotion.training import Training, best_model, run_all
 from orchestrator.search.prepare import SearchSession
 from orchestrator.storage import records
@@ -119,7 +121,7 @@ class PromotionSteps:
         points = [{k: v for k, v in r.items() if not k.startswith("best_")} for r in reports] + training.curve()
         if entry.trained_at is not None:
             compared = entry.compared | {"best_loss": entry.loss, "loss": entry.last_loss}
-            points.append(compared | {"step": steps, "time": entry.trained_at})
+            points.append(compared | task_metrics(entry.tasks) | {"step": steps, "time": entry.trained_at})
         if entry.shipped is not None:
             tags["shipped"] = entry.shipped
         if entry.status == FAILED:
@@ -130,6 +132,8 @@ class PromotionSteps:
                 "gate.yaml": yaml.safe_dump(entry.checks, sort_keys=True),
                 LINEAGE: json.dumps(entry.lineage, indent=1, sort_keys=True),
             }
+        if entry.tasks:
+            texts[TASKS] = json.dumps(entry.tasks, indent=1, sort_keys=True)
         if entry.status == PROMOTED:
             tags |= {"gate": PROMOTED, "version": entry.version}
         over = entry.status in (REFUSED, PROMOTED) or (entry.role == BASELINE and entry.status == TRAINED)
@@ -147,6 +151,8 @@ class PromotionSteps:
         entry.lineage = lineage_of(entry, self.trials[entry.trial_id], digests, self.session)
         if entry.model is not None:
             write_json(Path(entry.model) / LINEAGE, entry.lineage)
+            if not entry.reasons:
+                write_promoted_card(entry, self.session.config, self.session.folder.original)
             on_cluster(task_options(self.session.config), "digests", checkpoint.write_digests, entry.model)
         entry.status = REFUSED if entry.reasons else PASSED
         self.save()

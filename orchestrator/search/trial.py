@@ -31,6 +31,7 @@ from orchestrator.conversion import dha_distances, loading
 from orchestrator.conversion.calibrating import checkpoint_calibration
 from orchestrator.conversion.in_memory import plan_and_convert
 from orchestrator.conversion.steps import planning_context, relaxation_start
+from orchestrator.reporting.base_model import base_of
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.duplicates import work_digest
 from orchestrator.storage.records import read_json, write_json
@@ -241,7 +242,7 @@ def untrained_facts(candidate: Candidate, context: TrialContext, folder: Path) -
         # What a searcher decides by is measured on other tokens than what the search is judged by.
         if given is not None:
             decided_by["calibration_loss"] = evaluate(converted, calibration_tokens, batch_size=rows).loss
-    note = checkpoint.original_note(own_cache)
+    note = checkpoint.original_note(own_cache, **base_of(context.model))
     if not candidate.probe and context.relaxation_steps(recipe):
         with phases("save"):
             start = relaxation_start(recipe, original, plan, calibration)

@@ -14,6 +14,8 @@ from orchestrator.cluster.room import Nodes, room_for
 from orchestrator.config.parsing import RENAMED_SCHEDULERS
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.conversion import loading
+from orchestrator.evaluation.task_files import ACCURACIES, accuracy_of
+from orchestrator.evaluation.tasks import HarnessTasks
 from orchestrator.search.candidates import candidate_space, named_candidates, searcher_settings
 from orchestrator.search.needs.fitting import check_accelerators
 from orchestrator.search.schedulers import SCHEDULERS
@@ -58,6 +60,7 @@ def validate_search(config: SearchConfig) -> Prepared:
     check_scheduler(config)
     check_training(config.train)
     check_training(config.promotion_train)
+    check_tasks(config)
     check_accelerators(config, problem)
     if starts_ray():
         room_for(config, local_nodes())
@@ -97,6 +100,22 @@ def check_training(train: TrainSettings) -> None:
             check_deepspeed(train)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+
+
+def check_tasks(config: SearchConfig) -> None:
+    """Raises ConfigError for tasks of the promotion that cannot be run, or not be compared as its gate asks."""
+    section = config.promotion
+    if not (section.enabled and section.tasks):
+        return
+    try:
+        metrics = HarnessTasks(section.tasks).metrics
+    except ConfigError as error:
+        raise ConfigError(f"promotion.{error}") from None
+    if section.max_task_drop is not None and (without := [n for n, m in metrics.items() if not accuracy_of(m)]):
+        raise ConfigError(
+            f"promotion.max_task_drop: task {without[0]!r} has no accuracy ({', '.join(ACCURACIES)}), but "
+            f"{', '.join(metrics[without[0]])}; leave it out of promotion.tasks, or max_task_drop"
+        )
 
 
 def check_epochs(config: SearchConfig) -> None:

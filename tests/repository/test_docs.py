@@ -49,7 +49,7 @@ def missing_verbs(text: str) -> list[str]:
         if verb not in VERBS:
             lost.append(verb)
             continue
-        known = {option for parameter in VERBS[verb].params for option in parameter.opts}
+        known = {option for parameter in VERBS[verb].params for option in (*parameter.opts, *parameter.secondary_opts)}
         lost += [f"{verb} {option}" for option in re.findall(r"(?<!\S)\[?(--[a-z-]+)", rest) if option not in known]
     return lost
 

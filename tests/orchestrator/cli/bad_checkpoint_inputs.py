@@ -19,6 +19,13 @@ EVALUATIONS = (
         config(vocab_size=300),
     ),
     Bad("fewer than no tokens to decode", "evaluate model --speed-tokens -1 ...", ("--speed-tokens", "-1")),
+    Bad("a task that nobody knows", "evaluate model ... --tasks none", ("tasks", "'none'", "demo")),
+    Bad("task files that are not there", "evaluate model ... --tasks none/tasks", ("none/tasks",)),
+    Bad("a folder without task files", "evaluate model ... --tasks texts", ("texts", "task file")),
+    Bad("prompts that are not there", "evaluate model ... --prompts none.txt", ("none.txt",)),
+    Bad("a context longer than the model's", "evaluate model ... --context-lengths 4096", ("context", "4096")),
+    Bad("a word for a context length", "evaluate model ... --context-lengths long", ("context", "'long'", "max")),
+    Bad("a baseline that is not there", "evaluate model ... --baseline none", ("none",)),
     Bad("held-out text that is not there", "evaluate model ... --eval-data none.txt", ("none.txt",)),
     Bad("no tokenizer", "evaluate model ...", ("tokenizer", "model"), removes("model/tokenizer.json")),
     Bad(

@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from attention.io import checkpoint
 from orchestrator.config.schema import ConfigError, parse_config
-from orchestrator.conversion import evaluate, request
+from orchestrator.conversion import request
 from orchestrator.conversion.convert import convert_checkpoint
-from orchestrator.conversion.evaluate import evaluate_checkpoint
 from orchestrator.conversion.inspection import inspect_checkpoint
 from orchestrator.conversion.layer_by_layer import convert_layerwise
+from orchestrator.evaluation import evaluate
+from orchestrator.evaluation.evaluate import evaluate_checkpoint
 from orchestrator.search.validation import validate_search
 from orchestrator.serving.export import export_checkpoint
 from trainers.text.tokenizers import TokenizerError, read_tokenizer

@@ -18,7 +18,7 @@ from attention.io import checkpoint
 from orchestrator.config.schema import ConfigError, parse_config
 from orchestrator.conversion import loading
 from orchestrator.conversion.convert import convert_checkpoint
-from orchestrator.conversion.evaluate import evaluate_checkpoint
+from orchestrator.evaluation.evaluate import evaluate_checkpoint
 
 Tiny = Callable[..., PreTrainedModel]
 QUICK = {"refinement.fit_steps": 8}

@@ -27,10 +27,10 @@ from orchestrator.config.schema import ConfigError, parse_config
 from orchestrator.conversion import loading
 from orchestrator.conversion.convert import convert_checkpoint
 from orchestrator.conversion.estimate import describe, estimate_conversion
-from orchestrator.conversion.evaluate import evaluate_checkpoint
 from orchestrator.conversion.layer_by_layer import convert_layerwise
 from orchestrator.conversion.request import asked_ratios
 from orchestrator.conversion.several_ratios import convert_curve
+from orchestrator.evaluation.evaluate import evaluate_checkpoint
 from orchestrator.search.candidates import named_candidates, ratios_of
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import write_json

@@ -23,7 +23,7 @@ from attention.modeling.modeling import plan_of, plan_of_config
 from attention.plan import Composition, PlanError
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
-from orchestrator.conversion.evaluate import evaluate_checkpoint
+from orchestrator.evaluation.evaluate import evaluate_checkpoint
 from orchestrator.storage.records import read_json
 from orchestrator.train import check, train_from_scratch, untrained
 from trainers.text.corpora import DataError

@@ -9,6 +9,7 @@ from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
 from attention.modeling.modeling import plan_of
 from orchestrator.conversion import loading
+from orchestrator.evaluation.extras import NOTHING_MORE, Extras
 from trainers.evaluation import decode_speed, evaluate
 from trainers.text.data import load_sequences
 
@@ -17,6 +18,8 @@ def evaluate_checkpoint(
     path: str | Path,
     original: str | Path | None = None,
     *,
+    baseline: str | Path | None = None,
+    extras: Extras = NOTHING_MORE,
     eval_data: str = "stdlib",
     eval_tokens: int = 16_384,
     sequence_length: int = 256,
@@ -28,15 +31,19 @@ def evaluate_checkpoint(
     """Held-out loss (nats a token), increase and KL against `original` if given, KV bytes planned and held, tokens a
     second.
 
+    `baseline`: one more checkpoint, whose loss is measured too. `extras`, where asked for, are of all three.
     `kv_ratio` is of the original's cache; without one, of the cache that `kv_ratio_of` names.
     `dtype`: what the cache is held in, and what decodes for the speed (auto: the checkpoint's own); losses are computed
     as `loading.working_dtype` says. Raises ConfigError or DataError for what a user can mend.
     """
     phases = loading.Phases()
     geometry = loading.geometry_of(str(path), sequence_length, key="checkpoint")
-    if original is not None:
-        other = loading.geometry_of(str(original), sequence_length, key="original")
-        loading.check_same_words(other, geometry, "original", str(original))
+    positions = geometry.max_positions
+    for key, name in (("original", original), ("baseline", baseline)):
+        if name is not None:
+            other = loading.geometry_of(str(name), sequence_length, key=key)
+            loading.check_same_words(other, geometry, key, str(name))
+            positions = min(positions, other.max_positions)
     recipe = checkpoint.note_of(path).get("recipe")
     dtype = loading.written_dtype(path, dtype)
     tokenizer = loading.load_tokenizer(original if original is not None else path)
@@ -44,6 +51,7 @@ def evaluate_checkpoint(
         sequences = load_sequences(
             eval_data, tokenizer, split="eval", tokens=eval_tokens, sequence_length=sequence_length, seed=seed
         )
+        prepared = extras.prepare(tokenizer, positions, eval_data, seed)
     with phases("load"):
         model = loading.load_working(path, dtype, device)
         teacher = loading.load_working(original, dtype, device) if original is not None else None
@@ -51,6 +59,15 @@ def evaluate_checkpoint(
         round_weights(model, loading.dtype_of(dtype))
         scored = evaluate(model, sequences, teacher=teacher)
         original_loss = evaluate(teacher, sequences).loss if teacher is not None else None
+    with phases("extras"):
+        measured = {"checkpoint": prepared.of(model)} | ({} if teacher is None else {"original": prepared.of(teacher)})
+    baseline_loss = None
+    if baseline is not None:
+        with phases("baseline"):
+            other = loading.load_working(baseline, dtype, device)
+            baseline_loss = evaluate(other, sequences).loss
+            measured["baseline"] = prepared.of(other)
+            del other
     heads, kind = (
         plan_of(model).kv_heads,
         "its own cache, as no other is known (give an original to compare with)",
@@ -66,6 +83,8 @@ def evaluate_checkpoint(
         "loss": scored.loss,
         "original_loss": original_loss,
         "loss_increase": None if original_loss is None else scored.loss - original_loss,
+        "baseline": None if baseline is None else str(baseline),
+        "baseline_loss": baseline_loss,
         "kl": scored.kl,
         "eval_tokens": scored.tokens,
         **scored.noted,
@@ -82,4 +101,4 @@ def evaluate_checkpoint(
             prompt = sequences[:1, : max(1, sequence_length - speed_tokens)]
             speed = decode_speed(model, prompt, min(speed_tokens, sequence_length - 1))
         record |= {"prefill_tokens_per_second": speed.prefill, "decode_tokens_per_second": speed.decode}
-    return record | {"seconds": dict(phases)}
+    return record | prepared.record(measured) | {"seconds": dict(phases)}

@@ -1,0 +1,92 @@
+"""The verb `evaluate`: what a checkpoint is worth, beside the original and a baseline."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from orchestrator.cli import options
+
+
+def evaluate(
+    checkpoint: Annotated[str, typer.Argument(help="Folder of a checkpoint, or hub name.")],
+    original: Annotated[str | None, typer.Option(help="The original checkpoint to compare with.")] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="One more checkpoint to compare with, e.g. of recipe gqa.")
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="Tasks of lm-evaluation-harness: demo (comes along), folders of task files, or its own names; "
+            "with commas between them."
+        ),
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            help="Text to continue greedily, side by side: a file (one prompt a line, or .jsonl), or a prompt."
+        ),
+    ] = None,
+    context_lengths: Annotated[
+        str | None,
+        typer.Option(help="Loss by position and recall of a hidden line at these context lengths: max, or 256,512."),
+    ] = None,
+    speed_tokens: Annotated[int, typer.Option(min=0, help="Tokens to decode for the speed; 0 skips it.")] = 32,
+    json: options.JsonFile = None,
+    eval_data: options.EvalData = "stdlib",
+    eval_tokens: options.EvalTokens = 16_384,
+    sequence_length: options.SequenceLength = 256,
+    seed: options.Seed = 0,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+) -> None:
+    """Held-out loss, KL to the original, KV bytes planned and allocated, prefill and decode speed; where asked for,
+    tasks, generated text and long contexts."""
+    from orchestrator.evaluation.evaluate import evaluate_checkpoint
+    from orchestrator.evaluation.extras import Extras
+    from orchestrator.reporting.evaluation_tables import print_extras
+    from orchestrator.storage.outputs import check_results
+    from orchestrator.storage.records import percent
+
+    check_results(json)
+    record = evaluate_checkpoint(
+        checkpoint,
+        original,
+        baseline=baseline,
+        extras=Extras(named(tasks), prompts, context_lengths),
+        speed_tokens=speed_tokens,
+        eval_data=eval_data,
+        eval_tokens=eval_tokens,
+        sequence_length=sequence_length,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+    )
+    print(f"held-out loss {record['loss']:.3f} nats a token over {record['eval_tokens']} tokens")
+    for note in record.get("notes", ()):
+        print(f"note: {note}")
+    if original is not None:
+        print(
+            f"original model {record['original_loss']:.3f}, loss increase {record['loss_increase']:+.3f}, "
+            f"KL {record['kl']:.3f}"
+        )
+    if baseline is not None:
+        print(f"baseline {record['baseline_loss']:.3f}")
+    print(
+        f"KV cache: {percent(record['kv_ratio'])} of {record['kv_ratio_of']}; "
+        f"{record['kv_bytes_per_token']} bytes a token planned, "
+        f"{record['cache_bytes_measured']} held after {record['cache_tokens']} tokens"
+    )
+    if speed_tokens:
+        print(
+            f"prefill {record['prefill_tokens_per_second']:.0f} tokens/s, "
+            f"decode {record['decode_tokens_per_second']:.0f} tokens/s"
+        )
+    print_extras(record)
+    options.finish(record, json)
+
+
+def named(tasks: str | None) -> tuple[str, ...]:
+    """Names with commas between them."""
+    return () if tasks is None else tuple(name.strip() for name in tasks.split(","))

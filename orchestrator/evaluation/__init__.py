@@ -1,0 +1,1 @@
+"""What a checkpoint is worth: losses, tasks of lm-evaluation-harness, generated text, long contexts."""

@@ -1,0 +1,84 @@
+"""What `headfold evaluate` prints of tasks, generated text and long contexts, from its record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orchestrator.reporting.console import console
+from orchestrator.reporting.tables import Table
+
+STDERR = "_stderr"
+TASKS = ("task", "metric", "items")
+
+
+def tasks_table(tasks: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Table:
+    """A row for each metric of each task, a column for each model: value ± standard error. `tasks`: scores by model."""
+    models, rows = list(tasks), []
+    for name, scores in tasks[models[0]].items():
+        for metric in (key for key in scores if key != "items" and STDERR not in key):
+            cells = [_score(tasks[model].get(name, {}), metric) for model in models]
+            rows.append([name, metric, f"{scores.get('items', '')}", *cells])
+    return Table((*TASKS, *models), rows)
+
+
+def _score(scores: Mapping[str, float], metric: str) -> str:
+    if metric not in scores:
+        return ""
+    name, dot, kept = metric.partition(".")
+    error = scores.get(f"{name}{STDERR}{dot}{kept}")
+    return f"{scores[metric]:.3f}" + ("" if error is None else f" ± {error:.3f}")
+
+
+def position_table(losses: Mapping[str, Sequence[Mapping[str, float]]]) -> Table:
+    """Loss in nats of each range of positions, a column for each model."""
+    models = list(losses)
+    rows = [
+        [f"{part['from']} to {part['to'] - 1}", *(f"{losses[model][index]['loss']:.3f}" for model in models)]
+        for index, part in enumerate(losses[models[0]])
+    ]
+    return Table(("positions", *models), rows)
+
+
+def recall_table(recall: Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]) -> Table:
+    """Recall and margin of each context length and depth, a column for each model."""
+    models, rows = list(recall), []
+    for length, depths in recall[models[0]].items():
+        for index, depth in enumerate(depths):
+            seen = [recall[model][length][index] for model in models]
+            cells = [f"{one['recall']:.2f}, {one['margin']:+.2f} ± {one['margin_stderr']:.2f}" for one in seen]
+            rows.append([length, f"{depth['depth']:.0%}", *cells])
+    return Table(("context", "depth", *models), rows)
+
+
+def print_extras(record: Mapping[str, Any]) -> None:
+    """Tables of what was asked for."""
+    out = console(120)
+    if "tasks" in record:
+        out.print("\nTasks (± standard error):")
+        out.print(tasks_table(record["tasks"]).for_terminal())
+    if "long_context" in record:
+        found = record["long_context"]
+        out.print("\nLoss by position, nats a token:")
+        out.print(position_table(found["loss_by_position"]).for_terminal())
+        out.print(
+            "\nRecall of a hidden line by its depth: share right of 4 values, what hiding adds to log-probability:"
+        )
+        out.print(recall_table(found["recall"]).for_terminal())
+    for generation in record.get("generations", ()):
+        print_generation(generation)
+
+
+def print_generation(generation: Mapping[str, Any]) -> None:
+    """Prompt and continuations, and the token at which checkpoint and original part."""
+    out, at = console(120), generation["parts_at"]
+    out.rule(f"{generation['prompt']!r:.100}", align="left", characters="-")
+    for model, text in generation["texts"].items():
+        out.print(f"[{model}]", markup=False)
+        out.print(text, markup=False, soft_wrap=True)
+    if "original" in generation["texts"]:
+        parts = generation["parts"]
+        said = f"all {generation['tokens']} tokens are the original's"
+        if at is not None:
+            said = f"{at} tokens alike, then {parts['checkpoint']!r} for the original's {parts['original']!r}"
+        out.print(f"-- {said}", markup=False)

@@ -1,0 +1,197 @@
+"""Tasks of the real lm-evaluation-harness, on the demo checkpoint: which are found, what is refused, who is better."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from command_line import run_here
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from attention.conversion.conversion import convert
+from attention.io import checkpoint
+from attention.plan import AttentionPlan, LayerPlan
+from orchestrator.config.schema import ConfigError
+from orchestrator.evaluation.task_files import SHIPPED, placed, task_specs
+from orchestrator.evaluation.tasks import HarnessTasks
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+TASK: dict[str, Any] = {
+    "task": "few",
+    "dataset_path": "json",
+    "dataset_kwargs": {"data_files": {"test": "few.jsonl"}},
+    "test_split": "test",
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{context}}",
+    "doc_to_choice": "choices",
+    "doc_to_target": "label",
+    "target_delimiter": "",
+    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+}
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """A folder with one task file of eight shipped items, fields of it changed."""
+
+    def written(**changes: Any) -> Path:
+        lines = (SHIPPED["demo"] / "which_name.jsonl").read_text().splitlines()[:8]
+        (tmp_path / "few.jsonl").write_text("\n".join(lines) + "\n")
+        (tmp_path / "few.yaml").write_text(yaml.safe_dump(TASK | changes))
+        return tmp_path
+
+    return written
+
+
+def test_the_demo_model_is_far_above_chance_on_every_shipped_task_and_random_weights_are_not(
+    demo_model: PreTrainedModel, demo_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    tasks = HarnessTasks(["demo"])
+    scores = tasks.scores(demo_model, demo_tokenizer)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        untrained = AutoModelForCausalLM.from_config(demo_model.config).eval()
+    random = tasks.scores(untrained, demo_tokenizer)
+    for name, metric, chance in (
+        ("next_line", "acc", 0.25),
+        ("which_name", "acc", 0.25),
+        ("complete_name", "exact_match", 0),
+    ):
+        spread = scores[name][f"{metric}_stderr"]
+        assert scores[name]["items"] == 64
+        assert scores[name][metric] > chance + 4 * spread
+        assert abs(random[name][metric] - chance) < 3 * spread
+
+
+def test_shipped_files_are_small_and_packaged() -> None:
+    files = list(SHIPPED["demo"].iterdir())
+    assert sum(file.stat().st_size for file in files) < 100_000
+    project = (REPOSITORY / "pyproject.toml").read_text()
+    assert '"orchestrator.evaluation" = ["demo_tasks/*"]' in project
+    assert {task["task"] for task in task_specs(["demo"]) if isinstance(task, dict)} == {
+        file.stem for file in files if file.suffix == ".jsonl"
+    }
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the shipped items are of Python 3.11's library")
+def test_the_script_makes_the_shipped_files(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, REPOSITORY / "examples" / "make_tasks.py", tmp_path], check=True, cwd=REPOSITORY)
+    made = sorted(tmp_path.glob("*.jsonl"))
+    assert len(made) == 3
+    for file in made:
+        wanted = [json.loads(line) for line in (SHIPPED["demo"] / file.name).read_text().splitlines()]
+        own = [json.loads(line) for line in file.read_text().splitlines()]
+        assert [set(item) for item in own] == [set(item) for item in wanted]
+        assert len(own) == len(wanted)
+
+
+def test_a_checkpoint_in_our_own_format_is_called_by_the_harness_as_it_is(
+    write: Write, tmp_path: Path, demo_model: PreTrainedModel, demo_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Keys and values with groups of their own: the same scores as the model that was saved, other than the stock
+    model's log-probabilities."""
+    layer = LayerPlan((0, 0, 1, 1, 2, 2, 3, 3), (0, 1, 2, 3, 0, 1, 2, 3))
+    model = convert(demo_model, AttentionPlan((layer,) * 4, head_dim=32))
+    saved = checkpoint.save(model, tmp_path / "apart")
+    back = checkpoint.load(saved, torch.float32)
+    assert back.config.model_type == "headfold_llama"
+    tasks = HarnessTasks([str(write())])
+    assert tasks.scores(back, demo_tokenizer) == tasks.scores(model, demo_tokenizer)
+
+
+def test_the_verb_runs_a_folder_for_all_three_and_writes_it_down(
+    write: Write, tmp_path: Path, demo_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n\n".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(4000)))
+    out = tmp_path / "e.json"
+    shared = ["--original", demo_dir, "--baseline", demo_dir, "--eval-data", texts, "--eval-tokens", "512"]
+    assert run_here("evaluate", demo_dir, "--tasks", write(), "--json", out, "--speed-tokens", "0", *shared) == 0
+    record = json.loads(out.read_text())
+    assert record["baseline_loss"] == record["original_loss"] == record["loss"]
+    assert set(record["tasks"]) == {"checkpoint", "original", "baseline"}
+    assert record["tasks"]["checkpoint"]["few"]["items"] == 8
+    assert record["tasks"]["checkpoint"] == record["tasks"]["baseline"]
+    assert "few" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"metric_list": [{"metric": "wer"}]}, "'wer', which the harness would fetch"),
+        ({"unsafe_code": True}, "unsafe_code"),
+        ({"dataset_kwargs": {"data_files": {"test": "gone.jsonl"}}}, "gone.jsonl"),
+        ({"task": ["a", "b"]}, "no task file"),
+        ({"dataset_path": "someone/questions", "dataset_kwargs": None}, "someone/questions"),
+    ],
+)
+def test_what_cannot_be_run_here_is_refused_before_a_model_is_loaded(
+    write: Write, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        HarnessTasks([str(write(**changes))])
+
+
+def test_a_file_that_names_a_program_is_refused_and_does_not_run_it(write: Write) -> None:
+    folder = write()
+    (folder / "utils.py").write_text("raise SystemExit('it ran')\n")
+    (folder / "few.yaml").write_text((folder / "few.yaml").read_text() + "process_docs: !function utils.docs\n")
+    with pytest.raises(ConfigError, match="!function"):
+        HarnessTasks([str(folder)])
+
+
+def test_a_template_reaches_nothing_but_its_data(
+    write: Write, demo_model: PreTrainedModel, demo_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    escape = "{{ ''.__class__.__mro__[1].__subclasses__() | length }}"
+    tasks = HarnessTasks([str(write())])  # loading asks the first item already
+    assert tasks.metrics == {"few": ["acc"]}
+    with pytest.raises(ConfigError, match="unsafe"):
+        HarnessTasks([str(write(doc_to_text=escape))]).scores(demo_model, demo_tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["no_such_task"], "no name that the harness knows"),
+        (["gone/folder"], "no file or folder"),
+        (["arc_easy"], "cannot be loaded"),
+        (["demo", "demo"], "more than once"),
+        ([""], "empty name"),
+    ],
+)
+def test_names_that_lead_nowhere(asked: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        HarnessTasks(asked)
+
+
+def test_without_the_harness_it_is_said_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for asked in ("demo", "arc_easy"):
+        with pytest.raises(ConfigError, match="pip install lm-eval"):
+            HarnessTasks([asked])
+
+
+def test_folders_are_found_from_another_folder_and_includes_are_read(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write()
+    shared = {key: value for key, value in TASK.items() if key != "task"}
+    (folder / "shared.yaml").write_text(yaml.safe_dump(shared))
+    (folder / "few.yaml").write_text("include: shared.yaml\ntask: few\ndescription: hello\n")
+    monkeypatch.chdir(folder.parent)
+    names = placed([folder.name, "demo"])
+    monkeypatch.chdir("/")
+    assert names == [str(folder), "demo"]
+    (task,) = task_specs(names[:1])
+    assert isinstance(task, dict)
+    assert (task["description"], task["test_split"]) == ("hello", "test")
+    assert task["dataset_kwargs"]["data_files"]["test"] == str(folder / "few.jsonl")

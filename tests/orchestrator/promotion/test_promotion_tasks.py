@@ -1,0 +1,146 @@
+"""Tasks of finalists: scores beside the original's, a gate that asks for them, metrics and an artifact in MLflow."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from journals import write_journal
+from transformers import PreTrainedModel
+
+from attention.conversion.conversion import convert
+from attention.io import checkpoint
+from attention.plan import AttentionPlan, LayerPlan
+from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
+from orchestrator.evaluation.task_files import SHIPPED
+from orchestrator.promotion import promote
+from orchestrator.promotion.state import PROMOTED, REFUSED
+from orchestrator.promotion.task_check import ORIGINAL, TASKS
+from orchestrator.reporting.card import CARD
+from orchestrator.search.prepare import SearchSession
+from orchestrator.search.trial import TrialContext
+from orchestrator.search.validation import check_tasks
+from orchestrator.storage.paths import SearchFolder
+from orchestrator.storage.records import DONE, TrialRecord, write_json
+from orchestrator.tracking.runs import Tracker
+from orchestrator.tracking.sync import MlflowSync, parent_run
+from trainers.text.data import write_sequences
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    """Sixteen items of a shipped task."""
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    lines = (SHIPPED["demo"] / "next_line.jsonl").read_text().splitlines()[:16]
+    (folder / "next_line.jsonl").write_text("\n".join(lines) + "\n")
+    shutil.copy(SHIPPED["demo"] / "next_line.yaml", folder)
+    return folder
+
+
+def parsed(tasks: Path, demo_dir: Path, **promotion: Any) -> SearchConfig:
+    return parse_config(
+        {
+            "name": "small",
+            "model": {"path": str(demo_dir)},
+            "search": {"recipes": ["gqa", "headfold"], "kv_ratios": [0.5]},
+            "rungs": {"steps": [0, 4]},
+            "promotion": {"tasks": [str(tasks)], **promotion},
+        }
+    )
+
+
+def promoted(
+    config: SearchConfig, demo_dir: Path, demo_model: PreTrainedModel, tmp_path: Path, empty_store: Path
+) -> tuple[dict[str, Any], Tracker, SearchFolder]:
+    """A promotion of the demo model with pairs of heads averaged, which breaks it, as if a search had made it."""
+    folder = SearchFolder.fresh(tmp_path / "runs", "small")
+    layer = LayerPlan((0, 0, 1, 1, 2, 2, 3, 3), (0, 0, 1, 1, 2, 2, 3, 3))
+    plan = AttentionPlan((layer,) * 4, head_dim=32)
+    for name in ("head", "base"):
+        checkpoint.save(convert(demo_model, plan), folder.trial(name) / "trained")
+        (folder.trial(name) / "plan.json").write_text(plan.to_json())
+    write_sequences(torch.arange(48).reshape(3, 16), tmp_path / "eval")
+    write_json(folder.original, {"loss": 2.0, "model": str(demo_dir)})
+    write_json(folder.state, {"parent_run": "none"})
+    folder.snapshot.write_text("name: small\n")
+    shared: dict[str, Any] = {"train_file": "", "calibration_file": "", "calibration_cache": "", "train": {}}
+    shared |= {"eval_file": str(tmp_path / "eval"), "rungs": (0, 4), "dtype": "float32", "original_loss": 2.0}
+    context = TrialContext(folder=str(folder.root), model=str(demo_dir), **shared)
+    rungs = [{"step": 0, "loss": 3.0}, {"step": 4, "loss": 2.2, "kl": 0.1}]
+    records = [("head", "headfold", 2.2), ("base", "gqa", 2.9)]
+    made = [
+        TrialRecord(
+            name, recipe, 0.5, 1e-3, {}, status=DONE, rungs=[rungs[0], rungs[1] | {"loss": loss}], kv_bytes_per_token=1
+        )
+        for name, recipe, loss in records
+    ]
+    write_journal(folder.root, made)
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    tracker = Tracker.open(None, "tests", tmp_path)
+    parent = parent_run(folder.root)
+    parent.status, parent.run_id = None, tracker.start("search")
+    session = SearchSession(config, folder, context, MlflowSync(lambda: tracker, parent), 1)
+    (candidate,) = promote.promote(session)["candidates"].values()
+    return candidate, tracker, folder
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+
+
+def test_scores_reach_mlflow_as_metrics_and_an_artifact(
+    tasks: Path, demo_dir: Path, demo_model: PreTrainedModel, tmp_path: Path, empty_store: Path
+) -> None:
+    config = parsed(tasks, demo_dir)
+    candidate, tracker, folder = promoted(config, demo_dir, demo_model, tmp_path, empty_store)
+    assert candidate["status"] == PROMOTED, "without a limit a drop is told, not judged"
+    assert candidate["gate"]["tasks"] == "passed"
+    own, original = (candidate["tasks"][name]["next_line"] for name in ("checkpoint", "original"))
+    assert own["items"] == original["items"] == 16
+    assert own["acc"] < original["acc"]
+    run = tracker.client.get_run(candidate["run_id"])
+    assert run.data.metrics["task_next_line_acc"] == own["acc"]
+    file = tracker.client.download_artifacts(candidate["run_id"], TASKS, str(tmp_path))
+    assert json.loads(Path(file).read_text()) == candidate["tasks"]
+    card = (Path(candidate["model"]) / CARD).read_text()
+    assert f"| next_line | acc | 16 | {own['acc']:.3f} ± " in card
+    for name, loss in (("original model", 2.0), ("baseline gqa, trained for as many steps at most", 2.9)):
+        assert f"| {name} | {loss:.3f} |" in card
+    assert "stdlib-llama, converted to 50% of its KV cache, by recipe `headfold`" in card
+    assert f"| tokens | {4 * config.train.batch_size * config.data.sequence_length:,} |" in card
+    assert checkpoint.intact(candidate["model"])
+    assert json.loads((folder.promoted / ORIGINAL).read_text())["scores"]["next_line"] == original
+
+
+def test_the_gate_refuses_a_drop_that_is_too_large(
+    tasks: Path, demo_dir: Path, demo_model: PreTrainedModel, tmp_path: Path, empty_store: Path
+) -> None:
+    config = parsed(tasks, demo_dir, max_task_drop=0.05)
+    candidate, *_ = promoted(config, demo_dir, demo_model, tmp_path, empty_store)
+    assert candidate["status"] == REFUSED
+    assert not (Path(candidate["model"]) / CARD).exists()
+    (reason,) = candidate["reasons"]
+    assert reason.startswith("task next_line: accuracy is 0.")
+    assert reason == candidate["gate"]["tasks"]
+
+
+def test_what_cannot_be_compared_is_refused_before_anything_starts(tasks: Path, demo_dir: Path) -> None:
+    check_tasks(parsed(tasks, demo_dir, max_task_drop=0.05))
+    with pytest.raises(ConfigError, match=r"max_task_drop 0.1 needs tasks"):
+        parse_config(parsed(tasks, demo_dir).model_dump() | {"promotion": {"max_task_drop": 0.1}})
+    with pytest.raises(ConfigError, match=r"promotion\.tasks: 'gone' is no folder"):
+        check_tasks(parsed(Path("gone"), demo_dir))
+    file = tasks / "next_line.yaml"
+    task = yaml.safe_load(file.read_text())
+    task["metric_list"] = [{"metric": "brier_score", "aggregation": "brier_score", "higher_is_better": False}]
+    file.write_text(yaml.safe_dump(task))
+    check_tasks(parsed(tasks, demo_dir))
+    with pytest.raises(ConfigError, match=r"max_task_drop: task 'next_line' has no accuracy.*brier_score"):
+        check_tasks(parsed(tasks, demo_dir, max_task_drop=0.05))

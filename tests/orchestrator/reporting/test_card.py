@@ -1,0 +1,269 @@
+"""Model cards, and the upload to a hub: a small fake of its HTTP interface on this machine, with the real client."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from command_line import run_here
+from transformers import PreTrainedModel
+
+from attention.conversion.conversion import convert
+from attention.io import checkpoint
+from attention.plan import AttentionPlan, LayerPlan
+from orchestrator.reporting.base_model import base_of
+from orchestrator.reporting.card import CARD, FACTS, PICTURE, CardFacts, card_of, write_card
+from orchestrator.storage.records import write_json
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+TOGETHER = LayerPlan((0, 0, 1, 1, 2, 2, 3, 3), (0, 0, 1, 1, 2, 2, 3, 3))
+APART = LayerPlan((0, 0, 1, 1, 2, 2, 3, 3), (0, 1, 2, 3, 0, 1, 2, 3))
+TOKEN = "hf_SecretOfATest123"
+SCORES = {"few": {"acc": 0.5, "acc_stderr": 0.1, "items": 8}}
+FACTS_KNOWN = CardFacts(
+    base="small",
+    base_id="someone/small",
+    license="mit",
+    recipe="headfold",
+    kv_ratio=0.5,
+    losses={"original model": 2.0, "this model": 2.1},
+    tasks={"checkpoint": SCORES, "original": SCORES},
+    trained={"steps": 40, "tokens": 81920, "data": "someone/texts"},
+    datasets=["someone/texts"],
+)
+
+
+def converted(model: PreTrainedModel, folder: Path, demo_dir: Path, layer: LayerPlan = TOGETHER) -> Path:
+    note = checkpoint.original_note(64, **base_of(demo_dir))
+    record = {"recipe": {"name": "gqa"}, **note}
+    return checkpoint.save(convert(model, AttentionPlan((layer,) * 4, head_dim=32)), folder, demo_dir, record=record)
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory, demo_model: PreTrainedModel, demo_dir: Path) -> Path:
+    """The demo checkpoint with half its KV heads, as `convert` writes it."""
+    return converted(demo_model, tmp_path_factory.mktemp("card") / "half", demo_dir)
+
+
+def front_of(card: str) -> dict[str, Any]:
+    return yaml.safe_load(card.split("---\n")[1])
+
+
+def test_an_export_has_a_card_with_metadata_and_a_picture_and_is_whole(
+    half: Path, tmp_path: Path, demo_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert run_here("export", half, "--target", "gqa", "--out", out, "--json", tmp_path / "e.json") == 0
+    card = (out / CARD).read_text()
+    front = front_of(card)
+    assert (front["library_name"], front["pipeline_tag"]) == ("transformers", "text-generation")
+    assert "license" not in front and "base_model" not in front, "of a folder neither is known"
+    assert "stdlib-llama, converted to 50% of its KV cache, by recipe `gqa`" in card
+    assert "look it up" in card
+    assert (out / PICTURE).read_bytes().startswith(b"\x89PNG")
+    assert checkpoint.intact(out)
+    assert str(tmp_path) not in card + (out / FACTS).read_text()
+    assert "nothing was uploaded" not in capsys.readouterr().out
+    assert run_here("export", half, "--target", "gqa", "--out", out, "--overwrite") == 0
+
+
+def test_the_lines_for_transformers_run_as_they_stand(
+    half: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = card_of(half, FACTS_KNOWN)
+    lines = re.search(r"```python\n(.*?)```", card, re.DOTALL)
+    assert lines
+    monkeypatch.chdir(half.parent)
+    exec(lines[1], {})
+    assert capsys.readouterr().out.startswith("Once upon a time")
+    assert f"vllm serve {half.name}\n" in card and f"convert_hf_to_gguf.py {half.name} " in card
+
+
+def test_all_that_is_known_is_on_the_card(half: Path, tmp_path: Path) -> None:
+    card = card_of(half, FACTS_KNOWN, "me/quarter")
+    front = front_of(card)
+    assert front["base_model"] == "someone/small"
+    assert front["license"] == "mit"
+    assert front["datasets"] == ["someone/texts"]
+    assert "# quarter" in card and '"me/quarter"' in card
+    assert "| this model | 2.100 |" in card
+    assert "| few | acc | 8 | 0.500 ± 0.100 | 0.500 ± 0.100 |" in card
+    assert "| tokens | 81,920 |" in card
+    assert "Checked in engines" not in card
+    write_json(tmp_path / FACTS, json.loads(json.dumps(FACTS_KNOWN.__dict__)))
+    assert CardFacts.of(tmp_path) == FACTS_KNOWN
+
+
+def test_engines_that_have_checked_it_are_a_table(half: Path, tmp_path: Path) -> None:
+    check = {"engine": "llama.cpp", "version": "b1", "kv_bytes_per_token_promised": 2048}
+    check |= {"kv_bytes_per_token_reported": 2048, "greedy_equal": True, "max_logprob_difference": 0.0004}
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    write_json(tmp_path / "export.json", {"checks": [check | {"capacity_tokens": 524288}], "engines": ["llama.cpp"]})
+    card = card_of(tmp_path, CardFacts(base="small"), "me/gguf")
+    assert "| llama.cpp b1 | 2,048 | 2,048 | yes | within 0.0004 | 524,288 |" in card
+    assert front_of(card)["library_name"] == "gguf"
+    assert "llama-server --hf-repo me/gguf --hf-file model.gguf" in card
+    assert "AutoModelForCausalLM" not in card
+
+
+def test_a_folder_with_code_of_its_own_says_so_and_our_own_format_too(
+    tmp_path: Path, demo_model: PreTrainedModel, demo_dir: Path
+) -> None:
+    write_json(tmp_path / "config.json", {"model_type": "nemotron-nas", "auto_map": {}})
+    write_json(tmp_path / "export.json", {"engines": ["vLLM"]})
+    assert f"vllm serve {tmp_path.name} --trust-remote-code" in card_of(tmp_path, CardFacts())
+    own = converted(demo_model, tmp_path / "apart", demo_dir, APART)
+    card = card_of(own, CardFacts.of(own))
+    assert 'checkpoint.load("apart")' in card and "vllm" not in card
+    assert "library_name" not in front_of(card)
+
+
+def test_names_of_a_base(tmp_path: Path) -> None:
+    assert base_of("someone/small") == {"base": "someone/small", "base_id": "someone/small", "license": None}
+    snapshot = tmp_path / "models--some-one--small-1b" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / CARD).write_text("---\nlicense: apache-2.0\ntags: [x]\n---\n# Small\n")
+    named = {"base": "some-one/small-1b", "base_id": "some-one/small-1b", "license": "apache-2.0"}
+    assert base_of(snapshot) == named
+    (snapshot / CARD).write_text("# no metadata\n")
+    assert base_of(snapshot)["license"] is None
+
+
+# ---- upload ---------------------------------------------------------------------------------------------------------
+
+
+class FakeHub(ThreadingHTTPServer):
+    """As much of the hub as an upload needs: makes a repository, takes a commit with all files in it."""
+
+    def __init__(self, refuses: int | None = None) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.refuses = refuses
+        self.tokens: set[str | None] = set()
+        self.files: dict[str, bytes] = {}
+        self.created: dict[str, Any] = {}
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeHub
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def _answer(self, record: Any, status: int = 200) -> None:
+        body = json.dumps(record).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        self._answer({"id": "me/quarter", "sha": "0" * 40, "siblings": [], "private": True})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.server.tokens.add(self.headers.get("Authorization"))
+        if self.server.refuses:
+            self._answer({"error": f"refused for {self.headers.get('Authorization')}"}, self.server.refuses)
+        elif self.path.endswith("/repos/create"):
+            self.server.created = json.loads(body)
+            self._answer({"url": f"{self.server.address}/me/quarter"})
+        elif "/preupload/" in self.path:
+            asked = json.loads(body)["files"]
+            plain = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in asked]
+            self._answer({"files": plain})
+        elif "/commit/" in self.path:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.server.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            self._answer({"success": True, "commitOid": "1" * 40, "commitUrl": f"{self.server.address}/me/quarter"})
+        else:
+            self._answer({})
+
+
+@pytest.fixture(params=[None])
+def hub(request: pytest.FixtureRequest) -> Iterator[FakeHub]:
+    server = FakeHub(request.param)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def pushed(half: Path, out: Path, hub: FakeHub, *more: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, whose hub is the fake."""
+    environment = os.environ | {"HF_ENDPOINT": hub.address, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
+    command = [sys.executable, "-m", "orchestrator.main", "export", str(half), "--target", "gqa", "--out", str(out)]
+    return subprocess.run(
+        [*command, "--push", "me/quarter", *more],
+        cwd=REPOSITORY,
+        env=environment | {"HF_HUB_DISABLE_XET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_a_dry_run_shows_files_and_sizes_and_asks_the_hub_nothing(half: Path, tmp_path: Path, hub: FakeHub) -> None:
+    ran = pushed(half, tmp_path / "out", hub)
+    assert ran.returncode == 0, ran.stderr
+    assert re.search(r"model\.safetensors  \d+\.\d MB", ran.stdout)
+    assert "--push me/quarter --no-dry-run" in ran.stdout
+    assert "lineage.json" not in ran.stdout and "export.json" not in ran.stdout
+    assert not hub.tokens and not hub.files
+    assert TOKEN not in ran.stdout + ran.stderr
+
+
+def test_an_upload_carries_the_folder_without_what_names_this_machine(half: Path, tmp_path: Path, hub: FakeHub) -> None:
+    out = tmp_path / "out"
+    ran = pushed(half, out, hub, "--no-dry-run")
+    assert ran.returncode == 0, ran.stderr
+    assert hub.created["name"] == "quarter" and hub.created["organization"] == "me"
+    assert hub.created.get("private") or hub.created.get("visibility") == "private"
+    assert hub.tokens == {f"Bearer {TOKEN}"}
+    assert set(hub.files) == {p.name for p in out.iterdir()} - {"export.json", "digests.json"}
+    assert all(content == (out / name).read_bytes() for name, content in hub.files.items())
+    assert all(str(tmp_path).encode() not in content for content in hub.files.values())
+    assert TOKEN not in ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize("hub", [403], indirect=True)
+def test_a_refusal_is_told_without_the_token_and_the_export_stays(half: Path, tmp_path: Path, hub: FakeHub) -> None:
+    ran = pushed(half, tmp_path / "out", hub, "--no-dry-run")
+    assert ran.returncode == 1
+    assert "push to me/quarter" in ran.stderr and "403" in ran.stderr
+    assert TOKEN not in ran.stdout + ran.stderr
+    assert checkpoint.intact(tmp_path / "out")
+
+
+@pytest.mark.parametrize(("name", "said"), [("quarter", "OWNER/NAME"), ("a/b/c", "no name"), ("me/--x", "no name")])
+def test_a_name_that_cannot_be_is_refused_before_anything_is_exported(
+    half: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, said: str
+) -> None:
+    assert run_here("export", half, "--target", "gqa", "--out", tmp_path / "out", "--push", name) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_card_is_written_again_for_another_place(half: Path, tmp_path: Path, demo_model: PreTrainedModel) -> None:
+    folder = checkpoint.save(demo_model, tmp_path / "plain")
+    write_card(folder, FACTS_KNOWN)
+    write_card(folder, FACTS_KNOWN, "me/elsewhere")
+    assert "me/elsewhere" in (folder / CARD).read_text()
