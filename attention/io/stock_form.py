@@ -32,8 +32,7 @@ def format_of(folder: str | Path, dtype: Any) -> dict[str, Any]:
 
 
 def _readers(config: Any, plan: AttentionPlan) -> tuple[str, ...]:
-    """llama.cpp has no OPT, and its own reader of a Phi folder takes as many KV heads as query heads (target gguf writes
-    them as they are)."""
+    """llama.cpp has no OPT, and reads a Phi folder as if it had as many KV heads as query heads: use target gguf."""
     name = family_of(config).name
     grouped_phi = name == "phi" and max(widths_of(plan)) > 1
     return ALL[:2] if name == "opt" or grouped_phi else ALL
