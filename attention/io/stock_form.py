@@ -32,11 +32,10 @@ def format_of(folder: str | Path, dtype: Any) -> dict[str, Any]:
 
 
 def _readers(config: Any, plan: AttentionPlan) -> tuple[str, ...]:
-    """vLLM and llama.cpp take as many KV heads as query heads for Phi; llama.cpp has no OPT."""
+    """llama.cpp has no OPT, and reads a Phi folder as if it had as many KV heads as query heads: use target gguf."""
     name = family_of(config).name
-    if name == "phi" and max(widths_of(plan)) > 1:
-        return ALL[:1]
-    return ALL[:2] if name == "opt" else ALL
+    grouped_phi = name == "phi" and max(widths_of(plan)) > 1
+    return ALL[:2] if name == "opt" or grouped_phi else ALL
 
 
 def _reason(plan: AttentionPlan) -> str:

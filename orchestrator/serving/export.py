@@ -38,13 +38,13 @@ def export_checkpoint(
     python: str | None = None,
     memory: int = MEMORY,
 ) -> dict[str, Any]:
-    """Write a checkpoint for a target, its tokenizer with it; `auto`: for the best one, and `other_targets` of the record
-    says why the others are not.
+    """Write a checkpoint for a target, its tokenizer with it.
 
-    With `check` the engine (the target's first, unless named) loads the result in a process of its own, of the
-    interpreter `python`, and nothing is written unless it computes the same in the cache that was promised; `memory`:
-    bytes of cache whose capacity in tokens is told. Raises ConfigError or ValueError as in `export`, EngineError
-    before any work if the engine is not installed, CheckError if it shows something else.
+    `auto` is the best target; `other_targets` of the record says why the others are not. With `check` the engine (the
+    target's first, unless named) loads the result in a process of its own, of the interpreter `python`, and nothing is
+    written unless it computes the same in the cache that was promised; `memory`: bytes of cache whose capacity in
+    tokens is told. Raises ConfigError or ValueError as in `export`, EngineError before any work if the engine is not
+    installed, CheckError if it shows something else.
     """
     loading.geometry_of(str(source), key="checkpoint")
     others: dict[str, str] = {}

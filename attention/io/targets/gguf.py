@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from attention.conversion.conversion import unshare
-from attention.families import family_of
 from attention.io.targets import Held, Lowered, Target, TargetError, gqa, phi
 from attention.io.targets._gguf.architectures import architecture, check_supported, shapes_of, with_own_counts
 from attention.io.targets._pairs import check_no_composition, kv_heads_of, written_out
@@ -30,7 +29,7 @@ def held(config: Any, plan: AttentionPlan) -> Held:
     """A count of its own in each layer where llama.cpp has that for the family, else one for all as target gqa. Raises
     TargetError for composition, for what llama.cpp has not, and for a family without groups."""
     check_no_composition(plan, "gguf")
-    if is_phi(config, plan):
+    if phi.is_needed(config, plan):
         return held(phi.phi_config(config), plan)
     check_supported(config, plan)
     if with_own_counts(config) is not None:
@@ -38,17 +37,11 @@ def held(config: Any, plan: AttentionPlan) -> Held:
     return gqa.held(config, plan)
 
 
-def is_phi(config: Any, plan: AttentionPlan) -> bool:
-    """Whether a GPT-NeoX is written as Phi, which has groups."""
-    grouped = not all(layer.is_identity for layer in plan.layers)
-    return family_of(config).name == "gpt_neox" and grouped and config.use_parallel_residual
-
-
 def lower(model: PreTrainedModel) -> Lowered:
     """The model as it is, every layer with weights of its own: heads are padded when they are written."""
     plan = plan_of(model)
     held(model.config, plan)
-    if is_phi(model.config, plan):
+    if phi.is_needed(model.config, plan):
         lowered = lower(phi.as_phi(model))
         return replace(lowered, notes=(*lowered.notes, phi.NOTE, *written_out(plan)), folded=True)
     form = architecture(model.config, plan)

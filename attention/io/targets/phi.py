@@ -50,6 +50,12 @@ def held(config: Any, plan: AttentionPlan) -> Held:
     return Held.of([max(kv_heads_of(plan))] * plan.num_layers, plan.head_dim)
 
 
+def is_needed(config: Any, plan: AttentionPlan) -> bool:
+    """Whether a GPT-NeoX has groups, which it can only have as Phi."""
+    grouped = not all(layer.is_identity for layer in plan.layers)
+    return family_of(config).name == "gpt_neox" and grouped and config.use_parallel_residual
+
+
 def _check(config: Any) -> None:
     if family_of(config).name != "gpt_neox":
         raise TargetError(f"target phi takes a gpt_neox checkpoint, got {family_of(config).name}; use target gqa")

@@ -26,7 +26,7 @@ from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.io.precision import DTYPES
 from attention.io.stock_files import older_form, put_tokenizer
-from attention.io.targets import Held, Lowered, Target, TargetError, _stock, gqa
+from attention.io.targets import Held, Lowered, Target, TargetError, _stock, gqa, phi
 from attention.io.targets._pairs import (
     check_no_composition,
     kv_heads_of,
@@ -49,9 +49,12 @@ MOST_QUERY_HEADS = 8
 
 
 def held(config: Any, plan: AttentionPlan) -> Held:
-    """A count of its own in each layer for Llama-like families, else one for all as target gqa. Raises TargetError for
-    composition, for groups where vLLM's family has none, and for counts with no small common multiple."""
+    """A count of its own in each layer for Llama-like families, else one for all as target gqa, or phi for a grouped
+    GPT-NeoX. Raises TargetError for composition, for families without groups, and for counts with no small common
+    multiple."""
     check_no_composition(plan, "vllm")
+    if phi.is_needed(config, plan):
+        return phi.held(config, plan)
     counts = kv_heads_of(plan)
     if not has_own_counts(config, plan):
         return gqa.held(config, plan)
@@ -71,9 +74,11 @@ def has_own_counts(config: Any, plan: AttentionPlan) -> bool:
 
 
 def lower(model: PreTrainedModel) -> Lowered:
-    """The model as it is where it is written as DeciLM, heads being padded then; else as target gqa."""
+    """The model as it is where it is written as DeciLM, heads being padded then; else as gqa or phi."""
     plan = plan_of(model)
     held(model.config, plan)
+    if phi.is_needed(model.config, plan):
+        return phi.lower(model)
     if not has_own_counts(model.config, plan):
         return gqa.lower(model)
     zeros = query_heads_for_all(plan) - plan.num_heads

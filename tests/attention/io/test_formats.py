@@ -206,7 +206,7 @@ def test_the_dtype_is_that_of_the_config_or_else_of_the_files(tiny_model: Tiny, 
     ("family", "plan", "loads_in", "said"),
     [
         ("llama", UNIFORM, ["transformers", "vLLM", "llama.cpp"], "a stock Llama checkpoint"),
-        ("phi", UNIFORM, ["transformers"], "a stock Phi checkpoint: transformers loads it"),
+        ("phi", UNIFORM, ["transformers", "vLLM"], "a stock Phi checkpoint: transformers and vLLM load it"),
         ("opt", None, ["transformers", "vLLM"], "a stock OPT checkpoint: transformers and vLLM load it"),
         ("llama", LAYERED, ["headfold"], "different numbers of KV heads.*at 256 KV bytes a token instead of 192"),
         ("llama", LOPSIDED, ["headfold"], "different sizes.*`headfold export --target gqa`.*at the same 256 KV bytes"),

@@ -15,7 +15,8 @@ class DeciLMConfig(MistralConfig):  # Llama's fields; Llama's own class wants a 
     model_type = "nemotron-nas"
 
     def __init__(self, block_configs: Any = (), **fields: Any) -> None:
-        super().__init__(**(fields | {"sliding_window": None}))
+        fields["sliding_window"] = None
+        super().__init__(**fields)
         self.block_configs = [
             SimpleNamespace(**{part: SimpleNamespace(**values) for part, values in block.items()})
             for block in block_configs

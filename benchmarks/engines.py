@@ -1,0 +1,88 @@
+"""What engines hold of each kind of plan: `python -m benchmarks.engines docs/serving.md` (or no file: to the terminal).
+
+The demo checkpoint is converted, exported for each engine and checked there (`headfold export --check`); the table goes
+between the marks in the file. Without vLLM (`make engines`) it ends with what is missing.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attention.conversion.conversion import convert
+from attention.io import checkpoint
+from attention.io.files import write_whole
+from attention.plan import AttentionPlan, LayerPlan
+from orchestrator.serving.engines import ENGINES
+from orchestrator.serving.export import export_checkpoint
+
+DEMO = Path(__file__).resolve().parents[1] / "examples" / "stdlib-llama"
+BEGIN, END = "<!-- engines: made by `make engines` -->", "<!-- engines: end -->"
+TARGETS = {"transformers": "transformers", "vLLM": "vllm", "llama.cpp": "gguf"}
+HEAD = (
+    "| plan (KV heads of the four layers) | engine | target, written as | KV heads it holds | bytes a token: promised | "
+    "reported | tokens in 1 GiB | same tokens | log-probabilities differ by |\n|---|---|---|---|---|---|---|---|---|\n"
+)
+
+
+def plans() -> dict[str, AttentionPlan | None]:
+    """Kinds of plans for the demo's eight heads, by what the page calls them; None is the original model."""
+    two, one, four = (0, 0, 0, 0, 1, 1, 1, 1), (0,) * 8, (0, 0, 1, 1, 2, 2, 3, 3)
+    uneven, other = (0, 0, 0, 0, 0, 1, 1, 1), (0, 0, 1, 1, 0, 0, 1, 1)
+    return {
+        "original (8)": None,
+        "uniform (2)": _plan([two] * 4, [two] * 4),
+        "a count of each layer's own (4, 2, 1, 1)": _plan([four, two, one, one], [four, two, one, one]),
+        "unequal groups (2)": _plan([uneven] * 4, [uneven] * 4),
+        "keys and values apart (2 keys, 2 values)": _plan([two] * 4, [other] * 4),
+    }
+
+
+def _plan(keys: list[tuple[int, ...]], values: list[tuple[int, ...]]) -> AttentionPlan:
+    return AttentionPlan(tuple(LayerPlan(key, value) for key, value in zip(keys, values, strict=True)), 32)
+
+
+def row(kind: str, engine: str, record: dict[str, Any]) -> str:
+    check = record["check"]
+    run = check["runs"][0]
+    cells = (
+        kind, check["version"], f"`{TARGETS[engine]}`, {record['model_type']}", ", ".join(map(str, record["kv_heads"])),
+        str(check["kv_bytes_per_token_promised"]), f"{check['kv_bytes_per_token']:g}", f"{check['capacity']:,}",
+        f"{run['same']} of {run['prompts']}", f"{run['difference']:.1g}",
+    )  # fmt: skip
+    return f"| {' | '.join(cells)} |\n"
+
+
+def measure(folder: Path) -> str:
+    """The table."""
+    for engine in ENGINES.values():
+        engine.find(None)  # before any work
+    demo, text = checkpoint.load(DEMO, torch.float32), HEAD
+    for index, (kind, plan) in enumerate(plans().items()):
+        source = checkpoint.save(demo if plan is None else convert(demo, plan), folder / f"source-{index}", DEMO)
+        for engine, target in TARGETS.items():
+            out = folder / f"{target}-{index}"
+            record = export_checkpoint(source, target, out, dtype="float32", check=True, allow_larger_cache=True)
+            text += row(kind, engine, record)
+            print(f"{kind}: {engine} done", file=sys.stderr, flush=True)
+    return text
+
+
+def main(words: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        table = measure(Path(folder))
+    if not words:
+        print(table)
+        return
+    page = Path(words[0])
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    write_whole(page, f"{before}{BEGIN}\n\n{table}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

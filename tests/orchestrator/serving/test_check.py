@@ -1,0 +1,176 @@
+"""What a check says when an engine is not there, crashes, or computes something else; nothing is half-written."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import run_here
+from engine_plans import together
+from transformers import AutoTokenizer, PreTrainedModel
+
+from attention.conversion.conversion import convert
+from attention.io import checkpoint
+from attention.io.export import export
+from attention.io.targets import Held, target
+from attention.plan import AttentionPlan
+from orchestrator.serving import llama_cpp
+from orchestrator.serving.check import check_export, prompts_for
+from orchestrator.serving.engine import CHILDREN, EngineError, Question, run_child
+from orchestrator.serving.engines import ENGINES, engine
+
+GROUPS = ((0, 0, 1, 1, 2, 2, 3, 3), (0,) * 8)
+PLAN = AttentionPlan(together(*GROUPS, *GROUPS), 32)
+LLAMA_CPP = ENGINES["llama.cpp"]
+
+
+@pytest.fixture(scope="module")
+def exported(demo_model: PreTrainedModel, demo_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A converted demo checkpoint in `source`, and its GGUF file in `gguf`."""
+    folder = tmp_path_factory.mktemp("exported")
+    checkpoint.save(convert(demo_model, PLAN), folder / "source", demo_dir)
+    export(folder / "source", "gguf", folder / "gguf", folder / "source")
+    return folder
+
+
+def _found(folder: Path, gguf: Path, tokenizer: Any = None, held: Held | None = None) -> list[str]:
+    """The reasons of a check of a GGUF file in llama.cpp."""
+    model = checkpoint.load(folder / "source")
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(folder / "source")
+    held = held or target("gguf").held(model.config, PLAN)
+    return check_export(LLAMA_CPP, sys.executable, gguf, model, tokenizer, held, "float32").reasons
+
+
+def test_the_verb_checks_and_keeps_what_it_found(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    options = ["--target", "gguf", "--out", out, "--check", "--check-memory", "2", "--json", tmp_path / "record.json"]
+    assert run_here("export", exported / "source", *options) == 0
+    check = json.loads((tmp_path / "record.json").read_text())["check"]
+    assert check == json.loads((out / "export.json").read_text())["check"]
+    assert check["passed"] and check["engine"] == "llama.cpp" and check["version"].startswith("xllamacpp ")
+    assert check["kv_bytes_per_token"] == 2 * (4 + 1 + 4 + 1) * 32 * 4
+    assert check["capacity"] == 2 * 2**30 // check["kv_bytes_per_token"]
+    printed = capsys.readouterr().out
+    assert "8 of 8 prompts" in printed and "2560 bytes a token by the engine's report, 2560 promised" in printed
+
+
+def test_an_engine_that_is_not_there_is_told_before_any_work(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HEADFOLD_VLLM_PYTHON", raising=False)
+    options = ["--out", tmp_path / "out", "--check"]
+    assert run_here("export", exported / "source", "--target", "vllm", *options) == 2
+    assert "vLLM is not installed for" in (told := capsys.readouterr().err) and "`make engines`" in told
+    bare = tmp_path / "python"
+    bare.write_text("#!/bin/sh\nexit 1\n")
+    bare.chmod(0o755)
+    assert run_here("export", exported / "source", "--target", "gguf", "--engine-python", bare, *options) == 2
+    assert "pip install 'xllamacpp" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--target", "gguf", "--check", "--engine", "vllm"], "target gguf is read by llama.cpp, got vLLM"),
+        (["--target", "gguf", "--check", "--engine", "ollama"], "engine must be one of"),
+        (["--target", "gguf", "--engine", "llama.cpp"], "add --check"),
+    ],
+)
+def test_a_check_that_cannot_be_is_refused(
+    options: list[str], said: str, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_here("export", exported / "source", "--out", tmp_path / "out", *options) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_truncated_file_is_what_llama_cpp_says_it_is(exported: Path, tmp_path: Path) -> None:
+    whole = (exported / "gguf" / "model.gguf").read_bytes()
+    (tmp_path / "model.gguf").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(EngineError, match=r"llama\.cpp failed: .*(failed to load model|not within the file bounds)"):
+        _found(exported, tmp_path)
+
+
+def test_another_tokenizer_in_the_file_is_found(exported: Path, tmp_path: Path) -> None:
+    whole = json.loads((exported / "source" / "tokenizer.json").read_text())
+    whole["model"]["merges"] = whole["model"]["merges"][:400]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    (tmp_path / "tokenizer_config.json").write_text((exported / "source" / "tokenizer_config.json").read_text())
+    other = AutoTokenizer.from_pretrained(tmp_path)
+    reasons = _found(exported, exported / "gguf", other)
+    assert any("the tokenizer in the export is not the source's" in told for told in reasons)
+
+
+def test_other_weights_and_another_cache_are_found(
+    exported: Path, demo_model: PreTrainedModel, demo_dir: Path, tmp_path: Path
+) -> None:
+    wider = AttentionPlan(together(*[GROUPS[0]] * 4), 32)
+    checkpoint.save(convert(demo_model, wider), tmp_path / "wider", demo_dir)
+    export(tmp_path / "wider", "gguf", tmp_path / "gguf", demo_dir)
+    reasons = _found(exported, tmp_path / "gguf")
+    assert any("log-probabilities differ by up to" in told for told in reasons)
+    assert "its cache takes 4096 bytes a token in float32, promised were 2560" in reasons
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", r"crashed \(SIGSEGV\)"),
+        ("raise RuntimeError('no such tensor')", "failed: .*no such tensor"),
+        ("print('no answer')", "ended without an answer"),
+        ("import time; time.sleep(60)", "did not answer within 2 seconds"),
+    ],
+)
+def test_an_engine_that_ends_badly_is_told(script: str, said: str) -> None:
+    with pytest.raises(EngineError, match=f"the engine {said}"):
+        run_child("the engine", [sys.executable, "-c", script], {}, {}, seconds=2 if "sleep" in script else 60)
+
+
+def test_a_crash_in_the_middle_of_an_export_leaves_nothing(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    crash = tmp_path / "llama_cpp_child.py"
+    crash.write_text("import os\nos.abort()\n")
+    monkeypatch.setattr(llama_cpp, "CHILDREN", tmp_path)
+    options = ["--target", "gguf", "--out", tmp_path / "out", "--check"]
+    assert run_here("export", exported / "source", *options) == 2
+    assert "llama.cpp crashed (SIGABRT)" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"llama_cpp_child.py"}
+
+
+def test_transformers_is_asked_where_headfold_cannot_be_imported(exported: Path) -> None:
+    child = (CHILDREN / "transformers_child.py").read_text()
+    probe = child.replace("def main():", "def main():\n    import attention.plan\n\n\ndef _():")
+    with pytest.MonkeyPatch.context() as patch:
+        folder = exported / "children"
+        folder.mkdir()
+        (folder / "transformers_child.py").write_text(probe)
+        patch.setattr("orchestrator.serving.transformers.CHILDREN", folder)
+        question = Question(exported / "source", [[1, 2]], 2, "float32", Held.of([1], 32), 2**30)
+        with pytest.raises(EngineError, match="No module named 'attention'"):
+            ENGINES["transformers"].ask(sys.executable, question)
+
+
+def test_engines_are_named_in_any_capitals_and_prompts_are_reproducible(demo_model: PreTrainedModel) -> None:
+    assert engine("VLLM").name == "vLLM"
+    one, texts = prompts_for(demo_model, None)
+    assert texts is None and one == prompts_for(demo_model, None)[0] and len(one) == 8
+
+
+@pytest.mark.parametrize(
+    ("log", "held"),
+    [
+        ("llama_kv_cache: size =    0.62 MiB (   256 cells,   4 layers,  1/1 seqs), K (f32)", 2560),
+        ("llama_kv_cache: size =   52.00 MiB ( 16384 cells,   4 layers,  1/1 seqs)", 3328),
+    ],
+)
+def test_bytes_are_read_from_the_log(log: str, held: int) -> None:
+    assert llama_cpp.kv_bytes_per_token(f"x\n{log}\ny", 256) == held
+    with pytest.raises(EngineError, match="does not name the size of its KV cache"):
+        llama_cpp.kv_bytes_per_token("nothing", 256)

@@ -1,0 +1,101 @@
+"""Exports computed by the engines themselves: the source's tokens and log-probabilities, in the promised bytes.
+
+llama.cpp and transformers are part of `make test`; vLLM needs an environment of its own (`make engines`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_plans import plans
+from transformers import PreTrainedModel
+
+from attention.conversion.conversion import convert
+from attention.io import checkpoint
+from attention.io.targets import kv_bytes_in
+from orchestrator.serving.export import export_checkpoint
+from orchestrator.serving.vllm import VARIABLE
+
+Tiny = Callable[..., PreTrainedModel]
+HEAD_DIM = 32  # vLLM's kernels for the CPU have no smaller one
+PLANS = plans(HEAD_DIM)
+VLLM = os.environ.get(VARIABLE)
+
+
+@pytest.fixture(scope="session")
+def source(tiny_model: Tiny, demo_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """`source(family, kind)`: a checkpoint with the demo's tokenizer and a plan of that kind."""
+
+    def save(family: str, kind: str) -> Path:
+        settings: dict[str, Any] = {"vocab_size": 2064, "hidden_size": 4 * HEAD_DIM, "max_position_embeddings": 128}
+        settings |= {"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": family == "qwen3"}
+        settings |= {} if family == "gpt_neox" else {"head_dim": HEAD_DIM}
+        model = convert(tiny_model(family, **settings), PLANS[kind])
+        return checkpoint.save(model, tmp_path_factory.mktemp("source") / kind, demo_dir)
+
+    return save
+
+
+CASES = [
+    ("llama", "gguf", kind, "deci" if kind == "layers" else "llama") for kind in PLANS if kind != "apart"
+] + [
+    ("llama", "gguf", "apart", "deci"),
+    ("qwen3", "gguf", "uniform", "qwen3"),
+    ("qwen3", "gguf", "layers", "openelm"),
+    ("qwen3", "gguf", "unequal", "qwen3"),
+    ("qwen3", "gguf", "apart", "openelm"),
+    ("gpt_neox", "gguf", "uniform", "phi2"),
+    ("llama", "transformers", "layers", "head_maps_llama"),
+    ("llama", "transformers", "apart", "head_maps_llama"),
+    ("qwen3", "transformers", "apart", "head_maps_qwen3"),
+    ("gpt_neox", "transformers", "apart", "head_maps_phi"),
+    ("llama", "gqa", "unequal", "mistral"),
+    ("qwen3", "gqa", "apart", "qwen3"),
+    ("gpt_neox", "phi", "layers", "phi"),
+]  # fmt: skip
+IN_VLLM = [
+    ("llama", "vllm", "uniform", "llama"),
+    ("llama", "vllm", "layers", "nemotron-nas"),
+    ("llama", "vllm", "unequal", "mistral"),
+    ("llama", "vllm", "apart", "nemotron-nas"),
+    ("qwen3", "vllm", "uniform", "qwen3"),
+    ("qwen3", "vllm", "layers", "qwen3"),
+    ("qwen3", "vllm", "unequal", "qwen3"),
+    ("qwen3", "vllm", "apart", "qwen3"),
+    ("gpt_neox", "vllm", "uniform", "phi"),
+    ("gpt_neox", "vllm", "apart", "phi"),
+]
+
+
+def _check(family: str, target: str, kind: str, form: str, folder: Path, out: Path) -> None:
+    record = export_checkpoint(folder, target, out, check=True, allow_larger_cache=True)
+    found = record["check"]
+    assert record["model_type"] == form and record["exact"] and found["passed"]
+    promised = kv_bytes_in(target, checkpoint.load_config(folder), PLANS[kind], "float32")
+    assert found["kv_bytes_per_token"] == found["kv_bytes_per_token_promised"] == promised
+    assert found["capacity"] == pytest.approx(2**30 / promised, rel=2e-3)
+    exact = found["runs"][0]
+    assert exact["prompts"] == exact["same"] == 8 and exact["tokens"] > 8 * 24
+    gelu = 10 if family == "gpt_neox" and target == "gguf" else 1  # llama.cpp looks GELU up in 16 bits
+    assert exact["difference"] < 1e-3 * gelu
+
+
+@pytest.mark.parametrize(("family", "target", "kind", "form"), CASES)
+def test_an_engine_computes_what_the_source_does(
+    family: str, target: str, kind: str, form: str, source: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    _check(family, target, kind, form, source(family, kind), tmp_path / "out")
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(VLLM is None, reason=f"vLLM needs an environment of its own: `make engines`, or {VARIABLE}=PYTHON")
+@pytest.mark.parametrize(("family", "target", "kind", "form"), IN_VLLM)
+def test_vllm_computes_what_the_source_does(
+    family: str, target: str, kind: str, form: str, source: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    _check(family, target, kind, form, source(family, kind), tmp_path / "out")
