@@ -22,6 +22,7 @@ from orchestrator.cluster.tasks import on_cluster
 from orchestrator.config.schema import SearchConfig
 from orchestrator.conversion import loading
 from orchestrator.evaluation.task_files import placed
+from orchestrator.promotion.engine_export import check_engine
 from orchestrator.promotion.state import Entry
 from orchestrator.promotion.task_check import check_tasks
 from orchestrator.search.prepare import SearchSession
@@ -74,6 +75,9 @@ def examine(
     if entry.model is not None:
         with _check(entry, "logits"):
             _check_logits(expected, held_out, entry, context, config.promotion.logit_tolerance)
+        if config.search.target != "any":
+            with _check(entry, "engine"):
+                check_engine(entry, config.search.target)
         if config.promotion.tasks:
             with _check(entry, "tasks"):
                 check_tasks(entry, config, context, folder.promoted)

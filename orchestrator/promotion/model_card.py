@@ -13,9 +13,8 @@ from orchestrator.storage.records import read_json
 from trainers.text.corpora import DataError, resolve
 
 
-def write_promoted_card(entry: Entry, config: SearchConfig, original: Path) -> None:
-    """Into the folder that the gate has written. `original`: the search's record of the original model."""
-    assert entry.model is not None
+def write_promoted_card(entry: Entry, config: SearchConfig, original: Path, folder: str) -> None:
+    """Into a `folder` that the gate has written. `original`: the search's record of the original model."""
     text, datasets = text_of(config)
     known = {
         "original model": entry.original_loss,
@@ -32,7 +31,7 @@ def write_promoted_card(entry: Entry, config: SearchConfig, original: Path) -> N
         datasets=datasets if entry.best_step else [],
         **base_of(read_json(original)["model"]),
     )
-    write_card(entry.model, facts)
+    write_card(folder, facts)
 
 
 def tokens_of(steps: int, config: SearchConfig) -> int:

@@ -25,8 +25,9 @@ class Entry:
     data) are of it, `best_step` says which it is and `shipped` what, in words; `last_loss` is that after all `steps`,
     `untrained_loss` that of the conversion before any. `baseline_loss` is of the baseline's best measured step,
     `baseline_step`; `original_loss` of the original model. `model`: the folder that the gate has written; `exported`:
-    the same, if stock transformers loads it (`plain`). `tasks`: scores of `checkpoint` and `original`, if tasks
-    are asked for. `trained_at`: when the training was over, in seconds since 1970.
+    the same, if stock transformers loads it (`plain`); `served`: the same model for the engine of `search.target`.
+    `tasks`: scores of `checkpoint` and `original`, if tasks are asked for. `trained_at`: when the training was over, in
+    seconds since 1970.
     """
 
     trial_id: str
@@ -48,6 +49,7 @@ class Entry:
     data_position: int | None = None
     model: str | None = None
     exported: str | None = None
+    served: str | None = None
     plain: bool = False
     kv_bytes_per_token: int | None = None
     gate: dict[str, str] = field(default_factory=dict)

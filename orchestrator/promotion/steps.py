@@ -151,9 +151,10 @@ class PromotionSteps:
         entry.lineage = lineage_of(entry, self.trials[entry.trial_id], digests, self.session)
         if entry.model is not None:
             write_json(Path(entry.model) / LINEAGE, entry.lineage)
-            if not entry.reasons:
-                write_promoted_card(entry, self.session.config, self.session.folder.original)
-            on_cluster(task_options(self.session.config), "digests", checkpoint.write_digests, entry.model)
+            for written in filter(None, (entry.model, entry.served)):
+                if not entry.reasons:
+                    write_promoted_card(entry, self.session.config, self.session.folder.original, written)
+                on_cluster(task_options(self.session.config), "digests", checkpoint.write_digests, written)
         entry.status = REFUSED if entry.reasons else PASSED
         self.save()
         self._tell(entry)

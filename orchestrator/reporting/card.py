@@ -187,17 +187,18 @@ def _training(facts: CardFacts) -> Table:
 
 
 def _checks(export: Mapping[str, Any]) -> Table:
-    """What engines that have loaded the export have shown (`checks` in export.json)."""
+    """What an engine that has loaded the export has shown (`check` in export.json)."""
+    check: dict[str, Any] = export.get("check") or {"runs": ()}
     rows = [
         (
-            f"{check['engine']} {check.get('version', '')}".strip(),
-            _number(check.get("kv_bytes_per_token_promised")),
-            _number(check.get("kv_bytes_per_token_reported")),
-            {True: "yes", False: "no"}.get(check.get("greedy_equal"), ""),
-            "" if check.get("max_logprob_difference") is None else f"within {check['max_logprob_difference']:.2g}",
-            _number(check.get("capacity_tokens")),
+            check["version"],
+            _number(check["kv_bytes_per_token_promised"]),
+            f"{check['kv_bytes_per_token']:,g}",
+            f"{run['same']} of {run['prompts']} prompts, {run['how']}",
+            f"within {run['difference']:.2g}",
+            f"{check['capacity']:,} in {check['memory'] / 2**30:g} GiB of {check['cache_dtype']}",
         )
-        for check in export.get("checks") or []
+        for run in check["runs"]
     ]
     return Table(ENGINES, rows, intro="Checked in engines")
 

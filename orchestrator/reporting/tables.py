@@ -146,4 +146,11 @@ def _shipped(candidate: Mapping[str, Any]) -> str:
         if candidate.get("plain")
         else f"in Headfold's own format, which stock transformers does not load, in {candidate.get('model')}"
     )
-    return f"{candidate['recipe']} {percent(candidate['kv_ratio'])} KV: the {candidate['shipped']}, {form}"
+    told = f"{candidate['recipe']} {percent(candidate['kv_ratio'])} KV: the {candidate['shipped']}, {form}"
+    if not candidate.get("served"):
+        return told
+    checks = candidate.get("checks", {})
+    shown = checks.get("engine", "")
+    if "engine_kv_bytes_per_token" in checks:
+        shown += f" loads it with {checks['engine_kv_bytes_per_token']:g} KV bytes a token"
+    return f"{told}; for {checks.get('target')} in {candidate['served']} ({shown})"

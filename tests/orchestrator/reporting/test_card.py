@@ -106,12 +106,15 @@ def test_all_that_is_known_is_on_the_card(half: Path, tmp_path: Path) -> None:
 
 
 def test_engines_that_have_checked_it_are_a_table(half: Path, tmp_path: Path) -> None:
-    check = {"engine": "llama.cpp", "version": "b1", "kv_bytes_per_token_promised": 2048}
-    check |= {"kv_bytes_per_token_reported": 2048, "greedy_equal": True, "max_logprob_difference": 0.0004}
+    run = {"how": "f16 cache", "prompts": 8, "tokens": 256, "same": 8, "difference": 0.0004, "tolerance": 0.01}
+    check = {"engine": "llama.cpp", "version": "llama.cpp b1", "runs": [run], "cache_dtype": "float16"}
+    check |= {"kv_bytes_per_token": 2048.0, "kv_bytes_per_token_promised": 2048}
+    check |= {"capacity": 524288, "memory": 2**30}
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    write_json(tmp_path / "export.json", {"checks": [check | {"capacity_tokens": 524288}], "engines": ["llama.cpp"]})
+    write_json(tmp_path / "export.json", {"check": check, "engines": ["llama.cpp"]})
     card = card_of(tmp_path, CardFacts(base="small"), "me/gguf")
-    assert "| llama.cpp b1 | 2,048 | 2,048 | yes | within 0.0004 | 524,288 |" in card
+    row = "| llama.cpp b1 | 2,048 | 2,048 | 8 of 8 prompts, f16 cache | within 0.0004 | 524,288 in 1 GiB of float16 |"
+    assert row in card
     assert front_of(card)["library_name"] == "gguf"
     assert "llama-server --hf-repo me/gguf --hf-file model.gguf" in card
     assert "AutoModelForCausalLM" not in card
