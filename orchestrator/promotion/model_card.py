@@ -15,7 +15,8 @@ from trainers.text.corpora import DataError, resolve
 
 def write_promoted_card(entry: Entry, config: SearchConfig, original: Path, folder: str) -> None:
     """Into a `folder` that the gate has written. `original`: the search's record of the original model."""
-    text, datasets = text_of(config)
+    steps = entry.best_step or 0
+    text, datasets = text_of(config) if steps else (None, [])
     known = {
         "original model": entry.original_loss,
         "converted, before training": entry.untrained_loss,
@@ -27,8 +28,8 @@ def write_promoted_card(entry: Entry, config: SearchConfig, original: Path, fold
         kv_ratio=entry.kv_ratio,
         losses={name: loss for name, loss in known.items() if loss is not None},
         tasks=entry.tasks,
-        trained={"steps": entry.best_step, "tokens": tokens_of(entry.best_step or 0, config), "data": text},
-        datasets=datasets if entry.best_step else [],
+        trained={"steps": steps, "tokens": tokens_of(steps, config), "data": text},
+        datasets=datasets,
         **base_of(read_json(original)["model"]),
     )
     write_card(folder, facts)

@@ -100,20 +100,20 @@ def card_of(folder: Path, facts: CardFacts, repository: str | None = None) -> st
     """The text of a card."""
     export = read_json(folder / EXPORT) if (folder / EXPORT).is_file() else {}
     engines = _engines(folder, export)
-    name = repository or folder.resolve().name
     base = facts.base or "its base"
+    share = "a smaller" if facts.kv_ratio is None else f"{percent(facts.kv_ratio)} of its"
     tables = [_cache(export, facts), _losses(facts), _tasks(facts), _training(facts), _checks(export)]
     body = _environment.get_template("card.md").render(
-        title=name.rpartition("/")[2],
-        what=_what(facts, base),
+        title=repository.rpartition("/")[2] if repository else f"{facts.base or 'A model'} at {share} KV cache",
+        what=_what(facts, base, share),
         layers=(folder / PICTURE).is_file(),
         picture=PICTURE,
         tables=[table for table in tables if table.rows],
-        loading=loading_lines(folder, repository or str(folder.resolve().name), engines),
+        loading=loading_lines(folder, repository or folder.resolve().name, engines),
         licence=_licence(facts, base),
     )
     front = yaml.safe_dump(_metadata(folder, facts, engines), sort_keys=False, allow_unicode=True)
-    return f"---\n{front}---\n\n{body}"
+    return f"---\n{front}---\n\n{body}\n"
 
 
 def _engines(folder: Path, export: Mapping[str, Any]) -> list[str]:
@@ -142,11 +142,11 @@ def _metadata(folder: Path, facts: CardFacts, engines: Sequence[str]) -> dict[st
     return {key: value for key, value in record.items() if value}
 
 
-def _what(facts: CardFacts, base: str) -> str:
+def _what(facts: CardFacts, base: str, share: str) -> str:
     linked = f"[{base}](https://huggingface.co/{facts.base_id})" if facts.base_id else base
-    share = f" to {percent(facts.kv_ratio)} of its KV cache" if facts.kv_ratio is not None else " to a smaller KV cache"
     recipe = f", by recipe `{facts.recipe}`" if facts.recipe else ""
-    return f"{linked}, converted{share}{recipe} with Headfold: groups of attention heads share keys and values."
+    converted = f"{linked}, converted to {share} KV cache{recipe} with Headfold"
+    return f"{converted}: groups of attention heads share keys and values."
 
 
 def _licence(facts: CardFacts, base: str) -> str:
