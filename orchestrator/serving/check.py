@@ -122,19 +122,20 @@ def end_tokens(source: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
 @torch.no_grad()
 def compare(source: PreTrainedModel, prompts: Sequence[Sequence[int]], run: Run, ends: frozenset[int]) -> RunResult:
     """One forward pass of the source over each prompt with the engine's own tokens behind it."""
-    same, difference, shortfall, largest = 0, 0.0, 0.0, 0.0
+    same, tokens, difference, shortfall, largest = 0, 0, 0.0, 0.0, 0.0
     for prompt, made in zip(prompts, run.completions, strict=True):
-        ids = torch.tensor([[*prompt, *made.tokens]], device=source.device)
+        kept = next((i for i, token in enumerate(made.tokens) if token in ends), len(made.tokens))
+        taken = made.tokens[:kept]  # some engines tell the end token, some do not
+        ids = torch.tensor([[*prompt, *taken]], device=source.device)
         logits = source(ids).logits[0, len(prompt) - 1 :].float().cpu()
         largest, scores = max(largest, logits.abs().max().item()), logits.log_softmax(-1)
         best = scores.argmax(-1).tolist()
-        whole = len(made.tokens) == TOKENS or best[len(made.tokens)] in ends
-        same += whole and best[: len(made.tokens)] == made.tokens
-        for index, (token, told) in enumerate(zip(made.tokens, made.log_probabilities, strict=True)):
+        whole = len(taken) == TOKENS or best[len(taken)] in ends
+        same, tokens = same + (whole and best[: len(taken)] == taken), tokens + len(taken)
+        for index, (token, told) in enumerate(zip(taken, made.log_probabilities[:kept], strict=True)):
             if told is not None:
                 difference = max(difference, abs(scores[index, token].item() - told))
             shortfall = max(shortfall, (scores[index].max() - scores[index, token]).item())
-    tokens = sum(len(made.tokens) for made in run.completions)
     tolerance = run.tolerance * max(1.0, largest / USUAL)
     return RunResult(run.how, len(prompts), tokens, same, difference, shortfall, tolerance)
 

@@ -40,8 +40,6 @@ def complete(server, prompt, tokens):
         raise RuntimeError(f"no completion: {json.dumps(answer)[:500]}")
     content = (answer["choices"][0].get("logprobs") or {}).get("content", [])
     tokens = answer["__verbose"]["tokens"]
-    if answer["__verbose"]["stop_type"] == "eos" and len(tokens) == answer["usage"]["completion_tokens"]:
-        tokens = tokens[: len(tokens) - (tokens[-1:] != [content[-1]["id"]] if content else 1)]
     return {
         "tokens": tokens,
         "log_probabilities": aligned(tokens, content),

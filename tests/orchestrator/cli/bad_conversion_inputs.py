@@ -145,7 +145,7 @@ ESTIMATES = (
 EXPORTS = (
     Bad("an export of nothing", "export none --target gqa --out fresh", ("none",)),
     Bad("an export of other work", "export work --target gqa --out fresh", ("work",)),
-    Bad("a format that is none", "export uneven --target gguf --out fresh", ("target", "gguf", "gqa")),
+    Bad("a format that is none", "export uneven --target onnx --out fresh", ("target", "onnx", "gqa")),
     Bad("a format misspelt", "export uneven --target gqaa --out fresh", ("did you mean gqa?",)),
     Bad("a push to a name alone", "export uneven --target gqa --out fresh --push model", ("push", "OWNER/NAME")),
     Bad("an export to nowhere", "export uneven --target gqa", ("--out",)),

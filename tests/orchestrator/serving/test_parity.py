@@ -84,6 +84,7 @@ def _check(family: str, target: str, kind: str, form: str, folder: Path, out: Pa
     assert exact["difference"] < 1e-3 * gelu
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "target", "kind", "form"), CASES)
 def test_an_engine_computes_what_the_source_does(
     family: str, target: str, kind: str, form: str, source: Callable[[str, str], Path], tmp_path: Path
