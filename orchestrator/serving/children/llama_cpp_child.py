@@ -1,5 +1,5 @@
-"""Complete prompts with llama.cpp, or time it (`repetitions`): `python llama_cpp_child.py REQUEST.json`. Its log, which names the size of the KV
-cache, goes to stderr."""
+"""Complete prompts with llama.cpp, or time it (`repetitions`): `python llama_cpp_child.py REQUEST.json`. Its log, which
+names the size of the KV cache, goes to stderr."""
 
 from __future__ import annotations
 

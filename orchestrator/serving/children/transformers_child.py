@@ -1,4 +1,5 @@
-"""Complete prompts with transformers alone, or time it (`repetitions`): `python -S -P transformers_child.py REQUEST.json`."""
+"""Complete prompts with transformers alone, or time it (`repetitions`):
+`python -S -P transformers_child.py REQUEST.json`."""
 
 from __future__ import annotations
 

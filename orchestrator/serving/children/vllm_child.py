@@ -1,4 +1,5 @@
-"""Complete prompts with vLLM, or time it (`repetitions`): `python vllm_child.py REQUEST.json`, in the environment where vLLM lives."""
+"""Complete prompts with vLLM, or time it (`repetitions`): `python vllm_child.py REQUEST.json`, in the
+environment where vLLM lives."""
 
 from __future__ import annotations
 
