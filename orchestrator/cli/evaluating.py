@@ -30,8 +30,27 @@ def evaluate(
     ] = None,
     context_lengths: Annotated[
         str | None,
-        typer.Option(help="Loss by position and recall of a hidden line at these context lengths: max, or 256,512."),
+        typer.Option(
+            help="Loss by position and recall of a hidden line at these context lengths: max, or 256,512. With "
+            "--engine: those of the speed (by default max)."
+        ),
     ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure speed and the sequences that fit in llama.cpp, vLLM or transformers, and nothing else; "
+            "checkpoints are exported for it, or are exports."
+        ),
+    ] = None,
+    engine_python: Annotated[
+        str | None, typer.Option(help="Of --engine: the Python of the environment that has the engine.")
+    ] = None,
+    cache_memory: Annotated[
+        int, typer.Option(min=1, help="Of --engine: GiB of cache in which sequences are to fit.")
+    ] = 1,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Of --engine: run the Python files in an export given.")
+    ] = False,
     speed_tokens: Annotated[int, typer.Option(min=0, help="Tokens to decode for the speed; 0 skips it.")] = 32,
     json: options.JsonFile = None,
     eval_data: options.EvalData = "stdlib",
@@ -43,13 +62,35 @@ def evaluate(
 ) -> None:
     """Held-out loss, KL to the original, KV bytes planned and allocated, prefill and decode speed; where asked for,
     tasks, generated text and long contexts."""
+    from orchestrator.config.schema import ConfigError
     from orchestrator.evaluation.evaluate import evaluate_checkpoint
     from orchestrator.evaluation.extras import Extras
     from orchestrator.reporting.evaluation_tables import print_extras
+    from orchestrator.serving.speed import engine_speed
+    from orchestrator.serving.tables import print_speed
     from orchestrator.storage.outputs import check_results
     from orchestrator.storage.records import percent
 
     check_results(json)
+    if engine is not None:
+        _refuse_with_engine(tasks=tasks, prompts=prompts, baseline=baseline)
+        record = engine_speed(
+            checkpoint,
+            original,
+            engine=engine,
+            python=engine_python,
+            lengths=context_lengths or "max",
+            tokens=speed_tokens,
+            memory=cache_memory * 2**30,
+            dtype=dtype,
+            seed=seed,
+            trust_remote_code=trust_remote_code,
+        )
+        print_speed(record)
+        options.finish(record, json)
+        return
+    if engine_python is not None:
+        raise ConfigError("engine_python: is of a measurement in an engine; add --engine, or leave it out")
     record = evaluate_checkpoint(
         checkpoint,
         original,
@@ -85,6 +126,17 @@ def evaluate(
         )
     print_extras(record)
     options.finish(record, json)
+
+
+def _refuse_with_engine(**others: str | None) -> None:
+    """Raises ConfigError for what is not measured in an engine."""
+    from orchestrator.config.schema import ConfigError
+
+    if asked := [f"--{name}" for name, value in others.items() if value is not None]:
+        raise ConfigError(
+            f"engine: the speed in an engine is measured alone; leave out {', '.join(asked)}, or run evaluate again "
+            "without --engine"
+        )
 
 
 def named(tasks: str | None) -> tuple[str, ...]:

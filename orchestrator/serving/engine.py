@@ -81,13 +81,45 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class SpeedQuestion:
+    """What an engine is timed at: each prompt (token ids) `repetitions` times, one at a time, with `tokens` (at least
+    2) generated after it, end tokens ignored. Other fields as in Question."""
+
+    folder: Path
+    prompts: Sequence[Sequence[int]]
+    tokens: int
+    repetitions: int
+    dtype: str
+    held: Held
+    memory: int
+    own_code: bool = False
+
+    @property
+    def longest(self) -> int:
+        return max(map(len, self.prompts)) + self.tokens
+
+
+@dataclass(frozen=True)
+class SpeedAnswer:
+    """`seconds`: for each prompt, of each repetition: from the prompt to the first new token, and from there to the
+    last. Other fields as in Answer."""
+
+    version: str
+    seconds: list[list[tuple[float, float]]]
+    cache_dtype: str
+    kv_bytes_per_token: float
+    capacity: int
+
+
+@dataclass(frozen=True)
 class Engine:
     """`find(python)`: the interpreter that has the engine, `python` if that is given; raises EngineError saying how to
-    install it. `ask(python, question)`: raises EngineError if it does not answer."""
+    install it. `ask(python, question)` and `time(python, question)`: raise EngineError if it does not answer."""
 
     name: str
     find: Callable[[str | None], str]
     ask: Callable[[str, Question], Answer]
+    time: Callable[[str, SpeedQuestion], SpeedAnswer]
 
 
 def run_child(

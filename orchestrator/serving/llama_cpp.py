@@ -20,6 +20,8 @@ from orchestrator.serving.engine import (
     EngineError,
     Question,
     Run,
+    SpeedAnswer,
+    SpeedQuestion,
     completions_of,
     has_module,
     run_child,
@@ -61,6 +63,16 @@ def ask(python: str, question: Question) -> Answer:
     return Answer(served["version"], runs, kept, held, question.memory // held)
 
 
+def time(python: str, question: SpeedQuestion) -> SpeedAnswer:
+    """With flash attention, as people run it."""
+    kept = "float32" if question.dtype == "float32" else "float16"
+    head_bytes = 2 * question.held.head_dim * BYTES[kept]
+    cells = max(cells_for(question.held.bytes_per_token(kept), head_bytes), question.longest)
+    answer, log = _run(python, question, cells, kept, flash=True)
+    held = kv_bytes_per_token(log, head_bytes)
+    return SpeedAnswer(answer["version"], answer["seconds"], kept, held, question.memory // held)
+
+
 def cells_for(promised: int, head_bytes: int) -> int:
     """Tokens of cache that make the rounded sizes of the log tell one KV head of one layer, for about `promised` bytes
     a token: a power of two. Raises EngineError where that would take too much memory."""
@@ -72,10 +84,14 @@ def cells_for(promised: int, head_bytes: int) -> int:
     return cells
 
 
-def _run(python: str, question: Question, cells: int, cache_dtype: str, *, flash: bool) -> tuple[dict[str, Any], str]:
+def _run(
+    python: str, question: Question | SpeedQuestion, cells: int, cache_dtype: str, *, flash: bool
+) -> tuple[dict[str, Any], str]:
+    timed = isinstance(question, SpeedQuestion)
     request = {
         "file": str(question.folder / "model.gguf"),
-        "prompts": question.texts or [list(prompt) for prompt in question.prompts],
+        "prompts": (None if timed else question.texts) or [list(prompt) for prompt in question.prompts],
+        "repetitions": question.repetitions if timed else 0,
         "tokens": question.tokens,
         "cells": cells,
         "cache_dtype": cache_dtype,
@@ -94,4 +110,4 @@ def kv_bytes_per_token(log: str, head_bytes: int) -> int:
     return round(measured / head_bytes) * head_bytes
 
 
-ENGINE = Engine(NAME, find, ask)
+ENGINE = Engine(NAME, find, ask, time)

@@ -1,4 +1,4 @@
-"""The table that a check prints."""
+"""The tables that a check and a measurement of speed print."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from orchestrator.reporting import tables
 from orchestrator.reporting.console import console
 
 
@@ -26,3 +27,33 @@ def print_check(check: Mapping[str, Any]) -> None:
         f"{check['memory'] / 2**30:g} GiB",
         markup=False,
     )
+
+
+COLUMNS = ("context", "model", "prefill tokens/s", "decode tokens/s", "KV bytes/token", "sequences that fit")
+
+
+def speed_table(record: Mapping[str, Any]) -> tables.Table:
+    """A row for each model at each context length, and one of ratios (`orchestrator.serving.speed.engine_speed`)."""
+    rows, models = [], record["models"]
+    for at in record["context_lengths"]:
+        for key in reversed(models):  # the original first
+            prefill, decode, sequences = at[key].values()
+            speeds = [f"{prefill:,.0f}", f"{decode:,.1f}", f"{models[key]['kv_bytes_per_token']:,.0f}"]
+            rows.append([f"{at['context_length']}", key, *speeds, f"{sequences:,}"])
+        if "ratios" in at:
+            prefill, decode, sequences = at["ratios"].values()
+            held = models["checkpoint"]["kv_bytes_per_token"] / models["original"]["kv_bytes_per_token"]
+            fit = "" if sequences is None else f"{sequences:.2f} x"
+            rows.append(["", "ratio", f"{prefill:.2f} x", f"{decode:.2f} x", f"{held:.2f} x", fit])
+    return tables.Table(COLUMNS, rows)
+
+
+def print_speed(record: Mapping[str, Any]) -> None:
+    """What `headfold evaluate --engine` has measured."""
+    out, kept = console(), record["models"]["checkpoint"]
+    out.print(
+        f"{record['engine']} ({record['version']}), one sequence at a time, {record['speed_tokens']} tokens decoded, "
+        f"medians of {record['measurements']}; cache in {kept['cache_dtype']}, of {record['memory'] / 2**30:g} GiB:",
+        markup=False,
+    )
+    out.print(speed_table(record).for_terminal())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 from orchestrator.serving.engine import (
     CHILDREN,
@@ -13,6 +14,8 @@ from orchestrator.serving.engine import (
     EngineError,
     Question,
     Run,
+    SpeedAnswer,
+    SpeedQuestion,
     completions_of,
     has_module,
     run_child,
@@ -31,21 +34,33 @@ def find(python: str | None) -> str:
 
 
 def ask(python: str, question: Question) -> Answer:
+    answer = _run(python, question, "float32", 0)
+    held = answer["kv_bytes_per_token"]
+    runs = [Run("float32", completions_of(answer), ROUNDING)]
+    return Answer(answer["version"], runs, "float32", held, int(question.memory // held))
+
+
+def time(python: str, question: SpeedQuestion) -> SpeedAnswer:
+    """In the dtype of the weights, by `generate`."""
+    answer = _run(python, question, question.dtype, question.repetitions)
+    held = answer["kv_bytes_per_token"]
+    return SpeedAnswer(answer["version"], answer["seconds"], question.dtype, held, int(question.memory // held))
+
+
+def _run(python: str, question: Question | SpeedQuestion, dtype: str, repetitions: int) -> dict[str, Any]:
     request = {
         "folder": str(question.folder),
         "prompts": [list(prompt) for prompt in question.prompts],
         "tokens": question.tokens,
-        "dtype": "float32",
+        "repetitions": repetitions,
+        "dtype": dtype,
         "trust_remote_code": question.own_code,
         "threads": threads(),
     }
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment |= {"PYTHONPATH": _packages(python), "HF_HUB_OFFLINE": "1"}
     command = [python, "-S", "-P", str(CHILDREN / "transformers_child.py")]
-    answer, _ = run_child(NAME, command, request, environment)
-    held = answer["kv_bytes_per_token"]
-    runs = [Run("float32", completions_of(answer), ROUNDING)]
-    return Answer(answer["version"], runs, "float32", held, int(question.memory // held))
+    return run_child(NAME, command, request, environment)[0]
 
 
 def _packages(python: str) -> str:
@@ -54,4 +69,4 @@ def _packages(python: str) -> str:
     return subprocess.run([python, "-c", look], capture_output=True, text=True, check=True).stdout.strip()
 
 
-ENGINE = Engine(NAME, find, ask)
+ENGINE = Engine(NAME, find, ask, time)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 from orchestrator.serving.engine import (
     CHILDREN,
@@ -12,6 +13,8 @@ from orchestrator.serving.engine import (
     EngineError,
     Question,
     Run,
+    SpeedAnswer,
+    SpeedQuestion,
     completions_of,
     has_module,
     run_child,
@@ -33,21 +36,35 @@ def find(python: str | None) -> str:
 
 
 def ask(python: str, question: Question) -> Answer:
-    request = {
-        "folder": str(question.folder),
-        "prompts": [list(prompt) for prompt in question.prompts],
-        "tokens": question.tokens,
-        "dtype": "float32",
-        "memory": question.memory,
-        "cells": question.longest,
-        "has_tokenizer": question.texts is not None,
-        "trust_remote_code": question.own_code,
-    }
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLLM"))}
-    answer, _ = run_child(NAME, [python, "-P", str(CHILDREN / "vllm_child.py")], request, kept)
+    answer = _run(python, question, "float32", 0, question.texts is not None)
     runs = [Run("float32", completions_of(answer), ROUNDING)]
     held = answer["cache_bytes"] / answer["capacity"]
     return Answer(answer["version"], runs, "float32", held, answer["capacity"])
 
 
-ENGINE = Engine(NAME, find, ask)
+def time(python: str, question: SpeedQuestion) -> SpeedAnswer:
+    """In the dtype of the weights, without graphs (`enforce_eager`)."""
+    answer = _run(python, question, question.dtype, question.repetitions, False)
+    held = answer["cache_bytes"] / answer["capacity"]
+    return SpeedAnswer(answer["version"], answer["seconds"], question.dtype, held, answer["capacity"])
+
+
+def _run(
+    python: str, question: Question | SpeedQuestion, dtype: str, repetitions: int, has_tokenizer: bool
+) -> dict[str, Any]:
+    request = {
+        "folder": str(question.folder),
+        "prompts": [list(prompt) for prompt in question.prompts],
+        "tokens": question.tokens,
+        "repetitions": repetitions,
+        "dtype": dtype,
+        "memory": question.memory,
+        "cells": question.longest,
+        "has_tokenizer": has_tokenizer,
+        "trust_remote_code": question.own_code,
+    }
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLLM"))}
+    return run_child(NAME, [python, "-P", str(CHILDREN / "vllm_child.py")], request, kept)[0]
+
+
+ENGINE = Engine(NAME, find, ask, time)

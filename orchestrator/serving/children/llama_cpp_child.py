@@ -1,5 +1,5 @@
-"""Complete prompts with llama.cpp: `python llama_cpp_child.py REQUEST.json`. Its log, which names the size of the KV
-cache, goes to stderr."""
+"""Complete prompts with llama.cpp, or time it (`repetitions`): `python llama_cpp_child.py REQUEST.json`. Its log, which
+names the size of the KV cache, goes to stderr."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def parameters(request, engine):
     made.cpuparams.n_threads = request["threads"]
     made.warmup = False
     made.fit_params = False
-    made.verbosity = 10  # the size of the cache is logged from 4 on; all tokens are told from 10 on
+    # The size of the cache is logged from 4 on; all tokens are told from 10 on, which takes time.
+    made.verbosity = 4 if request["repetitions"] else 10
     kinds = {"float32": "GGML_TYPE_F32", "float16": "GGML_TYPE_F16", "bfloat16": "GGML_TYPE_F16"}
     made.cache_type_k = made.cache_type_v = getattr(engine.ggml_type, kinds[request["cache_dtype"]])
     flash = "ENABLED" if request["flash_attention"] else "DISABLED"
@@ -53,12 +54,29 @@ def aligned(tokens, content):
     return [rest.pop(0)["logprob"] if rest and rest[0]["id"] == token else None for token in tokens]
 
 
+def seconds(server, prompt, tokens):
+    """Seconds to the first new token, and from there to the last, by the server's own clock."""
+    asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "cache_prompt": False, "ignore_eos": True}
+    answer = server.handle_completions(asked)
+    told = answer.get("timings") or {}
+    if told.get("prompt_n") != len(prompt) or told.get("predicted_n") != tokens:
+        raise RuntimeError(f"no timings of {len(prompt)} and {tokens} tokens: {json.dumps(answer)[:500]}")
+    return told["prompt_ms"] / 1000, told["predicted_ms"] / 1000
+
+
 def main():
     engine: Any = importlib.import_module("xllamacpp")
     request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     server = engine.Server(parameters(request, engine))
+    version = f"xllamacpp {engine.__version__}"
+    if request["repetitions"]:
+        seconds(server, request["prompts"][-1], request["tokens"])  # the first one touches memory that is not there yet
+        rounds = range(request["repetitions"])
+        timed = [[seconds(server, prompt, request["tokens"]) for _ in rounds] for prompt in request["prompts"]]
+        print(json.dumps({"version": version, "seconds": timed}), flush=True)
+        return
     completions = [complete(server, prompt, request["tokens"]) for prompt in request["prompts"]]
-    print(json.dumps({"version": f"xllamacpp {engine.__version__}", "completions": completions}), flush=True)
+    print(json.dumps({"version": version, "completions": completions}), flush=True)
 
 
 if __name__ == "__main__":

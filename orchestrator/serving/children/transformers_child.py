@@ -1,9 +1,11 @@
-"""Complete prompts with transformers alone: `python -S -P transformers_child.py REQUEST.json`."""
+"""Complete prompts with transformers alone, or time it (`repetitions`):
+`python -S -P transformers_child.py REQUEST.json`."""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,35 @@ def cache_bytes(cache):
     return sum(held.values())
 
 
+def seconds(model, prompt, tokens):
+    """Seconds to the first new token, from there to the last, and bytes of the cache a token."""
+    import torch
+
+    stamps = []
+
+    def stamp(ids, scores, **_):  # called after each new token
+        stamps.append(time.perf_counter())
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    asked = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "use_cache": True}
+    ids, started = torch.tensor([prompt]), time.perf_counter()
+    made = model.generate(
+        ids, attention_mask=torch.ones_like(ids), stopping_criteria=[stamp], return_dict_in_generate=True, **asked
+    )
+    if len(stamps) != tokens:
+        raise RuntimeError(f"{len(stamps)} tokens were generated, asked were {tokens}")
+    cache = made.past_key_values
+    return (stamps[0] - started, stamps[-1] - stamps[0]), cache_bytes(cache) / cache.get_seq_length()
+
+
+def timed(model, request):
+    seconds(model, request["prompts"][-1], request["tokens"])  # the first one touches memory that is not there yet
+    rounds = range(request["repetitions"])
+    found = [[seconds(model, prompt, request["tokens"]) for _ in rounds] for prompt in request["prompts"]]
+    held = max(one[1] for of_prompt in found for one in of_prompt)
+    return {"seconds": [[one[0] for one in of_prompt] for of_prompt in found], "kv_bytes_per_token": held}
+
+
 def main():
     import torch
     import transformers
@@ -28,6 +59,10 @@ def main():
     torch.set_num_threads(request["threads"])
     asked = {"trust_remote_code": request["trust_remote_code"], "dtype": getattr(torch, request["dtype"])}
     model = transformers.AutoModelForCausalLM.from_pretrained(request["folder"], **asked).eval()
+    version = {"version": f"transformers {transformers.__version__}"}
+    if request["repetitions"]:
+        print(json.dumps(version | timed(model, request)), flush=True)
+        return
     stops = model.generation_config.eos_token_id
     stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
     completions, bytes_per_token = [], 0
@@ -47,8 +82,8 @@ def main():
         length = cache.get_seq_length()
         bytes_per_token = max(bytes_per_token, cache_bytes(cache) / length)
         completions.append({"tokens": taken, "log_probabilities": scores, "prompt_tokens": len(prompt)})
-    answer = {"version": f"transformers {transformers.__version__}", "completions": completions}
-    print(json.dumps(answer | {"kv_bytes_per_token": bytes_per_token}), flush=True)
+    answer = {"completions": completions, "kv_bytes_per_token": bytes_per_token}
+    print(json.dumps(version | answer), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Complete prompts with vLLM: `python vllm_child.py REQUEST.json`, in the environment where vLLM lives."""
+"""Complete prompts with vLLM, or time it (`repetitions`): `python vllm_child.py REQUEST.json`, in the
+environment where vLLM lives."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import importlib
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,10 @@ def main():
         disable_log_stats=True,
         **({"kv_cache_memory_bytes": request["memory"]} if request.get("device_memory") else {}),
     )
+    if request["repetitions"]:
+        found = {"version": f"vLLM {vllm.__version__}", "seconds": timed(vllm, engine, request)}
+        print(json.dumps(found | cache(engine)), flush=True)
+        return
     wanted = vllm.SamplingParams(temperature=0.0, max_tokens=request["tokens"], logprobs=1, detokenize=False)
     made = engine.generate([{"prompt_token_ids": prompt} for prompt in request["prompts"]], wanted, use_tqdm=False)
     completions = []
@@ -43,6 +49,25 @@ def main():
             }
         )
     print(json.dumps({"version": f"vLLM {vllm.__version__}", "completions": completions} | cache(engine)), flush=True)
+
+
+def timed(vllm, engine, request):
+    """For each prompt, of each repetition: seconds to the first new token, and from there to the last."""
+    tokens, prompts = request["tokens"], request["prompts"]
+    wanted = vllm.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+
+    def seconds(prompt):
+        started, stamps = time.perf_counter(), []
+        engine.llm_engine.add_request(str(started), {"prompt_token_ids": prompt}, wanted)
+        while engine.llm_engine.has_unfinished_requests():
+            if engine.llm_engine.step():  # a long prompt takes several steps to its first token
+                stamps.append(time.perf_counter())
+        if len(stamps) != tokens:
+            raise RuntimeError(f"{len(stamps)} tokens were generated, asked were {tokens}")
+        return stamps[0] - started, stamps[-1] - stamps[0]
+
+    seconds(prompts[-1])  # the first one touches memory that is not there yet
+    return [[seconds(prompt) for _ in range(request["repetitions"])] for prompt in prompts]
 
 
 def cache(engine):

@@ -1,0 +1,187 @@
+"""`headfold evaluate --engine`: prefill and decode speed, and the sequences that fit, measured in the engine itself."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import GGUFReader
+
+from attention.io import checkpoint
+from attention.io.export import REPORT_FILE, LargerCacheError
+from attention.io.targets import Held, TargetError, targets
+from attention.modeling.modeling import plan_of_config
+from attention.plan import BYTES
+from orchestrator.config.schema import ConfigError
+from orchestrator.conversion import loading
+from orchestrator.evaluation.long_context import context_lengths
+from orchestrator.serving.check import MEMORY
+from orchestrator.serving.engine import Engine, SpeedAnswer, SpeedQuestion
+from orchestrator.serving.engines import engine as engine_named
+from orchestrator.serving.export import export_checkpoint
+
+ROUNDS = 3  # in each of which every model is loaded once, in turn, so that a change of load strikes all of them
+REPETITIONS = 3  # of each prompt in a round
+SPEEDS = ("prefill_tokens_per_second", "decode_tokens_per_second")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A folder that the engine loads. `target`, `dtype`: as it was exported; `own_code`: it has Python files."""
+
+    folder: Path
+    target: str
+    dtype: str
+    held: Held
+    vocabulary: int
+    positions: int
+    own_code: bool
+
+
+def engine_speed(
+    path: str | Path,
+    original: str | Path | None = None,
+    *,
+    engine: str,
+    python: str | None = None,
+    lengths: str = "max",
+    tokens: int = 32,
+    memory: int = MEMORY,
+    dtype: str = loading.AUTO,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """Medians over ROUNDS x REPETITIONS of one sequence at a time: a prompt of random tokens, and `tokens` generated
+    after it, that together have a context length. `lengths`: as in `context_lengths`; `memory`: bytes of cache.
+
+    A checkpoint that is not an export for the engine is exported for it, to a temporary folder. Raises EngineError if
+    the engine is not installed, before any work, or fails; ConfigError for what a user can mend.
+    """
+    one = engine_named(engine)
+    interpreter = one.find(python)
+    if tokens < 2:
+        raise ConfigError(f"speed_tokens: the speed in an engine wants at least 2 tokens to decode, got {tokens}")
+    named = {"checkpoint": path} | ({} if original is None else {"original": original})
+    for key, name in named.items():  # both, before the first is exported
+        if not (Path(name) / REPORT_FILE).is_file():
+            context_lengths(lengths, loading.geometry_of(str(name), key=key).max_positions)
+    with tempfile.TemporaryDirectory(prefix="headfold-") as folder:
+        models = {
+            key: _exported(key, name, one, Path(folder) / key, dtype, trust_remote_code) for key, name in named.items()
+        }
+        at = context_lengths(lengths, min(model.positions for model in models.values()))
+        if at[0] <= tokens:
+            raise ConfigError(f"speed_tokens: {tokens} leave no prompt in a context of {at[0]}; give fewer")
+        prompts = _prompts([length - tokens for length in at], models, seed)
+        answers = _rounds(one, interpreter, models, prompts, tokens, memory)
+    return {
+        "engine": one.name,
+        "version": answers["checkpoint"][0].version,
+        **{key: str(name) for key, name in named.items()},
+        "speed_tokens": tokens,
+        "measurements": ROUNDS * REPETITIONS,
+        "memory": memory,
+        "seed": seed,
+        "models": {key: _facts(models[key], answers[key][0]) for key in models},
+        "context_lengths": [_at(length, index, tokens, answers) for index, length in enumerate(at)],
+    }
+
+
+def _exported(key: str, name: str | Path, one: Engine, out: Path, dtype: str, trusted: bool) -> Exported:
+    """A checkpoint as the engine loads it: as it is if it is an export for it, else exported to `out`."""
+    given = (Path(name) / REPORT_FILE).is_file()
+    folder = Path(name) if given else out
+    if not given:
+        config = checkpoint.load_config(name)
+        target = _target(key, one, config, loading.written_dtype(name, dtype))
+        try:
+            export_checkpoint(name, target, out, dtype=dtype)
+        except LargerCacheError as error:
+            raise ConfigError(f"{key}: {error} of the verb export, and give its folder here") from None
+    record = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
+    if one.name not in record["engines"]:
+        engines = " and ".join(record["engines"])
+        raise ConfigError(f"{key}: {str(name)!r} was exported for {engines}, not for {one.name}; give its source here")
+    own_code = any(folder.glob("*.py"))
+    if given and own_code and not trusted:
+        raise ConfigError(f"{key}: {str(name)!r} has Python files that {one.name} must run; read them, and add "
+                          "--trust-remote-code, or give the checkpoint that it was exported from")  # fmt: skip
+    vocabulary, positions = _limits(folder)
+    pairs = 2 * sum(record["kv_heads"]) * BYTES[record["cache_dtype"]]
+    held = Held.of(record["kv_heads"], record["kv_bytes_per_token_after"] // pairs)
+    return Exported(folder, record["target"], record["dtype"], held, vocabulary, positions, own_code)
+
+
+def _target(key: str, one: Engine, config: Any, dtype: str) -> str:
+    """Of the engine's targets the one with the smallest cache, among equals the one that more engines read."""
+    held, plan, reasons = {}, plan_of_config(config), []
+    for name, target in targets().items():
+        if one.name in target.engines:
+            try:
+                held[name] = (target.held(config, plan).bytes_per_token(dtype), -len(target.engines))
+            except TargetError as error:
+                reasons.append(f"{name}: {error}")
+    if not held:
+        raise ConfigError(f"{key}: {one.name} cannot hold it ({'; '.join(reasons)})")
+    return min(held, key=lambda name: held[name])
+
+
+def _limits(folder: Path) -> tuple[int, int]:
+    """Tokens of the vocabulary, and of the longest context."""
+    if (file := folder / "model.gguf").is_file():
+        fields = GGUFReader(file).fields
+        positions = next(field for name, field in fields.items() if name.endswith(".context_length"))
+        return len(fields["tokenizer.ggml.tokens"].data), int(positions.contents())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return config["vocab_size"], config.get("max_position_embeddings") or config["n_positions"]
+
+
+def _prompts(sizes: Sequence[int], models: Mapping[str, Exported], seed: int) -> list[list[int]]:
+    """Random token ids that all models know."""
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = min(model.vocabulary for model in models.values())
+    return [torch.randint(vocabulary, (size,), generator=generator).tolist() for size in sizes]
+
+
+def _rounds(
+    one: Engine, python: str, models: Mapping[str, Exported], prompts: list[list[int]], tokens: int, memory: int
+) -> dict[str, list[SpeedAnswer]]:
+    """Answers of each model, of every round. The order is turned round each time."""
+    answers: dict[str, list[SpeedAnswer]] = {key: [] for key in models}
+    for turn in range(ROUNDS):
+        for key in sorted(models, reverse=bool(turn % 2)):
+            model = models[key]
+            asked = (model.folder, prompts, tokens, REPETITIONS, model.dtype, model.held, memory, model.own_code)
+            answers[key].append(one.time(python, SpeedQuestion(*asked)))
+    return answers
+
+
+def _facts(model: Exported, answer: SpeedAnswer) -> dict[str, Any]:
+    return {
+        "target": model.target,
+        "dtype": model.dtype,
+        "cache_dtype": answer.cache_dtype,
+        "kv_bytes_per_token": answer.kv_bytes_per_token,
+        "capacity": answer.capacity,
+    }
+
+
+def _at(length: int, index: int, tokens: int, answers: Mapping[str, Sequence[SpeedAnswer]]) -> dict[str, Any]:
+    """Of one context length: each model's figures, and the checkpoint's as ratios to the original's (None if that
+    fits no sequence)."""
+    found: dict[str, Any] = {"context_length": length}
+    for key, told in answers.items():
+        seconds = [pair for answer in told for pair in answer.seconds[index]]
+        prefill = statistics.median((length - tokens) / first for first, _ in seconds)
+        decode = statistics.median((tokens - 1) / rest for _, rest in seconds)
+        found[key] = dict(zip(SPEEDS, (prefill, decode), strict=True)) | {"sequences": told[0].capacity // length}
+    if "original" in answers:
+        mine, other = found["checkpoint"], found["original"]
+        found["ratios"] = {name: mine[name] / other[name] if other[name] else None for name in mine}
+    return found
