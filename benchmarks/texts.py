@@ -54,7 +54,7 @@ def make(source: str, tokens: int, cache: str) -> dict[str, Any]:
         time.sleep(1)  # so that each process has one
         return memory_peak()
 
-    ray.init(num_cpus=CPUS, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(address="local", num_cpus=CPUS, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     began, cut = time.perf_counter(), TextCut(source, "train", tokens, LENGTH)
     folder = token_set(cut, read_tokenizer(DEMO), cache, tokenise=tokenise_on_cluster(str(DEMO)))
     seconds = time.perf_counter() - began
