@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from attention.messages import reason
+from trainers.jobs.checkpoints import gathered
 
 POLL_SECONDS = 0.5
 
@@ -67,6 +68,4 @@ def _outcomes(made: Future[None] | None) -> list[str | None]:
 
 
 def _gathered(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    return gathered(value, dist.get_world_size())

@@ -12,9 +12,8 @@ from typing import Any
 from attention.geometry import HeadGeometry
 from attention.io.targets import TargetError, target
 from attention.plan import AttentionPlan, Composition, LayerPlan
-from search_spaces.axes import ALLOCATION, GROUPING
-
-EQUAL_SIZES = "grouping.equal_sizes"
+from search_spaces.axes import ALLOCATION
+from search_spaces.recipes.rules import EQUAL_SIZES
 
 
 @dataclass(frozen=True)
@@ -88,10 +87,3 @@ class EngineForm:
     def settings(self) -> dict[str, Any]:
         """Settings that a search among recipes is to keep to."""
         return {} if self.own_unequal else {EQUAL_SIZES: True}
-
-
-def makes_equal_groups(grouping: str, settings: Mapping[str, Any]) -> bool:
-    """Whether a grouping makes groups of one size, with these settings ("axis.knob") and its defaults."""
-    part = GROUPING.get(grouping)
-    default = next((knob.default for knob in part.knobs if knob.name == EQUAL_SIZES.partition(".")[2]), False)
-    return "equal_groups" in part.needs or bool(settings.get(EQUAL_SIZES, default))

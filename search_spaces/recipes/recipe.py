@@ -21,7 +21,7 @@ from search_spaces.axes import (
     SHARING,
     SIMILARITY,
 )
-from search_spaces.recipes.rules import broken_rules, used
+from search_spaces.recipes.rules import broken_rules, makes_equal_groups, used
 from search_spaces.site import SIDES
 
 AXES: dict[str, Axis] = {
@@ -110,7 +110,7 @@ class Recipe:
     @property
     def equal_groups(self) -> bool:
         """True if the grouping only makes groups of one size: its knob says so, or the part can do no other."""
-        return "equal_groups" in GROUPING.get(self.grouping).needs or bool(self.knobs("grouping").get("equal_sizes"))
+        return makes_equal_groups(self.grouping, dict(self.settings))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, the same for equal recipes."""

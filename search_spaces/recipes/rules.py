@@ -9,6 +9,7 @@ from typing import Any
 from search_spaces.axes import ALLOCATION, GROUPING, OBJECTIVE, SHARING, SIMILARITY
 
 Rule = tuple[tuple[str, ...], Callable[..., str | None]]
+EQUAL_SIZES = "grouping.equal_sizes"
 FUSING = ("lagrangian", "hard_concrete")  # relaxations at whose end heads are fused
 
 
@@ -27,6 +28,13 @@ def used(axis: str, chosen: Mapping[str, Any]) -> bool:
     if axis == "similarity" and chosen["objective"] is not None:
         parts.append(OBJECTIVE.get(chosen["objective"]))
     return any(axis in part.needs for part in parts)
+
+
+def makes_equal_groups(grouping: str, settings: Mapping[str, Any]) -> bool:
+    """Whether a grouping makes groups of one size, with these settings ("axis.knob") and its defaults."""
+    part = GROUPING.get(grouping)
+    default = next((knob.default for knob in part.knobs if knob.name == EQUAL_SIZES.partition(".")[2]), False)
+    return "equal_groups" in part.needs or bool(settings.get(EQUAL_SIZES, default))
 
 
 def _objective_unused(grouping: str, objective: str | None) -> str | None:

@@ -18,9 +18,9 @@ from attention.axes import Knob
 from attention.geometry import HeadGeometry
 from attention.messages import near
 from search_spaces.planning.budgets import require_budget
-from search_spaces.recipes.engine_form import EngineForm, makes_equal_groups
+from search_spaces.recipes.engine_form import EngineForm
 from search_spaces.recipes.recipes import AXES, BY, RECIPES, Recipe, RecipeError
-from search_spaces.recipes.rules import broken_rules
+from search_spaces.recipes.rules import broken_rules, makes_equal_groups
 from search_spaces.space.domains import ORDER, Domain, Point, by_field
 
 OPTIONAL = ("objective", "similarity")

@@ -98,13 +98,6 @@ def target(name: str) -> Target:
     return targets()[name]
 
 
-def kv_heads_in(name: str, config: Any, plan: AttentionPlan) -> tuple[int, ...]:
-    """KV heads of each layer as an engine that loads target `name` holds them, the larger of keys and values where the
-    two differ. `config`: of the checkpoint. Raises TargetError for a plan that the target cannot hold."""
-    held = target(name).held(config, plan)
-    return tuple(map(max, held.key_heads, held.value_heads))
-
-
 def kv_bytes_in(name: str, config: Any, plan: AttentionPlan, dtype: torch.dtype | str) -> int:
     """Bytes of the KV cache a token in an engine that loads target `name`, the cache being kept in `dtype`. Raises
     TargetError for a plan that the target cannot hold."""
