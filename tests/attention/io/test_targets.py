@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from attention.conversion.conversion import convert
 from attention.io import checkpoint
 from attention.io.export import LargerCacheError, export, largest_difference, tolerance
-from attention.io.targets import TargetError, best_target, kv_bytes_in, kv_heads_in, target, targets
+from attention.io.targets import TargetError, best_target, kv_bytes_in, target, targets
 from attention.modeling.modeling import plan_of_config
 from attention.plan import AttentionPlan, Composition, LayerPlan
 
@@ -28,6 +28,12 @@ Tiny = Callable[..., PreTrainedModel]
 FAMILIES = ("gemma", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3")
 PLANS = plans(8)
 every_target = pytest.mark.parametrize("name", sorted(targets()))
+
+
+def kv_heads_in(name: str, config: Any, plan: AttentionPlan) -> tuple[int, ...]:
+    """KV heads of each layer as an engine holds them: the larger of keys and values where the two differ."""
+    held = target(name).held(config, plan)
+    return tuple(map(max, held.key_heads, held.value_heads))
 
 
 @pytest.fixture
