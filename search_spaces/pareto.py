@@ -23,12 +23,12 @@ FEW = 8
 
 
 def ranks(values: Sequence[Sequence[float]]) -> list[int]:
-    """The rank of each point of one or two objectives: 0 on the front, 1 on the front of the others, and so on.
+    """The rank of each point: 0 on the front, 1 on the front of the others, and so on.
 
-    O(n log n) (Jensen 2003, sec. III). Raises ValueError for more objectives.
+    O(n log n) for one or two objectives (Jensen 2003, sec. III), O(m n^2) for more.
     """
     if any(len(point) > 2 for point in values):
-        raise ValueError(f"points are ranked by one or two objectives, got {max(map(len, values))}")
+        return _ranks_by_pairs(np.asarray(values, dtype=float))
     order = sorted(range(len(values)), key=lambda i: tuple(values[i]))
     levels, lowest, previous = [0] * len(values), [], None
     for i in order:
@@ -42,6 +42,19 @@ def ranks(values: Sequence[Sequence[float]]) -> list[int]:
         lowest[rank : rank + 1] = [last]
         levels[i], previous = rank, i
     return levels
+
+
+def _ranks_by_pairs(points: np.ndarray) -> list[int]:
+    """`ranks` of points `[n, m]`, each compared with all that come before it in lexicographic order."""
+    order = np.lexsort(points.T[::-1])
+    points, levels = points[order], np.zeros(len(points), dtype=int)
+    for i, point in enumerate(points):
+        before = points[:i]
+        above = (before <= point).all(1) & (before < point).any(1)
+        levels[i] = levels[:i][above].max(initial=-1) + 1
+    found = np.empty_like(levels)
+    found[order] = levels
+    return found.tolist()
 
 
 def crowding(values: Sequence[Sequence[float]]) -> list[float]:

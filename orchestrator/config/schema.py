@@ -27,6 +27,10 @@ from attention.io.dtype_names import full_name
 from orchestrator.config.parsing import ConfigError, apply_override, parse_section, read_sections
 from trainers.settings import AUTO, Seed, Shape, Strategy, Strict, TrainSettings
 
+OBJECTIVES = ("loss", "kv_bytes_per_token")
+"""What a search makes small, under the names of its reports; one that measures decode time has DECODE too."""
+DECODE = "decode_seconds_per_token"
+
 
 class Section(Strict, BaseModel):
     """One section of the file."""
@@ -171,7 +175,8 @@ class SearchSection(Section):
     never stopped early, and is what a promotion must beat. `seed` is of the searcher and the texts; `seeds` (none:
     `seed`) are those of plans and trainings. `target`: the engine that the results are for, by its export
     target (`any`: none in particular): every candidate is then a plan that it holds exactly, at the plan's own bytes,
-    and what does not go there is refused.
+    and what does not go there is refused. With `decode_context_length` the engine is timed before the trials, and its
+    decode time a token at a context of so many tokens is a third objective beside loss and bytes.
     """
 
     target: Annotated[Literal["any", "gqa", "phi", "vllm", "gguf", "transformers"], BeforeValidator(_export_target)] = (
@@ -185,6 +190,7 @@ class SearchSection(Section):
     num_samples: int = Field(default=0, ge=0, le=1_000_000)
     search_space: dict[str, list[Any]] = {}
     params: dict[str, Any] = {}
+    decode_context_length: PositiveInt | None = None
     baseline: str = Field(default="gqa", min_length=1)
     seed: Seed = 0
     seeds: Annotated[list[Seed], AfterValidator(_distinct)] = []
@@ -346,6 +352,11 @@ class SearchConfig(Section):
             accelerator_type=own.accelerator_type or general.accelerator_type,
             strategy=own.placement_strategy or general.placement_strategy,
         )
+
+    @property
+    def objectives(self) -> tuple[str, ...]:
+        """What the search makes small, under the names of its reports."""
+        return OBJECTIVES if self.search.decode_context_length is None else (*OBJECTIVES, DECODE)
 
     @property
     def seeds(self) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from orchestrator.reporting import comparison
-from orchestrator.reporting.tables import PROMOTION, TRIALS, comparison_table, promotion_table, trial_table
+from orchestrator.reporting.tables import PROMOTION, comparison_table, promotion_table, trial_table
 from orchestrator.storage import records
 from orchestrator.storage.records import TrialRecord, percent
 
@@ -24,7 +24,7 @@ def console(width: int = 140) -> Console:
 def print_trials(trials: Sequence[TrialRecord], original: Mapping[str, Any]) -> None:
     out, table = console(), trial_table(trials, original, most=len(trials))
     out.print(f"\nTrials (* on the front; the original model has {original['loss']:.3f} nats a token):")
-    out.print(table.for_terminal([name for name in TRIALS if name not in PAGE_ONLY], star=True))
+    out.print(table.for_terminal([name for name in table.columns if name not in PAGE_ONLY], star=True))
     for note in table.notes:
         out.print(note, markup=False)
     for trial in (t for t in trials if t.status == records.FAILED):

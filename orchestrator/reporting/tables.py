@@ -54,6 +54,7 @@ TRIALS = (
     *("recipe", OF_THE_CHECKPOINT, "KV bytes/token", "rate", "seed", "steps", "untrained", "loss", "loss increase"),
     *("KL", "state", "time", "trial", "error"),
 )
+DECODE_TIME = "decode ms/token"
 
 
 def trial_table(trials: Sequence[TrialRecord], original: Mapping[str, Any], most: int = MOST_ROWS) -> Table:
@@ -80,6 +81,14 @@ def trial_table(trials: Sequence[TrialRecord], original: Mapping[str, Any], most
         )
         for t in drawn
     ]
+    columns: tuple[str, ...] = TRIALS
+    if any(t.decode_seconds_per_token for t in drawn):  # behind the bytes
+        place = TRIALS.index("rate")
+        columns = *TRIALS[:place], DECODE_TIME, *TRIALS[place:]
+        told = [
+            UNTOLD if t.decode_seconds_per_token is None else f"{1000 * t.decode_seconds_per_token:.3g}" for t in drawn
+        ]
+        rows = [(*row[:place], time, *row[place:]) for row, time in zip(rows, told, strict=True)]
     notes = []
     if left_out := len(candidates) - len(drawn):
         notes.append(f"The best of each budget; {left_out} more are in journal.jsonl.")
@@ -90,7 +99,7 @@ def trial_table(trials: Sequence[TrialRecord], original: Mapping[str, Any], most
     if probes := [t for t in trials if t.probe]:
         notes.append(f"And {len(probes)} probes of the searcher, measured untrained ({probes[0].recipe}).")
     marked = frozenset(i for i, t in enumerate(drawn) if t.trial_id in on_front)
-    return Table(TRIALS, rows, marked, "On the front: bold.", notes)
+    return Table(columns, rows, marked, "On the front: bold.", notes)
 
 
 def _best(trials: Sequence[TrialRecord], most: int) -> list[TrialRecord]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ray.tune import Callback
 
+from orchestrator.config.schema import DECODE
 from orchestrator.reporting.status import tokens_per_second
 from orchestrator.storage import records as results
 from orchestrator.storage.journal import INTERRUPT, RUN, Journal
@@ -18,7 +19,7 @@ from orchestrator.tracking import gauges
 from orchestrator.tracking.runs import METRICS
 from orchestrator.tracking.sync import MlflowSync, Run
 
-FACTS = ("kv_bytes_per_token", "cache_bytes_measured", "parameters", "actual_kv_ratio")
+FACTS = ("kv_bytes_per_token", "cache_bytes_measured", "parameters", "actual_kv_ratio", DECODE)
 
 
 class SearchLog(Callback):
@@ -94,7 +95,8 @@ def run_of(record: TrialRecord, folder: Path) -> Run:
         if place == 0:
             tags["plan_digest"] = record.plan_digest
             means = (record.similarity or {}).get("means", {})
-            points[0] |= {name: getattr(record, name) for name in FACTS}
+            facts = {name: getattr(record, name) for name in FACTS}
+            points[0] |= {name: value for name, value in facts.items() if value is not None}
             points[0] |= {f"similarity_{k}": value for k, value in means.items()}
             files = [folder / "trials" / record.trial_id / name for name in ("plan.json", "recipe.json")]
         if place == 1 and record.relaxation:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from orchestrator.conversion.steps import planning_context
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.trial import TrialContext, shared_parts
 from orchestrator.search.validation import Prepared
+from orchestrator.serving.decode_times import DecodeTimes, measure_decode_times
 from orchestrator.storage.paths import SearchFolder, in_ray_job
 from orchestrator.storage.records import read_json, write_json
 from orchestrator.tracking.sync import MlflowSync
@@ -105,6 +106,23 @@ def measure_original(
     }
 
 
+def decode_times(config: SearchConfig, original: dict[str, Any], folder: SearchFolder) -> DecodeTimes | None:
+    """How long the engine takes to decode, by KV heads, measured once a search and kept in `decode_times.json`; None
+    where the search does not ask."""
+    length = config.search.decode_context_length
+    if length is None:
+        return None
+    if not folder.decode_times.exists():
+        dtype = loading.written_dtype(original["model"], config.model.dtype)
+        asked = original["model"], config.search.target, length, dtype
+        made = on_cluster(task_options(config), "decode time in the engine", measure_decode_times, *asked)
+        write_json(folder.decode_times, asdict(made))
+        told = ", ".join(f"{1000 * s:.3g} ms with {heads}" for heads, s in zip(made.heads, made.seconds, strict=True))
+        print(f"decode time of {made.engine} at a context of {length}: {told} KV heads a layer", flush=True)
+    record = read_json(folder.decode_times)
+    return DecodeTimes(**{name: tuple(v) if isinstance(v, list) else v for name, v in record.items()})
+
+
 def locate_model(path: str, folder: SearchFolder, name: str = "model") -> str:
     """Where trials find a model: an absolute folder, or a hub name.
 
@@ -142,6 +160,7 @@ def trial_context(
         placement_strategy=config.resources.placement_strategy,
         checkpoint_address=folder.train_address,
         task=task_options(config) if config.resources.trial_gpus else None,
+        decode_times=decode_times(config, original, folder),
     )
 
 

@@ -22,11 +22,13 @@ from attention.calibration.sizes import Mixed
 from attention.calibration.store import Calibration
 from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
+from attention.io.targets import target
 from attention.plan import AttentionPlan
 from attention.ratios import own_heads
 from orchestrator.cluster.placement import run_task
 from orchestrator.cluster.pool_client import train
 from orchestrator.cluster.session import ray_train_intervals
+from orchestrator.config.schema import DECODE
 from orchestrator.conversion import dha_distances, loading
 from orchestrator.conversion.calibrating import checkpoint_calibration
 from orchestrator.conversion.in_memory import plan_and_convert
@@ -34,6 +36,7 @@ from orchestrator.conversion.steps import planning_context, relaxation_start
 from orchestrator.reporting.base_model import base_of
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.duplicates import work_digest
+from orchestrator.serving.decode_times import DecodeTimes
 from orchestrator.storage.records import read_json, write_json
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.relaxation.stages import OWN
@@ -74,6 +77,7 @@ class TrialContext:
     accelerator_type: str | None = None  # of the workers
     checkpoint_address: str | None = None  # where training checkpoints lie, where storage is an address
     placement_strategy: Strategy = AUTO
+    decode_times: DecodeTimes | None = None  # of the engine that the search is for, where decode time is an objective
     task: dict[str, Any] | None = field(default=None, hash=False)
     """`ray.remote` options of the task that plans a trial which trains; None: its own process does."""
 
@@ -126,6 +130,12 @@ class TrialContext:
             "checkpoint_address": self.checkpoint_address,
         }
         return TrainJob(**fields | more)
+
+    def decode_facts(self, config: Any, plan: AttentionPlan) -> dict[str, float]:
+        """Decode time of a plan, where it is an objective. `config`: of the original model."""
+        if (times := self.decode_times) is None:
+            return {}
+        return {DECODE: times.of(target(times.target).held(config, plan))}
 
     def relaxation(self, recipe: Recipe, folder: Path, settings: TrainSettings | None = None) -> RelaxationSpec | None:
         """The relaxation of the trial in `folder`; None if its recipe has none."""
@@ -253,6 +263,7 @@ def untrained_facts(candidate: Candidate, context: TrialContext, folder: Path) -
         similarity = sharing_similarity(shared_pairs(context), plan, planning.geometry.kv_map) if sampled else None
     if loading.parameters(original) > KEEP_BELOW:
         shared_parts.cache_clear()
+    decode = context.decode_facts(original.config, plan)
     del original, teacher, planning  # what is cast next has memory of its own then, and no other copy beside it
     cast_weights(converted, written)
     if not candidate.probe:
@@ -262,6 +273,7 @@ def untrained_facts(candidate: Candidate, context: TrialContext, folder: Path) -
     measured = loading.cache_facts(converted, own_cache)
     return {
         **measured,
+        **decode,
         "actual_kv_ratio": measured["kv_ratio"],
         "plan_digest": plan.digest,
         "similarity": similarity,

@@ -48,7 +48,9 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
     searcher = make_searcher(config.search.searcher, problem)
     log = SearchLog(journal, session.mlflow, searcher.total, session.context.original_loss)
     rungs = config.rungs
-    given = RungProblem(len(rungs.steps), rungs.reduction_factor, (config.search.baseline,), trials=searcher.total)
+    given = RungProblem(
+        len(rungs.steps), rungs.reduction_factor, (config.search.baseline,), config.objectives, searcher.total
+    )
     scheduler = make_scheduler(rungs.scheduler if rungs.stop else "none", given, rungs.params if rungs.stop else None)
     copying = CopyingSearcher(searcher, scheduler.copies)
     scheduler.slots.capacity = Room(Demand.of(config), config.resources.max_concurrent).trials

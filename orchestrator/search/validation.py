@@ -9,6 +9,7 @@ from pathlib import Path
 
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
+from attention.io.targets import target
 from orchestrator.cluster.placement import OF_TYPE
 from orchestrator.cluster.room import Nodes, room_for
 from orchestrator.config.parsing import RENAMED_SCHEDULERS
@@ -21,6 +22,9 @@ from orchestrator.search.needs.fitting import check_accelerators
 from orchestrator.search.schedulers import SCHEDULERS
 from orchestrator.search.searchers import SearchProblem, make_searcher
 from orchestrator.search.texts import SearchTexts
+from orchestrator.serving.decode_times import TOKENS
+from orchestrator.serving.engine import EngineError
+from orchestrator.serving.engines import engine
 from orchestrator.storage.paths import check_writable, storage_path
 from trainers.settings import TrainSettings
 
@@ -61,6 +65,7 @@ def validate_search(config: SearchConfig) -> Prepared:
     check_training(config.train)
     check_training(config.promotion_train)
     check_tasks(config)
+    check_decode_time(config, geometry)
     check_accelerators(config, problem)
     if starts_ray():
         room_for(config, local_nodes())
@@ -76,7 +81,9 @@ def search_problem(config: SearchConfig, geometry: HeadGeometry) -> SearchProble
     """What the searcher of a configuration is handed. Raises ConfigError for a candidate that cannot be."""
     section, named = config.search, named_candidates(config, geometry)
     space, params = candidate_space(config, geometry), searcher_settings(config)
-    return SearchProblem(space, named, section.num_samples, section.seed, params, tuple(config.seeds))
+    return SearchProblem(
+        space, named, section.num_samples, section.seed, params, tuple(config.seeds), config.objectives
+    )
 
 
 def check_scheduler(config: SearchConfig) -> None:
@@ -116,6 +123,25 @@ def check_tasks(config: SearchConfig) -> None:
             f"promotion.max_task_drop: task {without[0]!r} has no accuracy ({', '.join(ACCURACIES)}), but "
             f"{', '.join(metrics[without[0]])}; leave it out of promotion.tasks, or max_task_drop"
         )
+
+
+def check_decode_time(config: SearchConfig, geometry: HeadGeometry) -> None:
+    """Raises ConfigError where no engine can be timed at `search.decode_context_length`."""
+    length, name = config.search.decode_context_length, config.search.target
+    if length is None:
+        return
+    key = f"search.decode_context_length: got {length}"
+    if name == "any":
+        raise ConfigError(f"{key} with search.target any: which engine? set search.target, e.g. to llama.cpp")
+    if not TOKENS < length <= geometry.max_positions:
+        raise ConfigError(
+            f"{key}, expected more than the {TOKENS} tokens that are decoded, and at most the "
+            f"{geometry.max_positions} positions of {config.model.path!r}"
+        )
+    try:
+        engine(target(name).engines[0]).find(None)
+    except EngineError as error:
+        raise ConfigError(f"{key}: {error}") from None
 
 
 def check_epochs(config: SearchConfig) -> None:

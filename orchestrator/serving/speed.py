@@ -73,13 +73,13 @@ def engine_speed(
             context_lengths(lengths, loading.geometry_of(str(name), key=key).max_positions)
     with tempfile.TemporaryDirectory(prefix="headfold-") as folder:
         models = {
-            key: _exported(key, name, one, Path(folder) / key, dtype, trust_remote_code) for key, name in named.items()
+            key: exported(key, name, one, Path(folder) / key, dtype, trust_remote_code) for key, name in named.items()
         }
         at = context_lengths(lengths, min(model.positions for model in models.values()))
         if at[0] <= tokens:
             raise ConfigError(f"speed_tokens: {tokens} leave no prompt in a context of {at[0]}; give fewer")
-        prompts = _prompts([length - tokens for length in at], models, seed)
-        answers = _rounds(one, interpreter, models, prompts, tokens, memory)
+        prompts = random_prompts([length - tokens for length in at], models, seed)
+        answers = rounds(one, interpreter, models, prompts, tokens, memory)
     return {
         "engine": one.name,
         "version": answers["checkpoint"][0].version,
@@ -93,13 +93,22 @@ def engine_speed(
     }
 
 
-def _exported(key: str, name: str | Path, one: Engine, out: Path, dtype: str, trusted: bool) -> Exported:
-    """A checkpoint as the engine loads it: as it is if it is an export for it, else exported to `out`."""
+def exported(
+    key: str,
+    name: str | Path,
+    one: Engine,
+    out: Path,
+    dtype: str,
+    trusted: bool = False,
+    target_name: str | None = None,
+) -> Exported:
+    """A checkpoint as the engine loads it: as it is if it is an export for it, else exported to `out`, by the target
+    with the smallest cache unless one is named."""
     given = (Path(name) / REPORT_FILE).is_file()
     folder = Path(name) if given else out
     if not given:
         config = checkpoint.load_config(name)
-        target = _target(key, one, config, loading.written_dtype(name, dtype))
+        target = target_name or _target(key, one, config, loading.written_dtype(name, dtype))
         try:
             export_checkpoint(name, target, out, dtype=dtype)
         except LargerCacheError as error:
@@ -142,14 +151,14 @@ def _limits(folder: Path) -> tuple[int, int]:
     return config["vocab_size"], config.get("max_position_embeddings") or config["n_positions"]
 
 
-def _prompts(sizes: Sequence[int], models: Mapping[str, Exported], seed: int) -> list[list[int]]:
+def random_prompts(sizes: Sequence[int], models: Mapping[str, Exported], seed: int) -> list[list[int]]:
     """Random token ids that all models know."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = min(model.vocabulary for model in models.values())
     return [torch.randint(vocabulary, (size,), generator=generator).tolist() for size in sizes]
 
 
-def _rounds(
+def rounds(
     one: Engine, python: str, models: Mapping[str, Exported], prompts: list[list[int]], tokens: int, memory: int
 ) -> dict[str, list[SpeedAnswer]]:
     """Answers of each model, of every round. The order is turned round each time."""

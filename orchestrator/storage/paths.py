@@ -4,6 +4,7 @@
 <storage>/<name>/                     one search; a second one of the same name becomes <name>-2
     search.yaml, versions.json        snapshot of the configuration, package versions
     original.json, data/, calibration/    the original model's scores; token sequences and statistics that trials share
+    decode_times.json                 seconds a token by KV heads, where decode time is an objective
     journal.jsonl                     what was tried, reported, decided and ended: the only record of the search
     trials/<id>/                      recipe, plan, converted and trained checkpoint of each trial
     state.json, driver.lock           when and how the search began and ended; who runs it
@@ -88,6 +89,7 @@ class SearchFolder:
         self.estimate = self.root / "estimate.json"
         self.origin = self.root / "origin.json"
         self.original = self.root / "original.json"
+        self.decode_times = self.root / "decode_times.json"
         self.journal = self.root / journal.NAME
         self.lock = self.root / "driver.lock"
         self.tune = self.root / "tune"

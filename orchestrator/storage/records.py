@@ -34,6 +34,7 @@ class TrialRecord:
     `rungs` holds one mapping for each rung reached: step (training steps so far), loss (held-out, nats a token),
     increase (over the original model), kl (to it), tokens (trained on), seconds and what else the trial reported.
     `kv_bytes_per_token` is of the plan in the model's dtype; `cache_bytes_measured` of a prefill of `cache_tokens`.
+    `decode_seconds_per_token`: of its plan in the engine, where the search measures that.
     `calibration_loss`: untrained, on calibration tokens, where the searcher made the plan. A `probe` was measured for
     the searcher alone: it ends untrained, its plan may be unfinished, and it is no candidate for anything.
     `relaxation`: points over a relaxation stage, each with step, train_loss and what the relaxation measures of itself.
@@ -52,6 +53,7 @@ class TrialRecord:
     kv_bytes_per_token: int | None = None
     cache_bytes_measured: int | None = None
     cache_tokens: int | None = None
+    decode_seconds_per_token: float | None = None
     parameters: int | None = None
     plan_digest: str | None = None
     actual_kv_ratio: float | None = None
@@ -199,13 +201,17 @@ def without_probes(trials: Iterable[TrialRecord]) -> list[TrialRecord]:
     return [trial for trial in trials if not trial.probe]
 
 
-def front(trials: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """The trials that no other one beats in both held-out loss (at the last rung of each) and KV bytes a token, by
-    rising bytes."""
+def front(trials: Sequence[TrialRecord], *, timed: bool = True) -> list[TrialRecord]:
+    """The trials that no other one beats in all of KV bytes a token, held-out loss (at the last rung of each) and, with
+    `timed` and where it was measured, decode time, by rising bytes."""
+
+    def scores(trial: TrialRecord) -> tuple[float, ...]:
+        return trial.kv_bytes_per_token or 0, trial.loss, (trial.decode_seconds_per_token or 0.0) if timed else 0.0
+
     scored = [t for t in trials if t.usable and t.kv_bytes_per_token is not None]
     best: list[TrialRecord] = []
-    for trial in sorted(scored, key=lambda t: (t.kv_bytes_per_token, t.loss, t.trial_id)):
-        if not best or trial.loss < best[-1].loss:
+    for trial in sorted(scored, key=lambda t: (scores(t), t.trial_id)):  # whoever beats it, or equals it, comes first
+        if not any(all(a <= b for a, b in zip(scores(kept), scores(trial), strict=True)) for kept in best):
             best.append(trial)
     return best
 

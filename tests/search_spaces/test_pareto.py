@@ -34,7 +34,7 @@ def test_ranks_worked() -> None:
     assert pareto.ranks([]) == []
 
 
-@pytest.mark.parametrize("objectives", [1, 2])
+@pytest.mark.parametrize("objectives", [1, 2, 3, 4])
 @pytest.mark.parametrize("levels", [3, 1000])
 def test_ranks_agree_with_the_definition(objectives: int, levels: int) -> None:
     generator = np.random.default_rng(objectives * 7 + levels)

@@ -37,7 +37,7 @@ def front_figure(
         axes.scatter(x, y, label=name, s=48, zorder=3, **marks)
     if len({t.step for t in scored}) > 1:
         axes.scatter([], [], s=48, facecolors="none", edgecolors="#444444", label="hollow: stopped earlier")
-    best = front(trials)
+    best = front(trials, timed=False)
     x, y = [t.kv_bytes_per_token for t in best], [t.loss for t in best]
     axes.plot(x, y, color="#444444", lw=1, zorder=2, label="front")
     if after := [p for p in promoted if p.get("loss") is not None]:

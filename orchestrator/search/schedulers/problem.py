@@ -11,9 +11,9 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 
 from attention.axes import Axis
+from orchestrator.config.schema import OBJECTIVES
 
 SCHEDULERS = Axis("scheduler", "orchestrator.search.schedulers")
-OBJECTIVES = ("loss", "kv_bytes_per_token")
 
 
 @dataclass

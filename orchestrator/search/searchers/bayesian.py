@@ -1,7 +1,8 @@
 """Tree-structured Parzen estimators over the joint space, by Optuna; the only file that knows of it.
 
-Two objectives, held-out loss and KV bytes a token, so that the search spreads along the front and does not settle at
-one budget. Conditional decisions are asked for only where they come up (define by run).
+Two objectives, held-out loss and KV bytes a token (three where decode time is measured), so that the search spreads
+along the front and does not settle at one budget. Conditional decisions are asked for only where they come up (define
+by run).
 
 A suggestion is a function of the seed, its number and the results told before it, in whatever order they came.
 
@@ -24,7 +25,7 @@ import optuna
 
 from orchestrator.search.candidates import Candidate, Point
 from orchestrator.search.searchers.listed import ListedSearcher
-from orchestrator.search.searchers.problem import OBJECTIVES, SEARCHERS, ResumableSearcher, SearchProblem
+from orchestrator.search.searchers.problem import SEARCHERS, ResumableSearcher, SearchProblem
 from search_spaces import pareto
 from search_spaces.space.space import Domain
 
@@ -33,7 +34,6 @@ NEAR = 10
 RECENT, BEST = 150, 50
 """Results that a proposal rests on: those of the newest trials, and the best of the others by rank. With all of them
 TPE would be slower each time, and it weighs old results down anyway."""
-DIRECTIONS = [optuna.study.StudyDirection.MINIMIZE] * len(OBJECTIVES)
 
 
 class FrontSearch(ListedSearcher):
@@ -54,14 +54,14 @@ class FrontSearch(ListedSearcher):
         """A paused trial that is stopped for good comes without a result: what it told before counts."""
         if result is not None and not error:
             self.on_trial_result(trial_id, result)
-        diverged = result is not None and not math.isfinite(result.get(OBJECTIVES[0], 0.0))
+        diverged = result is not None and not math.isfinite(result.get(self._problem.objectives[0], 0.0))
         if (error or diverged) and trial_id in self._points:
             self._seen.pop(trial_id, None)
             self._dropped.add(trial_id)
         self._points.pop(trial_id, None)
 
     def on_trial_result(self, trial_id: str, result: dict) -> None:
-        values = tuple(float(result.get(name, math.nan)) for name in OBJECTIVES)
+        values = tuple(float(result.get(name, math.nan)) for name in self._problem.objectives)
         point, rung = self._points.get(trial_id), int(result.get("rung", 0))
         if point is None or trial_id in self._dropped or result.get("pooled") or not all(map(math.isfinite, values)):
             return
@@ -89,7 +89,8 @@ class FrontSearch(ListedSearcher):
         best so far, whatever the seed.
         """
         space = self._problem.space
-        study = optuna.create_study(directions=DIRECTIONS)
+        directions = [optuna.study.StudyDirection.MINIMIZE] * len(self._problem.objectives)
+        study = optuna.create_study(directions=directions)
         study.add_trials(self._window())
         seed = int(np.random.SeedSequence([self._problem.seed, number, 0]).generate_state(1)[0])
         startup = max(4, len(self._problem.named))

@@ -11,13 +11,12 @@ import numpy as np
 from ray.tune.search import Searcher
 
 from attention.axes import Axis
+from orchestrator.config.schema import OBJECTIVES
 from orchestrator.search.candidates import Candidate, CandidateSpace
 from search_spaces.recipes.recipe import Recipe
 from trainers.settings import TrainSettings
 
 SEARCHERS = Axis("searcher", "orchestrator.search.searchers")
-
-OBJECTIVES = ("loss", "kv_bytes_per_token")
 TRIES = 50
 """Draws in search of a candidate that has not been tried, before a repeated one is accepted."""
 
@@ -26,6 +25,7 @@ TRIES = 50
 class SearchProblem:
     """`named` are the configured candidates, tried first; then `samples` more are drawn from `space`.
 
+    `objectives`: names in a report of what is to be small, the loss first.
     `seed`: of the searcher; `seeds`: with which a plan that it has searched is trained. `settings`: its own knobs.
     `similarities(recipe)`: the recipe's similarity of the stored KV heads `[U, U]` by (layer, side); it may load the
     model, and is there when trials are to be run.
@@ -37,6 +37,7 @@ class SearchProblem:
     seed: int
     settings: Mapping[str, Any] = field(default_factory=dict)
     seeds: tuple[int, ...] = (0,)
+    objectives: tuple[str, ...] = OBJECTIVES
     similarities: Callable[[Recipe], Mapping[tuple[int, str], np.ndarray]] | None = None
 
     @property

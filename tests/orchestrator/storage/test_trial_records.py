@@ -41,6 +41,14 @@ def test_the_front_leaves_out_what_another_trial_beats_in_both() -> None:
     assert [t.trial_id for t in front(trials)] == ["c", "a", "e"]
 
 
+def test_with_decode_time_the_front_has_what_is_fastest_too() -> None:
+    trials = [record("a", 0.5, 2.3), record("b", 0.5, 2.4), record("c", 0.5, 2.5), record("d", 0.25, 2.6)]
+    for trial, seconds in zip(trials, (0.04, 0.03, 0.03, 0.05), strict=True):
+        trial.decode_seconds_per_token = seconds
+    assert [t.trial_id for t in front(trials)] == ["d", "a", "b"]
+    assert [t.trial_id for t in front(trials, timed=False)] == ["d", "a"]
+
+
 @given(st.lists(st.tuples(st.sampled_from([0.125, 0.25, 0.5, 1.0]), st.integers(0, 6)), max_size=12))
 def test_the_front_is_what_nobody_dominates(pairs: list[tuple[float, int]]) -> None:
     trials = [record(f"{i:02}", budget, 2 + loss / 4) for i, (budget, loss) in enumerate(pairs)]
