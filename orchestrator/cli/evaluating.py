@@ -65,6 +65,7 @@ def evaluate(
     from orchestrator.config.schema import ConfigError
     from orchestrator.evaluation.evaluate import evaluate_checkpoint
     from orchestrator.evaluation.extras import Extras
+    from orchestrator.evaluation.generations import read_prompts
     from orchestrator.reporting.evaluation_tables import print_extras
     from orchestrator.serving.speed import engine_speed
     from orchestrator.serving.tables import print_speed
@@ -95,7 +96,7 @@ def evaluate(
         checkpoint,
         original,
         baseline=baseline,
-        extras=Extras(named(tasks), prompts, context_lengths),
+        extras=Extras(named(tasks), read_prompts(prompts), context_lengths),
         speed_tokens=speed_tokens,
         eval_data=eval_data,
         eval_tokens=eval_tokens,

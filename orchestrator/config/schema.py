@@ -230,8 +230,10 @@ class PromotionSection(Section):
     step of lowest held-out loss is shipped. The gate asks that this loss is below the baseline's (at its own best
     step of equally many) by more than `margin` nats a token at the same KV ratio; KV bytes as planned; and logits of
     the exported checkpoint within `logit_tolerance` of the trained model's. `tasks` of lm-evaluation-harness are run on
-    what is exported, and on the original model: `demo`, folders of task files that every node sees, or the harness's
-    own names; with `max_task_drop` the gate asks that no task's accuracy is lower than the original's by more.
+    what is exported, on the original model and on the baseline: `demo`, folders of task files that every node sees, or
+    the harness's own names; with `max_task_drop` the gate asks that no task's accuracy is lower than the original's by
+    more. In the same way `prompts` are continued side by side, and at `context_lengths` the loss by position and the
+    recall of a hidden line are measured; with `max_recall_drop` the gate limits how far recall may fall.
     """
 
     enabled: bool = True
@@ -248,12 +250,19 @@ class PromotionSection(Section):
     logit_tolerance: PositiveFloat = 1e-4
     tasks: Annotated[list[str], AfterValidator(_distinct)] = []
     max_task_drop: float | None = Field(default=None, ge=0, le=1)
+    prompts: list[Annotated[str, Field(min_length=1)]] = []
+    context_lengths: Annotated[list[PositiveInt], AfterValidator(_distinct)] = []
+    max_recall_drop: float | None = Field(default=None, ge=0, le=1)
     registered_name: Name | None = None
 
     @model_validator(mode="after")
-    def _of_tasks(self) -> PromotionSection:
+    def _of_limits(self) -> PromotionSection:
         if self.max_task_drop is not None and not self.tasks:
             raise ValueError(f"max_task_drop {self.max_task_drop:g} needs tasks, got none; set tasks, e.g. [demo]")
+        if self.max_recall_drop is not None and not self.context_lengths:
+            raise ValueError(
+                f"max_recall_drop {self.max_recall_drop:g} needs context_lengths, got none; set them, e.g. [512]"
+            )
         return self
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
 from attention.modeling.modeling import plan_of
 from orchestrator.conversion import loading
 from orchestrator.evaluation.extras import NOTHING_MORE, Extras
+from orchestrator.evaluation.long_context import TEXTS
 from trainers.evaluation import decode_speed, evaluate
 from trainers.text.data import load_sequences
 
@@ -51,7 +54,12 @@ def evaluate_checkpoint(
         sequences = load_sequences(
             eval_data, tokenizer, split="eval", tokens=eval_tokens, sequence_length=sequence_length, seed=seed
         )
-        prepared = extras.prepare(tokenizer, positions, eval_data, seed)
+
+        def held_out(length: int) -> Tensor:
+            of_length = {"tokens": TEXTS * length, "sequence_length": length, "seed": seed}
+            return load_sequences(eval_data, tokenizer, split="eval", **of_length)
+
+        prepared = extras.prepare(tokenizer, positions, held_out, seed)
     with phases("load"):
         model = loading.load_working(path, dtype, device)
         teacher = loading.load_working(original, dtype, device) if original is not None else None

@@ -3,35 +3,33 @@ before any model is loaded."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from orchestrator.evaluation.generations import encode_prompts, greedy, read_prompts, side_by_side
-from orchestrator.evaluation.long_context import TEXTS, Needles, context_lengths, loss_by_position
+from orchestrator.evaluation.generations import encode_prompts, greedy, side_by_side
+from orchestrator.evaluation.long_context import Needles, context_lengths, loss_by_position
 from orchestrator.evaluation.tasks import HarnessTasks
-from trainers.text.data import load_sequences
 
 
 @dataclass(frozen=True)
 class Extras:
-    """What is asked for: `tasks` as in `task_files.task_specs`, `prompts` as in `generations.read_prompts`,
+    """What is asked for: `tasks` as in `task_files.task_specs`, `prompts` themselves,
     `context_lengths` as in `long_context.context_lengths`."""
 
     tasks: tuple[str, ...] = ()
-    prompts: str | None = None
+    prompts: tuple[str, ...] = ()
     context_lengths: str | None = None
 
-    def prepare(self, tokenizer: Any, most: int, eval_data: str, seed: int) -> PreparedExtras:
-        """With all data, for models of `most` positions. Raises ConfigError or DataError for what a user can mend."""
-        prompts = read_prompts(self.prompts) if self.prompts is not None else []
+    def prepare(self, tokenizer: Any, most: int, held_out: Callable[[int], Tensor], seed: int) -> PreparedExtras:
+        """With all data, for models of `most` positions. `held_out(length)`: held-out text `[TEXTS, length]`. Raises
+        ConfigError or DataError for what a user can mend."""
+        prompts = list(self.prompts)
         encoded = encode_prompts(prompts, tokenizer, most)
         lengths = context_lengths(self.context_lengths, most) if self.context_lengths is not None else []
-        texts = [
-            load_sequences(eval_data, tokenizer, split="eval", tokens=TEXTS * length, sequence_length=length, seed=seed)
-            for length in lengths
-        ]
+        texts = [held_out(length) for length in lengths]
         needles = {length: Needles.hide(text, tokenizer, seed) for length, text in zip(lengths, texts, strict=True)}
         tasks = HarnessTasks(self.tasks) if self.tasks else None
         return PreparedExtras(tokenizer, tasks, prompts, encoded, texts[-1] if texts else None, needles)

@@ -15,11 +15,13 @@ from orchestrator.config.schema import ConfigError
 NEW_TOKENS = 48
 
 
-def read_prompts(given: str) -> list[str]:
+def read_prompts(given: str | None) -> tuple[str, ...]:
     """The prompts of a file (.jsonl: `{"prompt": "..."}` a line; any other: one prompt a line), or the text itself.
 
     Raises ConfigError for a file without prompts, or that is not there and whose name says it should be.
     """
+    if given is None:
+        return ()
     file = Path(given)
     if len(given) > 255 or "\n" in given or not file.is_file():
         if file.suffix in (".txt", ".jsonl") and " " not in given:
@@ -30,7 +32,7 @@ def read_prompts(given: str) -> list[str]:
         prompts = [_prompt(line, file) for line in lines] if file.suffix == ".jsonl" else lines
     if not any(prompt.strip() for prompt in prompts):
         raise ConfigError(f"prompts: {given!r} has none; give a file with one prompt a line, or a prompt itself")
-    return prompts
+    return tuple(prompts)
 
 
 def _text_of(file: Path) -> str:

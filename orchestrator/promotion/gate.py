@@ -21,10 +21,11 @@ from orchestrator.cluster.placement import task_options
 from orchestrator.cluster.tasks import on_cluster
 from orchestrator.config.schema import SearchConfig
 from orchestrator.conversion import loading
+from orchestrator.evaluation.extras import NOTHING_MORE
 from orchestrator.evaluation.task_files import placed
 from orchestrator.promotion.engine_export import check_engine
+from orchestrator.promotion.measuring import extras_of, measure_finalist
 from orchestrator.promotion.state import Entry
-from orchestrator.promotion.task_check import check_tasks
 from orchestrator.search.prepare import SearchSession
 from orchestrator.search.trial import TrialContext
 from orchestrator.storage.paths import SearchFolder
@@ -78,9 +79,9 @@ def examine(
         if config.search.target != "any":
             with _check(entry, "engine"):
                 check_engine(entry, config.search.target)
-        if config.promotion.tasks:
-            with _check(entry, "tasks"):
-                check_tasks(entry, config, context, folder.promoted)
+        if extras_of(config.promotion) != NOTHING_MORE:
+            with _check(entry, "worth"):
+                measure_finalist(entry, config, context, folder.promoted)
         digests["weights_digest"] = checkpoint.weights_digest(entry.model)
     return entry, digests
 

@@ -27,7 +27,7 @@ def write_promoted_card(entry: Entry, config: SearchConfig, original: Path, fold
         recipe=entry.recipe,
         kv_ratio=entry.kv_ratio,
         losses={name: loss for name, loss in known.items() if loss is not None},
-        tasks=entry.tasks,
+        tasks=entry.measured.get("tasks", {}),
         trained={"steps": steps, "tokens": tokens_of(steps, config), "data": text},
         datasets=datasets,
         **base_of(read_json(original)["model"]),

@@ -26,8 +26,9 @@ class Entry:
     `untrained_loss` that of the conversion before any. `baseline_loss` is of the baseline's best measured step,
     `baseline_step`; `original_loss` of the original model. `model`: the folder that the gate has written; `exported`:
     the same, if stock transformers loads it (`plain`); `served`: the same model for the engine of `search.target`.
-    `tasks`: scores of `checkpoint` and `original`, if tasks are asked for. `trained_at`: when the training was over, in
-    seconds since 1970.
+    `measured`: tasks, generated text and long contexts, where asked for, of `checkpoint`, `original` and `baseline`, as
+    the verb `evaluate` records them; `baseline_folder`: the weights of that baseline.
+    `trained_at`: when the training was over, in seconds since 1970.
     """
 
     trial_id: str
@@ -44,6 +45,7 @@ class Entry:
     untrained_loss: float | None = None
     baseline_loss: float | None = None
     baseline_step: int | None = None
+    baseline_folder: str | None = None
     original_loss: float | None = None
     folder: str | None = None
     data_position: int | None = None
@@ -54,7 +56,7 @@ class Entry:
     kv_bytes_per_token: int | None = None
     gate: dict[str, str] = field(default_factory=dict)
     checks: dict[str, Any] = field(default_factory=dict)
-    tasks: dict[str, Any] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
     lineage: dict[str, Any] = field(default_factory=dict)
     version: str | None = None

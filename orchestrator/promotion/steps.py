@@ -14,6 +14,7 @@ from attention.io import checkpoint
 from orchestrator.cluster.placement import task_options
 from orchestrator.cluster.tasks import on_cluster
 from orchestrator.promotion.gate import check_candidate
+from orchestrator.promotion.measuring import artifacts_of, metrics_of
 from orchestrator.promotion.model_card import write_promoted_card
 from orchestrator.promotion.registry import LINEAGE, gate_tags, lineage_of, lineage_tags, register, settle_aliases
 from orchestrator.promotion.state import (
@@ -28,7 +29,6 @@ from orchestrator.promotion.state import (
     Entry,
     PromotionState,
 )
-from orchestrator.promotion.task_check import TASKS, task_metrics
 from orchestrator.promotion.training import Training, best_model, run_all
 from orchestrator.search.prepare import SearchSession
 from orchestrator.storage import records
@@ -121,7 +121,7 @@ class PromotionSteps:
         points = [{k: v for k, v in r.items() if not k.startswith("best_")} for r in reports] + training.curve()
         if entry.trained_at is not None:
             compared = entry.compared | {"best_loss": entry.loss, "loss": entry.last_loss}
-            points.append(compared | task_metrics(entry.tasks) | {"step": steps, "time": entry.trained_at})
+            points.append(compared | metrics_of(entry) | {"step": steps, "time": entry.trained_at})
         if entry.shipped is not None:
             tags["shipped"] = entry.shipped
         if entry.status == FAILED:
@@ -132,8 +132,7 @@ class PromotionSteps:
                 "gate.yaml": yaml.safe_dump(entry.checks, sort_keys=True),
                 LINEAGE: json.dumps(entry.lineage, indent=1, sort_keys=True),
             }
-        if entry.tasks:
-            texts[TASKS] = json.dumps(entry.tasks, indent=1, sort_keys=True)
+        texts |= artifacts_of(entry)
         if entry.status == PROMOTED:
             tags |= {"gate": PROMOTED, "version": entry.version}
         over = entry.status in (REFUSED, PROMOTED) or (entry.role == BASELINE and entry.status == TRAINED)
@@ -147,6 +146,7 @@ class PromotionSteps:
         baseline = self.state.baselines.get(f"{entry.kv_ratio:g}")
         if baseline is not None and baseline.folder is not None:
             entry.baseline_loss, entry.baseline_step = baseline.loss, baseline.best_step
+            entry.baseline_folder = baseline.folder
         digests = check_candidate(entry, self.session)
         entry.lineage = lineage_of(entry, self.trials[entry.trial_id], digests, self.session)
         if entry.model is not None:

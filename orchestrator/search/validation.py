@@ -9,22 +9,17 @@ from pathlib import Path
 
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
-from attention.io.targets import target
 from orchestrator.cluster.placement import OF_TYPE
 from orchestrator.cluster.room import Nodes, room_for
 from orchestrator.config.parsing import RENAMED_SCHEDULERS
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.conversion import loading
-from orchestrator.evaluation.task_files import ACCURACIES, accuracy_of
-from orchestrator.evaluation.tasks import HarnessTasks
 from orchestrator.search.candidates import candidate_space, named_candidates, searcher_settings
+from orchestrator.search.measurement_checks import check_decode_time, check_extras, check_tasks
 from orchestrator.search.needs.fitting import check_accelerators
 from orchestrator.search.schedulers import SCHEDULERS
 from orchestrator.search.searchers import SearchProblem, make_searcher
 from orchestrator.search.texts import SearchTexts
-from orchestrator.serving.decode_times import TOKENS
-from orchestrator.serving.engine import EngineError
-from orchestrator.serving.engines import engine
 from orchestrator.storage.paths import check_writable, storage_path
 from trainers.settings import TrainSettings
 
@@ -65,6 +60,7 @@ def validate_search(config: SearchConfig) -> Prepared:
     check_training(config.train)
     check_training(config.promotion_train)
     check_tasks(config)
+    check_extras(config, geometry)
     check_decode_time(config, geometry)
     check_accelerators(config, problem)
     if starts_ray():
@@ -107,41 +103,6 @@ def check_training(train: TrainSettings) -> None:
             check_deepspeed(train)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-
-
-def check_tasks(config: SearchConfig) -> None:
-    """Raises ConfigError for tasks of the promotion that cannot be run, or not be compared as its gate asks."""
-    section = config.promotion
-    if not (section.enabled and section.tasks):
-        return
-    try:
-        metrics = HarnessTasks(section.tasks).metrics
-    except ConfigError as error:
-        raise ConfigError(f"promotion.{error}") from None
-    if section.max_task_drop is not None and (without := [n for n, m in metrics.items() if not accuracy_of(m)]):
-        raise ConfigError(
-            f"promotion.max_task_drop: task {without[0]!r} has no accuracy ({', '.join(ACCURACIES)}), but "
-            f"{', '.join(metrics[without[0]])}; leave it out of promotion.tasks, or max_task_drop"
-        )
-
-
-def check_decode_time(config: SearchConfig, geometry: HeadGeometry) -> None:
-    """Raises ConfigError where no engine can be timed at `search.decode_context_length`."""
-    length, name = config.search.decode_context_length, config.search.target
-    if length is None:
-        return
-    key = f"search.decode_context_length: got {length}"
-    if name == "any":
-        raise ConfigError(f"{key} with search.target any: which engine? set search.target, e.g. to llama.cpp")
-    if not TOKENS < length <= geometry.max_positions:
-        raise ConfigError(
-            f"{key}, expected more than the {TOKENS} tokens that are decoded, and at most the "
-            f"{geometry.max_positions} positions of {config.model.path!r}"
-        )
-    try:
-        engine(target(name).engines[0]).find(None)
-    except EngineError as error:
-        raise ConfigError(f"{key}: {error}") from None
 
 
 def check_epochs(config: SearchConfig) -> None:

@@ -56,8 +56,8 @@ def test_the_verb_prints_and_records_both(tmp_path: Path, demo_dir: Path, capsys
 
 def test_prompts_of_a_file_or_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "two.txt").write_text("def a\n\nclass B\n")
-    assert read_prompts(str(tmp_path / "two.txt")) == ["def a", "class B"]
-    assert read_prompts("def a():\n    x") == ["def a():\n    x"]
+    assert read_prompts(str(tmp_path / "two.txt")) == ("def a", "class B")
+    assert read_prompts("def a():\n    x") == ("def a():\n    x",)
 
 
 @pytest.mark.parametrize(

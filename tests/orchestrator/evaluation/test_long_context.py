@@ -105,7 +105,10 @@ def test_lengths_that_cannot_be(given: str, said: str) -> None:
 def test_a_record_has_both_models_by_field(
     demo_model: PreTrainedModel, demo_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    prepared = Extras(context_lengths="64,96").prepare(demo_tokenizer, 512, "stdlib", 0)
+    def held_out(length: int) -> torch.Tensor:
+        return torch.randint(1000, (TEXTS, length), generator=torch.Generator().manual_seed(length))
+
+    prepared = Extras(context_lengths="64,96").prepare(demo_tokenizer, 512, held_out, 0)
     made = prepared.of(demo_model)
     record = prepared.record({"checkpoint": made, "original": made})
     assert set(record) == {"long_context"}

@@ -16,15 +16,16 @@ from transformers import PreTrainedModel
 from attention.conversion.conversion import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
-from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
+from orchestrator.config.schema import ConfigError, PromotionSection, SearchConfig, TextSection, parse_config
+from orchestrator.conversion import loading
 from orchestrator.evaluation.task_files import SHIPPED
 from orchestrator.promotion import promote
-from orchestrator.promotion.state import PROMOTED, REFUSED
-from orchestrator.promotion.task_check import ORIGINAL, TASKS
+from orchestrator.promotion.measuring import judge
+from orchestrator.promotion.state import PROMOTED, REFUSED, Entry
 from orchestrator.reporting.card import CARD
+from orchestrator.search.measurement_checks import check_extras, check_tasks
 from orchestrator.search.prepare import SearchSession
 from orchestrator.search.trial import TrialContext
-from orchestrator.search.validation import check_tasks
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import DONE, TrialRecord, write_json
 from orchestrator.tracking.runs import Tracker
@@ -43,14 +44,14 @@ def tasks(tmp_path: Path) -> Path:
     return folder
 
 
-def parsed(tasks: Path, demo_dir: Path, **promotion: Any) -> SearchConfig:
+def parsed(folder: Path, demo_dir: Path, **promotion: Any) -> SearchConfig:
     return parse_config(
         {
             "name": "small",
             "model": {"path": str(demo_dir)},
             "search": {"recipes": ["gqa", "headfold"], "kv_ratios": [0.5]},
             "rungs": {"steps": [0, 4]},
-            "promotion": {"tasks": [str(tasks)], **promotion},
+            "promotion": {"tasks": [str(folder)], **promotion},
         }
     )
 
@@ -65,7 +66,8 @@ def promoted(
     for name in ("head", "base"):
         checkpoint.save(convert(demo_model, plan), folder.trial(name) / "trained")
         (folder.trial(name) / "plan.json").write_text(plan.to_json())
-    write_sequences(torch.arange(48).reshape(3, 16), tmp_path / "eval")
+    drawn = torch.randint(1000, (6, 100), generator=torch.Generator().manual_seed(0))
+    write_sequences(drawn, tmp_path / "eval")
     write_json(folder.original, {"loss": 2.0, "model": str(demo_dir)})
     write_json(folder.state, {"parent_run": "none"})
     folder.snapshot.write_text("name: small\n")
@@ -101,14 +103,14 @@ def test_scores_reach_mlflow_as_metrics_and_an_artifact(
     config = parsed(tasks, demo_dir)
     candidate, tracker, folder = promoted(config, demo_dir, demo_model, tmp_path, empty_store)
     assert candidate["status"] == PROMOTED, "without a limit a drop is told, not judged"
-    assert candidate["gate"]["tasks"] == "passed"
-    own, original = (candidate["tasks"][name]["next_line"] for name in ("checkpoint", "original"))
+    assert candidate["gate"]["worth"] == "passed"
+    own, original = (candidate["measured"]["tasks"][name]["next_line"] for name in ("checkpoint", "original"))
     assert own["items"] == original["items"] == 16
     assert own["acc"] < original["acc"]
     run = tracker.client.get_run(candidate["run_id"])
     assert run.data.metrics["task_next_line_acc"] == own["acc"]
-    file = tracker.client.download_artifacts(candidate["run_id"], TASKS, str(tmp_path))
-    assert json.loads(Path(file).read_text()) == candidate["tasks"]
+    file = tracker.client.download_artifacts(candidate["run_id"], "tasks.json", str(tmp_path))
+    assert json.loads(Path(file).read_text()) == candidate["measured"]["tasks"]
     card = (Path(candidate["model"]) / CARD).read_text()
     assert f"| next_line | acc | 16 | {own['acc']:.3f} ± " in card
     for name, loss in (("original model", 2.0), ("baseline gqa, trained for as many steps at most", 2.9)):
@@ -116,7 +118,12 @@ def test_scores_reach_mlflow_as_metrics_and_an_artifact(
     assert "stdlib-llama, converted to 50% of its KV cache, by recipe `headfold`" in card
     assert f"| tokens | {4 * config.train.batch_size * config.data.sequence_length:,} |" in card
     assert checkpoint.intact(candidate["model"])
-    assert json.loads((folder.promoted / ORIGINAL).read_text())["scores"]["next_line"] == original
+    assert (
+        json.loads((folder.promoted / "measured-original.json").read_text())["found"]["tasks"]["next_line"] == original
+    )
+    assert (
+        candidate["measured"]["tasks"]["baseline"] == candidate["measured"]["tasks"]["checkpoint"]
+    )  # the same weights
 
 
 def test_the_gate_refuses_a_drop_that_is_too_large(
@@ -128,7 +135,7 @@ def test_the_gate_refuses_a_drop_that_is_too_large(
     assert not (Path(candidate["model"]) / CARD).exists()
     (reason,) = candidate["reasons"]
     assert reason.startswith("task next_line: accuracy is 0.")
-    assert reason == candidate["gate"]["tasks"]
+    assert reason == candidate["gate"]["worth"]
 
 
 def test_what_cannot_be_compared_is_refused_before_anything_starts(tasks: Path, demo_dir: Path) -> None:
@@ -144,3 +151,55 @@ def test_what_cannot_be_compared_is_refused_before_anything_starts(tasks: Path, 
     check_tasks(parsed(tasks, demo_dir))
     with pytest.raises(ConfigError, match=r"max_task_drop: task 'next_line' has no accuracy.*brier_score"):
         check_tasks(parsed(tasks, demo_dir, max_task_drop=0.05))
+
+
+def test_text_and_long_contexts_of_a_finalist_stand_beside_the_others(
+    tasks: Path, demo_dir: Path, demo_model: PreTrainedModel, tmp_path: Path, empty_store: Path
+) -> None:
+    more: dict[str, Any] = {"tasks": [], "prompts": ["def read_lines(path):"], "context_lengths": [64, 72]}
+    config = parsed(tasks, demo_dir, **more)
+    candidate, tracker, _ = promoted(config, demo_dir, demo_model, tmp_path, empty_store)
+    assert candidate["status"] == PROMOTED and set(candidate["measured"]) == {"generations", "long_context"}
+    (generation,) = candidate["measured"]["generations"]
+    assert set(generation["texts"]) == {"checkpoint", "original", "baseline"}
+    assert generation["parts_at"] is not None and generation["texts"]["baseline"] == generation["texts"]["checkpoint"]
+    long = candidate["measured"]["long_context"]
+    metrics = tracker.client.get_run(candidate["run_id"]).data.metrics
+    for length in ("64", "72"):
+        depths = [depth["recall"] for depth in long["recall"]["checkpoint"][length]]
+        assert metrics[f"recall_at_{length}"] == pytest.approx(sum(depths) / len(depths))
+    assert metrics["loss_last_positions"] == long["loss_by_position"]["checkpoint"][-1]["loss"]
+    file = tracker.client.download_artifacts(candidate["run_id"], "generations.json", str(tmp_path))
+    assert json.loads(Path(file).read_text()) == [generation]
+
+
+def test_the_gate_judges_recall() -> None:
+    def recall(*depths: float) -> dict[str, list[dict[str, float]]]:
+        return {"64": [{"recall": one} for one in depths]}
+
+    entry = Entry("head", "headfold", 0.5, 4)
+    entry.measured = {"long_context": {"recall": {"checkpoint": recall(0.5, 0.75), "original": recall(1.0, 0.75)}}}
+    for limit, reasons in ((None, 0), (0.25, 0), (0.24, 1)):
+        entry.reasons = []
+        judge(entry, PromotionSection(context_lengths=[64], max_recall_drop=limit))
+        assert len(entry.reasons) == reasons
+    assert entry.reasons == ["context of 64: recall is 0.250 below the original's, allowed are 0.24"]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"prompts": ["x = 1; " * 300]}, r"promotion.prompts: .*for this model"),
+        ({"context_lengths": [1024]}, r"promotion.context lengths: must lie in .*512.*1024"),
+        ({"context_lengths": [512]}, r"promotion.context_lengths: 512 take 4096 held-out tokens.*are 2048"),
+    ],
+)
+def test_what_the_model_or_the_text_does_not_reach_is_refused(
+    more: dict[str, Any], said: str, tasks: Path, demo_dir: Path
+) -> None:
+    config = parsed(tasks, demo_dir, **more)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"eval": TextSection(tokens=2048)})})
+    with pytest.raises(ConfigError, match=said):
+        check_extras(config, loading.geometry_of(str(demo_dir)))
+    with pytest.raises(ConfigError, match=r"max_recall_drop 0.1 needs context_lengths"):
+        parse_config(parsed(tasks, demo_dir).model_dump() | {"promotion": {"max_recall_drop": 0.1}})
