@@ -66,11 +66,10 @@ def evaluate(
     from orchestrator.evaluation.evaluate import evaluate_checkpoint
     from orchestrator.evaluation.extras import Extras
     from orchestrator.evaluation.generations import read_prompts
-    from orchestrator.reporting.evaluation_tables import print_extras
+    from orchestrator.reporting.evaluation_tables import print_extras, print_worth
     from orchestrator.serving.speed import engine_speed
     from orchestrator.serving.tables import print_speed
     from orchestrator.storage.outputs import check_results
-    from orchestrator.storage.records import percent
 
     check_results(json)
     if engine is not None:
@@ -105,26 +104,7 @@ def evaluate(
         device=device,
         dtype=dtype,
     )
-    print(f"held-out loss {record['loss']:.3f} nats a token over {record['eval_tokens']} tokens")
-    for note in record.get("notes", ()):
-        print(f"note: {note}")
-    if original is not None:
-        print(
-            f"original model {record['original_loss']:.3f}, loss increase {record['loss_increase']:+.3f}, "
-            f"KL {record['kl']:.3f}"
-        )
-    if baseline is not None:
-        print(f"baseline {record['baseline_loss']:.3f}")
-    print(
-        f"KV cache: {percent(record['kv_ratio'])} of {record['kv_ratio_of']}; "
-        f"{record['kv_bytes_per_token']} bytes a token planned, "
-        f"{record['cache_bytes_measured']} held after {record['cache_tokens']} tokens"
-    )
-    if speed_tokens:
-        print(
-            f"prefill {record['prefill_tokens_per_second']:.0f} tokens/s, "
-            f"decode {record['decode_tokens_per_second']:.0f} tokens/s"
-        )
+    print_worth(record)
     print_extras(record)
     options.finish(record, json)
 

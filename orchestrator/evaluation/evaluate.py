@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
@@ -40,13 +41,7 @@ def evaluate_checkpoint(
     as `loading.working_dtype` says. Raises ConfigError or DataError for what a user can mend.
     """
     phases = loading.Phases()
-    geometry = loading.geometry_of(str(path), sequence_length, key="checkpoint")
-    positions = geometry.max_positions
-    for key, name in (("original", original), ("baseline", baseline)):
-        if name is not None:
-            other = loading.geometry_of(str(name), sequence_length, key=key)
-            loading.check_same_words(other, geometry, key, str(name))
-            positions = min(positions, other.max_positions)
+    positions = _common_positions(sequence_length, path, original=original, baseline=baseline)
     recipe = checkpoint.note_of(path).get("recipe")
     dtype = loading.written_dtype(path, dtype)
     tokenizer = loading.load_tokenizer(original if original is not None else path)
@@ -76,14 +71,7 @@ def evaluate_checkpoint(
             baseline_loss = evaluate(other, sequences).loss
             measured["baseline"] = prepared.of(other)
             del other
-    heads, kind = (
-        plan_of(model).kv_heads,
-        "its own cache, as no other is known (give an original to compare with)",
-    )
-    if teacher is not None:
-        heads, kind = plan_of(teacher).kv_heads, "the original's cache"
-    elif (recorded := checkpoint.original_heads(path)) is not None:
-        heads, kind = recorded, "the cache of the model that it was converted from"
+    heads, kind = _reference_cache(path, model, teacher)
     cast_weights(model, loading.dtype_of(dtype))
     record = {
         "checkpoint": str(path),
@@ -110,3 +98,24 @@ def evaluate_checkpoint(
             speed = decode_speed(model, prompt, min(speed_tokens, sequence_length - 1))
         record |= {"prefill_tokens_per_second": speed.prefill, "decode_tokens_per_second": speed.decode}
     return record | prepared.record(measured) | {"seconds": dict(phases)}
+
+
+def _common_positions(sequence_length: int, path: str | Path, **others: str | Path | None) -> int:
+    """Positions that all models take. Raises ConfigError for one with another vocabulary, or too few for a sequence."""
+    geometry = loading.geometry_of(str(path), sequence_length, key="checkpoint")
+    positions = geometry.max_positions
+    for key, name in others.items():
+        if name is not None:
+            other = loading.geometry_of(str(name), sequence_length, key=key)
+            loading.check_same_words(other, geometry, key, str(name))
+            positions = min(positions, other.max_positions)
+    return positions
+
+
+def _reference_cache(path: str | Path, model: PreTrainedModel, original: PreTrainedModel | None) -> tuple[int, str]:
+    """The KV heads that a KV ratio is a share of, and whose they are, in words."""
+    if original is not None:
+        return plan_of(original).kv_heads, "the original's cache"
+    if (recorded := checkpoint.original_heads(path)) is not None:
+        return recorded, "the cache of the model that it was converted from"
+    return plan_of(model).kv_heads, "its own cache, as no other is known (give an original to compare with)"

@@ -1,4 +1,4 @@
-"""What `headfold evaluate` prints of tasks, generated text and long contexts, from its record."""
+"""What `headfold evaluate` prints, from its record."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from orchestrator.reporting.console import console
 from orchestrator.reporting.tables import Table
+from orchestrator.storage.records import percent
 
 STDERR = "_stderr"
 TASKS = ("task", "metric", "items")
@@ -49,6 +50,30 @@ def recall_table(recall: Mapping[str, Mapping[str, Sequence[Mapping[str, float]]
             cells = [f"{one['recall']:.2f}, {one['margin']:+.2f} ± {one['margin_stderr']:.2f}" for one in seen]
             rows.append([length, f"{depth['depth']:.0%}", *cells])
     return Table(("context", "depth", *models), rows)
+
+
+def print_worth(record: Mapping[str, Any]) -> None:
+    """Loss, cache and speed, from a record of `headfold evaluate`."""
+    print(f"held-out loss {record['loss']:.3f} nats a token over {record['eval_tokens']} tokens")
+    for note in record.get("notes", ()):
+        print(f"note: {note}")
+    if record["original"] is not None:
+        print(
+            f"original model {record['original_loss']:.3f}, loss increase {record['loss_increase']:+.3f}, "
+            f"KL {record['kl']:.3f}"
+        )
+    if record["baseline"] is not None:
+        print(f"baseline {record['baseline_loss']:.3f}")
+    print(
+        f"KV cache: {percent(record['kv_ratio'])} of {record['kv_ratio_of']}; "
+        f"{record['kv_bytes_per_token']} bytes a token planned, "
+        f"{record['cache_bytes_measured']} held after {record['cache_tokens']} tokens"
+    )
+    if "decode_tokens_per_second" in record:
+        print(
+            f"prefill {record['prefill_tokens_per_second']:.0f} tokens/s, "
+            f"decode {record['decode_tokens_per_second']:.0f} tokens/s"
+        )
 
 
 def print_extras(record: Mapping[str, Any]) -> None:
