@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from attention.modeling.composed_cache import ComposedLayer
-from attention.modeling.composition import HeadComposition
+from attention.modeling.composing import HeadComposition
 from attention.modeling.decoding import HeadMaps, decode, decode_mix, decode_scores
 from attention.modeling.growing_cache import grow_cache
 from attention.plan import LayerPlan

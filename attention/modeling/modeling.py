@@ -15,7 +15,8 @@ from transformers.cache_utils import Cache
 
 from attention.families import Family, families, family_of, geometry_of
 from attention.geometry import HeadGeometry
-from attention.modeling.composition import HeadComposition, attach_composition, reset_missing
+from attention.modeling.composing import HeadComposition
+from attention.modeling.composition import attach_composition, reset_missing
 from attention.modeling.grouped import NAME, attach, make_uneven
 from attention.modeling.shared_heads import share, sharing_layers
 from attention.modeling.shared_weights import SharedProjection
@@ -51,7 +52,9 @@ class HeadfoldMixin:
             (separate or self.family.reshape)(module, geometry, layer)
             attach(module, layer)
             if plan.composition is not None:
-                made = HeadComposition(plan.num_heads, geometry.hidden_size, plan.composition, index)
+                made = HeadComposition(
+                    plan.num_heads, geometry.hidden_size, plan.composition, plan.composition.window_of(index)
+                )
                 attach_composition(module, made)
         share(self, plan)  # type: ignore[arg-type]
         self.plan = plan

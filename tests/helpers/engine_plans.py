@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from attention.plan import AttentionPlan, LayerPlan
+import torch
+from transformers import PreTrainedModel
+
+from attention.conversion.conversion import convert
+from attention.modeling.composition import reset
+from attention.plan import AttentionPlan, Composition, LayerPlan
 
 
 def together(*maps: tuple[int, ...]) -> tuple[LayerPlan, ...]:
@@ -18,4 +23,13 @@ def plans(head_dim: int) -> dict[str, AttentionPlan]:
         "unequal": together((0, 0, 0, 1), (0, 1, 1, 1)),
         "apart": apart,
     }
-    return {name: AttentionPlan(layers, head_dim) for name, layers in kinds.items()}
+    made = {name: AttentionPlan(layers, head_dim) for name, layers in kinds.items()}
+    settings = Composition(rank=1, static_base=True, window=24)
+    return made | {"composed": AttentionPlan(apart, head_dim, composition=settings)}
+
+
+def converted(model: PreTrainedModel, plan: AttentionPlan) -> PreTrainedModel:
+    """A model of the plan; composed heads are composed by random weights, as after a training."""
+    made = convert(model, plan)
+    reset(made, identity=False, generator=torch.Generator().manual_seed(0))
+    return made

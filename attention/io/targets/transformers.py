@@ -1,13 +1,14 @@
-"""transformers with a small modelling file in the folder, for what no engine holds: keys and values apart.
+"""transformers with small modelling files in the folder, for what no engine holds: keys and values apart, and composed
+heads.
 
-The cache holds each layer's key heads and value heads as the plan has them. Whoever loads it must allow the code in the
-folder (`trust_remote_code`), which needs nothing of Headfold.
+The cache holds each layer's key heads and value heads as the plan has them, and the key-side weights of composition.
+Whoever loads it must allow the code in the folder (`trust_remote_code`), which needs nothing of Headfold.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +18,31 @@ from huggingface_hub import save_torch_state_dict
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attention.conversion.conversion import unshare
-from attention.families import family_of
+from attention.families import Family, family_of
 from attention.io.precision import DTYPES
 from attention.io.stock_files import older_form, put_tokenizer
 from attention.io.targets import Held, Lowered, Target, TargetError, phi
-from attention.io.targets._pairs import written_out
+from attention.io.targets._pairs import window_of, written_out
+from attention.modeling import composing
 from attention.modeling.modeling import family_fields, plan_of
 from attention.plan import AttentionPlan
 
 CODE = Path(__file__).parent / "_code" / "modeling_head_maps.py"
+COMPOSED = CODE.with_name("modeling_composed_heads.py")
 FAMILIES = ("gemma", "llama", "mistral", "phi", "qwen2", "qwen3")
 """Families with separate projections under the same names; GPT-NeoX is written as Phi."""
 
 
 def held(config: Any, plan: AttentionPlan) -> Held:
-    """What the plan itself keeps. Raises TargetError for composition and for other families."""
-    family = family_of(config).name
+    """What the plan itself keeps. Raises TargetError for other families, and for composition beside what it cannot be
+    beside."""
+    family, composed = family_of(config).name, plan.composition
+    if composed is not None and (family == "gpt_neox" or window_of(config)):
+        what = "of the gpt_neox family" if family == "gpt_neox" else "beside a sliding window"
+        raise TargetError(
+            f"target transformers has no composition of heads {what}, which every layer from layer 0 on has (dcmha); "
+            "keep the checkpoint in Headfold's own format"
+        )
     if family == "gpt_neox":
         return held(phi.phi_config(config), plan)
     if family not in FAMILIES:
@@ -40,13 +50,9 @@ def held(config: Any, plan: AttentionPlan) -> Held:
             f"target transformers takes the families {', '.join((*FAMILIES, 'gpt_neox'))}, got {family}; keep the "
             "checkpoint in Headfold's own format"
         )
-    if plan.composition is not None:
-        raise TargetError(
-            "target transformers has no composition of heads, which every layer from layer 0 on has (dcmha); keep the "
-            "checkpoint in Headfold's own format"
-        )
     keys, values = (tuple(getattr(layer, side) for layer in plan.layers) for side in ("key_heads", "value_heads"))
-    return Held(keys, values, plan.head_dim)
+    others = 0 if composed is None else plan.num_layers * composed.cached_values(plan.num_heads)
+    return Held(keys, values, plan.head_dim, others)
 
 
 def lower(model: PreTrainedModel) -> Lowered:
@@ -56,13 +62,16 @@ def lower(model: PreTrainedModel) -> Lowered:
     if family_of(model.config).name == "gpt_neox":
         lowered = lower(phi.as_phi(model))
         return replace(lowered, notes=(*lowered.notes, phi.NOTE, *written_out(plan)), folded=True)
-    note = f"{CODE.name} in the folder is what transformers runs: load with trust_remote_code=True"
+    file = CODE if plan.composition is None else COMPOSED
+    note = f"{file.name} in the folder is what transformers runs: load with trust_remote_code=True"
     return Lowered(unshare(model), (note, *written_out(plan)))
 
 
 def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = None) -> str:
     plan, family = plan_of(model), family_of(model.config)
-    kind = f"head_maps_{family.name}"
+    code, classes, kind = CODE, "HeadMaps", f"head_maps_{family.name}"
+    if plan.composition is not None:
+        code, classes, kind = COMPOSED, "ComposedHeads", f"composed_heads_{family.name}"
     state = {
         name: tensor.detach().to(DTYPES[dtype]).contiguous()
         for name, tensor in model.state_dict().items()
@@ -73,18 +82,22 @@ def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = Non
     save_torch_state_dict(state, folder)
     fields = family_fields(model.config) | {
         "model_type": kind,
-        "architectures": ["HeadMapsForCausalLM"],
+        "architectures": [f"{classes}ForCausalLM"],
         "auto_map": {
-            "AutoConfig": f"{CODE.stem}.HeadMapsConfig",
-            "AutoModelForCausalLM": f"{CODE.stem}.HeadMapsForCausalLM",
+            "AutoConfig": f"{code.stem}.{classes}Config",
+            "AutoModelForCausalLM": f"{code.stem}.{classes}ForCausalLM",
         },
         "key_maps": [layer.key_map for layer in plan.layers],
         "value_maps": [layer.value_map for layer in plan.layers],
         "dtype": dtype,
         "transformers_version": transformers.__version__,
     }
+    if plan.composition is not None:
+        windows = [plan.composition.window_of(layer) for layer in range(plan.num_layers)]
+        fields |= {"composition": asdict(plan.composition), "windows": windows}
     (folder / "config.json").write_text(json.dumps(fields | older_form(fields), indent=2, sort_keys=True) + "\n")
-    (folder / CODE.name).write_text(code_for(family.model_class.__name__, family.config_class.__name__, kind))
+    for file in _code_of(plan):
+        (folder / file.name).write_text(code_for(file, family))
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
     if tokenizer is not None:
@@ -92,11 +105,18 @@ def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = Non
     return kind
 
 
-def code_for(model_class: str, config_class: str, kind: str) -> str:
-    """The modelling file for a family: Llama's, with the family's names."""
-    text, name = CODE.read_text(encoding="utf-8"), model_class.removesuffix("ForCausalLM")
+def _code_of(plan: AttentionPlan) -> list[Path]:
+    """The files that run a plan; that of the composition is the very one that Headfold runs."""
+    return [CODE] if plan.composition is None else [CODE, COMPOSED, Path(str(composing.__file__))]
+
+
+def code_for(file: Path, family: Family) -> str:
+    """A modelling file for a family: Llama's, with the family's names."""
+    model_class, config_class = family.model_class.__name__, family.config_class.__name__
+    text, name = file.read_text(encoding="utf-8"), model_class.removesuffix("ForCausalLM")
     text = text.replace("LlamaForCausalLM", model_class).replace("LlamaConfig", config_class)
-    return text.replace("head_maps_llama", kind).replace("A Llama whose", f"A {name} whose")
+    text = text.replace("head_maps_llama", f"head_maps_{family.name}").replace("A Llama w", f"A {name} w")
+    return text.replace("composed_heads_llama", f"composed_heads_{family.name}")
 
 
 def read(folder: Path, config: Any) -> PreTrainedModel:

@@ -13,11 +13,10 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from engine_plans import plans
+from engine_plans import converted, plans
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedModel
 
-from attention.conversion.conversion import convert
 from attention.io import checkpoint
 from attention.io.export import LargerCacheError, export, largest_difference, tolerance
 from attention.io.targets import TargetError, best_target, kv_bytes_in, target, targets
@@ -43,7 +42,7 @@ def saved(tiny_model: Tiny, tmp_path: Path) -> Callable[..., Path]:
     def save(family: str, plan: AttentionPlan | None = None, **settings: Any) -> Path:
         tied = {"tie_word_embeddings": True} if family in ("gemma", "qwen3") else {}
         model = tiny_model(family, **(tied | settings))
-        return checkpoint.save(model if plan is None else convert(model, plan), tmp_path / "model")
+        return checkpoint.save(model if plan is None else converted(model, plan), tmp_path / "model")
 
     return save
 

@@ -14,14 +14,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from attention.conversion.conversion import build, convert
 from attention.families import families
 from attention.io import checkpoint
-from attention.modeling.composition import (
-    EPSILON,
-    Compose,
-    DynamicWeights,
-    HeadComposition,
-    compositions,
-    reset,
-)
+from attention.modeling.composing import EPSILON, Compose, DynamicWeights, HeadComposition
+from attention.modeling.composition import compositions, reset
 from attention.modeling.grouped import cache_bytes
 from attention.plan import AttentionPlan, Composition, LayerPlan, PlanError
 
@@ -150,7 +144,7 @@ def test_groups_are_composes_of_their_own() -> None:
 @torch.no_grad()
 def test_hidden_scores_do_not_leak() -> None:
     """The mask comes after the first compose: what it hides has weight exactly 0, also after the second."""
-    module = HeadComposition(H, D, Composition(window=2), layer=0)
+    module = HeadComposition(H, D, Composition(), window=2)
     stir(module)
     generator = seeded()
     scores, x = torch.randn(1, H, 5, 5, generator=generator), torch.randn(1, 5, D, generator=generator)
@@ -421,7 +415,7 @@ def test_converting_keeps_or_refuses_composition(tiny_model) -> None:
 
 @torch.no_grad()
 def test_qk_norm_worked_example() -> None:
-    module = HeadComposition(2, D, Composition(qk_norm=True), layer=0)
+    module = HeadComposition(2, D, Composition(qk_norm=True), window=0)
     module.norm.scale.copy_(torch.tensor([1.0, 3.0]))
     query, key = torch.tensor([3.0, 4.0]).view(1, 1, 1, 2).repeat(1, 2, 1, 1), torch.tensor([[[[0.0, 2.0]]]])
     q, k = module.norm(query, key)

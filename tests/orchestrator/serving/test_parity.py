@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_plans import plans
+from engine_plans import converted, plans
 from transformers import PreTrainedModel
 
-from attention.conversion.conversion import convert
 from attention.io import checkpoint
 from attention.io.targets import kv_bytes_in
 from orchestrator.serving.export import export_checkpoint
@@ -34,15 +33,16 @@ def source(tiny_model: Tiny, demo_dir: Path, tmp_path_factory: pytest.TempPathFa
         settings: dict[str, Any] = {"vocab_size": 2064, "hidden_size": 4 * HEAD_DIM, "max_position_embeddings": 128}
         settings |= {"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": family == "qwen3"}
         settings |= {} if family == "gpt_neox" else {"head_dim": HEAD_DIM}
-        model = convert(tiny_model(family, **settings), PLANS[kind])
+        model = converted(tiny_model(family, **settings), PLANS[kind])
         return checkpoint.save(model, tmp_path_factory.mktemp("source") / kind, demo_dir)
 
     return save
 
 
 CASES = [
-    ("llama", "gguf", kind, "deci" if kind == "layers" else "llama") for kind in PLANS if kind != "apart"
-] + [
+    ("llama", "gguf", "uniform", "llama"),
+    ("llama", "gguf", "layers", "deci"),
+    ("llama", "gguf", "unequal", "llama"),
     ("llama", "gguf", "apart", "deci"),
     ("qwen3", "gguf", "uniform", "qwen3"),
     ("qwen3", "gguf", "layers", "openelm"),
@@ -52,6 +52,7 @@ CASES = [
     ("llama", "transformers", "layers", "head_maps_llama"),
     ("llama", "transformers", "apart", "head_maps_llama"),
     ("qwen3", "transformers", "apart", "head_maps_qwen3"),
+    ("qwen3", "transformers", "composed", "composed_heads_qwen3"),
     ("gpt_neox", "transformers", "apart", "head_maps_phi"),
     ("llama", "gqa", "unequal", "mistral"),
     ("qwen3", "gqa", "apart", "qwen3"),
