@@ -23,6 +23,12 @@ Tiny = Callable[..., PreTrainedModel]
 HEAD_DIM = 32  # vLLM's kernels for the CPU have no smaller one
 PLANS = plans(HEAD_DIM)
 VLLM = os.environ.get(VARIABLE)
+SCALED = {
+    "llama-3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    | {"original_max_position_embeddings": 16, "rope_theta": 10000.0},
+    "llama-linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+}
+"""Llamas whose rotary embedding is scaled, from before the end of a prompt on."""
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +39,8 @@ def source(tiny_model: Tiny, demo_dir: Path, tmp_path_factory: pytest.TempPathFa
         settings: dict[str, Any] = {"vocab_size": 2064, "hidden_size": 4 * HEAD_DIM, "max_position_embeddings": 128}
         settings |= {"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": family == "qwen3"}
         settings |= {} if family == "gpt_neox" else {"head_dim": HEAD_DIM}
+        if family in SCALED:
+            family, settings = "llama", settings | {"rope_parameters": SCALED[family]}
         model = converted(tiny_model(family, **settings), PLANS[kind])
         return checkpoint.save(model, tmp_path_factory.mktemp("source") / kind, demo_dir)
 
@@ -44,6 +52,8 @@ CASES = [
     ("llama", "gguf", "layers", "deci"),
     ("llama", "gguf", "unequal", "llama"),
     ("llama", "gguf", "apart", "deci"),
+    ("llama-3", "gguf", "uniform", "llama"),
+    ("llama-linear", "gguf", "layers", "deci"),
     ("qwen3", "gguf", "uniform", "qwen3"),
     ("qwen3", "gguf", "layers", "openelm"),
     ("qwen3", "gguf", "unequal", "qwen3"),
