@@ -27,14 +27,19 @@ from transformers import (
     GemmaConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     OPTConfig,
     PhiConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+    StableLmConfig,
 )
 from xdist.scheduler import LoadFileScheduling
 
@@ -54,6 +59,10 @@ DEMO = REPOSITORY / "examples" / "stdlib-llama"
 # Config class, and what differs from TINY_SETTINGS; None drops a setting that the family does not have.
 TINY: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma": (GemmaConfig, {"hidden_size": 24}),  # so that the head dim is not the width over the heads
+    "granite": (
+        GraniteConfig,
+        {"attention_multiplier": 0.5, "embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.7},
+    ),
     "gpt2": (
         GPT2Config,
         {"num_key_value_heads": None, "head_dim": None, "intermediate_size": None, "n_inner": 48}
@@ -62,6 +71,7 @@ TINY: dict[str, tuple[Any, dict[str, Any]]] = {
     "gpt_neox": (GPTNeoXConfig, {"num_key_value_heads": None, "head_dim": None, "rotary_pct": 0.5}),
     "llama": (LlamaConfig, {}),
     "mistral": (MistralConfig, {"sliding_window": None}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4}),
     "opt": (
         OPTConfig,
         {"num_key_value_heads": None, "head_dim": None, "intermediate_size": None, "ffn_dim": 48, "dropout": 0.0},
@@ -69,6 +79,12 @@ TINY: dict[str, tuple[Any, dict[str, Any]]] = {
     "phi": (PhiConfig, {"head_dim": None}),
     "qwen2": (Qwen2Config, {}),
     "qwen3": (Qwen3Config, {}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+    "smollm3": (SmolLM3Config, {"no_rope_layer_interval": 2}),
+    "stablelm": (StableLmConfig, {"head_dim": None, "use_qkv_bias": True, "qk_layernorm": True}),
 }
 # Token ids and Mistral's window are off by None; other settings are dropped by it.
 NONE_IS_A_VALUE = ("bos_token_id", "eos_token_id", "pad_token_id", "sliding_window")

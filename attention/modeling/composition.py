@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention.modeling.composed_cache import composed_layer
+from attention.modeling.scores import softmax_beside
 from attention.plan import Composition
 
 # Silent in the paper. At its initialisation the mean square is smaller than this, which damps the first steps.
@@ -213,19 +214,25 @@ class HeadComposition(nn.Module):
         return torch.cat(made, dim=-1) if made else None
 
     def forward(
-        self, scores: Tensor, x: Tensor, key_weights: Tensor | None, mask: Tensor | None, dropout: float = 0.0
+        self,
+        scores: Tensor,
+        x: Tensor,
+        key_weights: Tensor | None,
+        mask: Tensor | None,
+        dropout: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Composed attention weights from scaled scores (paper 002, Eq. 4 and App. D).
 
         scores `[B, H, T, S]`; x `[B, T, D]`: the attention input of the T query tokens, which are the last of the S;
         key_weights: of all S tokens, from `key_weights`; mask broadcastable to the scores, boolean (True: seen) or
-        additive, None: causal. The mask comes after the first compose and cuts out what it hides exactly.
+        additive, None: causal; sinks `[H]` take part in the softmax. The mask comes after the first compose and cuts
+        out what it hides exactly.
         """
         halves = iter(() if key_weights is None else key_weights.chunk(len(self.places), dim=-1))
         if self.before is not None:
             scores = self.before(scores, x, next(halves, None))
-        wide = torch.promote_types(scores.dtype, torch.float32)
-        weights = masked(scores, mask, self.window).softmax(-1, dtype=wide).to(scores.dtype)
+        weights = softmax_beside(masked(scores, mask, self.window), None if sinks is None else sinks[:, None])
         if self.after is not None:
             weights = self.after(weights, x, next(halves, None))
         return F.dropout(weights, dropout, training=dropout > 0)

@@ -18,7 +18,7 @@ from attention.conversion.fusion.costs import ValueCost, free_parts
 from attention.conversion.fusion.pooled import Groups, check_lifted, mean_fuse
 from attention.conversion.fusion.rank import complex_gram, fit_complex, fit_real, pair_energy
 from attention.geometry import HeadGeometry
-from attention.heads import LayerHeads
+from attention.heads import KEY_SIDE, LayerHeads
 from attention.modeling.rotary import pair_maps
 from attention.plan import LayerPlan
 
@@ -52,7 +52,8 @@ def least_squares_fuse(
     check_lifted(heads, plan)
     keys = mean_fuse(heads, plan) if geometry.qk_norm else _fuse_keys(heads, plan.key_groups, statistics, geometry)
     values = _fuse_values(heads, plan.value_groups, statistics, sweeps)
-    return replace(values, q=keys.q, k=keys.k, q_bias=keys.q_bias, k_bias=keys.k_bias)
+    of_keys = {name: getattr(keys, name) for name in (*KEY_SIDE, "q", "q_bias", "q_norm")}
+    return replace(values, **of_keys)
 
 
 def _shared(rows: Tensor | None, groups: Groups, maps: Sequence[Tensor | None]) -> Tensor | None:

@@ -26,7 +26,7 @@ from attention.modeling.modeling import family_fields, plan_of
 from attention.plan import AttentionPlan
 
 CODE = Path(__file__).parent / "_code" / "modeling_head_maps.py"
-FAMILIES = ("gemma", "llama", "mistral", "phi", "qwen2", "qwen3")
+FAMILIES = ("gemma", "granite", "llama", "mistral", "mixtral", "phi", "qwen2", "qwen3", "qwen3_moe", "smollm3")
 """Families with separate projections under the same names; GPT-NeoX is written as Phi."""
 
 

@@ -37,6 +37,7 @@ def pooled(heads: LayerHeads, layer: LayerPlan) -> LayerHeads:
         v=mean(heads.v, layer.value_groups),
         k_bias=mean(heads.k_bias, layer.key_groups),
         v_bias=mean(heads.v_bias, layer.value_groups),
+        k_norm=mean(heads.k_norm, layer.key_groups),
     )
 
 
