@@ -86,6 +86,13 @@ def geometry_of(config: Any) -> HeadGeometry:
     return family.geometry(config)
 
 
+def window_of(config: Any) -> int:
+    """Tokens that a sliding window keeps in view in some layers; 0 if no layer has one."""
+    kinds = getattr(config, "layer_types", None)
+    on = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
+    return int(getattr(config, "sliding_window", None) or 0) if on else 0
+
+
 def _check_rope(config: Any) -> None:
     """Raise ValueError for a kind of RoPE that transformers does not have: it would fail while it builds the model."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

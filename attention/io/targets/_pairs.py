@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from math import lcm
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,12 +106,6 @@ def unpad(padded: LayerHeads, layer: LayerPlan) -> LayerHeads:
         if one is not None and not torch.equal(one, other):
             raise ValueError(f"{name} of the padded heads is not what the plan's groups give")
     return heads
-
-
-def window_of(config: Any) -> int:
-    """Tokens that a sliding window keeps in view; 0 for none."""
-    on = getattr(config, "use_sliding_window", True)  # Qwen has a window that is off
-    return int(getattr(config, "sliding_window", None) or 0) if on else 0
 
 
 def written_out(plan: AttentionPlan) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from attention.conversion.conversion import unshare
-from attention.families import family_of, geometry_of
+from attention.families import family_of, geometry_of, window_of
 from attention.heads import LayerHeads
 from attention.io.precision import DTYPES
 from attention.io.stock_files import older_form, put_tokenizer
@@ -33,7 +33,6 @@ from attention.io.targets._pairs import (
     pad,
     query_heads_for_all,
     unpad,
-    window_of,
     written_out,
 )
 from attention.messages import reason

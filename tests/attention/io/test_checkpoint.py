@@ -24,7 +24,7 @@ DECOUPLED = (LayerPlan((0, 1, 0, 2), (0, 0, 0, 0)), LayerPlan((0, 0, 0, 1), (0, 
 # Families whose stock form has a KV head count of its own.
 GROUPED = [n for n in sorted(families()) if families()[n].plain_config(families()[n].config_class(), 1) is not None]
 # Their stock classes fix the width of a head, or norm over all heads: no zero heads can make up unequal groups.
-NO_ZERO_HEADS = ("olmo2", "olmoe", "stablelm")
+NO_ZERO_HEADS = ("olmo2", "olmoe", "phi3", "stablelm")
 UNGROUPED = sorted(set(families()) - set(GROUPED))
 
 
@@ -70,8 +70,8 @@ def test_export_to_stock_gqa_is_exact(name: str, layers, tiny_model, tmp_path: P
     assert not stock.config.model_type.startswith("headfold")
     assert torch.allclose(logits(stock), logits(model), atol=1e-4)
     assert report.exact and report.kv_bytes_per_token_before == model.plan.kv_bytes_per_token("float32")
-    held = stock(torch.arange(10)[None], use_cache=True).past_key_values
-    assert sum(x.keys.nbytes + x.values.nbytes for x in held.layers) == 10 * report.kv_bytes_per_token_after
+    held = stock(torch.arange(9)[None], use_cache=True).past_key_values  # as many as the tiny models' windows hold
+    assert sum(x.keys.nbytes + x.values.nbytes for x in held.layers) == 9 * report.kv_bytes_per_token_after
     assert json.loads((tmp_path / "stock" / export.REPORT_FILE).read_text())["exact"] is True
 
 

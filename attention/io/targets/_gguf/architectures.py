@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.families import family_of, geometry_of
+from attention.families import family_of, geometry_of, window_of
 from attention.heads import LayerHeads
 from attention.io.targets import TargetError
-from attention.io.targets._pairs import kv_heads_of, widths_of, window_of
+from attention.io.targets._pairs import kv_heads_of, widths_of
 from attention.plan import AttentionPlan
 
 
