@@ -5,7 +5,7 @@ Legend: L layers, H query heads, d head dim, D model dim, r rotary dims of a hea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ROTARY_STYLES = ("none", "half", "interleaved")
 
@@ -52,7 +52,11 @@ class RotaryLayout:
 
 @dataclass(frozen=True)
 class HeadGeometry:
-    """Counts, dims, rotary layout, existing KV map, biases and q/k norms of a checkpoint's attention."""
+    """Counts, dims, rotary layout, existing KV map, biases and q/k norms of a checkpoint's attention.
+
+    `qk_norm`: queries and keys are normalised after projection; `whole_norm`: over all heads of a layer together, not
+    head by head. `rotary_layers`: for each layer whether it rotates at all; None if all do.
+    """
 
     family: str
     num_layers: int
@@ -68,6 +72,8 @@ class HeadGeometry:
     qk_norm: bool
     max_positions: int
     vocab_size: int
+    whole_norm: bool = False
+    rotary_layers: tuple[bool, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_heads", "head_dim", "max_positions", "vocab_size"):
@@ -77,6 +83,12 @@ class HeadGeometry:
             raise ValueError(
                 f"num_key_value_heads must divide num_attention_heads, got {self.num_kv_heads} and {self.num_heads}"
             )
+
+    def layer(self, index: int) -> HeadGeometry:
+        """The geometry as layer `index` has it: without rotary embedding where that layer has none."""
+        if self.rotary_layers is None or self.rotary_layers[index]:
+            return self
+        return replace(self, rotary=RotaryLayout.none(self.head_dim))
 
     @property
     def kv_map(self) -> tuple[int, ...]:

@@ -5,11 +5,16 @@ Legend: H query heads, G^K / G^V key / value heads, d head dim, D model dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
+
+QUERY_SIDE = ("q", "o", "q_bias", "q_norm", "sinks")
+KEY_SIDE = ("k", "k_bias", "k_norm")
+VALUE_SIDE = ("v", "v_bias")
+"""The tensors that have an entry for each query, key or value head."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +23,9 @@ class LayerHeads:
 
     q `[H, d, D]`, k `[G^K, d, D]`, v `[G^V, d, D]`: rows of the projections; o `[H, D, d]`: the columns of the output
     projection that read head h. Biases: q `[H, d]`, k `[G^K, d]`, v `[G^V, d]`, o `[D]`, or None. Value heads may be
-    of another width than key heads; o follows the values.
+    of another width than key heads; o follows the values. Where a norm after projection has weights of each head's own,
+    they are q_norm `[H, d]` and k_norm `[G^K, d]`. sinks `[H]`: a logit of each query head that takes attention weight
+    and brings no value.
     """
 
     q: Tensor
@@ -29,6 +36,9 @@ class LayerHeads:
     k_bias: Tensor | None = None
     v_bias: Tensor | None = None
     o_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    sinks: Tensor | None = None
 
     @property
     def num_heads(self) -> int:
@@ -62,16 +72,13 @@ class LayerHeads:
         """One key and one value head a query head, by repeating: the lossless lift to MHA (paper 000, App. D)."""
         keys = torch.as_tensor(key_map, device=self.k.device)
         values = torch.as_tensor(value_map, device=self.v.device)
-        return replace(
-            self,
-            k=self.k[keys],
-            v=self.v[values],
-            k_bias=None if self.k_bias is None else self.k_bias[keys],
-            v_bias=None if self.v_bias is None else self.v_bias[values],
-        )
+        return self.changed(KEY_SIDE, lambda rows: rows[keys]).changed(VALUE_SIDE, lambda rows: rows[values])
 
     def permute(self, order: Sequence[int]) -> LayerHeads:
         """Query heads (and the columns of o) in another order. Keys and values stay where they are."""
         index = torch.as_tensor(order, device=self.q.device)
-        q_bias = None if self.q_bias is None else self.q_bias[index]
-        return replace(self, q=self.q[index], o=self.o[index], q_bias=q_bias)
+        return self.changed(QUERY_SIDE, lambda rows: rows[index])
+
+    def changed(self, names: Iterable[str], change: Callable[[Tensor], Tensor]) -> LayerHeads:
+        """The tensors named, as far as they are there, each through `change`."""
+        return replace(self, **{name: change(rows) for name in names if (rows := getattr(self, name)) is not None})

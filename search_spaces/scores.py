@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import PreTrainedModel
 
 from attention.families import family_of
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.modeling.rotary import apply_rotary, rotary_tables
+from attention.modeling.scores import explicit_attention
 from attention.plan import AttentionPlan
 from search_spaces.partitions import Partition
 from search_spaces.site import Site
@@ -39,7 +39,8 @@ class LayerOutputScore:
     is the original layer, -1 an error as large as the output.
 
     `heads` are lifted, `inputs` `[S, T, D]` float32, `rotary` the tables (cos, sin) `[T, r]`, `query_norm` and
-    `key_norm` act on `[..., d]` after the projection. Partitions are over `units` (tuples of query heads); `sides` says
+    `key_norm` act on `[..., d]` after the projection, `module` is the stock attention: it knows the scale of
+    the scores, a soft cap and a window. Partitions are over `units` (tuples of query heads); `sides` says
     what is pooled: keys, values or both. The memory held is `inputs`, four times `[H, S, T, d]` and at most
     `cache_bytes` of remembered groups (never fewer than those of one partition).
     """
@@ -52,6 +53,7 @@ class LayerOutputScore:
     rotary: tuple[Tensor, Tensor] | None = None
     query_norm: Norm | None = None
     key_norm: Norm | None = None
+    module: Any = None
     cache_bytes: int = CACHE_BYTES
     _effects: OrderedDict[tuple[int, ...], Tensor] = field(default_factory=OrderedDict)
 
@@ -69,7 +71,8 @@ class LayerOutputScore:
     def from_site(cls, site: Site, *, tokens: int = 2048, length: int = 512) -> LayerOutputScore:
         """The score of a site on at most `tokens` calibration tokens, from the first `length` of each sequence.
 
-        Raises ValueError without stored inputs, or without the model where rotary tables or norms are needed.
+        Raises ValueError without stored inputs, without the model where rotary tables or norms are needed, and for
+        norms that are not one for all heads.
         """
         inputs = site.need_statistics("objective=layer").inputs
         if not inputs.numel():
@@ -79,12 +82,18 @@ class LayerOutputScore:
         geometry = site.geometry
         if site.model is None and (geometry.rotary.dims or geometry.qk_norm):
             raise ValueError("objective=layer needs the model for its rotary tables and norms; pass it in the context")
-        rotary = norms = None
+        if site.heads.k_norm is not None:
+            raise ValueError(
+                f"objective=layer has no form for {geometry.family}, whose norm of queries and keys has weights of "
+                "each head's own; use another objective, such as least_squares or model"
+            )
+        rotary = norms = module = None
         if site.model is not None:
-            rotary = rotary_tables(site.model, length) if geometry.rotary.dims else None
-            norms = _norms(site.model, site.layer) if geometry.qk_norm else None
+            rotary = rotary_tables(site.model, length, site.layer) if geometry.rotary.dims else None
+            module = family_of(site.model.config).attention_modules(site.model)[site.layer]
+            norms = _norms(module) if geometry.qk_norm else None
         query_norm, key_norm = norms or (None, None)
-        return cls(site.heads, inputs, geometry, site.sides, site.units, rotary, query_norm, key_norm)
+        return cls(site.heads, inputs, geometry, site.sides, site.units, rotary, query_norm, key_norm, module)
 
     def score(self, partition: Partition) -> float:
         """Minus the relative error. Only groups not met before are computed."""
@@ -158,7 +167,16 @@ class LayerOutputScore:
 
     def _mixed(self, members: list[int], k_gSTd: Tensor, v_gSTd: Tensor) -> Tensor:
         """What the query heads `members` read from these (rotated) keys and values, `[g, S, T, d]`."""
-        return scaled_dot_product_attention(self._q[members], k_gSTd, v_gSTd, is_causal=True)
+        q_gSTd, sinks = self._q[members], self.heads.sinks
+        scaling, softcap = getattr(self.module, "scaling", None), getattr(self.module, "attn_logit_softcapping", None)
+        window = getattr(self.module, "sliding_window", None) or 0
+        if sinks is None and softcap is None and not 0 < window < q_gSTd.shape[2]:
+            return scaled_dot_product_attention(q_gSTd, k_gSTd, v_gSTd, is_causal=True, scale=scaling)
+        seen = torch.ones(q_gSTd.shape[2], q_gSTd.shape[2], dtype=torch.bool, device=q_gSTd.device).tril()
+        seen = seen.triu(1 - window) if window else seen
+        q, k, v = (x.transpose(0, 1) for x in (q_gSTd, k_gSTd, v_gSTd))
+        own = None if sinks is None else sinks[members].float()
+        return explicit_attention(q, k, v, seen, scaling, softcap=softcap, sinks=own).transpose(0, 1)
 
     def _output(self, members: list[int], mixed_gSTd: Tensor) -> Tensor:
         """Their part in the layer's output, `[S, T, D]` (without the output bias, which no grouping changes)."""
@@ -174,13 +192,14 @@ class LayerOutputScore:
         return x if self.rotary is None else apply_rotary(x, *self.rotary, self.geometry.rotary)
 
 
-def _norms(model: PreTrainedModel, layer: int) -> tuple[Norm, Norm]:
-    module: Any = family_of(model.config).attention_modules(model)[layer]
+def _norms(module: Any) -> tuple[Norm, Norm]:
+    names = ("q_norm", "k_norm") if hasattr(module, "q_norm") else ("q_layernorm", "k_layernorm")
 
     def in_float(norm: Norm) -> Norm:
         return lambda x: norm(x).float()
 
-    return in_float(module.q_norm), in_float(module.k_norm)
+    query, key = (in_float(getattr(module, name)) for name in names)
+    return query, key
 
 
 @dataclass

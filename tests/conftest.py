@@ -24,17 +24,28 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Gemma2Config,
+    Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    OlmoeConfig,
     OPTConfig,
+    Phi3Config,
     PhiConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+    StableLmConfig,
 )
 from xdist.scheduler import LoadFileScheduling
 
@@ -51,9 +62,36 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEMO = REPOSITORY / "examples" / "stdlib-llama"
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2],
+    "long_factor": [2.0, 3.0, 4.0],
+}
+
+
 # Config class, and what differs from TINY_SETTINGS; None drops a setting that the family does not have.
 TINY: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma": (GemmaConfig, {"hidden_size": 24}),  # so that the head dim is not the width over the heads
+    "gemma2": (
+        Gemma2Config,
+        {"hidden_size": 24, "sliding_window": 10, "query_pre_attn_scalar": 4}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+    ),
+    "gemma3_text": (
+        Gemma3TextConfig,
+        {"hidden_size": 24, "sliding_window": 10, "query_pre_attn_scalar": 4, "final_logit_softcapping": 5.0}
+        | {"sliding_window_pattern": 2},
+    ),
+    "gpt_oss": (
+        GptOssConfig,
+        {"sliding_window": 10, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "granite": (
+        GraniteConfig,
+        {"attention_multiplier": 0.5, "embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.7},
+    ),
     "gpt2": (
         GPT2Config,
         {"num_key_value_heads": None, "head_dim": None, "intermediate_size": None, "n_inner": 48}
@@ -62,13 +100,26 @@ TINY: dict[str, tuple[Any, dict[str, Any]]] = {
     "gpt_neox": (GPTNeoXConfig, {"num_key_value_heads": None, "head_dim": None, "rotary_pct": 0.5}),
     "llama": (LlamaConfig, {}),
     "mistral": (MistralConfig, {"sliding_window": None}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4}),
+    "olmo2": (Olmo2Config, {}),
+    "olmoe": (OlmoeConfig, {"num_experts": 4, "num_experts_per_tok": 2}),
     "opt": (
         OPTConfig,
         {"num_key_value_heads": None, "head_dim": None, "intermediate_size": None, "ffn_dim": 48, "dropout": 0.0},
     ),
     "phi": (PhiConfig, {"head_dim": None}),
+    "phi3": (
+        Phi3Config,
+        {"head_dim": None, "original_max_position_embeddings": 40, "rope_parameters": LONGROPE},
+    ),
     "qwen2": (Qwen2Config, {}),
     "qwen3": (Qwen3Config, {}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+    "smollm3": (SmolLM3Config, {"no_rope_layer_interval": 2}),
+    "stablelm": (StableLmConfig, {"head_dim": None, "use_qkv_bias": True, "qk_layernorm": True}),
 }
 # Token ids and Mistral's window are off by None; other settings are dropped by it.
 NONE_IS_A_VALUE = ("bos_token_id", "eos_token_id", "pad_token_id", "sliding_window")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +21,14 @@ from attention.calibration.sizes import Mixed, matrices, mixed_dtype
 from attention.families import families, family_of
 from attention.geometry import HeadGeometry
 from attention.modeling.running import entering
+from attention.modeling.scores import capped, softmax_beside
 
 NAME = "headfold_calibration"
 SLICE_BYTES = 128 * 2**20
 """Of the attention weights in float32 that are held at a time: those of one head, of some sequences or some tokens."""
+
+QUERY_TOKENS = 512
+"""Tokens whose queries of all heads are held at a time."""
 
 _collectors: dict[nn.Module, Collector] = {}
 
@@ -38,7 +43,8 @@ class Collector:
         heads = family.read(module, geometry)
         self.q_HdD = heads.q.float()
         self.q_bias_Hd = None if heads.q_bias is None else heads.q_bias.float()
-        self.norm = getattr(module, family.query_norm) if geometry.qk_norm else None
+        self.norm = partial(family.query_norm, module) if geometry.qk_norm else None
+        self.dtype = heads.q.dtype
         self.num_heads, self.sampled, self.tokens = geometry.num_heads, sampled, 0
         self.mixed: Mixed = mixed
         double: dict[str, Any] = {"dtype": torch.float64, "device": device}
@@ -56,24 +62,22 @@ class Collector:
         flat = self.x_BTe.flatten(0, 1)
         self.tokens += len(flat)
         self.input_sum += (flat.T @ flat).to(self.input_sum.device)
-        for head, query in enumerate(self.queries(x_BTD)):
-            self.query_sum[head] += (query.T @ query).to(self.query_sum.device)
+        for q_nHd in self.queries(x_BTD):
+            self.query_sum += torch.einsum("nha,nhb->hab", q_nHd, q_nHd).to(self.query_sum.device)
 
     def queries(self, x_BTD: Tensor) -> Iterator[Tensor]:
-        """Queries of each head before RoPE, `[BT, d]` float32."""
-        for head in range(self.num_heads):
-            query = x_BTD.flatten(0, 1) @ self.q_HdD[head].T
+        """Queries of some tokens at a time before RoPE, `[n, H, d]` float32: a norm may look at all heads."""
+        for x_nD in x_BTD.flatten(0, 1).split(QUERY_TOKENS):
+            q_nHd = torch.einsum("nD,hdD->nhd", x_nD, self.q_HdD)
             if self.q_bias_Hd is not None:
-                query = query + self.q_bias_Hd[head]
-            if self.norm is not None:
-                query = self.norm(query.to(self.norm.weight.dtype)).float()
-            yield query
+                q_nHd = q_nHd + self.q_bias_Hd
+            yield q_nHd if self.norm is None else self.norm(q_nHd.to(self.dtype)).float()
 
     def see_attention(self, head: int, sequences: slice, weights_btS: Tensor) -> None:
         """Moments of the mixed inputs of one head, for some `sequences` of the batch and some of their tokens."""
         if self.x_BTe is None:
             raise RuntimeError("attention ran before its input was seen; this model calls its layers in a way unknown")
-        # The rows of the weights sum to 1, so the appended constant stays 1.
+        # The appended constant becomes the sum of a row of the weights: 1, or less if a sink takes some.
         mixed = (weights_btS @ self.x_BTe[sequences]).flatten(0, 1)
         self.mixed_sum[head * len(self.mixed_sum) // self.num_heads] += (mixed.T @ mixed).to(self.mixed_sum.device)
 
@@ -102,6 +106,8 @@ def calibration_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: plain attention, whose weights the module's collector sees.
@@ -117,9 +123,10 @@ def calibration_attention(
     for head in range(heads):
         for b, t in _slices(count, length, key.shape[2]):
             scores = (query[b, head, t] @ key[b, head].transpose(-1, -2)).float() * scale
+            scores = capped(scores, softcap)
             if attention_mask is not None:
                 scores = scores + attention_mask[b, 0, t]
-            weights = scores.softmax(-1)
+            weights = softmax_beside(scores, None if s_aux is None else s_aux[head])
             collector.see_attention(head, b, weights)
             output_BTHd[b, t, head] = weights.to(value.dtype) @ value[b, head]
     collector.end_call()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attention.heads import LayerHeads
 
+SINK = 1e-3  # of the mean square of a head's summed weights: what a sink takes must be more than rounding
 STATISTICS = ("input_moment", "mixed_moments", "query_moment", "inputs")
 
 
@@ -65,6 +66,11 @@ class LayerStatistics:
     mixed_moments: Tensor
     query_moment: Tensor
     inputs: Tensor
+
+    @property
+    def sums_to_one(self) -> bool:
+        """Whether the weights of a token's attention do: a sink takes a share, and the constant is less than 1 then."""
+        return bool((self.mixed_moments[:, -1] - 1).abs().max() < SINK)
 
     def mixed_moment(self, head: int, num_heads: int) -> Tensor:
         """`[D+1, D+1]`: the mixed moment of one of H query heads."""

@@ -153,4 +153,5 @@ def through(
 ) -> Iterator[LayerHeads]:
     """What a part of alignment or fusion makes of the lifted heads of one layer after the other."""
     for index, (own, layer) in enumerate(zip(heads, plan.layers, strict=True)):
-        yield part(own, layer, calibration.layers[index] if calibration else None, geometry, **knobs)
+        statistics = calibration.layers[index] if calibration else None
+        yield part(own, layer, statistics, geometry.layer(index), **knobs)

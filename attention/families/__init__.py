@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from attention.geometry import HeadGeometry
@@ -21,10 +21,14 @@ from attention.messages import one_of
 from attention.plan import LayerPlan
 
 
+def _q_norm(module: Any, queries: Tensor) -> Tensor:
+    return module.q_norm(queries)
+
+
 @dataclass(frozen=True)
 class Family:
-    """How one architecture keeps its heads. Its logits must be what `get_output_embeddings()` returns, unchanged
-    (`attention.modeling.predictions`).
+    """How one architecture keeps its heads. Its logits must be what `get_output_embeddings()` returns, scaled or capped
+    at most as `attention.modeling.predictions` knows.
 
     `attention_modules(model)`: the attention module of each layer, in order.
     `read(module, geometry)`: its heads as stored (num_kv_heads keys and values), same dtype, no copy promised.
@@ -35,7 +39,9 @@ class Family:
     `plain_config(config, kv_heads)`: the config of the same family with `kv_heads` KV heads, or None if it has none.
     `separate(module, geometry, plan)`: for families that fuse their projections, `reshape` that makes them separate for
     an identity plan too, as layers that share weights need them.
-    `query_norm`: the attention module's attribute that normalises queries after projection, if there is such a norm.
+    `query_norm(module, queries)`: queries `[N, H, d]` after the norm that follows the projection, where there is one.
+    `key_norm(module, geometry, plan)`: a fresh norm for the plan's key heads, where weights of the norm are each head's
+    own (`LayerHeads.k_norm`). `reshape` has done it.
     """
 
     name: str
@@ -47,8 +53,9 @@ class Family:
     reshape: Callable[[nn.Module, HeadGeometry, LayerPlan], None]
     write: Callable[[nn.Module, LayerHeads], None]
     plain_config: Callable[[Any, int], PretrainedConfig | None]
-    query_norm: str = "q_norm"
+    query_norm: Callable[[Any, Tensor], Tensor] = _q_norm
     separate: Callable[[nn.Module, HeadGeometry, LayerPlan], None] | None = None
+    key_norm: Callable[[Any, HeadGeometry, LayerPlan], None] | None = None
 
 
 @cache
@@ -79,11 +86,26 @@ def geometry_of(config: Any) -> HeadGeometry:
     return family.geometry(config)
 
 
+def window_of(config: Any) -> int:
+    """Tokens that a sliding window keeps in view in some layers; 0 if no layer has one."""
+    kinds = getattr(config, "layer_types", None)
+    on = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
+    return int(getattr(config, "sliding_window", None) or 0) if on else 0
+
+
 def _check_rope(config: Any) -> None:
     """Raise ValueError for a kind of RoPE that transformers does not have: it would fail while it builds the model."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     known = {"default", *ROPE_INIT_FUNCTIONS}
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if kind not in known:
-        raise ValueError(one_of("the config's rope_type", sorted(known), kind))
+    for rope in ropes_of(config):
+        kind = rope.get("rope_type", "default")
+        if kind not in known:
+            raise ValueError(one_of("the config's rope_type", sorted(known), kind))
+
+
+def ropes_of(config: Any) -> list[dict[str, Any]]:
+    """The settings of rotary embedding of a config, one for each kind of layer if it has several kinds."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [part for part in rope.values() if isinstance(part, dict)]
+    return kinds or [rope]

@@ -1,7 +1,4 @@
-"""Gemma (1): the head dim is a field of its own, not width over heads; biases are one switch for all projections.
-
-Gemma 2 is another family: its attention caps the scores, which the attention functions here would ignore.
-"""
+"""Gemma (1): the head dim is a field of its own, not width over heads; biases are one switch for all projections."""
 
 from __future__ import annotations
 
@@ -15,9 +12,14 @@ from attention.geometry import HeadGeometry
 
 def geometry(config: Any) -> HeadGeometry:
     """Raises ValueError for bidirectional attention, which keeps no cache."""
-    if config.use_bidirectional_attention:
-        raise ValueError("a Gemma with use_bidirectional_attention=true is not supported; expected causal attention")
+    check_causal(config, "Gemma")
     return _separate.geometry(config, family="gemma")
+
+
+def check_causal(config: Any, name: str) -> None:
+    """Raise ValueError for a Gemma with bidirectional attention."""
+    if config.use_bidirectional_attention:
+        raise ValueError(f"a {name} with use_bidirectional_attention=true is not supported; expected causal attention")
 
 
 FAMILY = _separate.family("gemma", GemmaConfig, GemmaForCausalLM, geometry)

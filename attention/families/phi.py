@@ -14,4 +14,6 @@ def geometry(config: Any) -> HeadGeometry:
     return _separate.geometry(config, family="phi", qkv_bias=True, output_bias=True, qk_norm=bool(config.qk_layernorm))
 
 
-FAMILY = _separate.family("phi", PhiConfig, PhiForCausalLM, geometry, query_norm="q_layernorm")
+FAMILY = _separate.family(
+    "phi", PhiConfig, PhiForCausalLM, geometry, query_norm=lambda module, q: module.q_layernorm(q)
+)

@@ -83,8 +83,10 @@ def to_plain(model: PreTrainedModel) -> PreTrainedModel:
             "form; see `headfold export` for other lowerings"
         )
     plain = beside(model, lambda: family.model_class._from_config(config, dtype=model.dtype))
-    state = {k: t for k, t in model.state_dict().items() if not k.endswith((".key_map", ".value_map"))}
-    plain.load_state_dict(state)
+    wanted = plain.state_dict()
+    # In attention modules the names may differ, or the shapes: they are written below.
+    state = {k: t for k, t in model.state_dict().items() if k in wanted and t.shape == wanted[k].shape}
+    plain.load_state_dict(state, strict=False)
     geometry = geometry_of(model.config)
     modules = zip(family.attention_modules(model), family.attention_modules(plain), plan.layers, strict=True)
     for old, new, layer in modules:

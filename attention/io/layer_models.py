@@ -27,6 +27,7 @@ from attention.modeling.predictions import Final, final
 from attention.modeling.running import entered_by, layer_of, run_to
 from attention.plan import AttentionPlan
 
+PER_LAYER = ("layer_types", "no_rope_layers")  # fields of a config with an entry for each layer
 EMBEDDING_ROWS = 4096  # rows of an embedding that are looked at together
 
 
@@ -41,6 +42,11 @@ class LazyWeights:
     def __init__(self, folder: str | Path, config: PretrainedConfig) -> None:
         self.folder = Path(folder)
         self._places = check(self.folder, config)
+        if not self._places:
+            raise WeightsError(
+                f"{self.folder}: transformers puts tensors of a {config.model_type} together while it loads them (the "
+                "experts of an MLP), so that they cannot be read one by one; convert it in memory, without --layerwise"
+            )
         self._rounding: torch.dtype | None = None
 
     def rounded(self, dtype: torch.dtype) -> LazyWeights:
@@ -128,8 +134,12 @@ def check_windows(config: PretrainedConfig) -> None:
 def window_config(config: PretrainedConfig, layer: int, vocabulary: int) -> PretrainedConfig:
     """The config of a model that is layer `layer` of `config`'s alone, with `vocabulary` token ids."""
     one = copy.deepcopy(config)
-    if kinds := getattr(config, "layer_types", None):
-        one.layer_types = [kinds[layer]]
+    for name in PER_LAYER:
+        if entries := getattr(config, name, None):
+            setattr(one, name, [entries[layer]])
+    if (dense := getattr(config, "mlp_only_layers", None)) is not None:  # Qwen's mixtures of experts
+        routed = layer not in dense and (layer + 1) % config.decoder_sparse_step == 0
+        one.mlp_only_layers, one.decoder_sparse_step = ([] if routed else [0]), 1
     one.num_hidden_layers, one.vocab_size, one.tie_word_embeddings = 1, vocabulary, False
     one.bos_token_id = one.eos_token_id = one.pad_token_id = None
     if getattr(config, "attention_plan", None) is not None:

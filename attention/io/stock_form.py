@@ -8,6 +8,7 @@ from typing import Any
 from attention.families import family_of
 from attention.io.checkpoint import load_config
 from attention.io.targets import TargetError, kv_bytes_in
+from attention.io.targets._gguf.architectures import OF_FAMILY
 from attention.io.targets._pairs import widths_of
 from attention.modeling.modeling import PREFIX, plan_of_config
 from attention.plan import AttentionPlan
@@ -32,10 +33,16 @@ def format_of(folder: str | Path, dtype: Any) -> dict[str, Any]:
 
 
 def _readers(config: Any, plan: AttentionPlan) -> tuple[str, ...]:
-    """llama.cpp has no OPT, and reads a Phi folder as if it had as many KV heads as query heads: use target gguf."""
+    """Those that were tried: llama.cpp reads a Phi folder as if it had as many KV heads as query heads (use target
+    gguf), and other families than those of that target were not tried in it."""
     name = family_of(config).name
     grouped_phi = name == "phi" and max(widths_of(plan)) > 1
-    return ALL[:2] if name == "opt" or grouped_phi else ALL
+    known = ALL if name in OF_FAMILY and not grouped_phi else ALL[:2]
+    try:
+        kv_bytes_in("vllm", config, plan, "float32")
+    except TargetError:
+        return ALL[:1]
+    return known
 
 
 def _reason(plan: AttentionPlan) -> str:

@@ -6,8 +6,8 @@ key heads; A `[B, H, T, S]` are scores before softmax or weights after it.
 Composition acts on the scores of the H query heads, however many key and value heads are kept. The weights of one side
 of one place are packed in `[B, T, H(2R+1)]`: that is what the cache holds of the key side.
 
-Settings have the fields of `attention.plan.Composition`. This file needs torch alone: an export for transformers has a
-copy of it (`attention.io.targets.transformers`).
+Settings have the fields of `attention.plan.Composition`. This file and `scores.py` need torch alone: an export for
+transformers has copies of them (`attention.io.targets.transformers`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from attention.modeling.scores import softmax_beside
 
 # Silent in the paper. At its initialisation the mean square is smaller than this, which damps the first steps.
 EPSILON = 1e-6
@@ -213,19 +215,25 @@ class HeadComposition(nn.Module):
         return torch.cat(made, dim=-1) if made else None
 
     def forward(
-        self, scores: Tensor, x: Tensor, key_weights: Tensor | None, mask: Tensor | None, dropout: float = 0.0
+        self,
+        scores: Tensor,
+        x: Tensor,
+        key_weights: Tensor | None,
+        mask: Tensor | None,
+        dropout: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Composed attention weights from scaled scores (paper 002, Eq. 4 and App. D).
 
         scores `[B, H, T, S]`; x `[B, T, D]`: the attention input of the T query tokens, which are the last of the S;
         key_weights: of all S tokens, from `key_weights`; mask broadcastable to the scores, boolean (True: seen) or
-        additive, None: causal. The mask comes after the first compose and cuts out what it hides exactly.
+        additive, None: causal; sinks `[H]` take part in the softmax. The mask comes after the first compose and cuts
+        out what it hides exactly.
         """
         halves = iter(() if key_weights is None else key_weights.chunk(len(self.places), dim=-1))
         if self.before is not None:
             scores = self.before(scores, x, next(halves, None))
-        wide = torch.promote_types(scores.dtype, torch.float32)
-        weights = masked(scores, mask, self.window).softmax(-1, dtype=wide).to(scores.dtype)
+        weights = softmax_beside(masked(scores, mask, self.window), None if sinks is None else sinks[:, None])
         if self.after is not None:
             weights = self.after(weights, x, next(halves, None))
         return F.dropout(weights, dropout, training=dropout > 0)

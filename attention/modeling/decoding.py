@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from attention.modeling import kernels
+from attention.modeling.scores import capped, softmax_beside
 from attention.plan import LayerPlan
 from attention.plan_parts import groups_of
 
@@ -97,13 +98,22 @@ def _index(numbers: Sequence[int]) -> Tensor:
 
 
 def decode(
-    query: Tensor, key: Tensor, value: Tensor, maps: HeadMaps, mask: Tensor | None, scaling: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    maps: HeadMaps,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of one new token by whichever way is fastest here.
 
     query `[B, H, 1, d]`, key `[B, G^K, S, d]`, value `[B, G^V, S, d]`, mask broadcastable to `[B, H, 1, S]` (boolean:
-    True attends; or additive). Returns `[B, H, 1, d]`.
+    True attends; or additive), sinks `[H]`. Returns `[B, H, 1, d]`.
     """
+    if softcap is not None or sinks is not None:  # the other ways know neither
+        return decode_padded(query, key, value, maps, mask, scaling, softcap, sinks)
     if kernels.takes(query, key, value, mask):
         return kernels.decode(query, key, value, maps.kernel, mask, scaling)
     # Of several sequences the threads of a batched product each take some; one thread has nothing of that.
@@ -114,10 +124,18 @@ def decode(
 
 
 def decode_padded(
-    query: Tensor, key: Tensor, value: Tensor, maps: HeadMaps, mask: Tensor | None, scaling: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    maps: HeadMaps,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`decode` with two batched products over groups padded to the widest."""
-    weights = _softmax(decode_scores(query, key, maps, scaling).squeeze(2), mask, None)
+    scores = capped(decode_scores(query, key, maps, scaling).squeeze(2), softcap)
+    weights = _softmax(scores, mask, None, sinks)
     return decode_mix(weights.unsqueeze(2), value, maps)
 
 
@@ -157,11 +175,13 @@ def _factor(query: Tensor, scaling: float | None) -> float:
     return float(query.shape[-1]) ** -0.5 if scaling is None else scaling
 
 
-def _softmax(scores: Tensor, mask: Tensor | None, order: Tensor | None) -> Tensor:
-    """Weights `[B, H, S]` of scores whose heads lie in `order`, under a mask as `decode` takes it."""
+def _softmax(scores: Tensor, mask: Tensor | None, order: Tensor | None, sinks: Tensor | None = None) -> Tensor:
+    """Weights `[B, H, S]` of scores whose heads lie in `order`, under a mask as `decode` takes it, beside sinks."""
     if mask is not None:
         mask = mask.squeeze(2)
         if order is not None and mask.shape[1] > 1:
             mask = mask.index_select(1, order)
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        return softmax_beside(scores, sinks)
     return scores.softmax(-1, dtype=torch.float32).to(scores.dtype)

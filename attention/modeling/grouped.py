@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer, StaticSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -21,6 +21,7 @@ from attention.modeling.composed_cache import ComposedLayer
 from attention.modeling.composing import HeadComposition
 from attention.modeling.decoding import HeadMaps, decode, decode_mix, decode_scores
 from attention.modeling.growing_cache import grow_cache
+from attention.modeling.scores import capped, explicit_attention
 from attention.plan import LayerPlan
 
 NAME = "headfold"
@@ -40,27 +41,38 @@ def grouped_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     *,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     composed_input: Tensor | None = None,
     composed_layer: ComposedLayer | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function. query `[B, H, T, d]` -> output `[B, T, H, d]` and no weights.
+    """transformers' attention function. query `[B, H, T, d]` -> output `[B, T, H, d]` and no weights. `s_aux [H]`:
+    logits of sinks.
 
-    Prefill and training expand and call SDPA; a single new token without gradient takes `decode`. A module with
+    Prefill and training expand and call SDPA, or hold all scores where these are capped or share their softmax with
+    sinks; a single new token without gradient takes `decode`. A window is in the mask. A module with
     composition passes its input `[B, T, D]` and its cache layer (see `attention.modeling.composition`).
     """
     maps: HeadMaps = module.head_maps  # type: ignore[assignment]
     if composed_input is not None:
         output = composed_attention(
-            module, query, key, value, attention_mask, composed_input, composed_layer, dropout, scaling
+            module, query, key, value, attention_mask, composed_input, composed_layer, dropout, scaling, softcap, s_aux
         )
         return output.transpose(1, 2).contiguous(), None
-    if maps.plan.is_identity:
+    plain = softcap is None and s_aux is None
+    if maps.plan.is_identity and plain:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    if query.shape[2] == 1 and not dropout and not torch.is_grad_enabled():
-        return decode(query, key, value, maps, attention_mask, scaling).transpose(1, 2).contiguous(), None
+    if query.shape[2] == 1 and not maps.plan.is_identity and not dropout and not torch.is_grad_enabled():
+        output = decode(query, key, value, maps, attention_mask, scaling, softcap, s_aux)
+        return output.transpose(1, 2).contiguous(), None
     key_map, value_map = module.key_map, module.value_map
-    key, value = expand(key, key_map), expand(value, value_map)  # type: ignore[arg-type]
+    if not maps.plan.is_identity:
+        key, value = expand(key, key_map), expand(value, value_map)  # type: ignore[arg-type]
+    if not plain:
+        settings: dict[str, Any] = {"softcap": softcap, "sinks": s_aux, "dropout": dropout}
+        output = explicit_attention(query, key, value, attention_mask, scaling, **settings)
+        return output.transpose(1, 2).contiguous(), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
 
@@ -74,6 +86,8 @@ def composed_attention(
     layer: ComposedLayer | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention with composed heads (paper 002, App. D): `[B, H, T, d]`. The scores of all heads are held at once.
 
@@ -87,11 +101,11 @@ def composed_attention(
     if composition.norm is not None:
         query, key = composition.norm(query, key)
     if query.shape[2] == 1:
-        scores = decode_scores(query, key, maps, scaling)
-        return decode_mix(composition(scores, x, key_weights, mask, dropout), value, maps)
+        scores = capped(decode_scores(query, key, maps, scaling), softcap)
+        return decode_mix(composition(scores, x, key_weights, mask, dropout, sinks), value, maps)
     factor = float(query.shape[-1]) ** -0.5 if scaling is None else scaling
     scores = (query * factor) @ expand(key, module.key_map).transpose(-1, -2)  # type: ignore[arg-type]
-    weights = composition(scores, x, key_weights, mask, dropout)
+    weights = composition(capped(scores, softcap), x, key_weights, mask, dropout, sinks)
     return weights @ expand(value, module.value_map)  # type: ignore[arg-type]
 
 
@@ -124,11 +138,17 @@ class UnevenStaticLayer(StaticLayer):
             self.values = torch.zeros((batch, heads, self.max_cache_len, width), dtype=self.dtype, device=self.device)
 
 
+class UnevenSlidingLayer(UnevenStaticLayer, StaticSlidingWindowLayer):
+    """The same for a layer that keeps a window."""
+
+
+UNEVEN = {StaticLayer: UnevenStaticLayer, StaticSlidingWindowLayer: UnevenSlidingLayer}
+
+
 def make_uneven(cache: Cache) -> Cache:
-    """Swap the plain static layers of a fresh cache for ones that take unequal key and value counts."""
-    for index, layer in enumerate(cache.layers):
-        if type(layer) is StaticLayer:
-            cache.layers[index] = UnevenStaticLayer(max_cache_len=layer.max_cache_len)
+    """Let the plain static layers of a fresh cache take unequal key and value counts."""
+    for layer in cache.layers:
+        layer.__class__ = UNEVEN.get(type(layer), type(layer))
     return cache
 
 

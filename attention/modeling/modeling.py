@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from attention.families import Family, families, family_of, geometry_of
+from attention.families import Family, families, family_of, geometry_of, window_of
 from attention.geometry import HeadGeometry
 from attention.modeling.composing import HeadComposition
 from attention.modeling.composition import attach_composition, reset_missing
@@ -106,6 +106,11 @@ def register() -> None:
 def headfold_config(config: PretrainedConfig, plan: AttentionPlan) -> PretrainedConfig:
     """The config of `config`'s model with `plan`. Raises PlanError if the plan does not fit the checkpoint."""
     check_fits(plan, geometry_of(config))
+    if plan.composition is not None and (window := window_of(config)):
+        raise PlanError(
+            f"layers of this {family_of(config).name} keep a window of {window} tokens, and composition (dcmha) needs "
+            "the cache of all; choose a recipe without composition"
+        )
     make: Any = headfold_classes(family_of(config).name)[0]
     return make(**family_fields(config), attention_plan=plan.to_dict())
 

@@ -24,6 +24,9 @@ Cost = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """`cost(logits [P, V], labels [P], reference logits [P, V] or None)`: a mean over the P positions, of any shape."""
 
 
+Head = Callable[[Tensor], Tensor]
+
+
 class Final(NamedTuple):
     """The hidden states `[B, T, D]` that enter an output head, and the head, which makes logits `[P, vocabulary]` of
     `[P, D]`."""
@@ -46,7 +49,7 @@ def most_logit_bytes(vocabulary: int, positions: int) -> int:
 def final(model: Any, ids: Tensor, **more: Any) -> Final:
     """Run `ids [B, T]` up to the output head. `more` arguments of the model."""
     head = model.get_output_embeddings()
-    return Final(_at_the_head(model, ids, lambda states: states, **more), head, head.out_features)
+    return Final(_at_the_head(model, ids, lambda states: states, **more), _finishing(model)(head), head.out_features)
 
 
 def mean_cost(model: Any, ids: Tensor, cost: Cost, reference: Final | None = None, rows: int | None = None) -> Tensor:
@@ -56,9 +59,10 @@ def mean_cost(model: Any, ids: Tensor, cost: Cost, reference: Final | None = Non
     only while the head is called, and while the backward pass is at that call: so all is computed within it.
     """
     head = model.get_output_embeddings()
+    finish = _finishing(model)
 
     def of_states(states: Tensor) -> Tensor:
-        return in_chunks(Final(states, head.forward, head.out_features), ids, cost, reference, rows)
+        return in_chunks(Final(states, finish(head.forward), head.out_features), ids, cost, reference, rows)
 
     return _at_the_head(model, ids, of_states)
 
@@ -97,8 +101,28 @@ def in_chunks(
     return total
 
 
+AFTER_THE_HEAD = {"logits_scaling": 1.0, "final_logit_softcapping": None}
+"""Fields of a config by which some models change the logits that their head makes, and their values for no change:
+Granite divides them, Gemma 2 and 3 cap them."""
+
+
+def _finishing(model: Any) -> Callable[[Head], Head]:
+    """From an output head, the head with what the model does to its logits."""
+    scaling, cap = (getattr(_config(model), name, plain) for name, plain in AFTER_THE_HEAD.items())
+
+    def change(logits: Tensor) -> Tensor:
+        logits = logits / scaling
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    return (lambda head: head) if (scaling, cap) == (1.0, None) else lambda head: lambda states: change(head(states))
+
+
+def _config(model: Any) -> Any:
+    return getattr(model, "module", model).config  # of DeepSpeed's engine, `config` is DeepSpeed's
+
+
 def _at_the_head(model: Any, ids: Tensor, instead: Callable[[Tensor], Tensor], **more: Any) -> Tensor:
-    """A forward pass in which the output head returns what `instead` makes of its input."""
+    """A forward pass in which the output head returns what `instead` makes of its input, and nothing comes after."""
     head = model.get_output_embeddings()
 
     def once(states: Tensor) -> Tensor:
@@ -106,7 +130,13 @@ def _at_the_head(model: Any, ids: Tensor, instead: Callable[[Tensor], Tensor], *
         return instead(states)
 
     head.forward = once
+    config = _config(model)
+    own = {name: getattr(config, name) for name in AFTER_THE_HEAD if hasattr(config, name)}
     try:
+        for name in own:
+            setattr(config, name, AFTER_THE_HEAD[name])
         return model(input_ids=ids, use_cache=False, **more).logits
     finally:
         head.__dict__.pop("forward", None)
+        for name, value in own.items():
+            setattr(config, name, value)

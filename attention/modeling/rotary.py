@@ -13,8 +13,9 @@ from attention.geometry import RotaryLayout
 
 
 @torch.no_grad()
-def rotary_tables(model: PreTrainedModel, length: int) -> tuple[Tensor, Tensor]:
-    """cos and sin `[T, r]` float32 of positions 0..length-1, from the model's own embedding (scaling included).
+def rotary_tables(model: PreTrainedModel, length: int, layer: int = 0) -> tuple[Tensor, Tensor]:
+    """cos and sin `[T, r]` float32 of positions 0..length-1 as `layer` has them, from the model's own embedding
+    (scaling included).
 
     Raises ValueError if the decoder has no `rotary_emb`.
     """
@@ -22,7 +23,9 @@ def rotary_tables(model: PreTrainedModel, length: int) -> tuple[Tensor, Tensor]:
     if embedding is None:
         raise ValueError(f"expected a decoder with rotary_emb, got {type(model.get_decoder()).__name__} without one")
     positions = torch.arange(length, device=model.device)[None]
-    cos, sin = embedding(torch.zeros(1, dtype=torch.float32, device=model.device), positions)
+    # Gemma 3 has an embedding for each kind of layer.
+    kind = {"layer_type": model.config.layer_types[layer]} if hasattr(embedding, "layer_types") else {}
+    cos, sin = embedding(torch.zeros(1, dtype=torch.float32, device=model.device), positions, **kind)
     return cos[0], sin[0]
 
 

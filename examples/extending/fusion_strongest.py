@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -33,10 +31,4 @@ def strongest_fuse(
 
     keys = torch.tensor(chosen(heads.k, plan.key_groups))
     values = torch.tensor(chosen(heads.v, plan.value_groups))
-    return replace(
-        heads,
-        k=heads.k[keys],
-        v=heads.v[values],
-        k_bias=None if heads.k_bias is None else heads.k_bias[keys],
-        v_bias=None if heads.v_bias is None else heads.v_bias[values],
-    )
+    return heads.expand(keys.tolist(), values.tolist())

@@ -113,7 +113,7 @@ def _site(context: PlanningContext, layer: int, side: str, tokens: int) -> Site:
         by=(side,),
         units=context.units,
         heads=context.heads[layer],
-        geometry=context.geometry,
+        geometry=context.geometry.layer(layer),
         statistics=context.calibration.layers[layer] if context.calibration else None,
         model=context.model,
         plan_with=lambda partition: plan_of_sites({(layer, side): partition}, context.geometry),

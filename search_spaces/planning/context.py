@@ -95,7 +95,7 @@ class PlanningContext:
         trials, heads, layer_plan = self._trials[tokens], self.heads[layer], plan.layers[layer]
         statistics = self.calibration.layers[layer] if self.calibration else None
         for axis in ("alignment", "fusion"):
-            heads = recipe.apply(axis, heads, layer_plan, statistics, self.geometry)
+            heads = recipe.apply(axis, heads, layer_plan, statistics, self.geometry.layer(layer))
         if not fit_steps:
             return trials.increase(layer, heads.expand(layer_plan.key_map, layer_plan.value_map))
         module = trials.module(layer, heads, layer_plan)
@@ -128,7 +128,7 @@ class PlanningContext:
         key = (recipe.similarity, tuple(sorted(recipe.knobs("similarity").items())), layer, side)
         if key not in self._similarities:
             statistics = self.calibration.layers[layer] if self.calibration else None
-            full = recipe.apply("similarity", self.heads[layer], statistics, self.geometry, side)
+            full = recipe.apply("similarity", self.heads[layer], statistics, self.geometry.layer(layer), side)
             first = [unit[0] for unit in self.units]  # the heads of a unit are identical
             self._similarities[key] = full.double().cpu().numpy()[np.ix_(first, first)]
         return self._similarities[key]

@@ -156,7 +156,7 @@ class _Planner:
             by=by,
             units=self.context.units,
             heads=context.heads[layer],
-            geometry=context.geometry,
+            geometry=context.geometry.layer(layer),
             statistics=context.calibration.layers[layer] if context.calibration else None,
             similarity=similarity,
             fusion_distance=context.fusion_distance(layer, by),

@@ -60,8 +60,8 @@ def similarity_pairs(
 ) -> list[dict[str, PairCosines]]:
     """`pair_cosines` of every layer and side. They depend on the checkpoint alone: all plans can use them."""
     return [
-        {side: pair_cosines(mine, known, geometry, side) for side in SIDES}
-        for mine, known in zip(heads, statistics, strict=True)
+        {side: pair_cosines(mine, known, geometry.layer(index), side) for side in SIDES}
+        for index, (mine, known) in enumerate(zip(heads, statistics, strict=True))
     ]
 
 

@@ -33,6 +33,11 @@ RELAXATION = Axis("relaxation", "trainers.relaxations")
 Groups = tuple[tuple[int, ...], ...]
 
 
+def pooled(rows: Tensor, groups: Groups) -> Tensor:
+    """The mean of each group's rows, `[S, ...]` -> `[G, ...]`."""
+    return torch.stack([rows[list(group)].double().mean(0) for group in groups]).to(rows.dtype)
+
+
 class Learned(nn.Module):
     """One learned tensor, read by calling the module: ZeRO 3 gathers parameters around a call and nowhere else."""
 
@@ -123,10 +128,14 @@ class Relaxation(nn.Module, ABC):
 
         For whole weights: with ZeRO 3 load the gathered weights into a second relaxed model and collapse that.
         """
-        layers = read_layers(self.model)
+        layers, old = read_layers(self.model), plan_of(self.model)
         for index, sides in enumerate(self.stand_ins):
             for side, projection in sides.items():
                 heads = layers[index]
+                if side == "k":  # a norm's weights of each head's own have no stand-in: their mean
+                    maps = old.layers[index].key_map, self.plan.layers[index].key_map
+                    groups = coarser_groups(*maps, f"layer {index}, key_map")
+                    heads = heads.changed(["k_norm"], lambda rows, groups=groups: pooled(rows, groups))
                 rows, bias = projection.collapsed(getattr(heads, side), getattr(heads, f"{side}_bias"))
                 bias = None if bias is None else bias.float()
                 layers[index] = replace(heads, **{side: rows.float(), f"{side}_bias": bias})
@@ -187,11 +196,15 @@ def opened(model: PreTrainedModel, plan: AttentionPlan) -> tuple[PreTrainedModel
     layers = read_layers(model)
     first = [heads.expand((0,), (0,)) for heads in layers]
     new = assemble(model, replace(old, layers=(single,) * old.num_layers), first)
-    for module, heads, layer in zip(family_of(new.config).attention_modules(new), layers, old.layers, strict=True):
+    family, geometry = family_of(new.config), geometry_of(model.config)
+    for module, heads, layer in zip(family.attention_modules(new), layers, old.layers, strict=True):
         heads = heads.to(new.device, new.dtype)
         for name in ("q", "k", "v"):
             rows, bias = getattr(heads, name), getattr(heads, f"{name}_bias")
             setattr(module, f"{name}_proj", HeadProjection(rows, bias).train(new.training))
+        if family.key_norm is not None:
+            family.key_norm(module, geometry, layer)
+            family.write(module, heads)
         attach(module, layer)
     new.config.attention_plan = old.to_dict()  # in place: the layers hold the same config
     new.plan = old  # type: ignore[assignment]

@@ -23,7 +23,16 @@ from transformers import PreTrainedModel
 from attention.conversion.relaxation_knobs import HARD_CONCRETE
 from attention.plan import AttentionPlan, PlanError
 from trainers.loop import ParameterGroup
-from trainers.relaxations.base import RELAXATION, Groups, HeadProjection, Learned, Relaxation, opened, put_in_place
+from trainers.relaxations.base import (
+    RELAXATION,
+    Groups,
+    HeadProjection,
+    Learned,
+    Relaxation,
+    opened,
+    pooled,
+    put_in_place,
+)
 
 SOURCE = "Jin 2024 (paper 001), sec. 3.5, Eq. 25 to 29; Louizos 2017, Eq. 10 to 13"
 BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1  # temperature and stretched interval, Louizos 2017, sec. 4.1
@@ -103,7 +112,7 @@ class MaskedProjection(HeadProjection):
 
 def _means(rows: Tensor, groups: Groups) -> nn.Parameter:
     """The mean of each group's heads, `[S, ...]` -> `[G, ...]`."""
-    return nn.Parameter(torch.stack([rows.detach()[list(g)].double().mean(0) for g in groups]).to(rows.dtype))
+    return nn.Parameter(pooled(rows.detach(), groups))
 
 
 @RELAXATION.part("hard_concrete", source=SOURCE, knobs=HARD_CONCRETE)

@@ -7,6 +7,7 @@ of one, and of one unit within a layer and side, as exact grouping needs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -72,13 +73,15 @@ class KeyCost(_Cost):
     Queries and keys are taken as independent and, in a rotary pair, as of random relative phase. Rotary pairs: all but
     the leading eigenvalue of the query-weighted complex Gram. Free dims, and all dims without rotary embedding: the
     tail of the query-weighted real Gram; what is constant over keys drops out of the softmax and is left out. With a
-    norm on queries and keys nothing can be folded: the cost of the plain mean, where each head's norm over tokens
-    stands for its norm at each token and the norm's weights are left out.
+    norm on the queries and keys of each head nothing can be folded: the cost of the plain mean, where each head's norm
+    over tokens stands for its norm at each token and the norm's weights are left out. A norm over all heads at once
+    divides them by one number, so that heads are compared as elsewhere, times the norm's weights.
     """
 
     def __init__(self, heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeometry) -> None:
         super().__init__(heads.num_heads)
-        self.layout, self.qk_norm = geometry.rotary, geometry.qk_norm
+        self.layout, self.qk_norm = geometry.rotary, geometry.qk_norm and not geometry.whole_norm
+        heads = under_norm(heads) if geometry.whole_norm else heads
         gram = statistics.key_gram(heads)
         if self.qk_norm:
             self.gram = torch.einsum("ijdd->ij", gram)
@@ -191,6 +194,15 @@ class ValueCost(_Cost):
         return fit_real(own, self.metrics[group.to(self.metrics.device)], sweeps=sweeps)
 
 
+def under_norm(heads: LayerHeads) -> LayerHeads:
+    """The heads with the weights of the norms that follow folded in, and no norm weights of their own."""
+    rows = {"q": heads.q_norm, "k": heads.k_norm, "q_bias": heads.q_norm, "k_bias": heads.k_norm}
+    for name, weight in rows.items():
+        if weight is not None:
+            heads = heads.changed([name], lambda x, w=weight: x * (w if x.dim() == 2 else w[..., None]))
+    return replace(heads, q_norm=None, k_norm=None)
+
+
 def free_parts(heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeometry) -> tuple[Tensor, Tensor]:
     """Free dims only: Gram of centred keys `[H, H, f, f]` and query moments `[H, f, f]`.
 
@@ -210,9 +222,12 @@ def mixed_gram(
     under: Sequence[int] | None = None,
 ) -> Tensor:
     """`[n, g, g, d, d]`: mixed value Grams of `members` under the weights of `under` (default: all heads, both; see
-    `LayerStatistics.mixed_value_gram`), centred if the layer has an output bias to take up the means."""
+    `LayerStatistics.mixed_value_gram`), centred if the layer has an output bias to take up the means.
+
+    With sinks a head's mean is no constant of its output, so that none is taken up.
+    """
     gram = statistics.mixed_value_gram(heads, members, under)
-    if heads.o_bias is None:
+    if heads.o_bias is None or not statistics.sums_to_one:
         return gram
     mean = statistics.mixed_value_mean(heads)
     mean = mean if under is None else mean[list(under)]

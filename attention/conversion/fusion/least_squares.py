@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from attention.axes import FUSION, Knob
-from attention.calibration.moments import LayerStatistics
-from attention.conversion.fusion.costs import ValueCost, free_parts
+from attention.calibration.moments import LayerStatistics, augmented
+from attention.conversion.fusion.costs import ValueCost, free_parts, under_norm
 from attention.conversion.fusion.pooled import Groups, check_lifted, mean_fuse
 from attention.conversion.fusion.rank import complex_gram, fit_complex, fit_real, pair_energy
 from attention.geometry import HeadGeometry
-from attention.heads import LayerHeads
+from attention.heads import KEY_SIDE, LayerHeads
 from attention.modeling.rotary import pair_maps
 from attention.plan import LayerPlan
 
@@ -44,15 +44,22 @@ def least_squares_fuse(
     Values: the best shared head under the group's mean covariance of attention-mixed inputs, then each member's output
     columns refitted under its own, and `sweeps` rounds of both. Biases are one more input; an output bias takes up the
     means instead. Keys: in each rotary pair one shared complex key and one complex scale a member, folded into its
-    query; in free dims a shared key and a map a member; mean keys with a norm on queries and keys. Shared heads have
-    the root-mean-square norm of their members. Raises ValueError without statistics or if the heads are not lifted.
+    query; in free dims a shared key and a map a member; mean keys with a norm on the queries and keys of each head; for
+    a norm over all heads see `_under_whole_norm`. Shared heads have the root-mean-square norm of
+    their members. Raises ValueError without statistics or if the heads are not lifted.
     """
     if statistics is None:
         raise ValueError("fusion=least_squares needs a calibration; pass the layer's statistics")
     check_lifted(heads, plan)
-    keys = mean_fuse(heads, plan) if geometry.qk_norm else _fuse_keys(heads, plan.key_groups, statistics, geometry)
+    if geometry.whole_norm:
+        keys = _under_whole_norm(heads, plan, statistics, geometry)
+    elif geometry.qk_norm:
+        keys = mean_fuse(heads, plan)
+    else:
+        keys = _fuse_keys(heads, plan.key_groups, statistics, geometry)
     values = _fuse_values(heads, plan.value_groups, statistics, sweeps)
-    return replace(values, q=keys.q, k=keys.k, q_bias=keys.q_bias, k_bias=keys.k_bias)
+    of_keys = {name: getattr(keys, name) for name in (*KEY_SIDE, "q", "q_bias", "q_norm")}
+    return replace(values, **of_keys)
 
 
 def _shared(rows: Tensor | None, groups: Groups, maps: Sequence[Tensor | None]) -> Tensor | None:
@@ -106,6 +113,30 @@ def _fuse_keys(heads: LayerHeads, groups: Groups, statistics: LayerStatistics, g
     return replace(heads, q=changed[0], q_bias=changed[1] if len(changed) > 1 else None, k=k, k_bias=k_bias)
 
 
+def _under_whole_norm(
+    heads: LayerHeads, plan: LayerPlan, statistics: LayerStatistics, geometry: HeadGeometry
+) -> LayerHeads:
+    """Keys fused beneath a norm that spans all heads.
+
+    Such a norm divides all heads of a token by one number r. With the norm's weights folded into the rows, keys are
+    fused as without a norm; what the new norm divides by, r', differs from r by a factor that varies from token to
+    token. Its root mean square is put right by the new norm's weights, the rest is the error of this form.
+    """
+    if plan.key_heads == plan.num_heads:
+        return heads
+    fused = _fuse_keys(under_norm(heads), plan.key_groups, statistics, geometry)
+    read = fused.expand(plan.key_map, range(plan.num_heads))  # the norm counts a key once for each query head
+    sizes = []
+    for side in ("q", "k"):
+        before, after = (
+            torch.einsum("hde,ef,hdf->", rows, statistics.input_moment.to(rows), rows)
+            for rows in (augmented(getattr(h, side), getattr(h, f"{side}_bias")) for h in (heads, read))
+        )
+        sizes.append(float((after / before).sqrt()) if before > 0 else 1.0)
+    q_norm = torch.full_like(fused.q[..., 0], sizes[0])
+    return replace(fused, q_norm=q_norm, k_norm=torch.full_like(fused.k[..., 0], sizes[1]))
+
+
 def _fuse_values(heads: LayerHeads, groups: Groups, statistics: LayerStatistics, sweeps: int) -> LayerHeads:
     cost = ValueCost(heads, statistics)
     mean = statistics.mixed_value_mean(heads)
@@ -125,6 +156,8 @@ def _fuse_values(heads: LayerHeads, groups: Groups, statistics: LayerStatistics,
         shared = torch.einsum("iab,hib->ha", into, mean[index[:, None], index])
         gap = own - torch.einsum("hab,hb->ha", fit.back, shared)
         shift = shift + torch.einsum("hda,ha->d", columns, gap)
-    o_bias = None if heads.o_bias is None else (heads.o_bias.double() + shift).to(heads.o_bias.dtype)
+    o_bias = heads.o_bias
+    if o_bias is not None and statistics.sums_to_one:
+        o_bias = (o_bias.double() + shift).to(o_bias.dtype)
     v, v_bias = _shared(heads.v, groups, maps), _shared(heads.v_bias, groups, maps)
     return replace(heads, o=o, v=v, v_bias=v_bias, o_bias=o_bias)

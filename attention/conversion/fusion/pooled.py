@@ -14,7 +14,7 @@ from torch import Tensor
 from attention.axes import FUSION
 from attention.calibration.moments import LayerStatistics
 from attention.geometry import HeadGeometry
-from attention.heads import LayerHeads
+from attention.heads import KEY_SIDE, VALUE_SIDE, LayerHeads
 from attention.plan import LayerPlan
 
 Groups = Sequence[Sequence[int]]
@@ -42,9 +42,8 @@ def mean_fuse(
     """Each kept head is the mean of its group's heads; queries and output stay. Raises ValueError if not lifted."""
     check_lifted(heads, plan)
     keys, values = plan.key_groups, plan.value_groups
-    k_bias = None if heads.k_bias is None else _mean(heads.k_bias, keys)
-    v_bias = None if heads.v_bias is None else _mean(heads.v_bias, values)
-    return replace(heads, k=_mean(heads.k, keys), v=_mean(heads.v, values), k_bias=k_bias, v_bias=v_bias)
+    fused = heads.changed(KEY_SIDE, lambda rows: _mean(rows, keys))
+    return fused.changed(VALUE_SIDE, lambda rows: _mean(rows, values))
 
 
 def _lost_norm(gram: Tensor, groups: Groups) -> Tensor:

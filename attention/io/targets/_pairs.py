@@ -8,14 +8,13 @@ work and no cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from math import lcm
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from attention.heads import LayerHeads
+from attention.heads import KEY_SIDE, QUERY_SIDE, VALUE_SIDE, LayerHeads
 from attention.io.targets import TargetError
 from attention.plan import AttentionPlan, LayerPlan
 
@@ -62,10 +61,17 @@ def widest_layers(plan: AttentionPlan) -> str:
     return f"layer {counts.index(max(counts))} has {max(counts)} pairs of a key and a value head"
 
 
-def _take(x: Tensor | None, index: Sequence[int | None]) -> Tensor | None:
+def _chosen(
+    heads: LayerHeads, queries: Sequence[int | None], keys: Sequence[int | None], values: Sequence[int | None]
+) -> LayerHeads:
+    """Query, key and value heads by index; None gives zeros."""
+    for side, index in ((QUERY_SIDE, queries), (KEY_SIDE, keys), (VALUE_SIDE, values)):
+        heads = heads.changed(side, partial(_take, index=index))
+    return heads
+
+
+def _take(x: Tensor, index: Sequence[int | None]) -> Tensor:
     """Rows of x by index; None gives a row of zeros."""
-    if x is None:
-        return None
     zero = torch.zeros_like(x[0])
     return torch.stack([zero if i is None else x[i] for i in index])
 
@@ -83,12 +89,7 @@ def pad(heads: LayerHeads, layer: LayerPlan, kv_heads: int, width: int) -> Layer
     keys += [None] * missing
     values += [None] * missing
     queries += [None] * missing * width
-    padded: dict[str, Any] = {
-        "q": _take(heads.q, queries), "o": _take(heads.o, queries), "q_bias": _take(heads.q_bias, queries),
-        "k": _take(heads.k, keys), "k_bias": _take(heads.k_bias, keys),
-        "v": _take(heads.v, values), "v_bias": _take(heads.v_bias, values),
-    }  # fmt: skip
-    return replace(heads, **padded)
+    return _chosen(heads, queries, keys, values)
 
 
 def unpad(padded: LayerHeads, layer: LayerPlan) -> LayerHeads:
@@ -98,24 +99,13 @@ def unpad(padded: LayerHeads, layer: LayerPlan) -> LayerHeads:
     place = {head: i * width + j for i, members in enumerate(pairs.values()) for j, head in enumerate(members)}
     keys, values = ([side.index(head) for head in range(max(side) + 1)] for side in zip(*pairs, strict=True))
     queries = [place[head] for head in range(layer.num_heads)]
-    chosen: dict[str, Any] = {
-        "q": _take(padded.q, queries), "o": _take(padded.o, queries), "q_bias": _take(padded.q_bias, queries),
-        "k": _take(padded.k, keys), "k_bias": _take(padded.k_bias, keys),
-        "v": _take(padded.v, values), "v_bias": _take(padded.v_bias, values),
-    }  # fmt: skip
-    heads = replace(padded, **chosen)
+    heads = _chosen(padded, queries, keys, values)
     again = pad(heads, layer, padded.k.shape[0], width)
-    for name in chosen:
+    for name in (*QUERY_SIDE, *KEY_SIDE, *VALUE_SIDE):
         one, other = getattr(padded, name), getattr(again, name)
         if one is not None and not torch.equal(one, other):
             raise ValueError(f"{name} of the padded heads is not what the plan's groups give")
     return heads
-
-
-def window_of(config: Any) -> int:
-    """Tokens that a sliding window keeps in view; 0 for none."""
-    on = getattr(config, "use_sliding_window", True)  # Qwen has a window that is off
-    return int(getattr(config, "sliding_window", None) or 0) if on else 0
 
 
 def written_out(plan: AttentionPlan) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import MistralConfig, PretrainedConfig, PreTrainedModel
 
 from attention.conversion.conversion import unshare
 from attention.families import family_of, geometry_of
@@ -25,23 +25,43 @@ from attention.plan import AttentionPlan
 
 def _stock_model(model: PreTrainedModel, heads: int, kv_heads: int) -> PreTrainedModel:
     """An empty stock model with these counts: of the same family, or Mistral where Llama's config forbids them."""
-    family = family_of(model.config)
-    config = family.plain_config(model.config, kv_heads)
-    if config is None or family.plain_config(model.config, 1) is None:
+    config = _stock_config(model.config, heads, kv_heads)
+    return family_of(config).model_class._from_config(config, dtype=model.dtype)
+
+
+def _stock_config(config: Any, heads: int, kv_heads: int) -> PretrainedConfig:
+    """The stock config of a model with these counts. Raises TargetError if there is none."""
+    family, geometry = family_of(config), geometry_of(config)
+    plain = family.plain_config(config, kv_heads)
+    if plain is None or family.plain_config(config, 1) is None:
         raise TargetError(f"the {family.name} family has no stock GQA form")
-    changes = {"num_attention_heads": heads, "head_dim": geometry_of(model.config).head_dim}
-    fields: dict[str, Any] = family_fields(config) | changes
-    if family.name != "llama" or config.hidden_size % heads == 0:
-        return family.model_class._from_config(family.config_class(**fields), dtype=model.dtype)
-    _check_stock(model.config, heads)
-    for name in ("attention_bias", "mlp_bias", "pretraining_tp"):  # off, and unknown to Mistral
-        fields.pop(name, None)
-    return MistralForCausalLM._from_config(MistralConfig(**fields, sliding_window=None), dtype=model.dtype)
+    fields: dict[str, Any] = family_fields(plain) | {"num_attention_heads": heads, "head_dim": geometry.head_dim}
+    if heads == geometry.num_heads or (family.name == "llama" and plain.hidden_size % heads == 0):
+        return family.config_class(**fields)
+    if family.name == "llama":
+        _check_mistral(config, heads)
+        for name in ("attention_bias", "mlp_bias", "pretraining_tp"):  # off, and unknown to Mistral
+            fields.pop(name, None)
+        return MistralConfig(**fields, sliding_window=None)
+    way_out = "choose a plan with equal groups, or export to target transformers"
+    if geometry.whole_norm:
+        raise TargetError(f"the norm of a {family.name} spans all heads and would count zero heads too; {way_out}")
+    try:
+        made = family.config_class(**fields)
+        fits = geometry_of(made).head_dim == geometry.head_dim
+    except Exception:  # its validation says no
+        fits = False
+    if not fits:
+        raise TargetError(
+            f"a {family.name} of model width {plain.hidden_size} cannot have {heads} query heads of "
+            f"{geometry.head_dim}: its stock class derives the one from the other; {way_out}"
+        )
+    return made
 
 
 def held(config: Any, plan: AttentionPlan) -> Held:
     """As many KV heads in every layer as the layer with most pairs has. Raises TargetError for composition, for a
-    family whose stock form has no groups, and for a Llama with biases whose padded heads do not divide the width."""
+    family whose stock form has no groups, and where no stock class takes the padded heads."""
     check_no_composition(plan, "gqa")
     counts, family = kv_heads_of(plan), family_of(config)
     grouped = family.plain_config(config, 1) is not None
@@ -53,14 +73,12 @@ def held(config: Any, plan: AttentionPlan) -> Held:
             f"family has no stock GQA form: it takes as many KV heads as query heads{other}"
         )
     if grouped and not plan.is_uniform_gqa:
-        _check_stock(config, max(counts) * max(widths_of(plan)))
+        _stock_config(config, max(counts) * max(widths_of(plan)), max(counts))
     return Held.of([max(counts)] * plan.num_layers, plan.head_dim)
 
 
-def _check_stock(config: Any, heads: int) -> None:
-    """Raise TargetError if no stock class of the family takes so many query heads."""
-    if family_of(config).name != "llama" or config.hidden_size % heads == 0:
-        return
+def _check_mistral(config: Any, heads: int) -> None:
+    """Raise TargetError for a Llama that Mistral cannot stand in for."""
     if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
         raise TargetError(
             f"a Llama with biases cannot hold {heads} query heads of a model width of {config.hidden_size}, and "

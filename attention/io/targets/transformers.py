@@ -18,18 +18,18 @@ from huggingface_hub import save_torch_state_dict
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attention.conversion.conversion import unshare
-from attention.families import Family, family_of
+from attention.families import Family, family_of, window_of
 from attention.io.precision import DTYPES
 from attention.io.stock_files import older_form, put_tokenizer
 from attention.io.targets import Held, Lowered, Target, TargetError, phi
-from attention.io.targets._pairs import window_of, written_out
-from attention.modeling import composing
+from attention.io.targets._pairs import written_out
+from attention.modeling import composing, scores
 from attention.modeling.modeling import family_fields, plan_of
 from attention.plan import AttentionPlan
 
 CODE = Path(__file__).parent / "_code" / "modeling_head_maps.py"
 COMPOSED = CODE.with_name("modeling_composed_heads.py")
-FAMILIES = ("gemma", "llama", "mistral", "phi", "qwen2", "qwen3")
+FAMILIES = ("gemma", "granite", "llama", "mistral", "mixtral", "phi", "qwen2", "qwen3", "qwen3_moe", "smollm3")
 """Families with separate projections under the same names; GPT-NeoX is written as Phi."""
 
 
@@ -106,17 +106,19 @@ def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = Non
 
 
 def _code_of(plan: AttentionPlan) -> list[Path]:
-    """The files that run a plan; that of the composition is the very one that Headfold runs."""
-    return [CODE] if plan.composition is None else [CODE, COMPOSED, Path(str(composing.__file__))]
+    """The files that run a plan; those of the composition are the very ones that Headfold runs."""
+    shared = [Path(str(module.__file__)) for module in (composing, scores)]
+    return [CODE] if plan.composition is None else [CODE, COMPOSED, *shared]
 
 
 def code_for(file: Path, family: Family) -> str:
-    """A modelling file for a family: Llama's, with the family's names."""
+    """A file for the folder of a family: Llama's, with the family's names, and what lies beside it imported there."""
     model_class, config_class = family.model_class.__name__, family.config_class.__name__
     text, name = file.read_text(encoding="utf-8"), model_class.removesuffix("ForCausalLM")
     text = text.replace("LlamaForCausalLM", model_class).replace("LlamaConfig", config_class)
     text = text.replace("head_maps_llama", f"head_maps_{family.name}").replace("A Llama w", f"A {name} w")
-    return text.replace("composed_heads_llama", f"composed_heads_{family.name}")
+    text = text.replace("composed_heads_llama", f"composed_heads_{family.name}")
+    return text.replace("from attention.modeling.", "from .")
 
 
 def read(folder: Path, config: Any) -> PreTrainedModel:

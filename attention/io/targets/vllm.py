@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from attention.conversion.conversion import unshare
-from attention.families import family_of, geometry_of
+from attention.families import family_of, geometry_of, window_of
 from attention.heads import LayerHeads
 from attention.io.precision import DTYPES
 from attention.io.stock_files import older_form, put_tokenizer
@@ -33,7 +33,6 @@ from attention.io.targets._pairs import (
     pad,
     query_heads_for_all,
     unpad,
-    window_of,
     written_out,
 )
 from attention.messages import reason
@@ -53,6 +52,7 @@ def held(config: Any, plan: AttentionPlan) -> Held:
     GPT-NeoX. Raises TargetError for composition, for families without groups, and for counts with no small common
     multiple."""
     check_no_composition(plan, "vllm")
+    _check_computed(config)
     if phi.is_needed(config, plan):
         return phi.held(config, plan)
     counts = kv_heads_of(plan)
@@ -66,6 +66,15 @@ def held(config: Any, plan: AttentionPlan) -> Held:
             f"model's {plan.num_heads}; choose counts that divide each other, or export to target gguf"
         )
     return Held.of(counts, plan.head_dim)
+
+
+def _check_computed(config: Any) -> None:
+    """Raise TargetError for a variant of a family that vLLM's class of it does not compute (read in vLLM 0.32)."""
+    family = family_of(config).name
+    if family == "stablelm" and config.qk_layernorm:
+        raise TargetError("vLLM has no stablelm whose queries and keys are normalised (qk_layernorm=true)")
+    if family == "olmoe" and config.rms_norm_eps != 1e-5:
+        raise TargetError(f"vLLM's olmoe has norms with an epsilon of 1e-5, the model of {config.rms_norm_eps:g}")
 
 
 def has_own_counts(config: Any, plan: AttentionPlan) -> bool:

@@ -40,6 +40,18 @@ CASES = {
     "gemma, GQA": {"num_key_value_heads": 2},
     "phi": {},
     "phi, query and key norms": {"qk_layernorm": True},
+    "gemma2, GQA": {"num_key_value_heads": 2},
+    "gemma3_text": {},
+    "gpt_oss": {},
+    "granite": {},
+    "mixtral": {},
+    "olmo2, GQA": {"num_key_value_heads": 2},
+    "olmoe": {},
+    "phi3, GQA": {"num_key_value_heads": 2},
+    "qwen3_moe": {},
+    "smollm3": {},
+    "stablelm": {},
+    "stablelm, no norms": {"qk_layernorm": False, "use_qkv_bias": False},
 }
 Tiny = Callable[..., PreTrainedModel]
 
@@ -64,19 +76,27 @@ def reference(model: PreTrainedModel, seen: Seen, layer: int) -> dict[str, Tenso
         extended = torch.cat([x, one])
         found["input_moment"] += torch.outer(extended, extended) / count
     for head in range(H):
-        for mixed in seen.mixed(head):
-            extended = torch.cat([mixed, one])
+        for token, mixed in enumerate(seen.mixed(head)):  # a sink leaves weights that sum to less than 1
+            extended = torch.cat([mixed, seen.weights[:, head].sum(-1).flatten()[token][None]])
             found["mixed_moments"][head] += torch.outer(extended, extended) / count
     for head, queries in enumerate(activations(heads.q, heads.q_bias, seen.x)):
         for query in queries:
-            if hasattr(module, "q_layernorm"):  # Phi
-                norm = module.q_layernorm
-                query = torch.nn.functional.layer_norm(
-                    query, query.shape, norm.weight.double(), norm.bias.double(), 1e-5
-                )
+            if hasattr(module, "q_layernorm"):  # Phi has one for all heads, StableLM one for each, without a shift
+                norm = module.q_layernorm.norms[head] if hasattr(module.q_layernorm, "norms") else module.q_layernorm
+                shift = 0 if norm.bias is None else norm.bias.double()
+                centred = query - query.mean()
+                query = norm.weight.double() * centred / (centred.square().mean() + 1e-5).sqrt() + shift
+            if geometry_of(model.config).whole_norm:
+                continue
             if hasattr(module, "q_norm"):
-                query = module.q_norm.weight.double() * query / (query.square().mean() + 1e-6).sqrt()
+                weight = module.q_norm.weight.double() + (1 if geometry_of(model.config).family == "gemma3_text" else 0)
+                query = weight * query / (query.square().mean() + 1e-6).sqrt()
             found["query_moment"][head] += torch.outer(query, query).detach() / count
+    if geometry_of(model.config).whole_norm:
+        queries = activations(heads.q, heads.q_bias, seen.x)
+        scale = (queries.square().mean((0, 2)) + module.config.rms_norm_eps).sqrt()
+        queries = queries / scale[:, None] * module.q_norm.weight.double().view(H, 1, d)
+        found["query_moment"] = torch.einsum("hna,hnb->hab", queries, queries).detach() / count
     return found | {"mixed_moments": packed(found["mixed_moments"])}
 
 

@@ -17,11 +17,11 @@ from attention.axes import ALIGNMENT, FUSION
 from attention.calibration.calibration import calibrate, silent
 from attention.calibration.moments import LayerStatistics, packed
 from attention.calibration.store import Calibration
-from attention.conversion.conversion import convert
+from attention.conversion.conversion import convert, lift
 from attention.conversion.fusion.costs import KeyCost, ValueCost
 from attention.conversion.fusion.least_squares import least_squares_fuse
 from attention.conversion.fusion.pooled import mean_fuse, norm_restored_fuse
-from attention.families import geometry_of
+from attention.families import families, geometry_of
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
 from attention.plan import AttentionPlan, LayerPlan
@@ -36,8 +36,11 @@ MODELS = {
     "qwen3": {},
     "gpt_neox": {},
     "opt": {},
+    "gpt_oss": {},
+    "phi3": {},
+    "stablelm": {},
 }
-FAMILIES = ("gemma", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3")
+FAMILIES = sorted(families())
 PLAN = LayerPlan((0, 1, 0, 0), (0, 0, 1, 0))
 
 
@@ -240,14 +243,17 @@ def test_least_squares_does_not_care_for_coordinates(case: str, tiny_model: Tiny
 
 
 def measured_value_error(heads: LayerHeads, fused: LayerHeads, value_map: tuple[int, ...], seen: Seen, h: int) -> float:
-    """Mean squared change of what head h adds to the output; an output bias may take up the mean."""
-    mixed = seen.mixed(h)
-    own = activations(heads.v[h : h + 1], None if heads.v_bias is None else heads.v_bias[h : h + 1], mixed)[0]
+    """Mean squared change of what head h adds to the output; an output bias may take up the mean, where the weights sum
+    to 1."""
+    mixed, sums = seen.mixed(h), seen.weights[:, h].sum(-1).flatten()
+
+    def seen_values(layer: LayerHeads, index: int) -> Tensor:
+        found = activations(layer.v[index : index + 1], None, mixed)[0]
+        return found if layer.v_bias is None else found + sums[:, None] * layer.v_bias[index].double()
+
     slot = value_map[h]
-    bias = None if fused.v_bias is None else fused.v_bias[slot : slot + 1]
-    shared = activations(fused.v[slot : slot + 1], bias, mixed)[0]
-    change = own @ heads.o[h].double().T - shared @ fused.o[h].double().T
-    if heads.o_bias is not None:
+    change = seen_values(heads, h) @ heads.o[h].double().T - seen_values(fused, slot) @ fused.o[h].double().T
+    if heads.o_bias is not None and heads.sinks is None:
         change = change - change.mean(0)
     return change.square().sum(-1).mean().item()
 
@@ -266,6 +272,25 @@ def test_value_errors_are_those_measured_on_tokens(
         wanted = sum(measured_value_error(heads, fused, PLAN.value_map, seen, h) for h in group)
         assert float(error) == pytest.approx(wanted, rel=1e-3, abs=1e-5)
         assert (error == 0) == (len(group) == 1)
+
+
+@pytest.mark.parametrize("family", ["olmo2", "olmoe"])
+@pytest.mark.parametrize("key_map", [(0, 0, 1, 1), (0, 1, 0, 0), (0, 0, 0, 0)])
+def test_keys_under_a_norm_of_all_heads(
+    family: str, key_map: tuple[int, ...], tiny_model: Tiny, tiny_tokens: Tensor
+) -> None:
+    """Nearer to the original than mean keys; and lifted, the same model."""
+    model = tiny_model(family)
+    calibration = calibrate(model, tiny_tokens, progress=silent)
+    plan = AttentionPlan((LayerPlan(key_map, (0, 1, 2, 3)),) * 2, 8)
+    wanted, apart = logits(model, tiny_tokens), {}
+    for name in ("mean", "least_squares"):
+        made = convert(model, plan, fusion=name, calibration=calibration)
+        apart[name] = float((logits(made, tiny_tokens) - wanted).square().mean())
+    assert 0 < apart["least_squares"] < 0.95 * apart["mean"], apart  # random keys: little to gain
+    made = convert(model, plan, fusion="least_squares", calibration=calibration)
+    expanded = with_heads(model, lift(made))
+    torch.testing.assert_close(logits(expanded, tiny_tokens), logits(made, tiny_tokens), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen2", "gpt_neox", "opt"])

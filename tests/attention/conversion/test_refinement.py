@@ -20,7 +20,7 @@ from attention.conversion.refinement.refine import REFINEMENT, refine
 from attention.families import family_of
 from attention.plan import AttentionPlan, LayerPlan
 
-FAMILIES = ["gemma", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"]
+FAMILIES = ["gemma", "gemma2", "gpt2", "gpt_oss", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"]
 PLAN = LayerPlan((0, 0, 1, 1), (0, 0, 0, 1))
 QUICK = {"fit_steps": 100, "fit_rate": 0.3}
 Tiny = Callable[..., PreTrainedModel]

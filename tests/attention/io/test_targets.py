@@ -144,7 +144,7 @@ def test_kv_heads_of_each_layer(
     [
         ("gqa", "gpt_neox", PLANS["uniform"], "layer 0 has 2 KV heads for 4 query heads.*export to target phi"),
         ("vllm", "gpt2", PLANS["uniform"], "layer 0 has 2 KV heads.*gpt2 family has no stock GQA form"),
-        ("gguf", "opt", None, "llama.cpp has no opt.*export to target vllm"),
+        ("gguf", "opt", None, "target gguf has no form for opt.*export to target vllm"),
         ("gguf", "phi", PLANS["layers"], "layer 0 has 3 KV heads.*phi2.*target transformers"),
         ("transformers", "gpt2", PLANS["uniform"], "takes the families.*got gpt2"),
         ("vllm", "llama", AttentionPlan(PLANS["uniform"].layers, 8, composition=Composition()), "layer 0 on.*dcmha"),

@@ -256,7 +256,19 @@ def composed(model, settings: Composition, layers=MAPS, *, stirred: bool = True)
     return stir(base) if stirred else base
 
 
-every_family = pytest.mark.parametrize("family", sorted(families()))
+WINDOWED = ("gemma2", "gemma3_text", "gpt_oss")
+every_family = pytest.mark.parametrize("family", sorted(set(families()) - set(WINDOWED)))
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_layers_that_keep_a_window_are_not_composed(tiny_model, family: str) -> None:
+    with pytest.raises(PlanError, match=f"{family} keep a window of 10 tokens.*without composition"):
+        convert(tiny_model(family), AttentionPlan(MAPS, 8, (), Composition()))
+    model = tiny_model(family, layer_types=["full_attention"] * 2)
+    retrofit = convert(model, AttentionPlan(MAPS, 8, (), Composition(static_base=True)))
+    plain = convert(model, AttentionPlan(MAPS, 8))
+    with torch.no_grad():  # soft caps and sinks are kept
+        assert torch.allclose(retrofit(sequences(2, 20)).logits, plain(sequences(2, 20)).logits, atol=1e-5)
 
 
 @every_family

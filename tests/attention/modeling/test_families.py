@@ -12,7 +12,7 @@ from head_references import logits, with_heads
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    Gemma2Config,
+    CohereConfig,
     GemmaConfig,
     GPT2Config,
     GPTNeoXConfig,
@@ -74,7 +74,7 @@ def test_geometry_of_published_configs() -> None:
     [
         (GPT2Config(add_cross_attention=True), "add_cross_attention=true is not supported"),
         (GemmaConfig(use_bidirectional_attention=True), "use_bidirectional_attention=true is not supported"),
-        (Gemma2Config(), "model type must be one of .*'gemma'.*got 'gemma2'"),
+        (CohereConfig(), "model type must be one of .*'gemma'.*got 'cohere'"),
     ],
 )
 def test_what_a_plan_does_not_describe_is_refused(config: Any, message: str) -> None:

@@ -37,6 +37,7 @@ def pooled(heads: LayerHeads, layer: LayerPlan) -> LayerHeads:
         v=mean(heads.v, layer.value_groups),
         k_bias=mean(heads.k_bias, layer.key_groups),
         v_bias=mean(heads.v_bias, layer.value_groups),
+        k_norm=mean(heads.k_norm, layer.key_groups),
     )
 
 
@@ -82,7 +83,10 @@ def test_cached_equals_uncached(models, name: str) -> None:
     cache = model(x[:, :16], use_cache=True).past_key_values
     steps = [model(x[:, t : t + 1], past_key_values=cache, use_cache=True).logits for t in range(16, 24)]
     assert torch.allclose(torch.cat(steps, 1), whole[:, 16:], atol=2e-5)
-    assert cache_bytes(cache) == 2 * 24 * plan.kv_bytes_per_token("float32")
+    windows = [layer.sliding_window if layer.is_sliding else 25 for layer in cache.layers]  # the stock cache's own
+    pairs = zip(windows, plan.layers, strict=True)
+    numbers = sum((min(window, 25) - 1) * 8 * (layer.key_heads + layer.value_heads) for window, layer in pairs)
+    assert cache_bytes(cache) == 2 * 4 * numbers
     held = [(layer.keys.shape[1], layer.values.shape[1]) for layer in cache.layers]
     assert held == [(layer.key_heads, layer.value_heads) for layer in plan.layers]
 

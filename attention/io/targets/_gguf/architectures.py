@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.families import family_of, geometry_of
+from attention.families import family_of, geometry_of, window_of
 from attention.heads import LayerHeads
 from attention.io.targets import TargetError
-from attention.io.targets._pairs import kv_heads_of, widths_of, window_of
+from attention.io.targets._pairs import kv_heads_of, widths_of
 from attention.plan import AttentionPlan
 
 
@@ -60,7 +60,7 @@ def check_supported(config: Any, plan: AttentionPlan) -> None:
     family, geometry = family_of(config).name, geometry_of(config)
     if family not in OF_FAMILY:
         raise TargetError(
-            f"llama.cpp has no {family}; target gguf takes {', '.join(sorted(OF_FAMILY))}: export to target vllm"
+            f"target gguf has no form for {family}, it takes {', '.join(sorted(OF_FAMILY))}: export to target vllm"
         )
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     known = ("default", "linear", *(["llama3"] if OF_FAMILY[family].interleaved else []))

@@ -1,0 +1,21 @@
+"""Gemma 2: scores are softly capped, layers with a window and layers without take turns; the head dim and the scale of
+the scores are fields of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from attention.families import _separate
+from attention.families.gemma import check_causal
+from attention.geometry import HeadGeometry
+
+
+def geometry(config: Any) -> HeadGeometry:
+    """Raises ValueError for bidirectional attention."""
+    check_causal(config, "Gemma 2")
+    return _separate.geometry(config, family="gemma2")
+
+
+FAMILY = _separate.family("gemma2", Gemma2Config, Gemma2ForCausalLM, geometry)

@@ -1,0 +1,21 @@
+"""Gemma 3, the language model alone: q and k pass an RMS norm after projection; layers with a window and layers without
+take turns, each kind with a rotary embedding of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+from attention.families import _separate
+from attention.families.gemma import check_causal
+from attention.geometry import HeadGeometry
+
+
+def geometry(config: Any) -> HeadGeometry:
+    """Raises ValueError for bidirectional attention."""
+    check_causal(config, "Gemma 3")
+    return _separate.geometry(config, family="gemma3_text", qk_norm=True)
+
+
+FAMILY = _separate.family("gemma3_text", Gemma3TextConfig, Gemma3ForCausalLM, geometry)

@@ -1,0 +1,83 @@
+"""Phi-3 and Phi-4: fused qkv_proj (all queries, then all keys, then all values), grouped or not, no biases.
+
+Legend: d head dim, D model dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Phi3Config, Phi3ForCausalLM
+from transformers.cache_utils import Cache
+from transformers.models.phi3.modeling_phi3 import Phi3Attention, apply_rotary_pos_emb
+
+from attention.families import _separate, _uneven
+from attention.geometry import HeadGeometry
+from attention.heads import LayerHeads
+from attention.plan import LayerPlan
+
+FUSED = "qkv_proj"
+
+
+def geometry(config: Any) -> HeadGeometry:
+    return _separate.geometry(config, family="phi3", qkv_bias=False, output_bias=False)
+
+
+class UnevenPhi3Attention(Phi3Attention):
+    """Phi-3's attention with separate projections and any number of key and value heads."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        q, k, v = _uneven.project(self, hidden_states, self.head_dim)
+        states = (*apply_rotary_pos_emb(q, k, *position_embeddings), v)
+        rates = {"scaling": self.scaling, "dropout": self.attention_dropout}
+        mixed, weights = _uneven.attend(self, states, attention_mask, past_key_values, **rates, **kwargs)
+        return self.o_proj(mixed), weights
+
+
+def read(module: Any, geometry: HeadGeometry) -> LayerHeads:
+    if isinstance(module, UnevenPhi3Attention):
+        return _separate.read(module, geometry)
+    rows = module.qkv_proj.weight.detach().unflatten(0, (-1, geometry.head_dim))
+    kv_heads = (len(rows) - geometry.num_heads) // 2
+    q, k, v = rows.split([geometry.num_heads, kv_heads, kv_heads])
+    o = module.o_proj.weight.detach().unflatten(1, (-1, geometry.head_dim)).permute(1, 0, 2)
+    return LayerHeads(q, k, v, o)
+
+
+def separate(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
+    _uneven.separate(FUSED, UnevenPhi3Attention, module, geometry, plan)
+
+
+def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
+    """An identity plan keeps the fused projection, with room for the heads of a checkpoint that has fewer."""
+    if not plan.is_identity:
+        separate(module, geometry, plan)
+        return
+    old, rows = module.qkv_proj, 3 * geometry.num_heads * geometry.head_dim
+    if rows != old.out_features:
+        like = {"device": old.weight.device, "dtype": old.weight.dtype}
+        module.qkv_proj = nn.Linear(old.in_features, rows, bias=False, **like)
+        module.num_key_value_heads = geometry.num_heads
+
+
+@torch.no_grad()
+def write(module: Any, heads: LayerHeads) -> None:
+    if isinstance(module, UnevenPhi3Attention):
+        _separate.write(module, heads)
+        return
+    module.qkv_proj.weight.copy_(torch.cat([heads.q, heads.k, heads.v]).flatten(0, 1))
+    _separate.write_output(module.o_proj, heads)
+
+
+FAMILY = _separate.family(
+    "phi3", Phi3Config, Phi3ForCausalLM, geometry, read=read, reshape=reshape, write=write, separate=separate
+)

@@ -1,0 +1,70 @@
+"""StableLM: partial rotary embedding, biases of q, k and v by a switch; where queries and keys are normalised, each
+head has a layer norm of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StableLmConfig, StableLmForCausalLM
+from transformers.models.stablelm.modeling_stablelm import StableLmLayerNormPerHead
+
+from attention.families import _separate
+from attention.geometry import HeadGeometry, RotaryLayout
+from attention.heads import LayerHeads
+from attention.plan import LayerPlan
+
+
+def geometry(config: Any) -> HeadGeometry:
+    head_dim = config.hidden_size // config.num_attention_heads
+    rotary = RotaryLayout(head_dim, int(head_dim * config.rope_parameters["partial_rotary_factor"]))
+    bias, norm = bool(config.use_qkv_bias), bool(config.qk_layernorm)
+    return _separate.geometry_with(config, "stablelm", config.num_key_value_heads, rotary, bias, False, qk_norm=norm)
+
+
+def _weights(norms: Any) -> Tensor:
+    return torch.stack([norm.weight.detach() for norm in norms.norms])
+
+
+def read(module: Any, geometry: HeadGeometry) -> LayerHeads:
+    heads = _separate.read(module, geometry)
+    if not geometry.qk_norm:
+        return heads
+    return replace(heads, q_norm=_weights(module.q_layernorm), k_norm=_weights(module.k_layernorm))
+
+
+def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
+    _separate.reshape(module, geometry, plan)
+    module.num_key_value_heads = -1  # by which the stock forward views keys and values alike: as many as there are
+    key_norm(module, geometry, plan)
+
+
+def key_norm(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
+    if geometry.qk_norm:
+        weight, eps = module.q_layernorm.norms[0].weight, module.q_layernorm.norms[0].eps
+        norms = StableLmLayerNormPerHead(geometry.head_dim, plan.key_heads, eps=eps)
+        module.k_layernorm = norms.to(device=weight.device, dtype=weight.dtype)
+
+
+@torch.no_grad()
+def write(module: Any, heads: LayerHeads) -> None:
+    _separate.write(module, heads)
+    for norms, weights in (("q_layernorm", heads.q_norm), ("k_layernorm", heads.k_norm)):
+        if weights is not None:
+            for norm, weight in zip(getattr(module, norms).norms, weights, strict=True):
+                norm.weight.copy_(weight)
+
+
+FAMILY = _separate.family(
+    "stablelm",
+    StableLmConfig,
+    StableLmForCausalLM,
+    geometry,
+    read=read,
+    reshape=reshape,
+    write=write,
+    query_norm=lambda module, queries: module.q_layernorm(queries),
+    key_norm=key_norm,
+)

@@ -1,0 +1,58 @@
+"""Attention weights where scores are capped or share their softmax with a sink, which fused attention has no place for.
+
+Legend: B batch, H query heads, T query tokens, S tokens attended to, d head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def capped(scores: Tensor, softcap: float | None) -> Tensor:
+    """softcap tanh(scores / softcap)."""
+    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
+
+
+def softmax_beside(scores: Tensor, sink: Tensor | None) -> Tensor:
+    """Softmax over the last dim of `[..., S]` in float32 at least, beside one more logit `[...]` (broadcast) that takes
+    its share and is dropped: the weights then sum to less than 1."""
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    if sink is None:
+        return scores.softmax(-1, dtype=wide).to(scores.dtype)
+    both = torch.cat([scores, sink.to(scores).expand(scores.shape[:-1])[..., None]], dim=-1)
+    both = both - both.max(dim=-1, keepdim=True).values
+    return both.softmax(-1, dtype=wide)[..., :-1].to(scores.dtype)
+
+
+def hidden(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Scores `[B, H, T, S]` under a mask as transformers hands it on: boolean (True: seen), additive, or None: causal,
+    the T query tokens being the last of the S."""
+    if mask is None:
+        T, S = scores.shape[-2:]
+        mask = torch.ones(T, S, dtype=torch.bool, device=scores.device).tril(S - T)
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return scores + mask
+
+
+def explicit_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """`[B, H, T, d]` of queries, keys and values with as many heads, all scores held at once. sinks `[H]`.
+
+    The order of operations is that of the stock models, so that the result is theirs bit for bit.
+    """
+    factor = float(query.shape[-1]) ** -0.5 if scaling is None else scaling
+    scores = hidden(capped(query @ key.transpose(2, 3) * factor, softcap), mask)
+    weights = softmax_beside(scores, None if sinks is None else sinks[:, None])
+    return F.dropout(weights, dropout, training=dropout > 0) @ value
