@@ -271,6 +271,7 @@ def _run(
     with pool_of_search(config, folder, original.get("parameters", 0)) as pool:
         session = SearchSession(config, folder, replace(context, pool=pool), mlflow, parallel)
         run_trials(session, prepared)
+        folder.sweep()  # what a trial had begun to write when its node went
         outcome.trials = load_trials(folder.root)
         outcome.interrupted = any(t.status == records.KILLED for t in outcome.trials) or not outcome.trials
         if outcome.front:

@@ -199,7 +199,7 @@ def test_memory_does_not_grow_with_the_layers(tmp_path: Path) -> None:
         peaks.append(int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1]))
     one = layer_bytes(geometry_of(config), 512)
     assert one > 10e6
-    assert peaks[1] - peaks[0] < one, "nine layers more"
+    assert peaks[1] - peaks[0] < 2 * one, "nine layers more, of which more than one would be held"
 
 
 @pytest.mark.extended
