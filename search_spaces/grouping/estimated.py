@@ -13,7 +13,7 @@ from search_spaces.grouping.merge_anneal import annealed_rounds
 from search_spaces.grouping.problem import Grouping, GroupingProblem
 from search_spaces.partitions import canonical
 
-PRICES = 500  # groups that annealing on the first estimate prices
+PRICES = 300  # groups that annealing on the first estimate prices
 TRIED = 24  # changes that the closer estimate looks at in a step
 MOST = 60  # steps
 NOTABLE = 1e-3  # a step lowers the cost by at least so much of it: less than estimates are good for

@@ -152,7 +152,7 @@ class FewValueCosts(ValueCost):
 
 def subspace(gram: Tensor, start: Tensor, steps: int) -> Tensor:
     """Orthonormal `[n, k]`, nearly the leading directions of a Gram `[n, n]`, from its own columns `start` `[k]`."""
-    basis = torch.linalg.qr(gram[:, start])[0]
+    basis = gram[:, start]
     for _ in range(steps - 1):
         basis = torch.linalg.qr(gram @ basis)[0]
-    return basis
+    return basis if steps > 1 else torch.linalg.qr(basis)[0]
