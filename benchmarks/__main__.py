@@ -1,4 +1,4 @@
-"""Run benchmarks: `python -m benchmarks [NAME ...] [--quick] [--device cuda] [--log] [--json FILE]`."""
+"""Run benchmarks: `python -m benchmarks [NAME ...] [--quick | --wide] [--device cuda] [--log] [--json FILE]`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         prog="python -m benchmarks", description=listed, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="which (default: all that this device is for)")
-    parser.add_argument("--quick", action="store_true", help="smallest sizes, to see that everything runs")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="smallest sizes, to see that everything runs")
+    size.add_argument("--wide", action="store_true", help="layers of large models (planning: 32 heads of 128; long)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="threads of one operation (CPU)")
     parser.add_argument("--log", action="store_true", help="put the results on top of benchmarks/LOG.md")
@@ -40,7 +42,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 def main(words: list[str] | None = None) -> None:
     given = parse(words)
     torch.set_num_threads(given.threads)
-    scale, known = Scale(given.quick, given.device), benchmarks()
+    scale, known = Scale(given.quick, given.device, given.wide), benchmarks()
     # One whole run at a time writes progress to stderr and the table to stdout.
     load, started = os.getloadavg()[0], time.perf_counter()
     results: dict[str, list[Row]] = {}

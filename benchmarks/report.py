@@ -31,10 +31,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Scale:
-    """How large to measure. `quick`: the smallest size, to see that it runs; `device` "cpu" or "cuda"."""
+    """How large to measure. `quick`: the smallest size, to see that it runs; `wide`: layers of large models, where a
+    benchmark takes too long with them to do so every time; `device` "cpu" or "cuda"."""
 
     quick: bool = False
     device: str = "cpu"
+    wide: bool = False
 
     def pick(self, quick: T, full: T) -> T:
         return quick if self.quick else full

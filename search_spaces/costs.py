@@ -34,8 +34,10 @@ class GroupCost:
 
     `many(list of members of one size) -> array` computes a batch at once. `remembered` groups are kept at most, the
     latest; `priced` counts those computed. `programmes`: what exact grouping has worked out, for the next number of
-    groups. `effort`: multiply-adds to price one group of a size, where that is worth a thought. `kept`: where the
-    prices of whole sizes are found and left, if that is somewhere.
+    groups. `effort`: multiply-adds to price one group of a size after `preparation`, where that is worth a thought.
+    `estimates`: makers of costs that stand for this one in a search, each closer than the one before, the last this one
+    again but for few groups; none where this one is cheap. `kept`: where the prices of whole sizes are found and left,
+    if that is somewhere.
     """
 
     def __init__(
@@ -44,19 +46,22 @@ class GroupCost:
         many: Callable[[Sequence[Members]], np.ndarray] | None = None,
         remembered: int = REMEMBERED,
         effort: Callable[[int], float] | None = None,
+        estimates: Sequence[Callable[[], GroupCost]] = (),
+        preparation: float = 0.0,
     ) -> None:
         self._cost, self._many, self.remembered, self.effort_of_one = cost, many, remembered, effort
         self._known: dict[Members, float] = {}
         self._table: np.ndarray | None = None
         self.programmes: dict[Any, Any] = {}
+        self.estimates, self.preparation = tuple(estimates), preparation
         self.kept: KeptPrices | None = None
         self.priced = 0
 
     def effort(self, num_heads: int, sizes: Iterable[int]) -> float:
-        """Multiply-adds to price every group of these sizes; 0 if nobody has said what one takes."""
+        """Multiply-adds to prepare and to price every group of these sizes; 0 if nobody has said what one takes."""
         if self.effort_of_one is None:
             return 0.0
-        return sum(comb(num_heads, size) * self.effort_of_one(size) for size in sizes)
+        return self.preparation + sum(comb(num_heads, size) * self.effort_of_one(size) for size in sizes)
 
     def cost(self, members: Members) -> float:
         """Cost of one group. `members` ascend."""
@@ -84,7 +89,7 @@ class GroupCost:
 
     def afresh(self) -> GroupCost:
         """The same cost, with a count of its own of what is priced: how far a search gets must not depend on others."""
-        return GroupCost(self.cost, self._many, effort=self.effort_of_one)
+        return GroupCost(self.cost, self._many, self.remembered, self.effort_of_one, self.estimates, self.preparation)
 
     def score(self, partition: Partition) -> float:
         return -sum(self.cost(group) for group in partition)

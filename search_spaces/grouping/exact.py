@@ -7,12 +7,13 @@ from dataclasses import replace
 import numpy as np
 
 from search_spaces.axes import GROUPING
+from search_spaces.grouping.estimated import by_estimates
 from search_spaces.grouping.merge_anneal import merge_anneal
 from search_spaces.grouping.problem import EQUAL_SIZES, Grouping, GroupingProblem
 from search_spaces.grouping.subsets import LIMIT, shared_exact_partition
 
 AFFORDABLE = 1e13
-"""Multiply-adds for the prices of one exact grouping, at most: a minute or two of one core."""
+"""Multiply-adds for the prices of one exact grouping, at most: two or three minutes of one core."""
 
 
 @GROUPING.part(
@@ -23,9 +24,11 @@ AFFORDABLE = 1e13
 )
 def exact(problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool = True) -> Grouping:
     """The cheapest partition. Above 16 heads, or where the groups of wide heads to be priced would take longer than all
-    else: merging and annealing on the same cost, no longer proven best."""
+    else: merging and annealing on the same cost, or on its estimates if it has any; no longer proven best."""
     cost, heads, groups = problem.need_cost(), problem.num_heads, problem.groups
     sizes = [heads // groups] if equal_sizes else range(2, heads - groups + 2)
     if heads > LIMIT or cost.effort(heads, sizes) > AFFORDABLE:
+        if cost.estimates:
+            return by_estimates(problem, generator, equal_sizes=equal_sizes)
         return merge_anneal(problem, generator, equal_sizes=equal_sizes)
     return shared_exact_partition(cost, heads, groups, equal_sizes=equal_sizes)

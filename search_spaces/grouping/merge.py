@@ -50,7 +50,7 @@ def _union(a: Members, b: Members) -> Members:
 def improved(cost: GroupCost, groups: Groups, may_move: bool, max_passes: int) -> Groups:
     """`groups` after the best swap (or move) between two groups, until none lowers the cost, changed in place."""
     for _ in range(max_passes):
-        changes = list(_changes(cost, groups, may_move))
+        changes = list(changes_of(cost, groups, may_move))
         if not changes:
             break
         change, i, j, new_i, new_j = min(changes)
@@ -60,7 +60,7 @@ def improved(cost: GroupCost, groups: Groups, may_move: bool, max_passes: int) -
     return groups
 
 
-def _changes(cost: GroupCost, groups: Groups, may_move: bool) -> Iterator[tuple[float, int, int, Members, Members]]:
+def changes_of(cost: GroupCost, groups: Groups, may_move: bool) -> Iterator[tuple[float, int, int, Members, Members]]:
     """Every swap (and every move) between two groups: (increase of the cost, i, j, new group i, new group j)."""
     for i, j in combinations(range(len(groups)), 2):
         for a in groups[i]:

@@ -80,11 +80,23 @@ def merge_anneal(
     time (`search_spaces.grouping.unions`). At most `PRICES` groups are priced on top of those of the plain local
     searches at both ends.
     """
+    return annealed_rounds(problem, generator, equal_sizes=equal_sizes, steps=steps)
+
+
+def annealed_rounds(
+    problem: GroupingProblem,
+    generator: np.random.Generator,
+    *,
+    equal_sizes: bool,
+    steps: int = STEPS,
+    prices: int = PRICES,
+) -> Grouping:
+    """`merge_anneal` with another number of prices."""
     cost, groups = problem.need_cost().afresh(), problem.groups
     start = merge(replace(problem, objective=cost), generator, equal_sizes=equal_sizes)
     if groups in (1, problem.num_heads) or not steps:
         return start
-    limit = cost.priced + PRICES
+    limit = cost.priced + prices
 
     def settled(groups: list[Members]) -> list[Members]:
         prices = int(SHARE * (limit - cost.priced))

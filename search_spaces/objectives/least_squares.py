@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 
-from attention.conversion.fusion.costs import KeyCost, ValueCost
+from attention.calibration.moments import LayerStatistics
+from attention.conversion.fusion.costs import Cost, KeyCost, ValueCost
+from attention.conversion.fusion.estimates import FewValueCosts, LeadingValueCost, PooledValueCost
 from search_spaces.axes import OBJECTIVE
 from search_spaces.costs import GroupCost, Members
 from search_spaces.site import Site
+
+DEAR = 1e12
+"""Multiply-adds of a search by value costs from which it goes by estimates of them: about a minute of one core."""
+SEARCHED, OFTEN = 6000, 4  # prices that a search asks for, and the size of most groups
 
 
 @OBJECTIVE.part(
@@ -21,22 +28,61 @@ def least_squares(site: Site) -> GroupCost:
     """What least-squares fusion of the group loses: of attention logits (keys), of attention output (values).
 
     Where both sides count, each is taken relative to its cost with all heads in one group, since logits and outputs
-    have no common unit.
+    have no common unit. Where value heads are so many and wide that a search by their costs is `DEAR`, there are
+    estimates; in these the cost in one group is that under the pooled moment.
     """
     statistics = site.need_statistics("objective=least_squares")
-    makers = {"key": KeyCost, "value": ValueCost}
-    costs = [makers[side](site.heads, statistics, site.geometry) for side in site.by]
-    everything = tuple(range(site.heads.num_heads))
-    # One side needs no scale, and then the cost keeps its unit.
-    scales = [max(cost.cost(everything), 1e-300) if len(costs) > 1 else 1.0 for cost in costs]
+    keys: list[Cost] = [KeyCost(site.heads, statistics, site.geometry)] if "key" in site.by else []
+    if "value" not in site.by:
+        return _group_cost(site, keys)
+    values = ValueCost(site.heads, statistics)
+    unit = max(map(len, site.units), default=1)
+    if values.preparation + SEARCHED * values.effort(OFTEN * unit) <= DEAR:
+        return _group_cost(site, [*keys, values])
+    return _group_cost(site, [*keys, values], estimates=_estimates(site, keys, statistics))
+
+
+def _estimates(site: Site, keys: Sequence[Cost], statistics: LayerStatistics) -> list[Callable[[], GroupCost]]:
+    """Makers of two estimates of the cost, and of the cost itself for few groups; each is made once."""
+
+    @cache
+    def pooled() -> PooledValueCost:
+        return PooledValueCost(site.heads, statistics)
+
+    scales = cache(lambda: _scales([*keys, pooled()]))
+
+    def maker(values: Callable[[], Cost]) -> Callable[[], GroupCost]:
+        return cache(lambda: _group_cost(site, [*keys, values()], scales))
+
+    return [
+        maker(pooled),
+        maker(lambda: LeadingValueCost(pooled(), statistics)),
+        maker(lambda: FewValueCosts(site.heads, statistics)),
+    ]
+
+
+def _scales(costs: Sequence[Cost]) -> list[float]:
+    """One side needs no scale, and then the cost keeps its unit."""
+    everything = tuple(range(costs[0].num_heads))
+    return [max(cost.cost(everything), 1e-300) if len(costs) > 1 else 1.0 for cost in costs]
+
+
+def _group_cost(
+    site: Site,
+    costs: Sequence[Cost],
+    scales: Callable[[], Sequence[float]] | None = None,
+    estimates: Sequence[Callable[[], GroupCost]] = (),
+) -> GroupCost:
+    unit, scales = max(map(len, site.units), default=1), scales or cache(lambda: _scales(costs))
 
     def of_groups(groups: Sequence[Members]) -> np.ndarray:
         heads = [[h for unit in members for h in site.units[unit]] for members in groups]
-        return sum(cost.costs(heads).numpy() / scale for cost, scale in zip(costs, scales, strict=True))  # type: ignore[return-value]
+        return sum(cost.costs(heads).numpy() / scale for cost, scale in zip(costs, scales(), strict=True))  # type: ignore[return-value]
 
-    unit = max(map(len, site.units), default=1)
     return GroupCost(
         lambda members: of_groups([members])[0],
         of_groups,
         effort=lambda size: sum(cost.effort(size * unit) for cost in costs),
+        preparation=sum(cost.preparation for cost in costs),
+        estimates=estimates,
     )

@@ -29,10 +29,17 @@ from attention.heads import LayerHeads
 SINGLE = 1e-6
 # Multiply-adds of all eigenvalues and eigenvectors of a symmetric matrix, over the cube of its size.
 EIGEN = 9
+# Multiply-adds of eigenvalue problems in float32 that take as long as one of a product in float64.
+DOUBLE = 3
 
 
-class _Cost:
-    """Cost of a group. Nothing is remembered: that is for the caller, who knows what comes again."""
+class Cost:
+    """Cost of a group. Nothing is remembered: that is for the caller, who knows what comes again.
+
+    `preparation`: about the multiply-adds before the first price, as far as they count beside those of prices.
+    """
+
+    preparation: float = 0.0
 
     def __init__(self, num_heads: int) -> None:
         self.num_heads = num_heads
@@ -62,12 +69,16 @@ class _Cost:
             raise ValueError(f"members must be distinct heads of 0..{self.num_heads - 1}, got {tuple(members)}")
         return key
 
+    def effort(self, members: int) -> float:
+        """Multiply-adds of the cost of one group, nearly: those of its eigenvalue problems."""
+        raise NotImplementedError
+
     def _batch(self, groups: Tensor) -> Tensor:
         """Costs of groups of equal size, `[n, g]` -> `[n]`."""
         raise NotImplementedError
 
 
-class KeyCost(_Cost):
+class KeyCost(Cost):
     """Mean squared change of the members' attention logits (before scaling), summed over the members.
 
     Queries and keys are taken as independent and, in a rotary pair, as of random relative phase. Rotary pairs: all but
@@ -92,7 +103,6 @@ class KeyCost(_Cost):
         self.free_gram, self.free_moment = free_parts(heads, statistics, geometry)
 
     def effort(self, members: int) -> float:
-        """Multiply-adds of the cost of one group, nearly: those of its eigenvalue problems."""
         free = 0 if self.qk_norm else EIGEN * (members * len(self.layout.free)) ** 3
         return free + EIGEN * self.layout.dims / 2 * members**3
 
@@ -129,7 +139,7 @@ class KeyCost(_Cost):
         return (self.energy[index] * (2 - 2 * cosine)).sum(1)
 
 
-class ValueCost(_Cost):
+class ValueCost(Cost):
     """Mean squared change of the attention output, head by head, summed over the members and output dims.
 
     Each head counts under the covariance of what its own attention weights let through. Exact for what
@@ -140,11 +150,11 @@ class ValueCost(_Cost):
     def __init__(self, heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeometry | None = None) -> None:
         super().__init__(heads.num_heads)
         self.heads, self.statistics = heads, statistics
-        o = heads.o.double()
-        self.metrics = o.transpose(1, 2) @ o  # [H, d, d]: how an error of a head counts in the layer's output
+        self.metrics = head_metrics(heads)
+        count, dim, width = heads.v.shape
+        self.preparation = DOUBLE * float(count) * count * dim * width * (width + count * dim)
 
     def effort(self, members: int) -> float:
-        """As `KeyCost.effort`."""
         return (EIGEN + 1) * float(members * self.metrics.shape[-1]) ** 3
 
     def _batch(self, groups: Tensor) -> Tensor:
@@ -157,10 +167,7 @@ class ValueCost(_Cost):
         good to about 1e-6 of the members' energy.
         """
         members, dim = len(group), self.metrics.shape[-1]
-        # All heads in one group: no copy of what may be the largest tensor of a conversion.
-        whole = members == self.num_heads and bool((group.diff() > 0).all())
-        blocks = self._weighted if whole else self._weighted[group[:, None, None], group[:, None], group]
-        own_gnn = blocks.transpose(2, 3).reshape(members, members * dim, members * dim)
+        own_gnn = self._grams(group)
         basis_nd = torch.linalg.eigh(own_gnn.mean(0))[1][:, -dim:]
         seen_gnd = own_gnn @ basis_nd
         each = torch.arange(members, device=group.device)
@@ -169,7 +176,15 @@ class ValueCost(_Cost):
         values, vectors = torch.linalg.eigh((shared_gdd + shared_gdd.transpose(1, 2)) / 2)
         alive = values > SINGLE * values[..., -1:].clamp_min(torch.finfo(values.dtype).tiny)
         read = (cross_gdd @ vectors).square().sum(1) * alive / torch.where(alive, values, 1.0)
-        return (self._energy[group] - read.sum(1)).clamp_min(0).sum()
+        energy = torch.einsum("haa->h", own_gnn.view(members, members, dim, members, dim)[each, each, :, each].double())
+        return (energy - read.sum(1)).clamp_min(0).sum()
+
+    def _grams(self, group: Tensor) -> Tensor:
+        """Of the members' weighted outputs, under what each of them sees: `[g, g d, g d]` float32."""
+        # All heads in one group: no copy of what may be the largest tensor of a conversion.
+        whole = len(group) == self.num_heads and bool((group.diff() > 0).all())
+        blocks = self._weighted if whole else self._weighted[group[:, None, None], group[:, None], group]
+        return blocks.transpose(2, 3).reshape(len(group), *[len(group) * self.metrics.shape[-1]] * 2)
 
     @cached_property
     def _weighted(self) -> Tensor:
@@ -181,12 +196,6 @@ class ValueCost(_Cost):
             (gram,) = mixed_gram(self.heads, self.statistics, under=(head,))
             weighted.copy_(torch.einsum("iab,ijbc,jdc->ijad", root, gram, root))
         return made
-
-    @cached_property
-    def _energy(self) -> Tensor:
-        """Mean squared output of each head, `[H]`: the trace of what `_weighted` holds of it."""
-        each = torch.arange(self.num_heads, device=self.metrics.device)
-        return torch.einsum("haa->h", self._weighted[each, each, each].double())
 
     def fit(self, group: Tensor, sweeps: int = 0) -> RealFit:
         """The fit of one group, `[g]` head indices (see `fit_real`)."""
@@ -201,6 +210,12 @@ def under_norm(heads: LayerHeads) -> LayerHeads:
         if weight is not None:
             heads = heads.changed([name], lambda x, w=weight: x * (w if x.dim() == 2 else w[..., None]))
     return replace(heads, q_norm=None, k_norm=None)
+
+
+def head_metrics(heads: LayerHeads) -> Tensor:
+    """How an error of a head counts in the layer's output, `[H, d, d]` float64."""
+    o = heads.o.double()
+    return o.transpose(1, 2) @ o
 
 
 def free_parts(heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeometry) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,158 @@
+"""What fusing a group of value heads costs where `ValueCost` takes minutes: two estimates, and few prices in full.
+
+Legend: H heads, g members, d head dim, e = model dim + 1, n = g d, K leading combinations. Outputs of a head are meant
+in coordinates in which its metric is 1, turned so that those of most energy come first.
+
+Both rest on the pooled moment, the mean over all heads of what their values see: one Gram matrix a layer, not H.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from attention.calibration.moments import LayerStatistics, augmented, gram_under
+from attention.conversion.fusion.costs import SINGLE, Cost, ValueCost, head_metrics
+from attention.conversion.fusion.rank import symmetric_root
+from attention.heads import LayerHeads
+
+STEPS = 2  # of subspace iteration: with one more no groups were ranked better against their exact costs
+LEADING = 768  # combinations of outputs that are followed head by head
+LEADING_STEPS = 3
+
+
+class PooledValueCost(Cost):
+    """`ValueCost` as if all heads saw the inputs of the mean head; from above, and the closer the more `steps`.
+
+    Under one covariance the cost is what the eigenvalues of the group's Gram hold beyond the d largest, whose sum a
+    subspace iteration bounds from below.
+    """
+
+    def __init__(self, heads: LayerHeads, statistics: LayerStatistics, steps: int = STEPS) -> None:
+        super().__init__(heads.num_heads)
+        self.steps, self.dim = steps, heads.v.shape[1]
+        self.centred = heads.o_bias is not None
+        rows = (symmetric_root(head_metrics(heads)) @ augmented(heads.v, heads.v_bias)).float()
+        count, dim, _ = rows.shape
+        gram = gram_under(rows.flatten(0, 1), statistics.pooled_moment().to(rows.device))
+        if self.centred:
+            means = rows.flatten(0, 1) @ statistics.mixed_means().to(rows).T
+            gram = gram - means @ means.T / means.shape[1]
+        each = torch.arange(count, device=rows.device)
+        turns = torch.linalg.eigh(gram.view(count, dim, count, dim)[each, :, each])[1].flip(-1).transpose(1, 2)
+        self.rows = (turns @ rows).flatten(0, 1)
+        """Of the projection, `[H d, e]` float32."""
+        half = (turns @ gram.view(count, dim, -1)).view_as(gram).T
+        self.gram = (turns @ half.reshape(count, dim, -1)).view_as(gram)
+        """Of all outputs under the pooled moment, `[H d, H d]` float32."""
+        self.energy = self.gram.diagonal().view(self.num_heads, self.dim).sum(1, dtype=torch.float64)
+
+    def effort(self, members: int) -> float:
+        return 2.0 * self.steps * (members * self.dim) ** 2 * self.dim
+
+    def _batch(self, groups: Tensor) -> Tensor:
+        return torch.stack([self._error(group.to(self.gram.device)) for group in groups])
+
+    def _error(self, group: Tensor) -> Tensor:
+        gram, basis = self.leading(group)
+        captured = (basis * (gram @ basis)).sum(dtype=torch.float64)
+        return (self.energy[group].sum() - captured).clamp_min(0)
+
+    def leading(self, group: Tensor) -> tuple[Tensor, Tensor]:
+        """Gram of the members' outputs `[n, n]`, and an orthonormal basis `[n, d]` of nearly its leading directions."""
+        index = self.dims(group)
+        gram = self.gram[index[:, None], index]
+        return gram, subspace(gram, self.start(len(group), self.dim), self.steps)
+
+    def dims(self, group: Tensor) -> Tensor:
+        """Rows of the members in `gram`, `[n]`."""
+        return (group[:, None] * self.dim + torch.arange(self.dim, device=group.device)).flatten()
+
+    def start(self, members: int, count: int) -> Tensor:
+        """The first `count` of the members' dims, one of each member in turn: where most energy is."""
+        order = torch.arange(count, device=self.gram.device)
+        return order % members * self.dim + order // members
+
+
+class LeadingValueCost(Cost):
+    """`ValueCost` with each head's own moment of the layer's K leading combinations of outputs, and the pooled moment
+    of what those do not predict.
+
+    All heads' outputs are y = A z + rest, z the leading combinations; own Grams are A cov_h(z) A^T + the pooled Gram of
+    the rest. With K = H d it is exact but for rounding, and for a basis of few steps.
+    """
+
+    def __init__(self, pooled: PooledValueCost, statistics: LayerStatistics, leading: int = LEADING) -> None:
+        super().__init__(pooled.num_heads)
+        self.pooled = pooled
+        gram, size = pooled.gram, len(pooled.gram)
+        basis = subspace(gram, pooled.start(self.num_heads, min(leading, size)), LEADING_STEPS)
+        values, vectors = torch.linalg.eigh(basis.T @ (gram @ basis))
+        alive = values > SINGLE * values[-1].clamp_min(torch.finfo(values.dtype).tiny)
+        basis, values = basis @ vectors[:, alive], values[alive]
+        self.predict = gram @ basis / values
+        """A, `[H d, K]`."""
+        rows = basis.T @ pooled.rows
+        own = [self._own(rows, statistics, head) for head in range(self.num_heads)]
+        self.changes = torch.stack(own) - values.diag()
+        """cov_h(z) - cov(z), `[H, K, K]`."""
+        at = self.predict.view(self.num_heads, pooled.dim, -1)
+        self.energy = pooled.energy + (at @ self.changes * at).sum((1, 2), dtype=torch.float64)
+
+    def _own(self, rows: Tensor, statistics: LayerStatistics, head: int) -> Tensor:
+        gram = gram_under(rows, statistics.mixed_triangle(head, self.num_heads).to(rows.device))
+        if not self.pooled.centred:
+            return gram
+        mean = rows @ statistics.mixed_means()[statistics.which(head, self.num_heads)].to(rows)
+        return gram - torch.outer(mean, mean)
+
+    def effort(self, members: int) -> float:
+        return self.pooled.effort(members) + float(members) * self.changes.shape[-1] ** 2 * self.pooled.dim
+
+    def _batch(self, groups: Tensor) -> Tensor:
+        return torch.stack([self._error(group.to(self.predict.device)) for group in groups])
+
+    def _error(self, group: Tensor) -> Tensor:
+        pooled, members, dim = self.pooled, len(group), self.pooled.dim
+        gram, basis = pooled.leading(group)
+        predict, changes = self.predict[pooled.dims(group)], self.changes[group]
+        basis = torch.linalg.qr(gram @ basis + predict @ (changes.mean(0) @ (predict.T @ basis)))[0]
+        read = predict.T @ basis
+        moved = changes @ read  # [g, K, d]
+        plain = gram @ basis
+        cross = plain.view(members, dim, dim) + predict.view(members, dim, -1) @ moved
+        shared = (basis.T @ plain + read.T @ moved).double()
+        ridge = SINGLE * shared.diagonal(dim1=1, dim2=2).mean(1) + torch.finfo(torch.float32).tiny
+        shared = (shared + shared.transpose(1, 2)) / 2 + ridge[:, None, None] * torch.eye(dim).to(shared)
+        factor = torch.linalg.cholesky_ex(shared)[0]
+        solved = torch.linalg.solve_triangular(factor, cross.double().transpose(1, 2), upper=False)
+        return (self.energy[group] - solved.square().sum((1, 2))).clamp_min(0).sum()
+
+
+class FewValueCosts(ValueCost):
+    """`ValueCost` for few groups: nothing is prepared, each price multiplies the members' moments anew, in float32."""
+
+    def _grams(self, group: Tensor) -> Tensor:
+        rows = (symmetric_root(self.metrics[group]) @ self._rows[group]).float().flatten(0, 1)
+        members = group.tolist()
+        triangles = (self.statistics.mixed_triangle(head, self.num_heads) for head in members)
+        grams = torch.stack([gram_under(rows, triangle.to(rows.device)) for triangle in triangles])
+        if self.heads.o_bias is None:
+            return grams
+        which = [self.statistics.which(head, self.num_heads) for head in members]
+        means = self.statistics.mixed_means()[which].to(rows) @ rows.T
+        return grams - means[:, :, None] * means[:, None, :]
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        return augmented(self.heads.v, self.heads.v_bias)
+
+
+def subspace(gram: Tensor, start: Tensor, steps: int) -> Tensor:
+    """Orthonormal `[n, k]`, nearly the leading directions of a Gram `[n, n]`, from its own columns `start` `[k]`."""
+    basis = gram[:, start]
+    for _ in range(steps - 1):
+        basis = torch.linalg.qr(gram @ basis)[0]
+    return basis if steps > 1 else torch.linalg.qr(basis)[0]

@@ -1,0 +1,107 @@
+"""Planning one wide layer: grouping its value heads by estimates of the cost, against the cost itself.
+
+    python -m benchmarks planning [--quick | --wide]
+
+32 heads of 32 by default, 32 heads of 128 with --wide: there the rival takes most of an hour, and 5 GB.
+
+Moments and heads are made, not measured: spectra that fall as a power, moments of heads that differ in scale and in
+directions, value heads in families of uneven size that share a part of what they read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attention.calibration.moments import LayerStatistics, packed
+from attention.conversion.fusion.costs import Cost, ValueCost
+from attention.conversion.fusion.estimates import LEADING, FewValueCosts, LeadingValueCost, PooledValueCost
+from attention.heads import LayerHeads
+from benchmarks.report import Row, Scale, benchmark
+from search_spaces.costs import GroupCost
+from search_spaces.grouping.estimated import by_estimates
+from search_spaces.grouping.merge_anneal import merge_anneal
+from search_spaces.grouping.problem import Grouping, GroupingProblem
+
+FAMILIES, SHARED, TOPICS = 8, 0.7, 256
+SHARE = 3 / 16  # of all outputs are the leading combinations at 32 heads of 128, and so at the other shapes
+
+
+@benchmark("planning", devices=("cpu",))
+def planning(scale: Scale) -> Iterator[Row]:
+    """Grouping the value heads of a wide layer by estimates of the cost, against the cost itself."""
+    heads, dim = scale.pick((12, 4), (32, 128) if scale.wide else (32, 32))
+    layer, statistics = made_layer(heads, dim)
+    for equal_sizes in (True, False):
+        kind = f"{heads} value heads of {dim} into {heads // 4} groups{' of one size' if equal_sizes else ''}"
+        quick, taken = timed(lambda equal_sizes=equal_sizes: by_ladder(layer, statistics, equal_sizes))
+        cost = group_cost(ValueCost(layer, statistics))
+        problem = GroupingProblem(heads, heads // 4, objective=cost)
+        slow, long = timed(
+            lambda problem=problem, equal_sizes=equal_sizes: merge_anneal(
+                problem, np.random.default_rng(0), equal_sizes=equal_sizes
+            )
+        )
+        yield Row(kind, taken, long, "s", "prepared and searched, one core, once each")
+        priced = [-cost.score(found.partition) for found in (quick, slow)]
+        yield Row(f"{kind}: exact cost", *priced, "squared error", "1 or more: no worse")
+
+
+def by_ladder(layer: LayerHeads, statistics: LayerStatistics, equal_sizes: bool) -> Grouping:
+    """As the objective `least_squares` makes it for wide layers, with as large a share of leading combinations."""
+    heads, _, width = layer.v.shape
+    pooled = PooledValueCost(layer, statistics)
+    leading = LeadingValueCost(pooled, statistics, min(LEADING, int(SHARE * width)))
+    rungs = [group_cost(each) for each in (pooled, leading, FewValueCosts(layer, statistics))]
+    cost = GroupCost(rungs[-1].cost, estimates=[lambda rung=rung: rung for rung in rungs])
+    problem = GroupingProblem(heads, heads // 4, objective=cost)
+    return by_estimates(problem, np.random.default_rng(0), equal_sizes=equal_sizes)
+
+
+def group_cost(cost: Cost) -> GroupCost:
+    return GroupCost(cost.cost, lambda groups: cost.costs(groups).numpy())
+
+
+def timed(work: Callable[[], Grouping]) -> tuple[Grouping, float]:
+    """Processor time: what other processes do hardly changes it."""
+    started = time.process_time()
+    return work(), time.process_time() - started
+
+
+def made_layer(heads: int, dim: int, seed: int = 0) -> tuple[LayerHeads, LayerStatistics]:
+    """One layer of `heads` heads of `dim`, as wide as both make it; no keys or queries of its own."""
+    draw = torch.Generator().manual_seed(seed)
+    width = heads * dim
+    place = torch.arange(width)
+    spectrum = (1.0 / (place + 8)).sqrt()  # of the inputs
+    own = (1.0 / (1 + place[:dim])).sqrt()[:, None]  # of a head's outputs
+    bases = torch.randn(FAMILIES, dim, width, generator=draw)
+    family = (torch.rand(heads, generator=draw).square() * FAMILIES).long()
+    rows = SHARED**0.5 * bases[family] + (1 - SHARED) ** 0.5 * torch.randn(heads, dim, width, generator=draw)
+    mixed = torch.linalg.qr(torch.randn(heads, dim, dim, generator=draw))[0]
+    v = mixed @ (own * rows) / width**0.5
+    o = torch.randn(heads, width, dim, generator=draw) / width**0.5
+    moments = packed_moments(spectrum, heads, draw)
+    statistics = LayerStatistics(1, torch.zeros(width + 1, 1), moments, torch.zeros(heads, 1, 1), torch.zeros(0))
+    return LayerHeads(v, v, v, o), statistics
+
+
+def packed_moments(spectrum: Tensor, heads: int, draw: torch.Generator) -> Tensor:
+    """`[H, e (e + 1) / 2]`: every head passes some inputs better than others, and sees some topics more."""
+    width, topics = len(spectrum), min(TOPICS, len(spectrum) // 4)
+    factors = spectrum[:, None] * torch.randn(width, topics, generator=draw)
+    damped, mean = torch.rand(width, generator=draw), 0.2 * spectrum * torch.randn(width, generator=draw)
+    moments = torch.empty(heads, (width + 1) * (width + 2) // 2)
+    for moment in moments:
+        passed = spectrum.square() * torch.exp(-3 * torch.rand((), generator=draw) * damped)
+        weights = torch.randn(topics, generator=draw).exp() / topics
+        square = torch.zeros(width + 1, width + 1)
+        square[:-1, :-1] = passed.diag() + (factors * weights) @ factors.T + torch.outer(mean, mean)
+        square[-1, :-1] = square[:-1, -1] = mean
+        square[-1, -1] = 1.0
+        moment.copy_(packed(square[None])[0])
+    return moments

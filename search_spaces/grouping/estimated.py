@@ -1,0 +1,57 @@
+"""Grouping where a price is dear: by estimates of the cost, each closer and dearer than the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from search_spaces.costs import GroupCost, Members
+from search_spaces.grouping.merge import changes_of
+from search_spaces.grouping.merge_anneal import annealed_rounds
+from search_spaces.grouping.problem import Grouping, GroupingProblem
+from search_spaces.partitions import canonical
+
+PRICES = 300  # groups that annealing on the first estimate prices
+TRIED = 24  # changes that the closer estimate looks at in a step
+MOST = 60  # steps
+NOTABLE = 1e-3  # a step lowers the cost by at least so much of it: less than estimates are good for
+
+Groups = list[Members]
+
+
+def by_estimates(problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool) -> Grouping:
+    """Merging and annealing on the first of the cost's `estimates`, then with each further one the swaps and moves that
+    the one before ranks best. Only what is left is priced by the last of them, which is the cost itself."""
+    cost = problem.need_cost()
+    guide, *closer, exact = (estimate() for estimate in cost.estimates)
+    found = annealed_rounds(replace(problem, objective=guide), generator, equal_sizes=equal_sizes, prices=PRICES)
+    groups = list(found.partition)
+    for estimate in closer:
+        groups = screened(estimate, guide, groups, may_move=not equal_sizes)
+        guide = estimate
+    partition = canonical(groups)
+    return Grouping(partition, exact.score(partition))
+
+
+def screened(cost: GroupCost, guide: GroupCost, groups: Groups, *, may_move: bool) -> Groups:
+    """`groups` after the best of the `TRIED` changes that `guide` ranks first, by `cost`, until none of them helps."""
+    groups = list(groups)
+    for _ in range(MOST):
+        first = sorted(changes_of(guide, groups, may_move))[:TRIED]
+        increases = _increases(cost, groups, first)
+        if not first or min(increases) >= NOTABLE * cost.score(canonical(groups)):
+            break
+        _, i, j, new_i, new_j = first[int(np.argmin(increases))]
+        groups[i], groups[j] = new_i, new_j
+    return groups
+
+
+def _increases(
+    cost: GroupCost, groups: Groups, changes: Sequence[tuple[float, int, int, Members, Members]]
+) -> list[float]:
+    def change(groups: Sequence[Members], by: Sequence[Members]) -> float:
+        return sum(cost.costs(by)) - sum(cost.costs(groups))
+
+    return [change((groups[i], groups[j]), (new_i, new_j)) for _, i, j, new_i, new_j in changes]
