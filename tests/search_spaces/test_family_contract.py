@@ -28,7 +28,7 @@ from attention.modeling.modeling import plan_of
 from attention.plan import PlanError
 from search_spaces.planning.context import PlanningContext, convert_with
 from search_spaces.planning.planning import make_plan
-from search_spaces.recipes.recipes import RECIPES, recipe
+from search_spaces.recipes.recipes import RECIPES, Recipe, recipe
 
 Tiny = Callable[..., PreTrainedModel]
 FAMILIES = sorted(families())
@@ -36,11 +36,20 @@ TOKENS = torch.randint(64, (12, 24), generator=torch.Generator().manual_seed(0))
 QUICK = ("gqa", "least_squares")
 WINDOWED = ("gemma2", "gemma3_text", "gpt_oss")  # composition needs the cache of all tokens
 NORMS_APART = ("olmo2", "olmoe", "stablelm")  # objective=layer knows no norm of each head's own
+
+
+def ratios_of(known: Recipe) -> tuple[float, ...]:
+    """Two budgets that a recipe can meet; sharing layers saves weights and no cache, a single head is a quarter."""
+    if known.sharing != "none":
+        return (1.0,)
+    return (0.25,) if known.allocation == "single" else (0.5, 0.25)
+
+
 CASES = [
     pytest.param(name, family, ratio, marks=() if name in QUICK and ratio == 0.5 else pytest.mark.extended)
     for family in FAMILIES
     for name, known in RECIPES.items()
-    for ratio in ((0.5, 0.25) if known.sharing == "none" else (1.0,))  # sharing layers saves weights and no cache
+    for ratio in ratios_of(known)
 ]
 
 
