@@ -73,10 +73,26 @@ def family_of(config: Any) -> Family:
     """The family of a config, its Headfold form included. Raises ValueError naming the supported ones."""
     model_type = str(getattr(config, "model_type", None)).removeprefix("headfold_")
     if model_type not in families():
+        if (text := getattr(config, "text_config", None)) is not None:
+            raise ValueError(_multimodal(model_type, getattr(text, "model_type", None)))
         raise ValueError(
             f"{one_of('model type', sorted(families()), model_type)}; see CONTRIBUTING.md for how to add a family"
         )
     return families()[model_type]
+
+
+def _multimodal(model_type: str, text_type: Any) -> str:
+    """What a user of a multimodal checkpoint is told."""
+    said = f"a {model_type} is multimodal, and its language model, a {text_type},"
+    if text_type not in families():
+        return f"{said} is of no supported type; supported are {', '.join(sorted(families()))}"
+    name = families()[text_type].model_class.__name__
+    return (
+        f"{said} is what can be converted. Save it alone in transformers: "
+        f"whole = AutoModelForImageTextToText.from_pretrained(SOURCE); text = {name}(whole.config.text_config); "
+        "text.model, text.lm_head = whole.model.language_model, whole.lm_head; text.save_pretrained(NEW_FOLDER); "
+        "and copy the tokenizer's files there"
+    )
 
 
 def geometry_of(config: Any) -> HeadGeometry:

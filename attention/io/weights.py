@@ -181,6 +181,12 @@ def _check_tie(folder: Path, first: Stored, second: Stored, rows: int = 4096) ->
 
 
 def _quantised(source: str | Path, what: str) -> str:
+    if "mxfp4" in what:  # as gpt-oss is published
+        return (
+            f"{source} is quantised: {what}. Heads are fused in plain floats: load it in transformers with "
+            "from_pretrained(SOURCE, quantization_config=Mxfp4Config(dequantize=True), dtype='bfloat16') and "
+            "save_pretrained into a new folder"
+        )
     return (
         f"{source} is quantised: {what}. Heads are fused in plain floats: take the model that it was made of, or load "
         "it in transformers, call model.dequantize() and save_pretrained into a new folder"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from attention.families import geometry_of
 from attention.geometry import RotaryLayout
 
 
@@ -26,6 +27,8 @@ def rotary_tables(model: PreTrainedModel, length: int, layer: int = 0) -> tuple[
     # Gemma 3 has an embedding for each kind of layer.
     kind = {"layer_type": model.config.layer_types[layer]} if hasattr(embedding, "layer_types") else {}
     cos, sin = embedding(torch.zeros(1, dtype=torch.float32, device=model.device), positions, **kind)
+    if 2 * cos.shape[-1] == geometry_of(model.config).rotary.dims:  # gpt-oss has one entry a pair
+        cos, sin = (torch.cat([table, table], dim=-1) for table in (cos, sin))
     return cos[0], sin[0]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention.families import window_of
 from attention.io import checkpoint
 from attention.io.export import export, largest_difference, probe
 from attention.io.precision import cast_weights, round_weights
@@ -119,7 +120,8 @@ def _check_loss(entry: Entry, config: SearchConfig) -> None:
 
 def _check_cache(model: Any, plan: AttentionPlan, dtype: torch.dtype, entry: Entry) -> None:
     """The bytes that the cache really holds in the dtype that is shipped, against the plan of the trial."""
-    planned, tokens = plan.kv_bytes_per_token(dtype), loading.CACHE_TOKENS
+    planned, window = plan.kv_bytes_per_token(dtype), window_of(model.config)
+    tokens = min(loading.CACHE_TOKENS, window - 1) if window > 1 else loading.CACHE_TOKENS  # all that is still in view
     cast_weights(model, dtype)
     held = measure_cache(model, tokens)
     cast_weights(model, torch.float32)

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from head_references import logits, with_heads
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     CohereConfig,
+    Gemma2Config,
+    Gemma3Config,
     GemmaConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
+    OlmoeConfig,
     OPTConfig,
     PhiConfig,
     PreTrainedModel,
+    Qwen2VLConfig,
+    SmolLM3Config,
 )
 
 from attention.axes import FUSION
@@ -43,6 +52,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox, no rotary": ("gpt_neox", {"rotary_pct": 0.0}),
     "gemma, biases": ("gemma", {"attention_bias": True}),
     "phi, query and key norms": ("phi", {"qk_layernorm": True}),
+    "gpt_oss, no biases": ("gpt_oss", {"attention_bias": False}),
+    "olmo2, biases": ("olmo2", {"attention_bias": True}),
+    "qwen2, some layers slide": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 10, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "smollm3, windows": ("smollm3", {"use_sliding_window": True, "sliding_window": 10, "no_rope_layer_interval": 2}),
+    "stablelm, parallel, no norms": ("stablelm", {"qk_layernorm": False, "use_parallel_residual": True}),
 }
 
 
@@ -64,6 +81,10 @@ def test_geometry_of_published_configs() -> None:
     )
     gemma = geometry_of(GemmaConfig(num_key_value_heads=1))
     assert (gemma.hidden_size, gemma.num_heads, gemma.head_dim, gemma.num_kv_heads) == (3072, 16, 256, 1)
+    smollm = geometry_of(SmolLM3Config())
+    assert (smollm.layer(2).rotary.dims, smollm.layer(3).rotary.dims) == (128, 0)
+    oss = geometry_of(GptOssConfig())
+    assert (oss.num_heads, oss.num_kv_heads, oss.head_dim, oss.hidden_size, oss.output_bias) == (64, 8, 64, 2880, True)
     phi = geometry_of(PhiConfig())
     assert (phi.head_dim, phi.rotary.dims, phi.output_bias, phi.qk_norm) == (64, 32, True, False)
     assert geometry_of(PhiConfig(qk_layernorm=True)).qk_norm
@@ -74,12 +95,55 @@ def test_geometry_of_published_configs() -> None:
     [
         (GPT2Config(add_cross_attention=True), "add_cross_attention=true is not supported"),
         (GemmaConfig(use_bidirectional_attention=True), "use_bidirectional_attention=true is not supported"),
+        (
+            Gemma2Config(use_bidirectional_attention=True),
+            "Gemma 2 with use_bidirectional_attention=true is not",
+        ),
+        (OlmoeConfig(clip_qkv=8.0), "olmoe with clip_qkv=8.0 is not supported"),
         (CohereConfig(), "model type must be one of .*'gemma'.*got 'cohere'"),
+        (Gemma3Config(), "a gemma3 is multimodal, and its language model, a gemma3_text, is what can be converted"),
+        (
+            Qwen2VLConfig(),
+            "a qwen2_vl is multimodal, .*, a qwen2_vl_text, is of no supported type; .* are gemma",
+        ),
     ],
 )
 def test_what_a_plan_does_not_describe_is_refused(config: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         geometry_of(config)
+
+
+def test_the_language_model_of_a_multimodal_checkpoint_is_taken_out_as_the_refusal_says(
+    tiny_model: Tiny, tiny_tokens: Tensor, tmp_path: Path
+) -> None:
+    text = tiny_model("gemma3_text", tie_word_embeddings=True, final_logit_softcapping=None).config.to_dict()
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
+    AutoModelForImageTextToText.from_config(config).eval().save_pretrained(tmp_path / "whole")
+    with pytest.raises(ValueError, match="Save it alone") as refused:
+        checkpoint.load(tmp_path / "whole")
+    lines = str(refused.value).partition("in transformers: ")[2].partition("; and copy")[0]
+    names = {"SOURCE": tmp_path / "whole", "NEW_FOLDER": tmp_path / "text"}
+    exec(lines, {**names, **{name: getattr(transformers, name) for name in re.findall(r"\b[AG]\w+3?\w*For\w+", lines)}})
+    whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "whole")
+    taken = checkpoint.load(tmp_path / "text")
+    assert geometry_of(taken.config).family == "gemma3_text"
+    torch.testing.assert_close(logits(taken, tiny_tokens), logits(whole, tiny_tokens), rtol=0, atol=1e-5)
+
+
+def test_llama_3_keeps_its_rotary_scaling(tiny_model: Tiny, tiny_tokens: Tensor, tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope["original_max_position_embeddings"] = 16
+    model = tiny_model("llama", rope_parameters=rope, num_key_value_heads=2, tie_word_embeddings=True)
+    plain = tiny_model("llama", num_key_value_heads=2, tie_word_embeddings=True)
+    assert (logits(model, tiny_tokens) - logits(plain, tiny_tokens)).abs().max() > 0.01
+    lifted = convert(model, AttentionPlan.identity(2, 4, 8))
+    torch.testing.assert_close(logits(lifted, tiny_tokens), logits(model, tiny_tokens), rtol=0, atol=1e-5)
+    stock = AutoModelForCausalLM.from_pretrained(checkpoint.save(convert(lifted, UNIFORM), tmp_path / "model"))
+    assert stock.config.rope_parameters == model.config.rope_parameters
+    again = convert(lifted, AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 0, 1, 1)),) * 2, 8))
+    back = AutoModelForCausalLM.from_pretrained(checkpoint.save(again, tmp_path / "back"))
+    torch.testing.assert_close(logits(back, tiny_tokens), logits(model, tiny_tokens), rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
@@ -190,5 +254,7 @@ def test_phi_refuses_what_it_cannot_hold(
 
 
 def test_every_family_is_found_by_its_model_type() -> None:
-    assert {"gemma", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"} <= set(families())
+    first = {"gemma", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"}
+    later = {"gemma2", "gemma3_text", "gpt_oss", "granite", "mixtral", "olmo2", "olmoe", "phi3", "qwen3_moe"}
+    assert first | later | {"smollm3", "stablelm"} <= set(families())
     assert all(family_of(family.config_class()) is family for family in families().values())
