@@ -30,10 +30,10 @@ def table_cost(heads: int, seed: int) -> GroupCost:
 
 @pytest.fixture(scope="module")
 def layer_cost() -> GroupCost:
-    """24 value heads of 8."""
-    heads, statistics = made_layer(24, 8)
+    """18 value heads of 8."""
+    heads, statistics = made_layer(18, 8)
     whole, pooled = ValueCost(heads, statistics), PooledValueCost(heads, statistics)
-    rungs = pooled, LeadingValueCost(pooled, statistics, 48), FewValueCosts(heads, statistics)
+    rungs = pooled, LeadingValueCost(pooled, statistics, 36), FewValueCosts(heads, statistics)
     makers = [lambda rung=rung: GroupCost(rung.cost, lambda groups: rung.costs(groups).numpy()) for rung in rungs]
     effort = {"effort": lambda _: AFFORDABLE, "estimates": makers}
     return GroupCost(whole.cost, lambda groups: whole.costs(groups).numpy(), **effort)
@@ -43,14 +43,14 @@ def layer_cost() -> GroupCost:
 def test_the_grouping_costs_within_two_percent_of_the_search_by_the_cost_itself(
     equal_sizes: bool, layer_cost: GroupCost
 ) -> None:
-    problem = GroupingProblem(24, 6, objective=layer_cost)
+    problem = GroupingProblem(18, 6, objective=layer_cost)
     slow = merge_anneal(problem, np.random.default_rng(0), equal_sizes=equal_sizes)
     priced = layer_cost.priced
     quick = exact(problem, np.random.default_rng(0), equal_sizes=equal_sizes)
     assert layer_cost.priced == priced  # the cost itself was not asked
     assert quick.score == pytest.approx(layer_cost.score(quick.partition), rel=1e-3)
     assert slow.score is not None and layer_cost.score(quick.partition) >= 1.02 * slow.score
-    random = random_partition(24, 6, np.random.default_rng(0))
+    random = random_partition(18, 6, np.random.default_rng(0))
     assert layer_cost.score(random) < 1.2 * slow.score  # far from flat
     again = exact(problem, np.random.default_rng(0), equal_sizes=equal_sizes)
     fresh = exact(replace(problem, objective=layer_cost.afresh()), np.random.default_rng(0), equal_sizes=equal_sizes)
