@@ -81,10 +81,16 @@ def older_form(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of transformers 4 that say what these of transformers 5 do; empty for a model without either."""
     older: dict[str, Any] = {"torch_dtype": fields["dtype"]} if fields.get("dtype") else {}
     rope = fields.get("rope_parameters")
+    if rope and "sliding_attention" in rope:  # Gemma 3: one embedding for each kind of layer
+        older["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
     if not rope or "rope_theta" not in rope:
         return older
     scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
-    older["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
+    kind = scaling.get("rope_type", "default")
+    if kind == "longrope":  # Phi-3, whose class took these three and no others
+        scaling = {"type": kind} | {name: scaling[name] for name in ("short_factor", "long_factor")}
+    older["rope_scaling"] = None if kind == "default" else scaling
     part = rope.get("partial_rotary_factor")
     if str(fields.get("model_type")).endswith("gpt_neox"):
         names = ("rotary_emb_base", "rotary_pct")
