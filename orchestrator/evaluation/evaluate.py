@@ -51,8 +51,9 @@ def evaluate_checkpoint(
         )
 
         def held_out(length: int) -> Tensor:
-            of_length = {"tokens": TEXTS * length, "sequence_length": length, "seed": seed}
-            return load_sequences(eval_data, tokenizer, split="eval", **of_length)
+            return load_sequences(
+                eval_data, tokenizer, split="eval", tokens=TEXTS * length, sequence_length=length, seed=seed
+            )
 
         prepared = extras.prepare(tokenizer, positions, held_out, seed)
     with phases("load"):

@@ -119,8 +119,9 @@ def decode_times(config: SearchConfig, original: dict[str, Any], folder: SearchF
         write_json(folder.decode_times, asdict(made))
         told = ", ".join(f"{1000 * s:.3g} ms with {heads}" for heads, s in zip(made.heads, made.seconds, strict=True))
         print(f"decode time of {made.engine} at a context of {length}: {told} KV heads a layer", flush=True)
-    record = read_json(folder.decode_times)
-    return DecodeTimes(**{name: tuple(v) if isinstance(v, list) else v for name, v in record.items()})
+    record: dict[str, Any] = read_json(folder.decode_times)
+    record |= {name: tuple(record[name]) for name in ("heads", "seconds")}
+    return DecodeTimes(**record)
 
 
 def locate_model(path: str, folder: SearchFolder, name: str = "model") -> str:

@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from .composing import HeadComposition
+from .composing import HeadComposition  # pyright: ignore[reportMissingImports]
 from .modeling_head_maps import HeadMapsConfig, HeadMapsForCausalLM, spread
 
 NAME = "composed_heads"
