@@ -47,8 +47,8 @@ def planning(scale: Scale) -> Iterator[Row]:
             )
         )
         yield Row(kind, taken, long, "s", "prepared and searched, one core, once each")
-        ours, theirs = (-cost.score(found.partition) for found in (quick, slow))
-        yield Row(f"{kind}: exact cost", ours, theirs, "squared error", "1 or more: no worse")
+        ours, rival = (-cost.score(found.partition) for found in (quick, slow))
+        yield Row(f"{kind}: exact cost", ours, rival, "squared error", "1 or more: no worse")
 
 
 def by_ladder(layer: LayerHeads, statistics: LayerStatistics, equal_sizes: bool) -> Grouping:
