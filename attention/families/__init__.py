@@ -62,9 +62,9 @@ class Family:
 def families() -> dict[str, Family]:
     """All families by model type. A module whose name starts with an underscore is a helper, not a family."""
     by_type = {}
-    for info in pkgutil.iter_modules(__path__):
-        if not info.name.startswith("_"):
-            family = importlib.import_module(f"{__name__}.{info.name}").FAMILY
+    for info in pkgutil.walk_packages(__path__, f"{__name__}."):
+        if not info.ispkg and not info.name.rpartition(".")[2].startswith("_"):
+            family = importlib.import_module(info.name).FAMILY
             by_type[family.name] = family
     return by_type
 

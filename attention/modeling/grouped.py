@@ -17,8 +17,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer, Static
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from attention.modeling.composed_cache import ComposedLayer
-from attention.modeling.composing import HeadComposition
+from attention.modeling.composition.composed_cache import ComposedLayer
+from attention.modeling.composition.composing import HeadComposition
 from attention.modeling.decoding import HeadMaps, decode, decode_mix, decode_scores
 from attention.modeling.growing_cache import grow_cache
 from attention.modeling.scores import capped, explicit_attention

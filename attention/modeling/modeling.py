@@ -15,8 +15,8 @@ from transformers.cache_utils import Cache
 
 from attention.families import Family, families, family_of, geometry_of, window_of
 from attention.geometry import HeadGeometry
-from attention.modeling.composing import HeadComposition
 from attention.modeling.composition import attach_composition, reset_missing
+from attention.modeling.composition.composing import HeadComposition
 from attention.modeling.grouped import NAME, attach, make_uneven
 from attention.modeling.shared_heads import share, sharing_layers
 from attention.modeling.shared_weights import SharedProjection

@@ -77,9 +77,8 @@ def search_problem(config: SearchConfig, geometry: HeadGeometry) -> SearchProble
     """What the searcher of a configuration is handed. Raises ConfigError for a candidate that cannot be."""
     section, named = config.search, named_candidates(config, geometry)
     space, params = candidate_space(config, geometry), searcher_settings(config)
-    return SearchProblem(
-        space, named, section.num_samples, section.seed, params, tuple(config.seeds), config.objectives
-    )
+    seeds, objectives = tuple(config.seeds), config.objectives
+    return SearchProblem(space, named, section.num_samples, section.seed, params, seeds, objectives=objectives)
 
 
 def check_scheduler(config: SearchConfig) -> None:

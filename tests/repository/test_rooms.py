@@ -15,7 +15,8 @@ MOST_FILES = 15
 
 def imports(root: Path, packages: Iterable[str]) -> dict[str, set[str]]:
     """Which module imports which, those inside functions and for type checking included."""
-    found = (path for package in packages for path in (root / package).rglob("*.py"))
+    every = (path for package in packages for path in (root / package).rglob("*.py"))
+    found = (path for path in every if path.parent.name != "_code")  # what exports have copies of, run elsewhere
     modules = {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path for path in found}
     graph: dict[str, set[str]] = {}
     for name, path in modules.items():

@@ -23,7 +23,8 @@ from attention.io.precision import DTYPES
 from attention.io.stock_files import older_form, put_tokenizer
 from attention.io.targets import Held, Lowered, Target, TargetError, phi
 from attention.io.targets._pairs import written_out
-from attention.modeling import composing, scores
+from attention.modeling import scores
+from attention.modeling.composition import composing
 from attention.modeling.modeling import family_fields, plan_of
 from attention.plan import AttentionPlan
 

@@ -37,8 +37,8 @@ class SearchProblem:
     seed: int
     settings: Mapping[str, Any] = field(default_factory=dict)
     seeds: tuple[int, ...] = (0,)
-    objectives: tuple[str, ...] = OBJECTIVES
     similarities: Callable[[Recipe], Mapping[tuple[int, str], np.ndarray]] | None = None
+    objectives: tuple[str, ...] = OBJECTIVES
 
     @property
     def total(self) -> int:

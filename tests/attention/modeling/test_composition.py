@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from attention.conversion.conversion import build, convert
 from attention.families import families
 from attention.io import checkpoint
-from attention.modeling.composing import EPSILON, Compose, DynamicWeights, HeadComposition
 from attention.modeling.composition import compositions, reset
+from attention.modeling.composition.composing import EPSILON, Compose, DynamicWeights, HeadComposition
 from attention.modeling.grouped import cache_bytes
 from attention.plan import AttentionPlan, Composition, LayerPlan, PlanError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +61,7 @@ class Perfect(torch.nn.Module):
 
     def __init__(self, words: int) -> None:
         super().__init__()
+        self.config = SimpleNamespace()
         self.head = torch.nn.Linear(words, words, bias=False)
         self.head.weight.data = torch.eye(words)
 

@@ -37,14 +37,14 @@ WHOLE = [
     "promotion.steps=4",
     "promotion.evaluations=2",
 ]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(2400)]
 
 
 @pytest.mark.parametrize(
     ("settings", "losses"),
     [
         pytest.param(SHORT, {}, id="short"),
-        pytest.param(WHOLE, {"node": 1, "drain": 3}, id="nodes_go", marks=pytest.mark.extended),
+        pytest.param(WHOLE, {"node": 1, "drain": 3}, id="nodes_go"),
     ],
 )
 def test_a_search_for_gpus_runs_to_its_end_from_a_head_alone(

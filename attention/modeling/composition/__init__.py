@@ -1,5 +1,5 @@
-"""The composition of heads (`attention.modeling.composing`) in a model: its modules found, initialised, and given what
-they need within attention."""
+"""The composition of heads (`attention.modeling.composition.composing`) in a model: its modules found, initialised, and
+given what they need within attention."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from attention.modeling.composed_cache import composed_layer
-from attention.modeling.composing import Compose, DynamicWeights, HeadComposition, QueryKeyNorm
+from attention.modeling.composition.composed_cache import composed_layer
+from attention.modeling.composition.composing import Compose, DynamicWeights, HeadComposition, QueryKeyNorm
 
 OWNERS = (DynamicWeights, Compose, QueryKeyNorm)
 """The modules that own parameters of a composition, each with a `reset` for these."""

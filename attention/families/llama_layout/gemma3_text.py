@@ -8,7 +8,7 @@ from typing import Any
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from attention.families import _separate
-from attention.families.gemma import check_causal
+from attention.families.llama_layout.gemma import check_causal
 from attention.geometry import HeadGeometry
 
 
