@@ -79,7 +79,7 @@ def test_a_search_for_llama_cpp_has_three_objectives_and_ends_in_it(tmp_path: Pa
     lowest, highest = min(times["seconds"]), max(times["seconds"])
     trials = {t["trial_id"]: t for t in outcome["trials"]}
     assert len(trials) == 6 and all(lowest <= t[DECODE] <= highest for t in trials.values())
-    promoted = [c for c in outcome["promotion"]["candidates"] if c["status"] == "promoted"]
+    promoted = [c for c in outcome["promotion"]["candidates"].values() if c["status"] == "promoted"]
     assert promoted
     for one in promoted:
         assert one["checks"]["engine"] == "llama.cpp"

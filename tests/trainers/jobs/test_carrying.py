@@ -293,8 +293,8 @@ def test_a_hundred_jobs_leave_nothing_in_a_process(other: TrainJob, stage: int, 
         if number in (20, jobs - 1):
             seen[number] = held()
     assert len(digests) == 1, "what ran before in the process changes nothing"
-    for what in ("tensors", "files", "threads"):
-        assert seen[jobs - 1][what] <= seen[20][what], what
+    for what, by_chance in {"tensors": 0, "files": 2, "threads": 0}.items():  # a leak would be one a job
+        assert seen[jobs - 1][what] <= seen[20][what] + by_chance, what
     # DeepSpeed keeps a little of every engine with ZeRO 3 (0.19: megabytes); a model a job would be far more
     assert seen[jobs - 1]["memory"] - seen[20]["memory"] < (jobs - 21) * 0.3e6, seen
 
