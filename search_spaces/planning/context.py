@@ -17,8 +17,19 @@ from transformers import PreTrainedModel
 
 from attention.calibration.store import Calibration
 from attention.conversion.conversion import convert
-from attention.conversion.refinement.local import FIT_BATCH, FIT_RATE, FIT_TOKENS, LayerTask, fit_module
+from attention.conversion.refinement.capture import Record
+from attention.conversion.refinement.local import (
+    FIT_BATCH,
+    FIT_RATE,
+    FIT_TOKENS,
+    LayerTask,
+    fit_module,
+    output_errors,
+    records_in_float,
+)
 from attention.conversion.refinement.refine import refine
+from attention.conversion.sensitivity import expected_cost, output_metrics
+from attention.families import family_of
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.modeling.losses import language_loss
@@ -28,6 +39,8 @@ from attention.plan_parts import groups_of
 from search_spaces.planning.loss_increases import LayerTrials
 from search_spaces.recipes.recipe import Recipe
 
+ESTIMATED, MEASURED = "estimated", "measured"  # ways to know the loss increase of one layer
+
 
 @dataclass(frozen=True)
 class PlanningContext:
@@ -36,7 +49,8 @@ class PlanningContext:
     `heads`: lifted, one entry a layer (`attention.conversion.conversion.lift`). `calibration` for parts that need
     statistics; `model` for the layer-output score (rotary tables); `model` and `sequences` `[N, T]` for whole-model
     scores and measured curves. `cache_dir`: folder where measured curves are kept, beside `curves` in memory.
-    `fusion_distances`: of DHA's search phase, `[L, H, H]` for "key" and "value". Raises ValueError if heads or
+    `fusion_distances`: of DHA's search phase, `[L, H, H]` for "key" and "value"; `output_metrics`: of
+    `attention.conversion.sensitivity`, worked out from the model where they are not given. Raises ValueError if heads or
     statistics do not fit the geometry.
     """
 
@@ -47,10 +61,13 @@ class PlanningContext:
     sequences: Tensor | None = None
     cache_dir: str | Path | None = None
     fusion_distances: Mapping[str, np.ndarray] | None = None
+    output_metrics: Sequence[Tensor] | None = None
     curves: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
     _similarities: dict[Any, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
     _trials: dict[int, LayerTrials] = field(default_factory=dict, repr=False, compare=False)
     _tasks: dict[int, LayerTask] = field(default_factory=dict, repr=False, compare=False)
+    _records: dict[tuple[int, int], tuple[Record, ...]] = field(default_factory=dict, repr=False, compare=False)
+    _metrics: dict[int, list[Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         layers, heads = self.geometry.num_layers, self.geometry.num_heads
@@ -84,11 +101,21 @@ class PlanningContext:
             raise ValueError("measuring the increase of the loss needs a model and sequences in the context")
         return self.sequences[: max(1, tokens // self.sequences.shape[1])]
 
-    def increase_of(self, recipe: Recipe, plan: AttentionPlan, layer: int, *, tokens: int, fit_steps: int = 0) -> float:
+    def increase_of(
+        self,
+        recipe: Recipe,
+        plan: AttentionPlan,
+        layer: int,
+        *,
+        tokens: int,
+        fit_steps: int = 0,
+        increases: str = MEASURED,
+    ) -> float:
         """Loss increase in nats a token if only `layer` follows `plan`, with the recipe's alignment and fusion.
 
         With `fit_steps` the layer is first fitted to the original's output for so many steps, as refinement will do.
-        Raises ValueError without model or sequences.
+        `increases`: MEASURED, by running the whole model, or ESTIMATED, from the error of the attention's output
+        (`attention.conversion.sensitivity`), of the layer as it is. Raises ValueError without model or sequences.
         """
         if tokens not in self._trials:
             self._trials[tokens] = LayerTrials(self.model, self.measured_on(tokens))  # type: ignore[arg-type]
@@ -96,6 +123,9 @@ class PlanningContext:
         statistics = self.calibration.layers[layer] if self.calibration else None
         for axis in ("alignment", "fusion"):
             heads = recipe.apply(axis, heads, layer_plan, statistics, self.geometry.layer(layer))
+        if increases == ESTIMATED:
+            errors = output_errors(trials.module(layer, heads, layer_plan), self._records_of(layer, tokens))
+            return expected_cost(self._metric(layer, tokens), errors)
         if not fit_steps:
             return trials.increase(layer, heads.expand(layer_plan.key_map, layer_plan.value_map))
         module = trials.module(layer, heads, layer_plan)
@@ -109,6 +139,22 @@ class PlanningContext:
             used = self.measured_on(FIT_TOKENS)
             self._tasks[layer] = LayerTask.of(self.model, layer, used, FIT_BATCH)  # type: ignore[arg-type]
         return self._tasks[layer]
+
+    def _records_of(self, layer: int, tokens: int) -> tuple[Record, ...]:
+        """What enters and leaves a layer's attention in the original; only the last one asked for is kept."""
+        if (layer, tokens) not in self._records:
+            self._records.clear()
+            module = family_of(self.model.config).attention_modules(self.model)[layer]  # type: ignore[union-attr]
+            made = records_in_float(self.model, module, self.measured_on(tokens), FIT_BATCH)  # type: ignore[arg-type]
+            self._records[layer, tokens] = made
+        return self._records[layer, tokens]
+
+    def _metric(self, layer: int, tokens: int) -> Tensor:
+        if self.output_metrics is not None:
+            return self.output_metrics[layer]
+        if tokens not in self._metrics:
+            self._metrics[tokens] = output_metrics(self.model, self.measured_on(tokens))  # type: ignore[arg-type]
+        return self._metrics[tokens][layer]
 
     def fusion_distance(self, layer: int, sides: Sequence[str]) -> np.ndarray | None:
         """L_head of Eq. 7 (paper 000) of a layer's units, summed over `sides`, `[U, U]`; None if not there."""

@@ -24,7 +24,7 @@ from search_spaces.grouping.neighbour import neighbour_partition
 from search_spaces.grouping.problem import GroupingProblem
 from search_spaces.partitions import Partition
 from search_spaces.planning.budgets import check_budget, problem_of
-from search_spaces.planning.context import PlanningContext
+from search_spaces.planning.context import MEASURED, PlanningContext
 from search_spaces.planning.curves import Curves, curve_name
 from search_spaces.planning.prices import prices_of_site
 from search_spaces.recipes.recipe import AXES, Recipe
@@ -212,7 +212,9 @@ class _Planner:
         """Measured curves of this recipe, shared by all budgets through the context and its cache folder."""
         own = self.recipe.knobs("allocation")
         fitted = self.recipe.knobs("refinement").get("fit_steps", 0)  # what no refinement will fit is measured as it is
-        knobs = {"tokens": own["tokens"], "fit_steps": min(own["fit_steps"], fitted)}
+        knobs = {"tokens": own["tokens"], "increases": own["increases"]}
+        if own["increases"] == MEASURED:
+            knobs["fit_steps"] = min(own["fit_steps"], fitted)
 
         def group(layer: int, sides: tuple[str, ...], groups: int) -> Partition:
             if groups == 1:

@@ -14,12 +14,15 @@ from attention.axes import REFINEMENT
 
 @dataclass(frozen=True)
 class LayerFit:
-    """Held-out error of one layer before and after, relative to the target's power, and whether the change was kept."""
+    """Held-out error of one layer before and after, relative to the target's power, whether the change was kept, and
+    what was optimised for it: Adam steps, and tokens that went through the layer in them, each pass counted."""
 
     step: str
     layer: int
     before: float
     after: float
+    optimizer_steps: int = 0
+    tokens: int = 0
 
     @property
     def kept(self) -> bool:
