@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention.calibration.store import Calibration
 from attention.conversion.conversion import convert
-from attention.conversion.refinement.capture import Record
 from attention.conversion.refinement.local import (
     FIT_BATCH,
     FIT_RATE,
@@ -25,16 +24,15 @@ from attention.conversion.refinement.local import (
     LayerTask,
     fit_module,
     output_errors,
-    records_in_float,
 )
+from attention.conversion.refinement.parallel import each_layer
 from attention.conversion.refinement.refine import refine
 from attention.conversion.sensitivity import expected_cost, output_metrics
-from attention.families import family_of
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.modeling.losses import language_loss
 from attention.modeling.mlp import MlpWeights, mlp_sites, read
-from attention.plan import AttentionPlan
+from attention.plan import AttentionPlan, LayerPlan
 from attention.plan_parts import groups_of
 from search_spaces.planning.loss_increases import LayerTrials
 from search_spaces.recipes.recipe import Recipe
@@ -50,8 +48,8 @@ class PlanningContext:
     statistics; `model` for the layer-output score (rotary tables); `model` and `sequences` `[N, T]` for whole-model
     scores and measured curves. `cache_dir`: folder where measured curves are kept, beside `curves` in memory.
     `fusion_distances`: of DHA's search phase, `[L, H, H]` for "key" and "value"; `output_metrics`: of
-    `attention.conversion.sensitivity`, worked out from the model where they are not given. Raises ValueError if heads or
-    statistics do not fit the geometry.
+    `attention.conversion.sensitivity`, worked out from the model where they are not given. Raises ValueError if heads
+    or statistics do not fit the geometry.
     """
 
     geometry: HeadGeometry
@@ -66,7 +64,6 @@ class PlanningContext:
     _similarities: dict[Any, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
     _trials: dict[int, LayerTrials] = field(default_factory=dict, repr=False, compare=False)
     _tasks: dict[int, LayerTask] = field(default_factory=dict, repr=False, compare=False)
-    _records: dict[tuple[int, int], tuple[Record, ...]] = field(default_factory=dict, repr=False, compare=False)
     _metrics: dict[int, list[Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -101,36 +98,57 @@ class PlanningContext:
             raise ValueError("measuring the increase of the loss needs a model and sequences in the context")
         return self.sequences[: max(1, tokens // self.sequences.shape[1])]
 
-    def increase_of(
+    def increases_of(
         self,
         recipe: Recipe,
-        plan: AttentionPlan,
+        plans: Sequence[AttentionPlan],
         layer: int,
         *,
         tokens: int,
         fit_steps: int = 0,
         increases: str = MEASURED,
-    ) -> float:
-        """Loss increase in nats a token if only `layer` follows `plan`, with the recipe's alignment and fusion.
+    ) -> list[float]:
+        """Loss increase in nats a token if only `layer` follows a plan, of each of `plans`, with the recipe's alignment
+        and fusion.
 
-        With `fit_steps` the layer is first fitted to the original's output for so many steps, as refinement will do.
-        `increases`: MEASURED, by running the whole model, or ESTIMATED, from the error of the attention's output
-        (`attention.conversion.sensitivity`), of the layer as it is. Raises ValueError without model or sequences.
+        `increases`: MEASURED by running the whole model, or ESTIMATED from the error of the attention's output
+        (`attention.conversion.sensitivity`). With `fit_steps` the layer is first fitted to the original's output for so
+        many steps, as refinement will do: a fit takes away most of what fused keys cost, and little of what values do.
+        So an estimate is made without one where keys stay as they are. Raises ValueError without model or sequences.
         """
         if tokens not in self._trials:
             self._trials[tokens] = LayerTrials(self.model, self.measured_on(tokens))  # type: ignore[arg-type]
-        trials, heads, layer_plan = self._trials[tokens], self.heads[layer], plan.layers[layer]
-        statistics = self.calibration.layers[layer] if self.calibration else None
-        for axis in ("alignment", "fusion"):
-            heads = recipe.apply(axis, heads, layer_plan, statistics, self.geometry.layer(layer))
-        if increases == ESTIMATED:
-            errors = output_errors(trials.module(layer, heads, layer_plan), self._records_of(layer, tokens))
-            return expected_cost(self._metric(layer, tokens), errors)
-        if not fit_steps:
-            return trials.increase(layer, heads.expand(layer_plan.key_map, layer_plan.value_map))
-        module = trials.module(layer, heads, layer_plan)
-        fit_module(module, self._task(layer), fit_steps, FIT_RATE, torch.Generator().manual_seed(layer))
-        return trials.increase(layer, trials.heads_of(module, layer_plan))
+        trials, own = self._trials[tokens], self.geometry.kv_map
+
+        def fused(plan: LayerPlan) -> LayerHeads:
+            heads = self.heads[layer]
+            statistics = self.calibration.layers[layer] if self.calibration else None
+            for axis in ("alignment", "fusion"):
+                heads = recipe.apply(axis, heads, plan, statistics, self.geometry.layer(layer))
+            return heads
+
+        def module(plan: LayerPlan, fit: bool) -> nn.Module:
+            made = trials.module(layer, fused(plan), plan)
+            if fit:
+                fit_module(made, task, fit_steps, FIT_RATE, torch.Generator().manual_seed(layer))
+            return made
+
+        def estimated(plan: LayerPlan) -> float:
+            made = module(plan, fit=bool(fit_steps) and plan.key_map != own)
+            return expected_cost(metric, output_errors(made, task.check))
+
+        def measured(plan: LayerPlan) -> float:
+            if fit_steps:
+                return trials.increase(layer, trials.heads_of(module(plan, fit=True), plan))
+            return trials.increase(layer, fused(plan).expand(plan.key_map, plan.value_map))
+
+        asked = [plan.layers[layer] for plan in plans]
+        if increases == MEASURED:
+            task = self._task(layer) if fit_steps else None
+            return [measured(plan) for plan in asked]
+        task, metric = self._task(layer), self._metric(layer, tokens)
+        size = sum(p.numel() for p in trials.modules[layer].parameters())
+        return each_layer(len(asked), lambda i: estimated(asked[i]), size, trials.model.device)
 
     def _task(self, layer: int) -> LayerTask:
         """What a layer is fitted to; only the last one asked for is kept."""
@@ -139,15 +157,6 @@ class PlanningContext:
             used = self.measured_on(FIT_TOKENS)
             self._tasks[layer] = LayerTask.of(self.model, layer, used, FIT_BATCH)  # type: ignore[arg-type]
         return self._tasks[layer]
-
-    def _records_of(self, layer: int, tokens: int) -> tuple[Record, ...]:
-        """What enters and leaves a layer's attention in the original; only the last one asked for is kept."""
-        if (layer, tokens) not in self._records:
-            self._records.clear()
-            module = family_of(self.model.config).attention_modules(self.model)[layer]  # type: ignore[union-attr]
-            made = records_in_float(self.model, module, self.measured_on(tokens), FIT_BATCH)  # type: ignore[arg-type]
-            self._records[layer, tokens] = made
-        return self._records[layer, tokens]
 
     def _metric(self, layer: int, tokens: int) -> Tensor:
         if self.output_metrics is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,11 +28,14 @@ def test_one_calibration_and_one_measurement_for_all_ratios(
     tmp_path: Path, demo_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    calibrate, increase_of = calibrating.calibrate, PlanningContext.increase_of
+    calibrate, increases_of = calibrating.calibrate, PlanningContext.increases_of
     monkeypatch.setattr(in_memory, "calibrate", lambda *a, **k: calls.append("calibrate") or calibrate(*a, **k))
-    monkeypatch.setattr(
-        PlanningContext, "increase_of", lambda *a, **k: calls.append("loss_increase") or increase_of(*a, **k)
-    )
+
+    def counted(self: Any, recipe: Any, plans: Any, *a: Any, **k: Any) -> list[float]:
+        calls.extend(["loss_increase"] * len(plans))
+        return increases_of(self, recipe, plans, *a, **k)
+
+    monkeypatch.setattr(PlanningContext, "increases_of", counted)
     knobs = {"allocation.tokens": 256, "allocation.fit_steps": 0}
     chosen = recipe("gqa", fusion="least_squares", together=False, allocation="knapsack", **knobs)
     record = convert_curve(demo_dir, chosen, [0.25, 0.9, 0.5], tmp_path / "out", **SMALL)

@@ -20,7 +20,7 @@ from attention.families import families
 from attention.io import checkpoint
 from attention.io.layer_models import Head, LazyWeights, WeightsError, advance, embed, open_window
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion import one_layer
+from orchestrator.conversion import one_layer, plan_by_layer
 from orchestrator.conversion.convert import convert_checkpoint
 from orchestrator.conversion.layer_by_layer import convert_layerwise
 
@@ -109,6 +109,7 @@ RECIPES = [
     pytest.param("headfold_gqa", QUICK, id="fit_heal"),
     pytest.param("align", {"relaxation": "none"}, id="align"),
     extended("headfold_gqa", {"refinement": "heal", "together": False}, id="apart"),
+    pytest.param("headfold", {"refinement": "heal", "allocation.tokens": 768}, id="headfold"),
 ]
 
 
@@ -208,10 +209,43 @@ def test_a_killed_conversion_goes_on_at_the_layer_it_reached(
     assert "starting over" in said[-5]
 
 
+@pytest.mark.parametrize("recipe", ["headfold", "headfold_layers"])
+def test_a_plan_of_all_layers_is_that_of_the_whole_model_and_goes_on_after_a_kill(
+    recipe: str, tiny_model: Tiny, demo_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: Any
+) -> None:
+    source = stored(tiny_model("qwen3", vocab_size=2048, num_hidden_layers=4), tmp_path / "source", demo_tokenizer)
+    changes = {**QUICK, "allocation.tokens": 480, "grouping.equal_sizes": False}
+    run: dict[str, Any] = {"recipe_settings": changes, **SMALL}
+    memory = convert_checkpoint(source, recipe, 0.5, tmp_path / "memory", **run)
+    assert len({tuple(layer["key_map"]) for layer in memory["plan"]["layers"]}) > 1, "layers of different counts"
+    planned: list[dict[str, Any]] = []
+    curves_of_layer = plan_by_layer.curves_of_layer
+
+    def until_the_third(*args: Any) -> Any:
+        if len(planned) == 2:
+            planned.append({})
+            raise KeyboardInterrupt
+        planned.append(curves_of_layer(*args))
+        return planned[-1]
+
+    monkeypatch.setattr(plan_by_layer, "curves_of_layer", until_the_third)
+    with pytest.raises(KeyboardInterrupt, match="what the plan rests on is kept in"):
+        convert_layerwise(source, recipe, 0.5, tmp_path / "stream", **run)
+    said: list[str] = []
+    layerwise = convert_layerwise(source, recipe, 0.5, tmp_path / "stream", progress=said.append, **run)
+    assert len(planned) == 5 and "going on with the plan" in said[0] and "loss increases of layer 3/4" in said[1]
+    assert_same(memory, layerwise, 2048)
+    assert not list(tmp_path.glob(".stream*"))
+
+
 @pytest.mark.parametrize(
     ("recipe", "changes", "said"),
     [
-        ("headfold", {}, ["allocation=knapsack", "--set allocation=uniform", "headfold_gqa"]),
+        (
+            "headfold",
+            {"allocation.increases": "measured"},
+            ["allocation.increases=measured", "--set allocation.increases=estimated"],
+        ),
         ("dha", {}, ["allocation=dha", "objective=fusion_loss"]),
         ("directshare", {}, ["sharing=direct", "--set sharing=none"]),
         ("asymgqa", {"objective": "model"}, ["objective=model", "--set objective=least_squares"]),
