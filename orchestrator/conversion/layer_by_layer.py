@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from attention import garbage
+from attention.conversion.refinement.refine import Work
 from attention.io import checkpoint
 from attention.io.layer_models import Head, LazyWeights, embed, stored_outer_names
 from attention.io.replacing import check_folder, parents_made
@@ -35,6 +36,7 @@ from orchestrator.conversion.one_layer import LayerwiseConversion, batch_size, c
 from orchestrator.conversion.plan_by_layer import PlanByLayer
 from orchestrator.conversion.progress import Stage, check_stage
 from orchestrator.conversion.request import ConversionRequest
+from orchestrator.conversion.steps import cost
 from orchestrator.storage.outputs import Interrupted
 from orchestrator.storage.records import clock
 from search_spaces.planning.budgets import counts_of
@@ -107,7 +109,9 @@ class LayerwiseJob:
                 self.progress(stage.leave())
                 raise
         plan = stage.plan(self.request.geometry.head_dim)
-        more = {"fits": [fit for layer in stage.layers for fit in layer["fits"]], "layerwise": True}
+        fits = [fit for layer in stage.layers for fit in layer["fits"]]
+        spent = cost([*stage.planned, *(Work(**fit["work"]) for fit in fits)], self.request.phases)
+        more = {"fits": fits, "layerwise": True, "cost": spent}
         record = self.request.record(plan, self.kv_ratio, sequences, measured, self.out)
         return record | more | {"seconds": dict(self.request.phases)}
 
@@ -174,7 +178,9 @@ class LayerwiseJob:
         batch = batch_size(geometry.num_heads, length)
         generators, _ = site_generators(np.random.default_rng(request.seed), geometry.num_layers)
         if "measure" in AXES["allocation"].get(recipe.allocation).needs:
-            plan = PlanByLayer(request, weights, self.kv_ratio, stage, batch, self.progress).plan(used)
+            planner = PlanByLayer(request, weights, self.kv_ratio, stage, batch, self.progress)
+            plan = planner.plan(used)
+            stage.planned = planner.work()
             plain = checkpoint.plain_form(headfold_config(request.config, plan), plan) is not None
             return LayerwiseConversion(request, weights, plan, generators, len(used), plain, batch)
         counts = counts_of(recipe, self.kv_ratio, geometry)

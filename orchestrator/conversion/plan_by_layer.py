@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attention.calibration.calibration import calibrate, silent
 from attention.conversion import conversion
+from attention.conversion.refinement.refine import Work
 from attention.families import geometry_of
 from attention.io.layer_metrics import read_metric, write_metrics
 from attention.io.layer_models import LazyWeights, advance, embed, open_window, rows_of
@@ -52,12 +53,16 @@ class PlanByLayer:
         if missing := [layer for layer in range(geometry.num_layers) if str(layer) not in known]:
             self._metrics(calibration)
             self._curves(calibration, missing, asked, known)
-        points = {
-            point_key(layer, tuple(sides.split("+")), int(count)): Point(increase, _groups(groups))
-            for layer in range(geometry.num_layers)
-            for (sides, count), (increase, groups) in ((key.split("/"), p) for key, p in known[str(layer)].items())
-        }
+        points: dict[str, Point] = {}
+        for layer in range(geometry.num_layers):
+            for key, (increase, groups) in known[str(layer)]["points"].items():
+                sides, count = key.split("/")
+                points[point_key(layer, tuple(sides.split("+")), int(count))] = Point(increase, _groups(groups))
         return plan_from_curves(request.recipe, self.kv_ratio, geometry, points)
+
+    def work(self) -> list[Work]:
+        """What it took so far, by layer."""
+        return [Work(**layer["work"]) for layer in self._known().values()]
 
     def _known(self) -> dict[str, Any]:
         file = self.stage.folder / CURVES
@@ -100,7 +105,8 @@ class PlanByLayer:
                         output_metrics=[metric],
                     )  # fmt: skip
                     points = curves_of_layer(request.recipe, mine, context, generators[2 * layer : 2 * layer + 2])
-                known[str(layer)] = {key.partition("/")[2]: list(point) for key, point in points.items()}
+                found = {key.partition("/")[2]: list(point) for key, point in points.items()}
+                known[str(layer)] = {"points": found, "work": asdict(sum(context.work, Work()))}
                 write_json(self.stage.folder / CURVES, known)
                 self.stage.spent(request.phases)
                 done = missing.index(layer) + 1

@@ -18,6 +18,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
+from attention.conversion.refinement.refine import Work
 from attention.io.replacing import OutputError, entries
 from attention.io.shards import shard_path, write_shard
 from attention.plan import AttentionPlan, LayerPlan
@@ -37,7 +38,8 @@ class Stage:
     """`folder` holds `state.json`, what a plan rests on, the streams that enter the next layer, and in `result` the
     shards of those done.
 
-    `identity`: all that the result depends on; `layers`: what was found in each layer done; `seconds` by phase.
+    `identity`: all that the result depends on; `layers`: what was found in each layer done; `seconds` by phase; `planned`:
+    what the plan took.
     """
 
     folder: Path
@@ -45,6 +47,7 @@ class Stage:
     layers: list[dict[str, Any]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     note: str = ""
+    planned: list[Work] = field(default_factory=list)
     finishing: bool = False
 
     @classmethod

@@ -26,7 +26,7 @@ from attention.conversion.refinement.local import (
     output_errors,
 )
 from attention.conversion.refinement.parallel import each_layer
-from attention.conversion.refinement.refine import refine
+from attention.conversion.refinement.refine import Work, refine
 from attention.conversion.sensitivity import expected_cost, output_metrics
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
@@ -48,8 +48,8 @@ class PlanningContext:
     statistics; `model` for the layer-output score (rotary tables); `model` and `sequences` `[N, T]` for whole-model
     scores and measured curves. `cache_dir`: folder where measured curves are kept, beside `curves` in memory.
     `fusion_distances`: of DHA's search phase, `[L, H, H]` for "key" and "value"; `output_metrics`: of
-    `attention.conversion.sensitivity`, worked out from the model where they are not given. Raises ValueError if heads
-    or statistics do not fit the geometry.
+    `attention.conversion.sensitivity`, worked out from the model where they are not given. `work`: of
+    each fit so far. Raises ValueError if heads or statistics do not fit the geometry.
     """
 
     geometry: HeadGeometry
@@ -60,6 +60,7 @@ class PlanningContext:
     cache_dir: str | Path | None = None
     fusion_distances: Mapping[str, np.ndarray] | None = None
     output_metrics: Sequence[Tensor] | None = None
+    work: list[Work] = field(default_factory=list, repr=False, compare=False)
     curves: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
     _similarities: dict[Any, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
     _trials: dict[int, LayerTrials] = field(default_factory=dict, repr=False, compare=False)
@@ -89,7 +90,8 @@ class PlanningContext:
             raise ValueError(f"recipe {recipe.name} measures whole models; the context needs a model and sequences")
         converted = convert_with(recipe, self.model, plan, self.calibration, share=True)
         if refinement is not None:
-            refine(recipe.refinement, self.model, converted, self.sequences, refinement)
+            fits = refine(recipe.refinement, self.model, converted, self.sequences, refinement)
+            self.work.extend(fit.work for fit in fits)
         return language_loss(converted, self.sequences)
 
     def measured_on(self, tokens: int) -> Tensor:
@@ -130,7 +132,8 @@ class PlanningContext:
         def module(plan: LayerPlan, fit: bool) -> nn.Module:
             made = trials.module(layer, fused(plan), plan)
             if fit:
-                fit_module(made, task, fit_steps, FIT_RATE, torch.Generator().manual_seed(layer))
+                generator = torch.Generator().manual_seed(layer)
+                self.work.append(fit_module(made, task, fit_steps, FIT_RATE, generator)[-1])
             return made
 
         def estimated(plan: LayerPlan) -> float:

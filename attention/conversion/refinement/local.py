@@ -22,12 +22,12 @@ from attention.axes import Knob
 from attention.conversion.refinement.capture import Record, held_out, recorded
 from attention.conversion.refinement.healing import HEAL_KNOBS, heal
 from attention.conversion.refinement.parallel import ONE_AT_A_TIME, each_layer
-from attention.conversion.refinement.refine import REFINEMENT, LayerFit
+from attention.conversion.refinement.refine import REFINEMENT, LayerFit, Work
 from attention.families import family_of
 from attention.modeling.modeling import plan_of
 from attention.modeling.running import entered_by, entering
 
-FIT_RATE, FIT_BATCH, FIT_TOKENS = 0.5, 2, 16_384
+FIT_RATE, FIT_BATCH, FIT_TOKENS = 0.5, 2, 32_768
 FIT_KNOBS = (
     Knob("fit_steps", "int", "Adam steps a layer", 1, 100_000),
     Knob("fit_rate", "log_float", "largest step, as the relative change of an output at most", 1e-4, 1e2),
@@ -135,9 +135,9 @@ def _batches(count: int, batch: int, steps: int, generator: torch.Generator) -> 
 
 def fit_module(
     module: nn.Module, task: LayerTask, steps: int, rate: float, generator: torch.Generator
-) -> tuple[float, float, int]:
+) -> tuple[float, float, Work]:
     """Train `module` (float32) in place; it ends in the best state met on the held-out records, the first included.
-    Returns the held-out error before and after, and the steps that were made.
+    Returns the held-out error before and after, and the work.
 
     Adam with a short linear warm-up and a cosine to 0. Where that ends no better than it began, the steps were too
     large for this layer: it is tried again with smaller ones, `RETRIES` times at most.
@@ -151,7 +151,8 @@ def fit_module(
         if best < before:
             break
         module.load_state_dict(start)
-    return before, best, made
+    tokens = made * task.batch * task.inputs.shape[1]
+    return before, best, Work(made, tokens, 6.0 * tokens * sum(p.numel() for p in module.parameters()))
 
 
 def _train(
@@ -211,7 +212,7 @@ def fit_layer(
         task = LayerTask.of(original, layer, sequences, batch)
     copied = copy.deepcopy(module).float().eval()
     before, after, made = fit_module(copied, task, steps, rate, torch.Generator().manual_seed(number))
-    result = LayerFit("fit", number, before, after, made, made * task.batch * sequences.shape[1])
+    result = LayerFit("fit", number, before, after, made)
     if result.kept:
         with torch.no_grad():
             for p, fitted in zip(module.parameters(), copied.parameters(), strict=True):
