@@ -161,6 +161,7 @@ SHARED = {
     "on the Ray cluster": ("ray_cluster", "on_group", "on_pair"),
     "with workers of torch": ("on_all", "on_both"),
     "with the harness of tasks": ("evaluation.task_files",),
+    "with the demo checkpoint's calibration": ("demo_calibration",),
 }
 """Files that are run by the same process, since they share what takes long to start or to import: words in them."""
 
@@ -213,9 +214,10 @@ def demo_tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="session")
 def little_text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A file of some 25,000 tokens, for tests that are about weights: the standard library takes seconds to read."""
+    """A file of some 60,000 tokens, 3,000 of them held out, for tests that are about weights: the standard library
+    takes seconds to read."""
     file = tmp_path_factory.mktemp("texts") / "words.jsonl"
-    words = inspect.getsource(argparse).splitlines()
+    words = [line for module in (argparse, inspect) for line in inspect.getsource(module).splitlines()]
     records = ({"text": "\n".join(words[i : i + 12])} for i in range(0, len(words), 12))
     file.write_text("\n".join(map(json.dumps, records)))
     return str(file)
