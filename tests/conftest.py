@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -158,7 +157,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 SHARED = {
-    "on the Ray cluster": ("ray_cluster", "on_group", "on_pair"),
+    "on the Ray cluster": ("ray_cluster", "on_group"),
     "with workers of torch": ("on_all", "on_both"),
     "with the harness of tasks": ("evaluation.task_files",),
     "with the demo checkpoint's calibration": ("demo_calibration",),
@@ -356,24 +355,11 @@ def on_both(on_all: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     return lambda folder, work, *args: on_all(2, folder, work, *args)
 
 
-@contextmanager
-def _pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Any], Any]]:
-    from orchestrator.cluster.pool_client import open_pool, train_on_pool
-
-    with open_pool(str(tmp_path_factory.mktemp("groups")), idle_seconds=120) as pool:
-        yield lambda job: train_on_pool(pool, job, lambda report: None)
-
-
 @pytest.fixture(scope="session")
 def on_group(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Any], Any]]:
     """`on_group(job)`: `run_training(job)` by Ray Train workers that stay, so that only the first of many jobs waits
     for processes. Jobs of 0.4 CPUs a worker leave room for groups of one and of two, and for a run of its own."""
-    with _pool(tmp_path_factory) as run:
-        yield run
+    from orchestrator.cluster.pool_client import open_pool, train_on_pool
 
-
-@pytest.fixture(scope="session")
-def on_pair(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Any], Any]]:
-    """`on_group` for jobs of two workers: in one pool, a group of another shape ends the one that stands idle."""
-    with _pool(tmp_path_factory) as run:
-        yield run
+    with open_pool(str(tmp_path_factory.mktemp("groups")), idle_seconds=120) as pool:
+        yield lambda job: train_on_pool(pool, job, lambda report: None)

@@ -65,12 +65,6 @@ def whole(job: TrainJob, others: set[str]) -> dict[str, Any]:
     return outcome
 
 
-@pytest.fixture(scope="module")
-def first(job: TrainJob, on_group: Any) -> dict[str, Any]:
-    """The job up to its first milestone."""
-    return on_group(other(job, "first", milestones=(10,), total_steps=STEPS))
-
-
 def other(job: TrainJob, name: str, **changes: Any) -> TrainJob:
     """The same job under another name, so that Ray does not take it for the same run."""
     return replace(job, run_name=name, out_dir=str(Path(job.out_dir).parent.parent / name / "out"), **changes)
@@ -142,8 +136,9 @@ def test_a_finished_run_is_not_done_again(job: TrainJob, whole: dict[str, Any], 
 
 @pytest.mark.slow
 def test_a_later_job_carries_on_where_an_earlier_one_stopped(
-    job: TrainJob, whole: dict[str, Any], first: dict[str, Any], on_group: Any
+    job: TrainJob, whole: dict[str, Any], on_group: Any
 ) -> None:
+    first = on_group(other(job, "first", milestones=(10,), total_steps=STEPS))
     rest = other(job, "rest", milestones=(STEPS,), start_step=10, resume_from=first["checkpoint_path"])
     second = on_group(rest)
     assert first["loss"] != second["loss"]
@@ -174,16 +169,14 @@ def test_divergence_reaches_the_caller_at_once(job: TrainJob, on_group: Any) -> 
     ],
 )
 def test_two_workers_at_every_zero_stage(
-    job: TrainJob, first: dict[str, Any], on_pair: Any, stage: int, dtype: str
+    job: TrainJob, whole: dict[str, Any], on_group: Any, stage: int, dtype: str
 ) -> None:
-    """As one worker in ten steps."""
     settings = job.settings.model_copy(
         update={"num_workers": 2, "zero_stage": stage, "dtype": dtype, "micro_batch_size": 2}
     )
-    short = other(job, f"stage{stage}{dtype}", settings=settings, milestones=(10,), total_steps=STEPS)
-    outcome = on_pair(short)
-    assert outcome["loss"] == pytest.approx(first["loss"], abs=0.01 if dtype == "float32" else 0.1)
+    outcome = on_group(other(job, f"stage{stage}{dtype}", settings=settings))
+    assert outcome["loss"] == pytest.approx(whole["loss"], abs=0.01 if dtype == "float32" else 0.1)
     measured = evaluate(checkpoint.load(outcome["out_dir"]), patterns(21, 1))
     assert outcome["loss"] == pytest.approx(measured.loss, abs=1e-4 if dtype == "float32" else 0.02)
-    assert outcome["tokens"] == first["tokens"]
+    assert outcome["tokens"] == whole["tokens"]
     assert checkpoint.load(outcome["out_dir"]).dtype == (torch.float32 if dtype == "float32" else torch.bfloat16)

@@ -158,9 +158,9 @@ def test_align_with_its_own_distillation(job: TrainJob, on_group: Any) -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_two_workers_at_every_zero_stage(job: TrainJob, whole: dict[str, Any], on_pair: Any, stage: int) -> None:
+def test_two_workers_at_every_zero_stage(job: TrainJob, whole: dict[str, Any], on_group: Any, stage: int) -> None:
     settings = job.settings.model_copy(update={"num_workers": 2, "zero_stage": stage, "micro_batch_size": 2})
-    outcome = on_pair(other(job, f"stage{stage}", settings=settings))
+    outcome = on_group(other(job, f"stage{stage}", settings=settings))
     for name in ("loss", "collapsed_loss"):
         assert outcome[name] == pytest.approx(whole[name], abs=0.02)
 
