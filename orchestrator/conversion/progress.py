@@ -38,8 +38,8 @@ class Stage:
     """`folder` holds `state.json`, what a plan rests on, the streams that enter the next layer, and in `result` the
     shards of those done.
 
-    `identity`: all that the result depends on; `layers`: what was found in each layer done; `seconds` by phase; `planned`:
-    what the plan took.
+    `identity`: all that the result depends on; `layers`: what was found in each layer done; `seconds` by phase;
+    `planned`: what the plan took.
     """
 
     folder: Path

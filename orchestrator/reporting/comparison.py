@@ -209,7 +209,7 @@ def footnote(rows: Sequence[Row]) -> str:
     note = (
         f"Each arm at its best learning rate of the same grid; mean ± sample standard deviation over {several} seeds; "
         "a rate with a failed, diverged or early stopped seed is left out of the choice; fit steps: Adam steps on "
-        "single layers before training; FLOPs: of these and of the training, 6 a parameter and token; seconds: all phases"
+        "single layers before training; FLOPs: of these and of the training, 6 a parameter and token; seconds: of all"
     )
     if any(row["seeds"] == 1 < several for row in rows):
         note += "; candidates that the searcher drew by itself have one seed"

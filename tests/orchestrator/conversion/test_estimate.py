@@ -71,7 +71,7 @@ def test_only_the_config_is_read(demo_dir: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_that_does_not_fit_is_streamed_by_itself(
-    demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    demo_dir: Path, tmp_path: Path, little_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not needs_layerwise(demo_dir, "gqa", 0.5, **SMALL)
     module = sys.modules["orchestrator.conversion.estimate"]
@@ -79,7 +79,8 @@ def test_a_model_that_does_not_fit_is_streamed_by_itself(
     assert needs_layerwise(demo_dir, "gqa", 0.5, **SMALL)
     assert needs_layerwise(demo_dir, "headfold", 0.5, **SMALL)
     assert not needs_layerwise(demo_dir, "directshare", 1.0, **SMALL)  # it cannot be, so it is tried in memory
-    record = convert_checkpoint(demo_dir, "gqa", 0.5, tmp_path / "out", layerwise=None, **SMALL)
+    texts = {"calibration_data": little_text, "eval_data": little_text}
+    record = convert_checkpoint(demo_dir, "gqa", 0.5, tmp_path / "out", layerwise=None, **SMALL, **texts)
     assert record["layerwise"]
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
 

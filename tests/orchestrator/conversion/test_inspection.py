@@ -30,6 +30,11 @@ SMALL: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def texts(little_text: str) -> None:
+    SMALL.update(calibration_data=little_text, eval_data=little_text)
+
+
 @pytest.mark.slow
 def test_what_is_told_of_the_demo_checkpoint(
     demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -62,7 +67,7 @@ def test_what_is_told_of_the_demo_checkpoint(
         raise AssertionError("measured again")
 
     monkeypatch.setattr(PlanningContext, "increases_of", again)
-    second = inspect_checkpoint(demo_dir, cache_dir=tmp_path, **SMALL)
+    second = inspect_checkpoint(demo_dir, cache_dir=tmp_path, **SMALL | {"compare": ["gqa"]})
     for name in ("sensitivity", "budgets", "similarity"):
         assert second[name] == record[name]
 

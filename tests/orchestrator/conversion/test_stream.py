@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import inspect
 import json
 import shutil
 from collections.abc import Callable
@@ -32,13 +30,9 @@ Tiny = Callable[..., PreTrainedModel]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def texts(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A little text of a known size, read by all tests here: what they are about are weights."""
-    file = tmp_path_factory.mktemp("texts") / "words.jsonl"
-    words = inspect.getsource(argparse).splitlines()
-    records = ({"text": "\n".join(words[i : i + 12])} for i in range(0, len(words), 12))
-    file.write_text("\n".join(map(json.dumps, records)))
-    SMALL.update(calibration_data=str(file), eval_data=str(file))
+def texts(little_text: str) -> None:
+    """Read by all tests here: what they are about are weights."""
+    SMALL.update(calibration_data=little_text, eval_data=little_text)
 
 
 def stored(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase, shard: str = "5GB") -> Path:
@@ -107,7 +101,7 @@ RECIPES = [
     extended("gqa", {}, id="gqa"),
     extended("least_squares", {}, id="least_squares"),
     pytest.param("headfold_gqa", QUICK, id="fit_heal"),
-    pytest.param("align", {"relaxation": "none"}, id="align"),
+    extended("align", {"relaxation": "none"}, id="align"),
     extended("headfold_gqa", {"refinement": "heal", "together": False}, id="apart"),
     pytest.param("headfold", {"refinement": "heal", "allocation.tokens": 768}, id="headfold"),
 ]
@@ -127,18 +121,31 @@ def test_the_demo_checkpoint_comes_out_the_same(
         assert layerwise["loss_increase"] < 0.15
 
 
-LATER = ["gemma2", "gemma3_text", "gpt_oss", "granite", "olmo2", "phi3", "smollm3", "stablelm"]
+QUICKLY: dict[str, Any] = {"recipe": "headfold_gqa", "changes": QUICK}
+ALIGNED: dict[str, Any] = {"recipe": "align", "changes": {"relaxation": "none"}}
+MORE_FAMILIES = ["gemma3_text", "gpt_neox", "granite", "olmo2", "phi3", "smollm3", "stablelm"]
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "opt", "qwen3", *LATER])
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        ("gpt2", QUICKLY),
+        ("opt", QUICKLY),
+        ("qwen3", QUICKLY),
+        ("gemma2", QUICKLY),
+        ("gpt_oss", QUICKLY),
+        ("llama", ALIGNED),
+        *(extended(family, QUICKLY) for family in MORE_FAMILIES),
+    ],
+)
 def test_other_families_come_out_the_same(
-    family: str, tiny_model: Tiny, demo_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    family: str, how: dict[str, Any], tiny_model: Tiny, demo_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     """Fused projections, learned positions, biases, partial rotary dims, norms on queries; tied and untied outputs;
     layers that differ in window and rotary embedding."""
     model = tiny_model(family, vocab_size=2048, tie_word_embeddings=family in ("gpt2", "opt"))
     source = stored(model, tmp_path / "source", demo_tokenizer)
-    memory, layerwise = both_ways(source, "headfold_gqa", 0.5, tmp_path, recipe_settings=QUICK)
+    memory, layerwise = both_ways(source, how["recipe"], 0.5, tmp_path, recipe_settings=how["changes"])
     assert_same(memory, layerwise, 2048, windows=family in ("gemma2", "gemma3_text", "gpt_oss"))
 
 
