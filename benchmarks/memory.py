@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, LlamaConfig
 
-from attention.io.layer_models import empty, layer_prefix, of_layer, outer_names, window_config
+from attention.io.layers.windows import empty, layer_prefix, of_layer, outer_names, window_config
 from attention.io.shards import shard_path, write_index, write_shard
 from benchmarks.models import llama
 from benchmarks.report import Row, Scale, benchmark

@@ -27,7 +27,7 @@ from attention.conversion.refinement.local import FIT_BATCH, FIT_TOKENS
 from attention.conversion.sensitivity import BATCH as SENSITIVITY_BATCH
 from attention.families import family_of, geometry_of
 from attention.geometry import HeadGeometry
-from attention.io.layer_models import empty, layer_prefix, window_config
+from attention.io.layers.windows import empty, layer_prefix, window_config
 from attention.modeling.predictions import most_logit_bytes
 from attention.ratios import own_heads
 from orchestrator.conversion import loading

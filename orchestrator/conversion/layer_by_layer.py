@@ -25,7 +25,7 @@ from torch import Tensor
 from attention import garbage
 from attention.conversion.refinement.refine import Work
 from attention.io import checkpoint
-from attention.io.layer_models import Head, LazyWeights, embed, stored_outer_names
+from attention.io.layers.windows import Head, LazyWeights, embed, stored_outer_names
 from attention.io.replacing import check_folder, parents_made
 from attention.io.shards import complete
 from attention.modeling.modeling import headfold_config

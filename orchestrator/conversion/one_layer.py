@@ -3,7 +3,7 @@ and checkpoints can be converted so, and how many sequences at once.
 
 Legend: N sequences of T tokens, the first C of them for calibration, the others for the held-out loss; D model dim.
 
-It is `orchestrator.conversion.in_memory` on a window (`attention.io.layer_models`): one layer in place of all. What
+It is `orchestrator.conversion.in_memory` on a window (`attention.io.layers.windows`): one layer in place of all. What
 depends on other layers comes in as data: both models' streams, the layer's head counts, generators and number.
 """
 
@@ -22,7 +22,7 @@ from attention.calibration.calibration import calibrate, silent
 from attention.conversion import conversion
 from attention.families import geometry_of
 from attention.io.checkpoint import to_plain
-from attention.io.layer_models import (
+from attention.io.layers.windows import (
     Head,
     LazyWeights,
     advance,

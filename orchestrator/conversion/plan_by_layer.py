@@ -3,7 +3,7 @@
 Legend: L layers, C calibration sequences of T tokens, D model dim.
 
 Three ways through the checkpoint, one layer in memory at a time: up and down again for the metric of each layer's
-output (`attention.io.layer_metrics`), then up once more, where each layer is calibrated and its loss increases are
+output (`attention.io.layers.metrics`), then up once more, where each layer is calibrated and its loss increases are
 estimated. What is found lies in the stage as `metric-*.safetensors` and `curves.json`; a killed plan goes on from it.
 """
 
@@ -21,8 +21,8 @@ from attention.calibration.calibration import calibrate, silent
 from attention.conversion import conversion
 from attention.conversion.refinement.refine import Work
 from attention.families import geometry_of
-from attention.io.layer_metrics import read_metric, write_metrics
-from attention.io.layer_models import LazyWeights, advance, embed, open_window, rows_of
+from attention.io.layers.metrics import read_metric, write_metrics
+from attention.io.layers.windows import LazyWeights, advance, embed, open_window, rows_of
 from attention.plan import AttentionPlan
 from orchestrator.conversion import loading
 from orchestrator.conversion.progress import CURVES, Stage
@@ -87,8 +87,9 @@ class PlanByLayer:
     ) -> None:
         """Add the points of the `missing` layers to `known`, and to the file after each."""
         request, layers = self.request, self.request.geometry.num_layers
-        kinds: Any = request.working, loading.device_of(request.device)
-        stream = embed(self.weights, request.config, calibration, *kinds, self.batch_size)
+        device = loading.device_of(request.device)
+        kinds: Any = request.working, device
+        stream = embed(self.weights, request.config, calibration, request.working, device, self.batch_size)
         _, generators = site_generators(np.random.default_rng(request.seed), layers)
         started = time.perf_counter()
         for layer in range(max(missing) + 1):
@@ -99,7 +100,7 @@ class PlanByLayer:
                 with request.phases("calibrate"):
                     statistics = calibrate(window, rows, batch_size=self.batch_size, progress=silent)
                 with request.phases("plan"):
-                    metric = read_metric(self.stage.folder, layer).to(kinds[1])
+                    metric = read_metric(self.stage.folder, layer).to(device)
                     context = PlanningContext(
                         geometry_of(window.config), conversion.lift(window), statistics, window, rows,
                         output_metrics=[metric],

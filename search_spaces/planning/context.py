@@ -133,12 +133,12 @@ class PlanningContext:
             made = trials.module(layer, fused(plan), plan)
             if fit:
                 generator = torch.Generator().manual_seed(layer)
-                self.work.append(fit_module(made, task, fit_steps, FIT_RATE, generator)[-1])
+                self.work.append(fit_module(made, self._task(layer), fit_steps, FIT_RATE, generator)[-1])
             return made
 
         def estimated(plan: LayerPlan) -> float:
             made = module(plan, fit=bool(fit_steps) and plan.key_map != own)
-            return expected_cost(metric, output_errors(made, task.check))
+            return expected_cost(metric, output_errors(made, self._task(layer).check))
 
         def measured(plan: LayerPlan) -> float:
             if fit_steps:
@@ -147,9 +147,8 @@ class PlanningContext:
 
         asked = [plan.layers[layer] for plan in plans]
         if increases == MEASURED:
-            task = self._task(layer) if fit_steps else None
             return [measured(plan) for plan in asked]
-        task, metric = self._task(layer), self._metric(layer, tokens)
+        metric, _ = self._metric(layer, tokens), self._task(layer)  # made before several threads ask for them
         size = sum(p.numel() for p in trials.modules[layer].parameters())
         return each_layer(len(asked), lambda i: estimated(asked[i]), size, trials.model.device)
 

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from attention.conversion.sensitivity import BATCH, attention_outputs, drawn_cost, outer
 from attention.families import family_of, geometry_of
-from attention.io.layer_models import Head, LazyWeights, advance, embed, open_window, rows_of, the_layer
+from attention.io.layers.windows import Head, LazyWeights, advance, embed, open_window, rows_of, the_layer
 from attention.io.shards import write_shard
 from attention.modeling.running import entering
 

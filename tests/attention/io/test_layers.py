@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from attention.conversion.sensitivity import output_metrics
 from attention.io.checkpoint import load_config
-from attention.io.layer_metrics import metric_file, read_metric, write_metrics
-from attention.io.layer_models import LazyWeights
+from attention.io.layers.metrics import metric_file, read_metric, write_metrics
+from attention.io.layers.windows import LazyWeights
 
 CPU = torch.device("cpu")
 FAMILIES = ["gemma2", "gpt2", "gpt_neox", "gpt_oss", "llama", "olmo2", "opt", "phi3", "qwen3", "smollm3"]
