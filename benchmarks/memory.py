@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, LlamaConfig
 
-from attention.io.layer_models import empty, layer_prefix, of_layer, outer_names, window_config
+from attention.io.layers.windows import empty, layer_prefix, of_layer, outer_names, window_config
 from attention.io.shards import shard_path, write_index, write_shard
 from benchmarks.models import llama
 from benchmarks.report import Row, Scale, benchmark
@@ -84,11 +84,13 @@ def verbs(*calls: Sequence[str]) -> None:
     subprocess.run(command, check=True, env=environment, cwd=DEMO.parents[1], stdout=subprocess.DEVNULL)
 
 
-def measured(config: LlamaConfig, folder: Path, *options: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def measured(
+    config: LlamaConfig, folder: Path, *options: str, recipe: str = "headfold_gqa"
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The estimate of a conversion layer by layer of a random checkpoint, made before it, and the conversion's
     record."""
     random_checkpoint(config, folder / "model")
-    same = ("--model", str(folder / "model"), "--recipe", "headfold_gqa", "--kv-ratio", "0.25", "--dtype", "bfloat16")
+    same = ("--model", str(folder / "model"), "--recipe", recipe, "--kv-ratio", "0.25", "--dtype", "bfloat16")
     said, done = folder / "estimate.json", folder / "convert.json"
     verbs(
         ["estimate", *same, *options, "--json", str(said)],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
+import json
 import math
 import os
 import signal
@@ -153,9 +156,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -longest[item.path])
 
 
+SHARED = {
+    "on the Ray cluster": ("ray_cluster", "on_group"),
+    "with workers of torch": ("on_all", "on_both"),
+    "with the harness of tasks": ("evaluation.task_files",),
+    "with the demo checkpoint's calibration": ("demo_calibration",),
+}
+"""Files that are run by the same process, since they share what takes long to start or to import: words in them."""
+
+
 class ByFile(LoadFileScheduling):
-    """A file's tests on one of pytest-xdist's workers, and all files that share a Ray cluster and its training workers
-    on the same one: another worker would start half a dozen processes of its own."""
+    """A file's tests on one of pytest-xdist's workers, and all files that share a Ray cluster and its training workers,
+    or whatever else is `SHARED`, on the same one: another worker would start half a dozen processes of its own."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
@@ -164,7 +176,7 @@ class ByFile(LoadFileScheduling):
             script in text for script in ("from chaos import", "gpu_cloud.py", "two_kinds.py", "elastic_cluster.py")
         ):
             return "clusters of their own"  # a Ray job takes any other head on the machine for its own
-        return "on the Ray cluster" if "ray_cluster" in text or "on_group" in text else file
+        return next((name for name, words in SHARED.items() if any(word in text for word in words)), file)
 
 
 @cache
@@ -197,6 +209,17 @@ def demo_model() -> PreTrainedModel:
 @pytest.fixture(scope="session")
 def demo_tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(DEMO)
+
+
+@pytest.fixture(scope="session")
+def little_text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file of some 60,000 tokens, 3,000 of them held out, for tests that are about weights: the standard library
+    takes seconds to read."""
+    file = tmp_path_factory.mktemp("texts") / "words.jsonl"
+    words = [line for module in (argparse, inspect) for line in inspect.getsource(module).splitlines()]
+    records = ({"text": "\n".join(words[i : i + 12])} for i in range(0, len(words), 12))
+    file.write_text("\n".join(map(json.dumps, records)))
+    return str(file)
 
 
 EMBEDDINGS = ("embed_tokens", "embed_positions", "embed_in", ".wte.", ".wpe.")
@@ -315,6 +338,21 @@ def ray_cluster() -> Iterator[None]:
         )
         yield
         ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def on_all() -> Iterator[Callable[..., list[Any]]]:
+    """`on_all(number, folder, work, *args)`, see `worker_groups.several_workers`, from one process for all tests."""
+    from worker_groups import several_workers
+
+    with several_workers() as on_all:
+        yield on_all
+
+
+@pytest.fixture(scope="session")
+def on_both(on_all: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """`on_all` with two of them."""
+    return lambda folder, work, *args: on_all(2, folder, work, *args)
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention.io import checkpoint, piecewise
-from attention.io.layer_models import LazyWeights
+from attention.io.layers.windows import LazyWeights
 from attention.io.precision import DTYPES
 from attention.messages import reason
 from trainers.deepspeed_config import config_of

@@ -31,7 +31,7 @@ from attention.calibration.sizes import SAMPLE_TOKENS, Mixed
 from attention.calibration.store import Calibration
 from attention.families import geometry_of
 from attention.geometry import HeadGeometry
-from attention.io.layer_models import LazyWeights, advance, embed, open_window, rows_of
+from attention.io.layers.windows import LazyWeights, advance, embed, open_window, rows_of
 from attention.modeling.modeling import plan_of
 from attention.modeling.running import evaluating
 
@@ -112,7 +112,7 @@ def layer_by_layer(
 
     One decoder layer and its sums are held at a time, and the hidden states of all sequences (`N T D` numbers).
     `sampled`: sequences whose inputs are stored; `progress(done, total)` counts layers. Raises ValueError as
-    `calibrate` does, and for a checkpoint whose layers cannot stand alone (`layer_models.check_windows`).
+    `calibrate` does, and for a checkpoint whose layers cannot stand alone (`check_windows`).
     """
     geometry = geometry_of(config)
     check_sequences(sequences, geometry)

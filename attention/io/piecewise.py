@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from attention.io import checkpoint
-from attention.io.layer_models import LazyWeights
+from attention.io.layers.windows import LazyWeights
 from attention.io.safetensors_files import SINGLE
 from attention.io.shards import shard_name, write_index
 from attention.io.sources import CheckpointError, is_folder, only_cached

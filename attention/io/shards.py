@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from attention.io import checkpoint
 from attention.io.files import written_whole
-from attention.io.layer_models import LazyWeights, stored_outer_names
+from attention.io.layers.windows import LazyWeights, stored_outer_names
 from attention.io.precision import STORED
 from attention.io.safetensors_files import INDEX, tensors_of_file
 from attention.io.stock_files import copy_files, write_both_forms

@@ -27,7 +27,7 @@ from attention.calibration.store import Calibration, folder_of, kept, write
 from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
-from attention.io.layer_models import LazyWeights, check_windows
+from attention.io.layers.windows import LazyWeights, check_windows
 from attention.io.precision import DTYPES
 from orchestrator.conversion import loading
 from orchestrator.conversion.one_layer import batch_size

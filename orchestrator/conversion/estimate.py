@@ -23,16 +23,19 @@ from transformers import PretrainedConfig
 
 from attention.calibration.collecting import SLICE_BYTES
 from attention.calibration.sizes import Mixed, layer_bytes, matrices
+from attention.conversion.refinement.local import FIT_BATCH, FIT_TOKENS
+from attention.conversion.sensitivity import BATCH as SENSITIVITY_BATCH
 from attention.families import family_of, geometry_of
 from attention.geometry import HeadGeometry
-from attention.io.layer_models import empty, layer_prefix, window_config
+from attention.io.layers.windows import empty, layer_prefix, window_config
 from attention.modeling.predictions import most_logit_bytes
 from attention.ratios import own_heads
 from orchestrator.conversion import loading
 from orchestrator.conversion.one_layer import batch_size, check_layerwise
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.storage.records import percent, unmet
-from search_spaces.planning.budgets import nearest_budget
+from search_spaces.allocation.knapsack import considered
+from search_spaces.planning.budgets import nearest_budget, problem_of
 from search_spaces.recipes.recipe import AXES, Recipe
 
 FLOAT, DOUBLE = 4, 8
@@ -164,6 +167,19 @@ class Conversion:
         members = math.ceil(g.num_heads / (g.num_kv_heads * self.kv_ratio) - 1e-9) if "least_squares" in parts else 0
         return held + 3 * DOUBLE * members**3 * g.head_dim**2
 
+    @property
+    def planned_on(self) -> int:
+        """Tokens on which a plan of all layers looks at the sensitivity of their outputs; 0 for another plan."""
+        if "measure" not in AXES["allocation"].get(self.recipe.allocation).needs:
+            return 0
+        return min(self.used_tokens, max(self.recipe.knobs("allocation")["tokens"], self.sequence_length))
+
+    def gradients(self, size: Size) -> int:
+        """Bytes that a pass through one layer keeps for its backward pass: what its products put out, for a batch, and
+        its attention weights."""
+        g, rows = self.geometry, SENSITIVITY_BATCH * self.sequence_length
+        return FLOAT * rows * (2 * size.layer // g.hidden_size + 3 * g.num_heads * self.sequence_length)
+
     def refining(self, size: Size) -> int:
         """Bytes of a local fit, or of a ridge refit, whichever is more."""
         g = self.geometry
@@ -207,7 +223,9 @@ def estimate(conversion: Conversion, *, base: int | None = None) -> Estimate:
         why_not=why_not,
         available=available_bytes(),
         disk=written * kept,
-        scratch=4 * width * tokens * g.hidden_size,
+        scratch=4 * width * tokens * g.hidden_size
+        + (g.num_layers * g.hidden_size * (FLOAT * g.hidden_size + width * conversion.planned_on))
+        * bool(conversion.planned_on),
         flops=flops,
         rate=rate,
         seconds=flops / rate,
@@ -220,7 +238,11 @@ def layerwise_stages(conversion: Conversion, size: Size, width: int, tokens: int
     streams = 2 * width * tokens * g.hidden_size
     layer, statistics = width * size.layer, c.statistics()
     logits = most_logit_bytes(g.vocab_size, c.eval_tokens)
-    return {
+    metric, planned = FLOAT * g.hidden_size**2, {}
+    if c.planned_on:
+        carried = (width + FLOAT) * c.planned_on * g.hidden_size
+        planned["sensitivity"] = carried + max(layer + c.gradients(size) + 3 * metric, width * size.embedding + logits)
+    return planned | {
         "embedding": streams + width * size.embedding,
         "calibrate": streams + layer + statistics + c.sums() + c.calibrating(),
         "plan": streams + layer + statistics + c.heads() + c.fusing(),
@@ -237,7 +259,9 @@ def in_memory_stages(conversion: Conversion, size: Size) -> dict[str, int]:
     are lifted a layer at a time: lifted, aligned, fused."""
     c = conversion
     everywhere = c.geometry.num_layers * c.heads() if c.recipe.sharing != "none" else 0
+    planned = c.geometry.num_layers * (FLOAT * c.geometry.hidden_size**2 + c.gradients(size)) if c.planned_on else 0
     return {
+        "sensitivity": planned,
         "plan": everywhere + c.statistics() + 3 * c.heads() + c.fusing(),
         "refine": c.statistics() + c.refining(size),
     }
@@ -274,6 +298,8 @@ def operations(conversion: Conversion, size: Size, tokens: int) -> float:
         mixing = 2.0 * g.num_heads * (g.hidden_size + 1) * c.sequence_length
         passes += c.used_tokens * (forward + 2.0 * wide * (g.num_heads + 1) + mixing)
         passes += 2.0 * g.num_heads**2 * g.head_dim * (g.hidden_size * g.hidden_size + g.hidden_size * g.head_dim)
+    if c.planned_on:
+        passes += c.planned_on * (4 * forward + 2.0 * g.hidden_size**2) + planning_operations(c, size, forward)
     features = g.num_heads * g.head_dim
     if "heal" in c.recipe.refinement:
         passes += c.used_tokens * (4.0 * size.attention + 2.0 * features * (features + g.hidden_size)) + features**3
@@ -281,6 +307,17 @@ def operations(conversion: Conversion, size: Size, tokens: int) -> float:
         knobs = c.recipe.knobs("refinement")
         passes += knobs["fit_steps"] * knobs["fit_batch"] * c.sequence_length * 6.0 * size.attention
     return g.num_layers * passes + 2 * 2.0 * c.eval_tokens * size.embedding
+
+
+def planning_operations(conversion: Conversion, size: Size, forward: float) -> float:
+    """Operations of the loss increases of one layer, keys and values, and of its second calibration layer by layer."""
+    c, own = conversion, conversion.recipe.knobs("allocation")
+    problem = problem_of(c.recipe, c.kv_ratio, c.geometry)
+    counts = len(considered(problem, own["counts"])) - 1
+    fitted = min(own["fit_steps"], c.recipe.knobs("refinement").get("fit_steps", 0)) * FIT_BATCH * c.sequence_length
+    checked = min(c.used_tokens, FIT_TOKENS) / 8
+    once = 2.0 * size.attention * (3 * fitted + 2 * checked) + 2.0 * checked * c.geometry.hidden_size**2
+    return counts * 2 * once + c.used_tokens * forward
 
 
 # ---- this machine -----------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from orchestrator.conversion.calibrating import checkpoint_calibration, chosen
 from orchestrator.conversion.dha_distances import NEED, measure
 from orchestrator.conversion.estimate import available_bytes
 from orchestrator.conversion.request import ConversionRequest
-from orchestrator.conversion.steps import planning_context, refine_with
+from orchestrator.conversion.steps import cost, planning_context, refine_with
 from search_spaces.planning.context import convert_with
 from search_spaces.planning.planning import PlanningContext, make_plan
 from search_spaces.recipes.recipe import Recipe
@@ -39,19 +39,21 @@ def plan_and_convert(
     seed: int,
     phases: loading.Phases,
     given: AttentionPlan | None = None,
-) -> tuple[PreTrainedModel, AttentionPlan]:
-    """The converted and refined model of a context, and its plan: `given`, or what the recipe makes of the ratio. What
-    lies outside of attention is in the memory of the context's model, so neither may be trained."""
+) -> tuple[PreTrainedModel, AttentionPlan, dict[str, Any]]:
+    """The converted and refined model of a context, its plan (`given`, or what the recipe makes of the ratio) and what
+    it cost (`orchestrator.conversion.steps.cost`). What lies outside of attention is in the memory of the context's
+    model, so neither may be trained."""
     model = context.model
     if model is None:
         raise ValueError("a conversion needs a model in its context")
+    before = len(context.work)
     with phases("plan"):
         plan = given or make_plan(recipe, kv_ratio, context, np.random.default_rng(seed))
     with phases("convert"):
         converted = convert_with(recipe, model, plan, context.calibration, share=True)
     with phases("refine"):
-        refine_with(recipe, model, converted, context.sequences)
-    return converted, plan
+        fits = refine_with(recipe, model, converted, context.sequences)
+    return converted, plan, cost([*context.work[before:], *(fit.work for fit in fits)], phases)
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class Source:
     ) -> dict[str, Any]:
         """Convert at one KV ratio, measure, save to `out` if given; one record (see `convert_checkpoint`)."""
         request, phases = self.request, loading.Phases(self.request.phases)
-        converted, plan = plan_and_convert(request.recipe, kv_ratio, self.context, request.seed, phases)
+        converted, plan, spent = plan_and_convert(request.recipe, kv_ratio, self.context, request.seed, phases)
         with phases("evaluate"):
             round_weights(converted, request.written)  # what is measured is what is written
             scored = evaluate(converted, self.held_out, teacher=self.original)
@@ -118,6 +120,7 @@ class Source:
             "loss": scored.loss,
             "kl": scored.kl,
             "eval_tokens": scored.tokens,
+            "cost": spent,
             **scored.noted,
             **loading.cache_facts(converted, own_heads(request.geometry)),
         }

@@ -5,7 +5,6 @@ Legend: L layers, U stored KV heads a layer. Nothing is trained or written but t
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,14 +47,14 @@ MANY_HEADS = 16  # above it only head counts that are powers of two are measured
 
 @dataclass(frozen=True)
 class WatchedContext(PlanningContext):
-    """A context that calls `after` whenever it has measured an increase of the loss."""
+    """A context that calls `after` with the number of loss increases that it has found."""
 
-    after: Callable[[], None] = lambda: None
+    after: Callable[[int], None] = lambda _: None
 
-    def increase_of(self, *args: Any, **more: Any) -> float:
-        increase = super().increase_of(*args, **more)
-        self.after()
-        return increase
+    def increases_of(self, *args: Any, **more: Any) -> list[float]:
+        increases = super().increases_of(*args, **more)
+        self.after(len(increases))
+        return increases
 
 
 def inspect_checkpoint(
@@ -173,11 +172,16 @@ def _plans_and_curves(
     """The plan of each ratio asked for, and of each layer and side the increases by head count (as text, for JSON)."""
     geometry = context.geometry
     plans = {}
-    with progress("measuring increases of the loss") as advance:
-        done, total = itertools.count(1), 2 * geometry.num_layers * _measured_counts(chosen, geometry)
+    with progress("loss increases of single sites") as advance:
+        done, total = [0], 2 * geometry.num_layers * _measured_counts(chosen, geometry)
+
+        def after(found: int) -> None:
+            done[0] += found
+            advance(done[0], total)
+
         fields: dict[str, Any] = {name: getattr(context, name) for name in PlanningContext.__dataclass_fields__}
         fields["curves"] = {}
-        watched = WatchedContext(**fields, after=lambda: advance(next(done), total))
+        watched = WatchedContext(**fields, after=after)
         for ratio in sorted(kv_ratios, reverse=True):
             budget = nearest_budget(chosen, ratio, geometry)
             plans[ratio] = make_plan(chosen, budget, watched, np.random.default_rng(seed))

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from attention import garbage
+from attention.conversion.refinement.refine import Work
 from attention.io import checkpoint
-from attention.io.layer_models import Head, LazyWeights, embed, stored_outer_names
+from attention.io.layers.windows import Head, LazyWeights, embed, stored_outer_names
 from attention.io.replacing import check_folder, parents_made
 from attention.io.shards import complete
 from attention.modeling.modeling import headfold_config
@@ -32,13 +33,15 @@ from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion.loading import local_folder
 from orchestrator.conversion.one_layer import LayerwiseConversion, batch_size, check_layerwise, score
+from orchestrator.conversion.plan_by_layer import PlanByLayer
 from orchestrator.conversion.progress import Stage, check_stage
 from orchestrator.conversion.request import ConversionRequest
+from orchestrator.conversion.steps import cost
 from orchestrator.storage.outputs import Interrupted
 from orchestrator.storage.records import clock
 from search_spaces.planning.budgets import counts_of
 from search_spaces.planning.planning import site_generators
-from search_spaces.recipes.recipe import Recipe
+from search_spaces.recipes.recipe import AXES, Recipe
 
 FORMAT = 3  # of what is kept on the way
 
@@ -95,18 +98,20 @@ class LayerwiseJob:
         source = local_folder(self.request.model)
         used = sequences if self.request.recipe.needs & {"statistics", "sequences", "model"} else sequences[:0]
         tokens = torch.cat([used, held_out])
-        work = self._work(LazyWeights(source, self.request.config), len(used), tokens.shape[1])
+        weights = LazyWeights(source, self.request.config)
         with parents_made(self.out):
             stage = self._stage(source, tokens, len(used))
             try:
-                measured = self._carry_out(stage, work, tokens)
+                measured = self._carry_out(stage, self._work(stage, weights, used, tokens.shape[1]), tokens)
             except KeyboardInterrupt:
                 raise Interrupted(stage.leave()) from None
             except Exception:
                 self.progress(stage.leave())
                 raise
         plan = stage.plan(self.request.geometry.head_dim)
-        more = {"fits": [fit for layer in stage.layers for fit in layer["fits"]], "layerwise": True}
+        fits = [fit for layer in stage.layers for fit in layer["fits"]]
+        spent = cost([*stage.planned, *(Work(**fit["work"]) for fit in fits)], self.request.phases)
+        more = {"fits": fits, "layerwise": True, "cost": spent}
         record = self.request.record(plan, self.kv_ratio, sequences, measured, self.out)
         return record | more | {"seconds": dict(self.request.phases)}
 
@@ -114,9 +119,6 @@ class LayerwiseJob:
         """Go on from what the stage has, to the finished checkpoint. `tokens` `[N, T]`: calibration, then held out."""
         request, phases, weights = self.request, self.request.phases, work.weights
         held_out = tokens[work.calibration :]
-        if stage.note:
-            self.progress(stage.note)
-        phases.update({name: phases.get(name, 0.0) + spent for name, spent in stage.seconds.items()})
         original, converted = self._layers(stage, work, tokens)
         with phases("evaluate"):
             kinds = request.config, request.working, work.device
@@ -166,14 +168,26 @@ class LayerwiseJob:
         """Whether what lies outside of the layers is rounded when it is written."""
         return not weights.holds_only(stored_outer_names(self.request.config), self.request.written)
 
-    def _work(self, weights: LazyWeights, calibration: int, length: int) -> LayerwiseConversion:
+    def _work(self, stage: Stage, weights: LazyWeights, used: Tensor, length: int) -> LayerwiseConversion:
+        """What all layers share, their plan or head counts included. `used` `[C, T]`: calibration tokens."""
         request, recipe, geometry = self.request, self.request.recipe, self.request.geometry
-        counts = counts_of(recipe, self.kv_ratio, geometry)
+        if stage.note:
+            self.progress(stage.note)
+        phases = request.phases
+        phases.update({name: phases.get(name, 0.0) + spent for name, spent in stage.seconds.items()})
+        batch = batch_size(geometry.num_heads, length)
         generators, _ = site_generators(np.random.default_rng(request.seed), geometry.num_layers)
+        if "measure" in AXES["allocation"].get(recipe.allocation).needs:
+            planner = PlanByLayer(request, weights, self.kv_ratio, stage, batch, self.progress)
+            plan = planner.plan(used)
+            stage.planned = planner.work()
+            plain = checkpoint.plain_form(headfold_config(request.config, plan), plan) is not None
+            return LayerwiseConversion(request, weights, plan, generators, len(used), plain, batch)
+        counts = counts_of(recipe, self.kv_ratio, geometry)
         # Known beforehand: any other plan is uniform by accident alone, and stays in Headfold's own form.
         equal = recipe.together and recipe.equal_groups and len({c for pair in counts for c in pair}) == 1
-        plain, batch = equal and self._has_plain(counts[0][0]), batch_size(geometry.num_heads, length)
-        return LayerwiseConversion(request, weights, counts, generators, calibration, plain, batch)
+        plain = equal and self._has_plain(counts[0][0])
+        return LayerwiseConversion(request, weights, counts, generators, len(used), plain, batch)
 
     def _has_plain(self, kept: int) -> bool:
         """Whether the family has a plain form with `kept` KV heads in all layers."""

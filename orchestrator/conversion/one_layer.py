@@ -3,7 +3,7 @@ and checkpoints can be converted so, and how many sequences at once.
 
 Legend: N sequences of T tokens, the first C of them for calibration, the others for the held-out loss; D model dim.
 
-It is `orchestrator.conversion.in_memory` on a window (`attention.io.layer_models`): one layer in place of all. What
+It is `orchestrator.conversion.in_memory` on a window (`attention.io.layers.windows`): one layer in place of all. What
 depends on other layers comes in as data: both models' streams, the layer's head counts, generators and number.
 """
 
@@ -22,7 +22,7 @@ from attention.calibration.calibration import calibrate, silent
 from attention.conversion import conversion
 from attention.families import geometry_of
 from attention.io.checkpoint import to_plain
-from attention.io.layer_models import (
+from attention.io.layers.windows import (
     Head,
     LazyWeights,
     advance,
@@ -43,8 +43,8 @@ from orchestrator.conversion.request import ConversionRequest
 from orchestrator.conversion.steps import refine_with
 from search_spaces.allocation.problem import Counts
 from search_spaces.planning.budgets import LOOKS_AT_WEIGHTS
-from search_spaces.planning.context import convert_with
-from search_spaces.planning.planning import PlanningContext, plan_layer
+from search_spaces.planning.by_layer import plan_layer
+from search_spaces.planning.context import ESTIMATED, PlanningContext, convert_with
 from search_spaces.recipes.recipe import Recipe
 from trainers.losses import kl, language_modelling
 
@@ -56,7 +56,10 @@ def check_layerwise(recipe: Recipe, config: PretrainedConfig) -> None:
     and ValueError for a checkpoint whose layers cannot stand alone."""
     check_windows(config)
     parts, wrong = recipe.parts(), []
-    if parts["allocation"].needs & LOOKS_AT_WEIGHTS:
+    if "measure" in parts["allocation"].needs:
+        if recipe.knobs("allocation")["increases"] != ESTIMATED:
+            wrong.append(("allocation.increases", "runs the whole model", ESTIMATED))
+    elif parts["allocation"].needs & LOOKS_AT_WEIGHTS:
         wrong.append(("allocation", "looks at all layers before any gets its heads", "uniform"))
     if recipe.objective is not None and parts["objective"].needs & {"measure", "fusion_distances"}:
         wrong.append(("objective", "runs the whole model", "least_squares"))
@@ -65,12 +68,17 @@ def check_layerwise(recipe: Recipe, config: PretrainedConfig) -> None:
     if recipe.composition != "none":
         wrong.append(("composition", "is for a training, which holds the whole model", "none"))
     if wrong:
-        why = ", ".join(f"{axis}={getattr(recipe, axis)} {reason}" for axis, reason, _ in wrong)
+        why = ", ".join(f"{name}={_value(recipe, name)} {reason}" for name, reason, _ in wrong)
         instead = " ".join(f"--set {axis}={other}" for axis, _, other in wrong)
         raise ConfigError(
             f"recipe {recipe.name} cannot be converted layer by layer: {why}. Add {instead}, or take another recipe "
-            "(headfold_gqa, least_squares, align, asymgqa, gqa), or convert in memory: --no-layerwise"
+            "(headfold, headfold_gqa, least_squares, align, asymgqa, gqa), or convert in memory: --no-layerwise"
         )
+
+
+def _value(recipe: Recipe, name: str) -> Any:
+    axis, _, knob = name.partition(".")
+    return recipe.knobs(axis)[knob] if knob else getattr(recipe, axis)
 
 
 def batch_size(num_heads: int, length: int) -> int:
@@ -96,12 +104,13 @@ class Layer:
 
 @dataclass(frozen=True)
 class LayerwiseConversion:
-    """What all layers share. `counts`, `generators`: of all layers (`search_spaces.planning.planning`); `calibration`:
-    C; `plain`: whether layers are written in the plain family's form."""
+    """What all layers share. `planned`: the plan, or the head counts of all layers where each is planned by itself with
+    its `generators` (`search_spaces.planning.planning`); `calibration`: C; `plain`: whether layers are written in the
+    plain family's form."""
 
     request: ConversionRequest
     weights: LazyWeights
-    counts: Counts
+    planned: AttentionPlan | Counts
     generators: list[np.random.Generator]
     calibration: int
     plain: bool
@@ -141,13 +150,16 @@ class LayerwiseConversion:
                 calibration = calibrate(window, rows, batch_size=self.batch_size, progress=silent)
         geometry = geometry_of(window.config)
         loading.release_memory()
-        with phases("plan"):
-            context = PlanningContext(geometry, conversion.lift(window), calibration, window, rows)
-            sites = self.generators[2 * layer : 2 * layer + 2]
-            plan = plan_layer(recipe, self.counts[layer], context, sites)
-            del context
-            # An objective and the site that it judges know each other, and hold the layer's Gram matrices.
-            loading.release_memory()
+        if isinstance(self.planned, AttentionPlan):
+            plan = self.planned.layers[layer]
+        else:
+            with phases("plan"):
+                context = PlanningContext(geometry, conversion.lift(window), calibration, window, rows)
+                sites = self.generators[2 * layer : 2 * layer + 2]
+                plan = plan_layer(recipe, self.planned[layer], context, sites)
+                del context
+                # An objective and the site that it judges know each other, and hold the layer's Gram matrices.
+                loading.release_memory()
         # All weights of the new window are copied or written, so none need be drawn first.
         with phases("convert"), no_init_weights():
             new = convert_with(recipe, window, AttentionPlan((plan,), geometry.head_dim), calibration)

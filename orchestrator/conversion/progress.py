@@ -18,6 +18,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
+from attention.conversion.refinement.refine import Work
 from attention.io.replacing import OutputError, entries
 from attention.io.shards import shard_path, write_shard
 from attention.plan import AttentionPlan, LayerPlan
@@ -25,18 +26,20 @@ from orchestrator.conversion.loading import Phases
 from orchestrator.conversion.one_layer import Layer
 from orchestrator.storage.records import read_json, write_json
 
-STATE = "state.json"
+STATE, CURVES = "state.json", "curves.json"
 OURS = re.compile(
-    r"state\.json|(streams-\d{5}|result/model-\d+-of-\d+)\.safetensors|result|"
-    r"(\.state\.json|(result/)?\.(streams|model)-[\w-]*\.safetensors)\.[\d-]+\.new"
+    r"(state|curves)\.json|((streams|below|metric)-\d{5}|result/model-\d+-of-\d+)\.safetensors|result|"
+    r"(\.(state|curves)\.json|(result/)?\.(streams|below|metric|model)-[\w-]*\.safetensors)\.[\d-]+\.new"
 )
 
 
 @dataclass
 class Stage:
-    """`folder` holds `state.json`, the streams that enter the next layer, and in `result` the shards of those done.
+    """`folder` holds `state.json`, what a plan rests on, the streams that enter the next layer, and in `result` the
+    shards of those done.
 
-    `identity`: all that the result depends on; `layers`: what was found in each layer done; `seconds` by phase.
+    `identity`: all that the result depends on; `layers`: what was found in each layer done; `seconds` by phase;
+    `planned`: what the plan took.
     """
 
     folder: Path
@@ -44,6 +47,7 @@ class Stage:
     layers: list[dict[str, Any]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     note: str = ""
+    planned: list[Work] = field(default_factory=list)
     finishing: bool = False
 
     @classmethod
@@ -53,17 +57,19 @@ class Stage:
         Raises OutputError if finished layers of another conversion lie there, unless `overwrite` gives them up.
         """
         identity, note, known = json.loads(json.dumps(identity)), "", check_stage(folder)
-        if known and known["layers"]:
+        if known:
             stage = cls(folder, identity, known["layers"], known["seconds"])
-            if known["identity"] == identity and stage._streams().is_file():
-                stage.note = f"going on after layer {stage.reached} of an earlier run in {folder}"
+            goes_on = stage._streams().is_file() if stage.reached else stage.is_planning
+            if known["identity"] == identity and goes_on:
+                after = f"after layer {stage.reached}" if stage.reached else "with the plan"
+                stage.note = f"going on {after} of an earlier run in {folder}"
                 return stage
-            if not overwrite:
+            if stage.reached and not overwrite:
                 raise OutputError(
                     f"out: {folder} holds {stage.reached} finished layers of another conversion; its command goes on "
                     "with them; add --overwrite to give them up, or give another folder"
                 )
-            note = f"{folder} holds another conversion; starting over"
+            note = f"{folder} holds another conversion; starting over" if stage.reached else ""
         shutil.rmtree(folder, ignore_errors=True)
         stage = cls(folder, identity, note=note)
         folder.mkdir()
@@ -81,6 +87,16 @@ class Stage:
         """Layers that are done."""
         return len(self.layers)
 
+    @property
+    def is_planning(self) -> bool:
+        """Whether something of a plan is kept (`orchestrator.conversion.plan_by_layer`)."""
+        return (self.folder / CURVES).is_file() or any(self.folder.glob("metric-*.safetensors"))
+
+    def spent(self, phases: Phases) -> None:
+        """Keep the seconds so far."""
+        self.seconds = dict(phases)
+        self._write()
+
     def _streams(self) -> Path:
         return self.folder / f"streams-{self.reached:05d}.safetensors"
 
@@ -95,8 +111,7 @@ class Stage:
         before = self._streams()
         self.layers.append(done.facts())
         write_shard(self._streams(), {"original": original, "converted": converted})
-        self.seconds = dict(phases)
-        self._write()
+        self.spent(phases)
         before.unlink(missing_ok=True)
 
     def finish(self) -> None:
@@ -107,6 +122,8 @@ class Stage:
     def leave(self) -> str:
         """Go away if no layer is done. Returns what is left, in words."""
         layers = len((check_stage(self.folder) or {}).get("layers", ()))
+        if not layers and self.is_planning:
+            return f"what the plan rests on is kept in {self.folder}; the same command goes on with it"
         if not layers:
             shutil.rmtree(self.folder, ignore_errors=True)
             return "nothing was written"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from attention.axes import ALIGNMENT
 from attention.calibration.store import Calibration
 from attention.conversion import conversion
-from attention.conversion.refinement.refine import LayerFit, refine
+from attention.conversion.refinement.refine import LayerFit, Work, refine
 from attention.families import geometry_of
 from attention.plan import AttentionPlan
 from search_spaces.planning.planning import PlanningContext
@@ -27,6 +28,15 @@ def refine_with(
 ) -> tuple[LayerFit, ...]:
     """Refine a converted model in place as the recipe says. `first`: as in `attention.conversion.refinement.refine`."""
     return refine(recipe.refinement, original, converted, sequences, recipe.knobs("refinement"), first=first)
+
+
+CONVERTING = ("calibrate", "search phase", "plan", "convert", "refine")  # phases that make a converted model
+
+
+def cost(work: Iterable[Work], seconds: Mapping[str, float]) -> dict[str, float]:
+    """What a conversion cost, as plain values: `optimizer_steps`, `tokens` and `flops` of `Work`, and the `seconds` of
+    its phases. Loss increases that were found kept cost nothing again."""
+    return asdict(sum(work, Work())) | {"seconds": sum(seconds.get(phase, 0.0) for phase in CONVERTING)}
 
 
 def relaxation_start(

@@ -8,6 +8,7 @@ import logging
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 from attention.messages import reason
@@ -36,7 +37,7 @@ class HarnessTasks:
             from lm_eval.tasks import TaskManager
 
             self._tasks: list[Any] = []
-            known = TaskManager() if any(isinstance(spec, str) for spec in specs) else None
+            known = _all_tasks() if any(isinstance(spec, str) for spec in specs) else None
             for spec in specs:
                 if isinstance(spec, str) and known is not None and spec not in known.all_tasks:
                     raise ConfigError(
@@ -85,6 +86,14 @@ class HarnessTasks:
                 raise ConfigError(f"tasks: a template does not fit its data: {reason(error)}") from None
         counts = found.get("n-samples", {})
         return {name: _metrics(found["results"][name], counts.get(name, {})) for name in self.metrics}
+
+
+@cache
+def _all_tasks() -> Any:
+    """The harness's own tasks; looking for their names in its thousands of files takes seconds."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
 
 
 def _no_manager() -> Any:

@@ -52,7 +52,8 @@ def compare(trials: Sequence[TrialRecord], original: Mapping[str, Any]) -> list[
     recipe, kv_ratio, kv_bytes_per_token; learning_rate: the best, None if no rate has all seeds; seeds: how many it
     has; seeds_asked: how many it should have; steps, tokens: at which the row compares; last: whether that is the last
     rung that any trial has reached; loss and untrained (step 0): `{mean, sd, n}` in nats a token; increase: mean loss
-    over the original model; remaining_distance: `{mean, sd, n}` of what `TrialRecord` says of the pairs of a pull.
+    over the original model; cost: mean of `TrialRecord.cost`; remaining_distance: `{mean, sd, n}` of what
+    `TrialRecord` says of the pairs of a pull.
 
     curve: the best rate's `{step, tokens, mean, sd, n}` at each of its rungs; rungs: the same with the rate that is
     best at that rung, and its `learning_rate`; rates: `{learning_rate, mean, sd, n}` of every rate at the row's steps,
@@ -103,6 +104,7 @@ def _row(arm: Sequence[TrialRecord], seeds: Sequence[int | None], last: int, ori
         "untrained": next((_bare(p) for p in curve if p["step"] == 0), spread(())),
         "pooled": any(t.relaxes for t in chosen or arm),
         "loss_increase": best["mean"] - original["loss"] if best else None,
+        "cost": _mean_cost(chosen or arm),
         "remaining_distance": spread(t.remaining_distance for t in chosen if t.remaining_distance is not None),
         "curve": curve,
         "rungs": rungs,
@@ -138,6 +140,11 @@ def _bare(point: Mapping[str, Any]) -> Spread:
     return {key: point[key] for key in ("mean", "sd", "n")}
 
 
+def _mean_cost(trials: Sequence[TrialRecord]) -> dict[str, float]:
+    costs = [t.cost for t in trials]
+    return {name: statistics.fmean(cost[name] for cost in costs) for name in costs[0]}
+
+
 def _counts(arm: Sequence[TrialRecord]) -> dict[str, int]:
     broken = sum(diverged(t) for t in arm)
     return {
@@ -155,7 +162,7 @@ def _counts(arm: Sequence[TrialRecord]) -> dict[str, int]:
 OF_THE_CHECKPOINT = "KV of the checkpoint's"
 COLUMNS = (
     *("recipe", OF_THE_CHECKPOINT, "loss", "loss increase", "untrained", "rate", "steps", "tokens", "KV bytes/token"),
-    *("left", "seeds", "trials"),
+    *("fit steps", "FLOPs", "seconds", "left", "seeds", "trials"),
 )
 
 
@@ -172,6 +179,9 @@ def cells(row: Row) -> tuple[str, ...]:
         UNTOLD if steps is None else f"{steps}{'' if row['last'] else '*'}",
         UNTOLD if row["tokens"] is None else compact(row["tokens"]),
         number(row["kv_bytes_per_token"], "d"),
+        compact(round(row["cost"]["optimizer_steps"])),
+        f"{row['cost']['flops']:.1e}",
+        f"{row['cost']['seconds']:.0f}",
         number(row["remaining_distance"]["mean"], ".2g"),
         str(row["seeds"]),
         counts_text(row),
@@ -198,7 +208,8 @@ def footnote(rows: Sequence[Row]) -> str:
     several = max((row["seeds_asked"] for row in rows), default=0)
     note = (
         f"Each arm at its best learning rate of the same grid; mean ± sample standard deviation over {several} seeds; "
-        "a rate with a failed, diverged or early stopped seed is left out of the choice"
+        "a rate with a failed, diverged or early stopped seed is left out of the choice; fit steps: Adam steps on "
+        "single layers before training; FLOPs: of these and of the training, 6 a parameter and token; seconds: of all"
     )
     if any(row["seeds"] == 1 < several for row in rows):
         note += "; candidates that the searcher drew by itself have one seed"

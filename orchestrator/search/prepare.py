@@ -33,8 +33,8 @@ from orchestrator.serving.decode_times import DecodeTimes, measure_decode_times
 from orchestrator.storage.paths import SearchFolder, in_ray_job
 from orchestrator.storage.records import read_json, write_json
 from orchestrator.tracking.sync import MlflowSync
+from search_spaces.planning.by_layer import measure_curves
 from search_spaces.planning.curves import DECIDES
-from search_spaces.planning.planning import measure_curves
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.recipes.recipes import AXES
 from search_spaces.recipes.recipes import recipe as named_recipe

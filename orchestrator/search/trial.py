@@ -240,7 +240,7 @@ def untrained_facts(candidate: Candidate, context: TrialContext, folder: Path) -
     planning = planning_context(original, calibration, calibration_tokens, context.calibration_cache, distances)
     own_cache = own_heads(planning.geometry)
     given = None if candidate.plan is None else AttentionPlan.from_json(candidate.plan)
-    converted, plan = plan_and_convert(recipe, candidate.kv_ratio, planning, candidate.seed, phases, given)
+    converted, plan, spent = plan_and_convert(recipe, candidate.kv_ratio, planning, candidate.seed, phases, given)
     write_json(folder / "recipe.json", candidate.config())
     (folder / "plan.json").write_text(plan.to_json() + "\n", encoding="utf-8")
     written = loading.dtype_of(context.dtype)
@@ -277,6 +277,7 @@ def untrained_facts(candidate: Candidate, context: TrialContext, folder: Path) -
         "actual_kv_ratio": measured["kv_ratio"],
         "plan_digest": plan.digest,
         "similarity": similarity,
+        "conversion_cost": spent,
         "loss": scored.loss,
         "loss_increase": scored.loss - context.original_loss,
         "kl": scored.kl,

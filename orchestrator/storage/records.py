@@ -40,6 +40,7 @@ class TrialRecord:
     `relaxation`: points over a relaxation stage, each with step, train_loss and what the relaxation measures of itself.
     `copy_of`: the first trial that leads to the same model; this one was not trained, its scores are those of that one.
     `notes`: what its training met and went on from (out of memory, a damaged checkpoint).
+    `conversion_cost`: what the conversion took before any training (`orchestrator.conversion.steps.cost`).
     `similarity`: of the heads that share, before and after alignment (`search_spaces.similarity.sharing_similarity`).
     """
 
@@ -66,6 +67,7 @@ class TrialRecord:
     run_id: str | None = None
     relaxation: list[dict[str, Any]] = field(default_factory=list)
     similarity: dict[str, Any] | None = None
+    conversion_cost: dict[str, float] | None = None
     notes: list[str] = field(default_factory=list)
     copy_of: str | None = None
 
@@ -94,6 +96,21 @@ class TrialRecord:
     @property
     def step(self) -> int:
         return int(self.last.get("step", 0))
+
+    @property
+    def cost(self) -> dict[str, float]:
+        """What it took up to the highest rung reached: `optimizer_steps` of single layers, `steps` of training, tokens
+        that went through a layer (`fit_tokens`) and through the model (`tokens`), `flops` of both (6 a parameter and
+        token; a teacher is left out) and `seconds`."""
+        spent, tokens = self.conversion_cost or {}, int(self.last.get("tokens") or 0)
+        return {
+            "optimizer_steps": spent.get("optimizer_steps", 0),
+            "steps": self.step,
+            "fit_tokens": spent.get("tokens", 0),
+            "tokens": tokens,
+            "flops": spent.get("flops", 0.0) + 6.0 * (self.parameters or 0) * tokens,
+            "seconds": sum(self.seconds.values()),
+        }
 
     @property
     def untrained(self) -> dict[str, Any] | None:

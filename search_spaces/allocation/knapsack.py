@@ -79,9 +79,15 @@ KNOBS = (
         "head counts that are considered, among those that the grouping can make",
         choices=("any", "powers_of_two", "divisors"),
     ),
-    Knob("tokens", "int", "calibration tokens on which increases of the loss are measured", low=2),
+    Knob(
+        "increases",
+        "choice",
+        "loss increases of single layers: estimated from the error of their output, or measured on the whole model",
+        choices=("estimated", "measured"),
+    ),
+    Knob("tokens", "int", "calibration tokens on which loss increases are estimated or measured", low=2),
     Knob("fit_steps", "int", "steps of local fit before an increase is measured, as refinement makes more", low=0),
-    Knob("finalists", "int", "plans, from least sum to most even, that are refined in short and measured", 1, 16),
+    Knob("finalists", "int", "where increases are measured: plans that are refined in short and measured", 1, 16),
     Knob("finalist_steps", "int", "steps of local fit of a finalist, at most those of the refinement", low=1),
 )
 
@@ -101,9 +107,10 @@ def best_measured(
     sides: Sequence[str],
     *,
     counts: str = "any",
+    increases: str = "estimated",
     finalists: int = 3,
     tokens: int = 4096,
-    fit_steps: int = 20,
+    fit_steps: int = 120,
     finalist_steps: int = 120,
 ) -> Counts:
     """The plan of least measured loss among `finalists` of `towards_even`; without a measure the first of them.

@@ -12,21 +12,32 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention.calibration.store import Calibration
 from attention.conversion.conversion import convert
-from attention.conversion.refinement.local import FIT_BATCH, FIT_RATE, FIT_TOKENS, LayerTask, fit_module
-from attention.conversion.refinement.refine import refine
+from attention.conversion.refinement.local import (
+    FIT_BATCH,
+    FIT_RATE,
+    FIT_TOKENS,
+    LayerTask,
+    fit_module,
+    output_errors,
+)
+from attention.conversion.refinement.parallel import each_layer
+from attention.conversion.refinement.refine import Work, refine
+from attention.conversion.sensitivity import expected_cost, output_metrics
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.modeling.losses import language_loss
 from attention.modeling.mlp import MlpWeights, mlp_sites, read
-from attention.plan import AttentionPlan
+from attention.plan import AttentionPlan, LayerPlan
 from attention.plan_parts import groups_of
 from search_spaces.planning.loss_increases import LayerTrials
 from search_spaces.recipes.recipe import Recipe
+
+ESTIMATED, MEASURED = "estimated", "measured"  # ways to know the loss increase of one layer
 
 
 @dataclass(frozen=True)
@@ -36,8 +47,9 @@ class PlanningContext:
     `heads`: lifted, one entry a layer (`attention.conversion.conversion.lift`). `calibration` for parts that need
     statistics; `model` for the layer-output score (rotary tables); `model` and `sequences` `[N, T]` for whole-model
     scores and measured curves. `cache_dir`: folder where measured curves are kept, beside `curves` in memory.
-    `fusion_distances`: of DHA's search phase, `[L, H, H]` for "key" and "value". Raises ValueError if heads or
-    statistics do not fit the geometry.
+    `fusion_distances`: of DHA's search phase, `[L, H, H]` for "key" and "value"; `output_metrics`: of
+    `attention.conversion.sensitivity`, worked out from the model where they are not given. `work`: of
+    each fit so far. Raises ValueError if heads or statistics do not fit the geometry.
     """
 
     geometry: HeadGeometry
@@ -47,10 +59,13 @@ class PlanningContext:
     sequences: Tensor | None = None
     cache_dir: str | Path | None = None
     fusion_distances: Mapping[str, np.ndarray] | None = None
+    output_metrics: Sequence[Tensor] | None = None
+    work: list[Work] = field(default_factory=list, repr=False, compare=False)
     curves: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
     _similarities: dict[Any, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
     _trials: dict[int, LayerTrials] = field(default_factory=dict, repr=False, compare=False)
     _tasks: dict[int, LayerTask] = field(default_factory=dict, repr=False, compare=False)
+    _metrics: dict[int, list[Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         layers, heads = self.geometry.num_layers, self.geometry.num_heads
@@ -75,7 +90,8 @@ class PlanningContext:
             raise ValueError(f"recipe {recipe.name} measures whole models; the context needs a model and sequences")
         converted = convert_with(recipe, self.model, plan, self.calibration, share=True)
         if refinement is not None:
-            refine(recipe.refinement, self.model, converted, self.sequences, refinement)
+            fits = refine(recipe.refinement, self.model, converted, self.sequences, refinement)
+            self.work.extend(fit.work for fit in fits)
         return language_loss(converted, self.sequences)
 
     def measured_on(self, tokens: int) -> Tensor:
@@ -84,23 +100,57 @@ class PlanningContext:
             raise ValueError("measuring the increase of the loss needs a model and sequences in the context")
         return self.sequences[: max(1, tokens // self.sequences.shape[1])]
 
-    def increase_of(self, recipe: Recipe, plan: AttentionPlan, layer: int, *, tokens: int, fit_steps: int = 0) -> float:
-        """Loss increase in nats a token if only `layer` follows `plan`, with the recipe's alignment and fusion.
+    def increases_of(
+        self,
+        recipe: Recipe,
+        plans: Sequence[AttentionPlan],
+        layer: int,
+        *,
+        tokens: int,
+        fit_steps: int = 0,
+        increases: str = MEASURED,
+    ) -> list[float]:
+        """Loss increase in nats a token if only `layer` follows a plan, of each of `plans`, with the recipe's alignment
+        and fusion.
 
-        With `fit_steps` the layer is first fitted to the original's output for so many steps, as refinement will do.
-        Raises ValueError without model or sequences.
+        `increases`: MEASURED by running the whole model, or ESTIMATED from the error of the attention's output
+        (`attention.conversion.sensitivity`). With `fit_steps` the layer is first fitted to the original's output for so
+        many steps, as refinement will do: a fit takes away most of what fused keys cost, and little of what values do.
+        So an estimate is made without one where keys stay as they are. Raises ValueError without model or sequences.
         """
         if tokens not in self._trials:
             self._trials[tokens] = LayerTrials(self.model, self.measured_on(tokens))  # type: ignore[arg-type]
-        trials, heads, layer_plan = self._trials[tokens], self.heads[layer], plan.layers[layer]
-        statistics = self.calibration.layers[layer] if self.calibration else None
-        for axis in ("alignment", "fusion"):
-            heads = recipe.apply(axis, heads, layer_plan, statistics, self.geometry.layer(layer))
-        if not fit_steps:
-            return trials.increase(layer, heads.expand(layer_plan.key_map, layer_plan.value_map))
-        module = trials.module(layer, heads, layer_plan)
-        fit_module(module, self._task(layer), fit_steps, FIT_RATE, torch.Generator().manual_seed(layer))
-        return trials.increase(layer, trials.heads_of(module, layer_plan))
+        trials, own = self._trials[tokens], self.geometry.kv_map
+
+        def fused(plan: LayerPlan) -> LayerHeads:
+            heads = self.heads[layer]
+            statistics = self.calibration.layers[layer] if self.calibration else None
+            for axis in ("alignment", "fusion"):
+                heads = recipe.apply(axis, heads, plan, statistics, self.geometry.layer(layer))
+            return heads
+
+        def module(plan: LayerPlan, fit: bool) -> nn.Module:
+            made = trials.module(layer, fused(plan), plan)
+            if fit:
+                generator = torch.Generator().manual_seed(layer)
+                self.work.append(fit_module(made, self._task(layer), fit_steps, FIT_RATE, generator)[-1])
+            return made
+
+        def estimated(plan: LayerPlan) -> float:
+            made = module(plan, fit=bool(fit_steps) and plan.key_map != own)
+            return expected_cost(metric, output_errors(made, self._task(layer).check))
+
+        def measured(plan: LayerPlan) -> float:
+            if fit_steps:
+                return trials.increase(layer, trials.heads_of(module(plan, fit=True), plan))
+            return trials.increase(layer, fused(plan).expand(plan.key_map, plan.value_map))
+
+        asked = [plan.layers[layer] for plan in plans]
+        if increases == MEASURED:
+            return [measured(plan) for plan in asked]
+        metric, _ = self._metric(layer, tokens), self._task(layer)  # made before several threads ask for them
+        size = sum(p.numel() for p in trials.modules[layer].parameters())
+        return each_layer(len(asked), lambda i: estimated(asked[i]), size, trials.model.device)
 
     def _task(self, layer: int) -> LayerTask:
         """What a layer is fitted to; only the last one asked for is kept."""
@@ -109,6 +159,13 @@ class PlanningContext:
             used = self.measured_on(FIT_TOKENS)
             self._tasks[layer] = LayerTask.of(self.model, layer, used, FIT_BATCH)  # type: ignore[arg-type]
         return self._tasks[layer]
+
+    def _metric(self, layer: int, tokens: int) -> Tensor:
+        if self.output_metrics is not None:
+            return self.output_metrics[layer]
+        if tokens not in self._metrics:
+            self._metrics[tokens] = output_metrics(self.model, self.measured_on(tokens))  # type: ignore[arg-type]
+        return self._metrics[tokens][layer]
 
     def fusion_distance(self, layer: int, sides: Sequence[str]) -> np.ndarray | None:
         """L_head of Eq. 7 (paper 000) of a layer's units, summed over `sides`, `[U, U]`; None if not there."""

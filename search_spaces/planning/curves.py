@@ -32,42 +32,42 @@ class Point(NamedTuple):
 
 class Curves:
     """Curves of one recipe on one context. `group(layer, sides, count)` is the recipe's partition of a site's units;
-    `measure(layer, sides, partition)` the increase of the loss with it. `known` holds the points so far and is added
+    `measure(layer, sides, partitions)` the increase of the loss with each. `known` holds the points so far and is added
     to."""
 
     def __init__(
         self,
         group: Callable[[int, tuple[str, ...], int], Partition],
-        measure: Callable[[int, tuple[str, ...], Partition], float],
+        measure: Callable[[int, tuple[str, ...], Sequence[Partition]], Sequence[float]],
         known: dict[str, Point],
         file: Path | None = None,
     ) -> None:
         self._group, self._measure, self.file = group, measure, file
-        self._points = known
+        self.points = known
         known.update(_read(file))
 
     def curve(self, layer: int, sides: tuple[str, ...], counts: Sequence[int], units: int) -> dict[int, float]:
         """Rise in nats a token for each count; all units kept is 0."""
-        missing = [c for c in counts if c != units and _key(layer, sides, c) not in self._points]
-        for count in missing:
-            partition = self._group(layer, sides, count)
-            increase = self._measure(layer, sides, partition)
-            self._points[_key(layer, sides, count)] = Point(increase, partition)
+        missing = [c for c in counts if c != units and point_key(layer, sides, c) not in self.points]
         if missing:
+            partitions = [self._group(layer, sides, count) for count in missing]
+            increases = self._measure(layer, sides, partitions)
+            for count, increase, partition in zip(missing, increases, partitions, strict=True):
+                self.points[point_key(layer, sides, count)] = Point(increase, partition)
             self._save()
-        return {c: 0.0 if c == units else self._points[_key(layer, sides, c)].increase for c in counts}
+        return {c: 0.0 if c == units else self.points[point_key(layer, sides, c)].increase for c in counts}
 
     def whole(self, plan: Any, measure: Callable[[], float]) -> float:
         """A measured loss of the whole model; `plan`: in plain values, all that it rests on besides the curves."""
         key = f"whole/{hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:24]}"
-        if key not in self._points:
-            self._points[key] = Point(measure(), ())
+        if key not in self.points:
+            self.points[key] = Point(measure(), ())
             self._save()
-        return self._points[key].increase
+        return self.points[key].increase
 
     def partition(self, layer: int, sides: tuple[str, ...], count: int) -> Partition | None:
         """The partition that was measured, or None."""
-        point = self._points.get(_key(layer, sides, count))
+        point = self.points.get(point_key(layer, sides, count))
         return None if point is None else point.partition
 
     def _save(self) -> None:
@@ -75,8 +75,8 @@ class Curves:
             return
         with alone(self.file.parent):
             # What another process has measured meanwhile stays; equal points are equal by construction.
-            self._points.update({**_read(self.file), **self._points})
-            write_whole(self.file, json.dumps(self._points, sort_keys=True).encode())
+            self.points.update({**_read(self.file), **self.points})
+            write_whole(self.file, json.dumps(self.points, sort_keys=True).encode())
 
 
 def curve_name(recipe: Recipe, context: PlanningContext, knobs: dict[str, int], seed_of: str) -> str:
@@ -100,7 +100,7 @@ def curve_name(recipe: Recipe, context: PlanningContext, knobs: dict[str, int], 
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def _key(layer: int, sides: tuple[str, ...], count: int) -> str:
+def point_key(layer: int, sides: tuple[str, ...], count: int) -> str:
     return f"{layer}/{'+'.join(sides)}/{count}"
 
 

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -46,7 +47,11 @@ class LayerTrials:
         self.batches = sequences.split(batch_size)
         self._below = 0  # the layer that `_streams` enter
         self._streams: Sequence[Tensor | None] = [None] * len(self.batches)
-        self.base = self._loss(0)
+
+    @cached_property
+    def base(self) -> float:
+        """The loss as it is, in nats a token."""
+        return self._loss(0, [None] * len(self.batches))
 
     def increase(self, layer: int, heads: LayerHeads) -> float:
         """How much the loss in nats a token increases with these lifted `heads` in `layer`; the model is as before
@@ -57,10 +62,11 @@ class LayerTrials:
                 f"layer {layer}: expected {own.k.shape[0]} keys and values, got {heads.k.shape[0]} and "
                 f"{heads.v.shape[0]}; expand the heads first"
             )
+        base = self.base  # before anything is written
         self._advance(layer)
         try:
             self._write(layer, heads)
-            return self._loss(layer) - self.base
+            return self._loss(layer, self._streams) - base
         finally:
             self._write(layer, own)
 
@@ -80,14 +86,14 @@ class LayerTrials:
         self.family.write(self.modules[layer], heads.to(self.model.device))
 
     @torch.no_grad()
-    def _loss(self, start: int) -> float:
-        """Mean next-token loss, run from `start` on."""
+    def _loss(self, start: int, streams: Sequence[Tensor | None]) -> float:
+        """Mean next-token loss, run from `start` on, which `streams` enter."""
 
         def loss(batch: Tensor, stream: Tensor | None) -> Tensor:
             with self._from(start, stream):
                 return mean_cost(self.model, batch.to(self.model.device), language_modelling)
 
-        return mean_loss((loss(b, s), b) for b, s in zip(self.batches, self._streams, strict=True))
+        return mean_loss((loss(b, s), b) for b, s in zip(self.batches, streams, strict=True))
 
     @torch.no_grad()
     def _advance(self, layer: int) -> None:

@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from attention.plan import AttentionPlan, LayerPlan
+from attention.plan import AttentionPlan
 from search_spaces.allocation.problem import Counts
 from search_spaces.costs import GroupCost, Objective
 from search_spaces.grouping.neighbour import neighbour_partition
 from search_spaces.grouping.problem import GroupingProblem
 from search_spaces.partitions import Partition
 from search_spaces.planning.budgets import check_budget, problem_of
-from search_spaces.planning.context import PlanningContext
+from search_spaces.planning.context import MEASURED, PlanningContext
 from search_spaces.planning.curves import Curves, curve_name
 from search_spaces.planning.prices import prices_of_site
 from search_spaces.recipes.recipe import AXES, Recipe
@@ -41,7 +41,7 @@ def make_plan(
     recipe lacks what it needs.
     """
     check_budget(recipe, kv_ratio, context.geometry)
-    return _Planner(recipe, kv_ratio, context, *site_generators(generator, context.geometry.num_layers)).plan()
+    return Planner(recipe, kv_ratio, context, *site_generators(generator, context.geometry.num_layers)).plan()
 
 
 def site_generators(generator: np.random.Generator, layers: int) -> tuple[list[np.random.Generator], ...]:
@@ -49,44 +49,8 @@ def site_generators(generator: np.random.Generator, layers: int) -> tuple[list[n
     return generator.spawn(2 * layers), generator.spawn(2 * layers)
 
 
-def plan_layer(
-    recipe: Recipe, counts: tuple[int, int], context: PlanningContext, generators: list[np.random.Generator]
-) -> LayerPlan:
-    """The plan of the single layer that `context` holds, keeping `counts` (key heads, value heads). With its two
-    `generators` of `site_generators` for the whole checkpoint the plan is the layer's in `make_plan`."""
-    planner = _Planner(recipe, 1, context, generators, [])
-    planner.group_layer(0, counts)
-    return planner.plan_of(planner.partitions).layers[0]
-
-
-def measure_curves(
-    recipe: Recipe,
-    kv_ratio: float | Fraction,
-    context: PlanningContext,
-    generator: np.random.Generator,
-    layers: Sequence[int],
-) -> int:
-    """Measure what `make_plan` with the same generator would measure in `layers`, into the context's curves.
-
-    Returns the number of points that these layers have. Raises ValueError as `make_plan` does.
-    """
-    geometry = context.geometry
-    asked: dict[tuple[int, str], Sequence[int]] = {}
-
-    def flat(layer: int, side: str, counts: Sequence[int]) -> dict[int, float]:
-        asked[layer, side] = counts
-        return dict.fromkeys(counts, 0.0)
-
-    check_budget(recipe, kv_ratio, geometry)
-    problem = problem_of(recipe, kv_ratio, geometry, loss=lambda *_: 1.0, curve=flat)
-    recipe.apply("allocation", problem)
-    planner = _Planner(recipe, kv_ratio, context, *site_generators(generator, geometry.num_layers))
-    mine = {site: counts for site, counts in asked.items() if site[0] in layers}
-    return sum(len(planner._curve(*site, counts)) for site, counts in sorted(mine.items()))
-
-
 @dataclass
-class _Planner:
+class Planner:
     """One call of `make_plan`; `partitions`: the groups found so far."""
 
     recipe: Recipe
@@ -114,7 +78,10 @@ class _Planner:
 
     def counts(self) -> Counts:
         """(key heads, value heads) of each layer, from the allocation part, checked against the budget."""
-        recipe, measures = self.recipe, {"loss": self._loss_of_one_group, "curve": self._curve, "final": self._final}
+        recipe = self.recipe
+        measures: dict[str, Any] = {"loss": self._loss_of_one_group, "curve": self.curve}
+        if recipe.knobs("allocation").get("increases") == MEASURED:
+            measures["final"] = self._final
         problem = problem_of(recipe, self.kv_ratio, self.context.geometry, **measures)
         counts = recipe.apply("allocation", problem)
         total = sum(keys + values for keys, values in counts)
@@ -185,10 +152,10 @@ class _Planner:
             raise ValueError(f"objective={self.recipe.objective} has no group cost to allocate by")
         return objective.cost(tuple(range(len(self.context.units))))
 
-    def _curve(self, layer: int, side: str, counts: Sequence[int]) -> dict[int, float]:
+    def curve(self, layer: int, side: str, counts: Sequence[int]) -> dict[int, float]:
         """Measured increase of the loss if only this site is grouped, for each count. `side` may be "both"."""
         if side == "both" and not self.recipe.together:
-            keys, values = (self._curve(layer, each, counts) for each in SIDES)
+            keys, values = (self.curve(layer, each, counts) for each in SIDES)
             return {count: keys[count] + values[count] for count in counts}
         sides = SIDES if side == "both" else (side,)
         return self.curves.curve(layer, sides, counts, len(self.context.units))
@@ -212,7 +179,7 @@ class _Planner:
         """Measured curves of this recipe, shared by all budgets through the context and its cache folder."""
         own = self.recipe.knobs("allocation")
         fitted = self.recipe.knobs("refinement").get("fit_steps", 0)  # what no refinement will fit is measured as it is
-        knobs = {"tokens": own["tokens"], "fit_steps": min(own["fit_steps"], fitted)}
+        knobs = {name: own[name] for name in ("tokens", "increases")} | {"fit_steps": min(own["fit_steps"], fitted)}
 
         def group(layer: int, sides: tuple[str, ...], groups: int) -> Partition:
             if groups == 1:
@@ -222,9 +189,9 @@ class _Planner:
             fresh = np.random.default_rng([*_seeds(generator), groups])
             return self._grouped(layer, sides, groups, fresh)
 
-        def measure(layer: int, sides: tuple[str, ...], partition: Partition) -> float:
-            plan = self.plan_of({(layer, side): partition for side in sides})
-            return self.context.increase_of(self.recipe, plan, layer, **knobs)
+        def measure(layer: int, sides: tuple[str, ...], partitions: Sequence[Partition]) -> list[float]:
+            plans = [self.plan_of({(layer, side): partition for side in sides}) for partition in partitions]
+            return self.context.increases_of(self.recipe, plans, layer, **knobs)
 
         seed = str([_seeds(g) for g in self.curve_generators[:1]])
         name = curve_name(self.recipe, self.context, knobs, seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +20,12 @@ class MeasuredContext(PlanningContext):
     def loss_of(self, recipe: Recipe, plan: AttentionPlan, refinement: Mapping[str, Any] | None = None) -> float:
         return self.measure(recipe, plan)
 
-    def increase_of(self, recipe: Recipe, plan: AttentionPlan, layer: int, *, tokens: int, fit_steps: int = 0) -> float:
+    def increases_of(self, recipe: Recipe, plans: Sequence[AttentionPlan], layer: int, **_: Any) -> list[float]:
         own = LayerPlan(self.geometry.kv_map, self.geometry.kv_map)
         original = AttentionPlan((own,) * self.geometry.num_layers, self.geometry.head_dim)
-        alone = tuple(plan.layers[i] if i == layer else own for i in range(plan.num_layers))
-        return self.measure(recipe, replace(original, layers=alone)) - self.measure(recipe, original)
+
+        def alone(plan: AttentionPlan) -> AttentionPlan:
+            layers = tuple(plan.layers[i] if i == layer else own for i in range(plan.num_layers))
+            return replace(original, layers=layers)
+
+        return [self.measure(recipe, alone(plan)) - self.measure(recipe, original) for plan in plans]

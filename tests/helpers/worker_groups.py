@@ -22,13 +22,6 @@ FORK = multiprocessing.get_context("fork")
 
 
 @contextmanager
-def two_workers() -> Iterator[Callable[..., list[Any]]]:
-    """`several_workers` with two of them: `on_both(folder, work, *args)`."""
-    with several_workers() as on_all:
-        yield lambda folder, work, *args: on_all(2, folder, work, *args)
-
-
-@contextmanager
 def several_workers() -> Iterator[Callable[..., list[Any]]]:
     """`on_all(number, folder, work, *args)`: what `work(rank, *args)` of all returned, by rank. `folder` is empty or
     new; all of it must be known to pickle. Raises RuntimeError with a worker's traceback."""

@@ -27,7 +27,7 @@ from search_spaces.planning.context import convert_with
 from search_spaces.planning.planning import make_plan
 from search_spaces.recipes.recipes import recipe
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.extended]  # test_alignment.py and test_fusion.py have the closed forms too
 
 RATES = (5e-4, 1e-3, 2e-3)
 APART: dict[str, Any] = {"together": False, "grouping.equal_sizes": False}

@@ -18,7 +18,7 @@ from search_spaces.recipes.engine_form import EngineForm
 from search_spaces.recipes.recipes import RECIPES, recipe
 from search_spaces.space.space import JointSpace
 
-COUNTS = [(8, 8, 4), (8, 4, 3), (6, 3, 2)]  # query heads, KV heads, layers
+COUNTS = [(4, 4, 3), (8, 4, 3), (6, 3, 2)]  # query heads, KV heads, layers
 FAMILIES: dict[str, Any] = {
     "gpt2": lambda heads, stored, layers: GPT2Config(n_head=heads, n_embd=8 * heads, n_layer=layers),
     "gpt_neox": lambda heads, stored, layers: GPTNeoXConfig(**_sizes(heads, layers)),

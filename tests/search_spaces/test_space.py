@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from space_points import domains, paths, points
+from space_points import Path, domains, paths, points
 
 from attention.axes import Knob
 from attention.families import geometry_of
@@ -31,8 +31,19 @@ def space(geometry) -> JointSpace:
 
 
 @pytest.fixture(scope="module")
-def grid(space) -> list[tuple[Recipe, float]]:
-    return [space.to_recipe(point) for point in points(space)]
+def at_half(geometry) -> JointSpace:
+    """One budget: what else can be decided is the same at each."""
+    return JointSpace([0.5], geometry)
+
+
+@pytest.fixture(scope="module")
+def all_paths(at_half) -> list[Path]:
+    return list(paths(at_half))
+
+
+@pytest.fixture(scope="module")
+def grid(at_half, all_paths) -> list[tuple[Recipe, float]]:
+    return [at_half.to_recipe({d.name: value for d, value in path if "." not in d.field}) for path in all_paths]
 
 
 def test_every_sampled_point_is_a_valid_recipe(space, geometry) -> None:
@@ -79,22 +90,23 @@ def test_named_recipes_are_points_of_the_space(grid) -> None:
     assert recipe("least_squares") in [chosen for chosen, _ in grid]
 
 
-def test_decisions_have_one_set_of_choices_a_name_and_one_order(space) -> None:
+def test_decisions_have_one_set_of_choices_a_name_and_one_order(all_paths) -> None:
     seen: dict[str, Domain] = {}
-    for path in paths(space):
+    for path in all_paths:
         assert all(seen.setdefault(domain.name, domain) == domain for domain, _ in path)
         ranks = [ORDER.index(domain.field) if domain.field in ORDER else len(ORDER) for domain, _ in path]
         assert ranks == sorted(ranks)
 
 
-def test_a_searched_knob_is_read_from_its_declaration(space) -> None:
-    (domain,) = [d for d in domains(space) if d.field == "grouping.preserve"]
+def test_a_searched_knob_is_read_from_its_declaration(all_paths) -> None:
+    every = {domain for path in all_paths for domain, _ in path}
+    (domain,) = [d for d in every if d.field == "grouping.preserve"]
     knob = next(k for k in GROUPING.get("walk_asymmetric").knobs if k.name == "preserve")
     assert (domain.kind, domain.low, domain.high, domain.default) == ("float", knob.low, knob.high, knob.default)
-    for path in paths(space):
+    for path in all_paths:
         grouping = {d.field: value for d, value in path}.get("grouping")
         assert (domain in [d for d, _ in path]) == (grouping == "walk_asymmetric")
-    assert not [d for d in domains(space) if d.field == "grouping.accept"]  # declared, but not searched
+    assert not [d for d in every if d.field == "grouping.accept"]  # declared, but not searched
 
 
 def test_a_new_part_on_an_axis_is_in_the_space_by_itself(geometry, monkeypatch) -> None:

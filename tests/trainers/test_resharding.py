@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from parameters import extended
-from worker_groups import several_workers
 
 from attention.io import checkpoint
 from trainers.engine import Engine
@@ -22,12 +20,6 @@ from trainers.zero import load_model
 
 HALF, ALL, ROWS = 3, 6, 6
 IDS = torch.randint(0, 64, (40, 16), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(scope="module")
-def on_all() -> Iterator[Callable[..., list[Any]]]:
-    with several_workers() as on_all:
-        yield on_all
 
 
 def settings_of(workers: int, **given: Any) -> TrainSettings:
@@ -97,6 +89,7 @@ def test_training_goes_on_with_another_number_of_workers(
     assert not list(tmp_path.glob(".checkpoint*"))
 
 
+@pytest.mark.extended
 def test_the_optimiser_state_matters_to_the_comparison_above(on_all: Any, model: Path, tmp_path: Path) -> None:
     """Without its moments a training goes another way, by more than what is allowed above."""
     settings = settings_of(1)
@@ -127,7 +120,7 @@ def test_a_checkpoint_that_cannot_be_read_is_told_by_all_workers(on_all: Any, mo
     assert not list(tmp_path.glob(".checkpoint*"))
 
 
-@pytest.mark.parametrize(("rows", "micro"), [(3, None), (5, 1), (7, 2)])
+@pytest.mark.parametrize(("rows", "micro"), [extended(3, None), (5, 1), extended(7, 2)])
 def test_a_batch_that_does_not_divide_is_the_same_step(
     on_all: Any, model: Path, tmp_path: Path, rows: int, micro: int | None
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import torch
 from parameters import extended
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
-from worker_groups import two_workers
 
 from attention.conversion.conversion import convert
 from attention.io import checkpoint, piecewise
@@ -39,12 +38,6 @@ AT_ONCE: dict[str, Any] = {
         "sub_group_size": 1_000_000,
     }
 }
-
-
-@pytest.fixture(scope="module")
-def on_both() -> Iterator[Callable[..., list[Any]]]:
-    with two_workers() as on_both:
-        yield on_both
 
 
 def settings_of(**given: Any) -> TrainSettings:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +22,12 @@ from attention.axes import Knob
 from attention.conversion.refinement.capture import Record, held_out, recorded
 from attention.conversion.refinement.healing import HEAL_KNOBS, heal
 from attention.conversion.refinement.parallel import ONE_AT_A_TIME, each_layer
-from attention.conversion.refinement.refine import REFINEMENT, LayerFit
+from attention.conversion.refinement.refine import REFINEMENT, LayerFit, Work
 from attention.families import family_of
 from attention.modeling.modeling import plan_of
 from attention.modeling.running import entered_by, entering
 
-FIT_RATE, FIT_BATCH, FIT_TOKENS = 0.5, 2, 16_384
+FIT_RATE, FIT_BATCH, FIT_TOKENS = 0.5, 2, 32_768
 FIT_KNOBS = (
     Knob("fit_steps", "int", "Adam steps a layer", 1, 100_000),
     Knob("fit_rate", "log_float", "largest step, as the relative change of an output at most", 1e-4, 1e2),
@@ -63,12 +63,15 @@ class LayerTask:
         fit, check = held_out(sequences)
         batch = min(batch, len(fit))
         whole = fit[: len(fit) // batch * batch]
-        records = [_in_float(record) for record in recorded(original, module, whole, batch)]
+        records = records_in_float(original, module, whole, batch)
         inputs = torch.cat([entering(record.args, record.kwargs) for record in records])
         targets = torch.cat([record.output for record in records])
-        return cls(
-            inputs, targets, records[0], tuple(_in_float(record) for record in recorded(original, module, check, batch))
-        )
+        return cls(inputs, targets, records[0], records_in_float(original, module, check, batch))
+
+
+def records_in_float(model: PreTrainedModel, module: nn.Module, sequences: Tensor, batch: int) -> tuple[Record, ...]:
+    """`attention.conversion.refinement.capture.recorded`, in float32."""
+    return tuple(_in_float(record) for record in recorded(model, module, sequences, batch))
 
 
 def _float(value: Any) -> Any:
@@ -91,9 +94,15 @@ def _call(module: nn.Module, record: Record, inputs: Tensor | None = None) -> Te
 
 
 @torch.no_grad()
-def layer_error(module: nn.Module, records: tuple[Record, ...]) -> float:
+def output_errors(module: nn.Module, records: Sequence[Record]) -> Iterator[Tensor]:
+    """attention - target `[B, T, D]` of each record."""
+    for record in records:
+        yield _call(module, record) - record.output
+
+
+def layer_error(module: nn.Module, records: Sequence[Record]) -> float:
     """`|attention - target|^2 / |target|^2` over all records."""
-    wrong = sum((_call(module, r) - r.output).double().square().sum() for r in records)
+    wrong = sum(error.double().square().sum() for error in output_errors(module, records))
     power = sum(r.output.double().square().sum() for r in records)
     return float(wrong / power)
 
@@ -126,29 +135,32 @@ def _batches(count: int, batch: int, steps: int, generator: torch.Generator) -> 
 
 def fit_module(
     module: nn.Module, task: LayerTask, steps: int, rate: float, generator: torch.Generator
-) -> tuple[float, float]:
+) -> tuple[float, float, Work]:
     """Train `module` (float32) in place; it ends in the best state met on the held-out records, the first included.
-    Returns the held-out error before and after.
+    Returns the held-out error before and after, and the work.
 
     Adam with a short linear warm-up and a cosine to 0. Where that ends no better than it began, the steps were too
     large for this layer: it is tried again with smaller ones, `RETRIES` times at most.
     """
     before = layer_error(module, task.check)
     start = copy.deepcopy(module.state_dict())
-    best = before
+    best, made = before, 0
     for attempt in range(1 + RETRIES):
-        best = _train(module, task, steps, rate * SMALLER**attempt, generator, before)
+        best, more = _train(module, task, steps, rate * SMALLER**attempt, generator, before)
+        made += more
         if best < before:
             break
         module.load_state_dict(start)
-    return before, best
+    tokens = made * task.batch * task.inputs.shape[1]
+    return before, best, Work(made, tokens, 6.0 * tokens * sum(p.numel() for p in module.parameters()))
 
 
 def _train(
     module: nn.Module, task: LayerTask, steps: int, rate: float, generator: torch.Generator, before: float
-) -> float:
-    """Lowest held-out error, the module being left in that state. Stops halfway if it is not below `before` by then."""
-    best, kept = before, copy.deepcopy(module.state_dict())
+) -> tuple[float, int]:
+    """Lowest held-out error, the module being left in that state, and the steps made. Stops halfway if the error is not
+    below `before` by then."""
+    best, kept, made = before, copy.deepcopy(module.state_dict()), 0
     module.requires_grad_(True)
     rates = _rates(module)
     optimiser = torch.optim.Adam([{"params": [p], "lr": 0.0} for p in rates], betas=BETAS)
@@ -164,16 +176,17 @@ def _train(
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         optimiser.step()
-        if step + 1 in checks:
+        made = step + 1
+        if made in checks:
             error = layer_error(module, task.check)
             if error < best:
                 best, kept = error, copy.deepcopy(module.state_dict())
-            elif step + 1 >= steps // 2 and best == before:
+            elif made >= steps // 2 and best == before:
                 break
     module.load_state_dict(kept)
     for p in module.parameters():
         p.requires_grad_(False).grad = None
-    return best
+    return best, made
 
 
 def fit_layer(
@@ -198,8 +211,8 @@ def fit_layer(
     with ONE_AT_A_TIME:
         task = LayerTask.of(original, layer, sequences, batch)
     copied = copy.deepcopy(module).float().eval()
-    before, after = fit_module(copied, task, steps, rate, torch.Generator().manual_seed(number))
-    result = LayerFit("fit", number, before, after)
+    before, after, made = fit_module(copied, task, steps, rate, torch.Generator().manual_seed(number))
+    result = LayerFit("fit", number, before, after, made)
     if result.kept:
         with torch.no_grad():
             for p, fitted in zip(module.parameters(), copied.parameters(), strict=True):

@@ -13,13 +13,29 @@ from attention.axes import REFINEMENT
 
 
 @dataclass(frozen=True)
+class Work:
+    """What it took to optimise single layers: Adam steps, tokens that went through a layer in them (each time that one
+    did), and floating-point operations: 6 a parameter of the layer's attention and token, as they are counted for a
+    training; the products of attention itself are left out."""
+
+    optimizer_steps: int = 0
+    tokens: int = 0
+    flops: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.optimizer_steps + other.optimizer_steps, self.tokens + other.tokens, self.flops + other.flops)
+
+
+@dataclass(frozen=True)
 class LayerFit:
-    """Held-out error of one layer before and after, relative to the target's power, and whether the change was kept."""
+    """Held-out error of one layer before and after, relative to the target's power, whether the change was kept, and
+    the work that it took; none for a fit in closed form."""
 
     step: str
     layer: int
     before: float
     after: float
+    work: Work = Work()
 
     @property
     def kept(self) -> bool:

@@ -16,7 +16,7 @@ import torch
 
 from attention.calibration.sizes import Mixed
 from attention.families import geometry_of
-from attention.io.layer_models import empty, layer_prefix, window_config
+from attention.io.layers.windows import empty, layer_prefix, window_config
 from attention.io.piecewise import SHARD
 from attention.io.precision import DTYPES
 from attention.modeling.predictions import most_logit_bytes, positions_at_once

@@ -452,11 +452,12 @@ def test_more_heads_in_a_group_never_cost_less(demo_model: PreTrainedModel, demo
     heads, statistics = lifted(demo_model)[3], demo_calibration.layers[3]
     keys, values = KeyCost(heads, statistics, geometry), ValueCost(heads, statistics, geometry)
     table: dict[tuple[int, ...], float] = {}
-    for size in range(1, 9):
+    for size in (1, 2, 3, 8):
         groups = list(itertools.combinations(range(8), size))
         table |= dict(zip(groups, keys.costs(groups).tolist(), strict=True))
     for group, head in itertools.product(table, range(8)):
-        assert table[tuple(sorted({*group, head}))] >= table[group] - 1e-9
+        if (more := tuple(sorted({*group, head}))) in table:
+            assert table[more] >= table[group] - 1e-9
     assert 0 < values.cost((0, 1)) < values.cost((0, 1, 2)) < values.cost(range(8))
     assert table[tuple(range(8))] > 100 * min(price for price in table.values() if price > 0) / 28  # far from flat
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attention.conversion.conversion import convert
 from attention.io import checkpoint, weights
-from attention.io.layer_models import LazyWeights
+from attention.io.layers.windows import LazyWeights
 from attention.io.safetensors_files import INDEX, SINGLE
 from attention.io.sources import CheckpointError
 from attention.io.weights import WeightsError

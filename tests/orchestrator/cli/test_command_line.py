@@ -181,10 +181,11 @@ def test_more_workers_than_this_machine_has_are_refused_before_any_work(
     assert not (tmp_path / "demo").exists()
 
 
-def test_convert_evaluate_and_export_hand_on_to_each_other(tmp_path: Path, demo_dir: Path) -> None:
-    sizes = ["--eval-tokens", "2048", "--sequence-length", "128"]
+def test_convert_evaluate_and_export_hand_on_to_each_other(tmp_path: Path, demo_dir: Path, little_text: str) -> None:
+    sizes = ["--eval-tokens", "1024", "--sequence-length", "128", "--eval-data", little_text]
     options = ["--model", demo_dir, "--recipe", "gqa", "--kv-ratio", "0.25", "--out", tmp_path / "c", *sizes]
-    assert run_here("convert", *options, "--calibration-tokens", "2048", "--json", tmp_path / "convert.json") == 0
+    options += ["--calibration-tokens", "2048", "--calibration-data", little_text]
+    assert run_here("convert", *options, "--json", tmp_path / "convert.json") == 0
     converted = json.loads((tmp_path / "convert.json").read_text())
     for key in (
         "original_loss",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,18 +21,26 @@ from search_spaces.recipes.recipes import recipe
 from trainers.evaluation import evaluate
 from trainers.text.data import load_sequences
 
-SMALL = {"calibration_tokens": 2048, "eval_tokens": 2048, "sequence_length": 128, "device": "cpu"}
+SMALL: dict[str, Any] = {"calibration_tokens": 2048, "eval_tokens": 1024, "sequence_length": 128, "device": "cpu"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def texts(little_text: str) -> None:
+    SMALL.update(calibration_data=little_text, eval_data=little_text)
 
 
 def test_one_calibration_and_one_measurement_for_all_ratios(
-    tmp_path: Path, demo_dir: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, demo_dir: Path, little_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    calibrate, increase_of = calibrating.calibrate, PlanningContext.increase_of
+    calibrate, increases_of = calibrating.calibrate, PlanningContext.increases_of
     monkeypatch.setattr(in_memory, "calibrate", lambda *a, **k: calls.append("calibrate") or calibrate(*a, **k))
-    monkeypatch.setattr(
-        PlanningContext, "increase_of", lambda *a, **k: calls.append("loss_increase") or increase_of(*a, **k)
-    )
+
+    def counted(self: Any, recipe: Any, plans: Any, *a: Any, **k: Any) -> list[float]:
+        calls.extend(["loss_increase"] * len(plans))
+        return increases_of(self, recipe, plans, *a, **k)
+
+    monkeypatch.setattr(PlanningContext, "increases_of", counted)
     knobs = {"allocation.tokens": 256, "allocation.fit_steps": 0}
     chosen = recipe("gqa", fusion="least_squares", together=False, allocation="knapsack", **knobs)
     record = convert_curve(demo_dir, chosen, [0.25, 0.9, 0.5], tmp_path / "out", **SMALL)
@@ -50,7 +59,7 @@ def test_one_calibration_and_one_measurement_for_all_ratios(
         saved = checkpoint.load(tmp_path / "out" / f"kv-{point['kv_ratio_asked']:g}", torch.float32)
         assert plan_of(saved).kv_ratio == point["kv_ratio"]
     tokenizer = loading.load_tokenizer(demo_dir)
-    held_out = load_sequences("stdlib", tokenizer, split="eval", tokens=2048, sequence_length=128)
+    held_out = load_sequences(little_text, tokenizer, split="eval", tokens=1024, sequence_length=128)
     assert evaluate(saved, held_out).loss == pytest.approx(losses[-1], abs=1e-4)
 
 

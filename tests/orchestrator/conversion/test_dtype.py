@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-import inspect
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from parameters import extended
 from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -26,13 +24,9 @@ NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "f
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    file = tmp_path_factory.mktemp("texts") / "words.jsonl"
-    words = inspect.getsource(argparse).splitlines()
-    records = ({"text": "\n".join(words[i : i + 12])} for i in range(0, len(words), 12))
-    file.write_text("\n".join(map(json.dumps, records)))
+def texts(little_text: str) -> dict[str, Any]:
     sizes = {"calibration_tokens": 768, "eval_tokens": 384, "sequence_length": 48, "device": "cpu"}
-    return {"calibration_data": str(file), "eval_data": str(file), **sizes}
+    return {"calibration_data": little_text, "eval_data": little_text, **sizes}
 
 
 def stored(folder: Path) -> set[str]:
@@ -46,10 +40,10 @@ def stored(folder: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("dtype", "asked", "kind"),
     [
-        (torch.bfloat16, "auto", "BF16"),
+        extended(torch.bfloat16, "auto", "BF16"),
         (torch.float16, "auto", "F16"),
-        (torch.float32, "auto", "F32"),
-        (torch.bfloat16, "fp32", "F32"),
+        extended(torch.float32, "auto", "F32"),
+        extended(torch.bfloat16, "fp32", "F32"),
         (torch.float32, "bf16", "BF16"),  # what lies outside of the layers is rounded too
     ],
 )

@@ -41,6 +41,8 @@ def test_the_streamed_peak_does_not_grow_with_depth_and_the_other_does() -> None
     assert deep.resident > 5 * shallow.resident
     assert deep.layerwise < 0.2 * deep.resident
     assert deep.parameters == pytest.approx(6.74e9, rel=0.01)
+    shallow, deep = (of(llama(layers, SEVEN_B, tie_word_embeddings=False), "headfold") for layers in (4, 32))
+    assert deep.layerwise == shallow.layerwise
 
 
 def test_what_is_asked_for_makes_it_larger_or_smaller() -> None:
@@ -58,32 +60,39 @@ def test_only_the_config_is_read(demo_dir: Path, tmp_path: Path) -> None:
     found = estimate_conversion(tmp_path, "headfold_gqa", 0.25, **SMALL)
     assert found.layerwise_possible
     assert found.disk > 0
-    refused = estimate_conversion(tmp_path, "headfold", 0.25, **SMALL)
+    planned = estimate_conversion(tmp_path, "headfold", 0.25, **SMALL)
+    assert planned.layerwise_possible and planned.flops > found.flops and planned.scratch > found.scratch
+    assert planned.stages["sensitivity"] > 0 and "sensitivity" not in found.stages
+    measured = {"allocation.increases": "measured"}
+    refused = estimate_conversion(tmp_path, "headfold", 0.25, recipe_settings=measured, **SMALL)
     assert not refused.layerwise_possible
-    assert "allocation=knapsack" in refused.why_not
+    assert "allocation.increases=measured" in refused.why_not
     json.dumps(asdict(refused))
 
 
 def test_a_model_that_does_not_fit_is_streamed_by_itself(
-    demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    demo_dir: Path, tmp_path: Path, little_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not needs_layerwise(demo_dir, "gqa", 0.5, **SMALL)
     module = sys.modules["orchestrator.conversion.estimate"]
     monkeypatch.setattr(module, "available_bytes", lambda device=None: 2**20)
     assert needs_layerwise(demo_dir, "gqa", 0.5, **SMALL)
-    assert not needs_layerwise(demo_dir, "headfold", 0.5, **SMALL)  # it cannot be, so it is tried in memory
-    record = convert_checkpoint(demo_dir, "gqa", 0.5, tmp_path / "out", layerwise=None, **SMALL)
+    assert needs_layerwise(demo_dir, "headfold", 0.5, **SMALL)
+    assert not needs_layerwise(demo_dir, "directshare", 1.0, **SMALL)  # it cannot be, so it is tried in memory
+    texts = {"calibration_data": little_text, "eval_data": little_text}
+    record = convert_checkpoint(demo_dir, "gqa", 0.5, tmp_path / "out", layerwise=None, **SMALL, **texts)
     assert record["layerwise"]
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
 
 
 @pytest.mark.extended
-def test_peak_memory_is_as_estimated(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe_name", ["headfold_gqa", "headfold"])
+def test_peak_memory_is_as_estimated(recipe_name: str, tmp_path: Path) -> None:
     """In a process of its own; neighbours, which cost no time to group."""
     config = llama(2, {"num_attention_heads": 8, "head_dim": 96, "intermediate_size": 1200, "vocab_size": 2048})
     options = ["--calibration-tokens", "512", "--eval-tokens", "256", "--sequence-length", "128"]
     options += ["--set", "refinement.fit_steps=2", "--set", "grouping=neighbour"]
-    said, done = measured(config, tmp_path, *options)
+    said, done = measured(config, tmp_path, *options, recipe=recipe_name)
     assert 0.75 < done["peak_memory"] / said["layerwise"] < 1.25
 
 

@@ -7,6 +7,7 @@ driver is a process of its own, as `ray job submit` starts one, and is started a
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import random
@@ -222,6 +223,7 @@ class Arena:
     """Cluster, MLflow server and storage of one run, and the driver on it."""
 
     def __init__(self, folder: Path, empty_store: Path, settings: Sequence[str], megabytes: int, **nodes: bool) -> None:
+        self.name, self.experiment = "chaos", "headfold"
         self.mark = uuid.uuid4().hex
         self.disk, self.settings = Disk(folder / "storage", megabytes), list(settings)
         self.storage, self.scratch = folder / "storage", folder / "tmp"
@@ -240,9 +242,24 @@ class Arena:
         record["tracking"] = {"uri": self.server.address.replace("//", f"//user:{self.token}@")}
         self.config.write_text(yaml.safe_dump(record))
 
+    @contextlib.contextmanager
+    def beside(self, name: str, *changes: str) -> Iterator[Arena]:
+        """Another search on the same cluster and server, with an experiment and temporary files of its own."""
+        other = copy.copy(self)
+        other.name = other.experiment = name
+        other.settings = [*self.settings, *changes, f"name={name}", f"tracking.experiment={name}"]
+        other.outcome_file, other.log = self.log.with_name(f"{name}.json"), self.log.with_name(f"{name}.log")
+        other.scratch, other.driver, other.starts = self.scratch.with_name(f"tmp-{name}"), None, 0
+        other.scratch.mkdir()
+        try:
+            yield other
+        finally:
+            if other.running:
+                other.kill_driver(signal.SIGKILL)
+
     @property
     def search(self) -> Path:
-        return self.storage / "chaos"
+        return self.storage / self.name
 
     @property
     def journal(self) -> Path:

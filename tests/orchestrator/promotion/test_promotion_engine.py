@@ -81,10 +81,14 @@ def test_a_plan_that_the_engine_does_not_hold_is_refused(
     assert seen.gate["engine"] != "passed" and seen.served is None
 
 
-def test_a_search_for_an_engine_refuses_what_does_not_go_there(demo_dir: Path, tmp_path: Path) -> None:
+def test_a_search_for_an_engine_refuses_what_does_not_go_there(
+    demo_dir: Path, tmp_path: Path, little_text: str
+) -> None:
     def search(target: str, recipes: list[Any]) -> Any:
         section = {"target": target, "recipes": recipes, "kv_ratios": [0.5], "num_samples": 2}
+        sizes = {split: {"tokens": 1280} for split in ("train", "eval", "calibration")}
         given = {"name": "small", "model": {"path": str(demo_dir)}, "search": section, "storage": str(tmp_path)}
+        given["data"] = {"source": little_text, "sequence_length": 64, **sizes}
         return validate_search(parse_config(given)).problem
 
     with pytest.raises(ConfigError, match="headfold: target vllm holds a key head with each value head") as told:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import re
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from command_line import run_here
+from command_process import CommandProcess, commands
 from transformers import PreTrainedModel
 
 from attention.conversion.conversion import convert
@@ -26,7 +24,6 @@ from orchestrator.reporting.base_model import base_of
 from orchestrator.reporting.card import CARD, FACTS, PICTURE, CardFacts, card_of, write_card
 from orchestrator.storage.records import write_json
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 TOGETHER = LayerPlan((0, 0, 1, 1, 2, 2, 3, 3), (0, 0, 1, 1, 2, 2, 3, 3))
 APART = LayerPlan((0, 0, 1, 1, 2, 2, 3, 3), (0, 1, 2, 3, 0, 1, 2, 3))
 TOKEN = "hf_SecretOfATest123"
@@ -149,8 +146,12 @@ def test_names_of_a_base(tmp_path: Path) -> None:
 class FakeHub(ThreadingHTTPServer):
     """As much of the hub as an upload needs: makes a repository, takes a commit with all files in it."""
 
-    def __init__(self, refuses: int | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
+        self.forget()
+
+    def forget(self, refuses: int | None = None) -> None:
+        """As new; `refuses`: the status with which it answers everything."""
         self.refuses = refuses
         self.tokens: set[str | None] = set()
         self.files: dict[str, bytes] = {}
@@ -199,9 +200,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer({})
 
 
-@pytest.fixture(params=[None])
-def hub(request: pytest.FixtureRequest) -> Iterator[FakeHub]:
-    server = FakeHub(request.param)
+@pytest.fixture(scope="module")
+def served() -> Iterator[FakeHub]:
+    server = FakeHub()
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield server
@@ -210,22 +211,27 @@ def hub(request: pytest.FixtureRequest) -> Iterator[FakeHub]:
     thread.join()
 
 
-def pushed(half: Path, out: Path, hub: FakeHub, *more: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own, whose hub is the fake."""
-    environment = os.environ | {"HF_ENDPOINT": hub.address, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
-    command = [sys.executable, "-m", "orchestrator.main", "export", str(half), "--target", "gqa", "--out", str(out)]
-    return subprocess.run(
-        [*command, "--push", "me/quarter", *more],
-        cwd=REPOSITORY,
-        env=environment | {"HF_HUB_DISABLE_XET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+@pytest.fixture
+def hub(served: FakeHub) -> FakeHub:
+    served.forget()
+    return served
 
 
-def test_a_dry_run_shows_files_and_sizes_and_asks_the_hub_nothing(half: Path, tmp_path: Path, hub: FakeHub) -> None:
-    ran = pushed(half, tmp_path / "out", hub)
+@pytest.fixture(scope="module")
+def elsewhere(served: FakeHub) -> Iterator[CommandProcess]:
+    """The command in a process whose hub is the fake: its address is read when the hub's client is imported."""
+    environment = {"HF_ENDPOINT": served.address, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    with commands(environment) as run:
+        yield run
+
+
+@pytest.fixture
+def pushed(elsewhere: CommandProcess, half: Path) -> Callable[..., Any]:
+    return lambda out, *more: elsewhere("export", half, "--target", "gqa", "--out", out, "--push", "me/quarter", *more)
+
+
+def test_a_dry_run_shows_files_and_sizes_and_asks_the_hub_nothing(pushed: Any, tmp_path: Path, hub: FakeHub) -> None:
+    ran = pushed(tmp_path / "out")
     assert ran.returncode == 0, ran.stderr
     assert re.search(r"model\.safetensors  \d+\.\d MB", ran.stdout)
     assert "--push me/quarter --no-dry-run" in ran.stdout
@@ -234,9 +240,11 @@ def test_a_dry_run_shows_files_and_sizes_and_asks_the_hub_nothing(half: Path, tm
     assert TOKEN not in ran.stdout + ran.stderr
 
 
-def test_an_upload_carries_the_folder_without_what_names_this_machine(half: Path, tmp_path: Path, hub: FakeHub) -> None:
+def test_an_upload_carries_the_folder_without_what_names_this_machine(
+    pushed: Any, tmp_path: Path, hub: FakeHub
+) -> None:
     out = tmp_path / "out"
-    ran = pushed(half, out, hub, "--no-dry-run")
+    ran = pushed(out, "--no-dry-run")
     assert ran.returncode == 0, ran.stderr
     assert hub.created["name"] == "quarter" and hub.created["organization"] == "me"
     assert hub.created.get("private") or hub.created.get("visibility") == "private"
@@ -247,9 +255,9 @@ def test_an_upload_carries_the_folder_without_what_names_this_machine(half: Path
     assert TOKEN not in ran.stdout + ran.stderr
 
 
-@pytest.mark.parametrize("hub", [403], indirect=True)
-def test_a_refusal_is_told_without_the_token_and_the_export_stays(half: Path, tmp_path: Path, hub: FakeHub) -> None:
-    ran = pushed(half, tmp_path / "out", hub, "--no-dry-run")
+def test_a_refusal_is_told_without_the_token_and_the_export_stays(pushed: Any, tmp_path: Path, hub: FakeHub) -> None:
+    hub.forget(refuses=403)
+    ran = pushed(tmp_path / "out", "--no-dry-run")
     assert ran.returncode == 1
     assert "push to me/quarter" in ran.stderr and "403" in ran.stderr
     assert TOKEN not in ran.stdout + ran.stderr

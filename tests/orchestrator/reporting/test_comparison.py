@@ -131,7 +131,7 @@ def test_spread_of_one_and_of_none() -> None:
 def test_rows_are_plain_json_and_the_terminal_shows_them() -> None:
     rows = compare(two_rates(), BASE)
     assert json.loads(json.dumps(rows, allow_nan=False)) == rows
-    out = Console(width=140, highlight=False)
+    out = Console(width=180, highlight=False)
     with out.capture() as shown:
         out.print(comparison_table(rows).for_terminal())
     text = shown.get()

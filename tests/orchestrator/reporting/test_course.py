@@ -116,6 +116,7 @@ def test_the_page_tells_the_course_and_how_to_repeat(folder: SearchFolder) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_page_of_two_thousand_trials_stays_below_the_limit(folder: SearchFolder) -> None:
     choices = recipe("headfold").to_dict()
     trials = []

@@ -120,16 +120,19 @@ def test_a_checkpoint_without_tokenizer_is_refused(demo_dir: Path, tmp_path: Pat
     assert "tokenizer" in refusal(record(demo_dir, tmp_path, model={"path": str(bare)}))
 
 
-def test_a_sound_configuration_gives_candidates_and_token_files(demo_dir: Path, tmp_path: Path) -> None:
-    prepared = validate_search(parse_config(record(demo_dir, tmp_path)))
+def test_a_sound_configuration_gives_candidates_and_token_files(
+    demo_dir: Path, tmp_path: Path, little_text: str
+) -> None:
+    given = {"data": SMALL | {"source": little_text}}
+    prepared = validate_search(parse_config(record(demo_dir, tmp_path, **given)))
     names = [(c.recipe.name, c.kv_ratio) for c in prepared.problem.named]
     assert names == [("gqa", 0.5), ("gqa", 0.25), ("headfold", 0.5), ("headfold", 0.25)]
     assert set(prepared.files) == {"train", "eval", "calibration"} and len(set(prepared.files.values())) == 3
     assert all(map(is_complete, prepared.files.values()))
     assert prepared.reused == ()
-    again = validate_search(parse_config(record(demo_dir, tmp_path, search={"seed": 1})))
+    again = validate_search(parse_config(record(demo_dir, tmp_path, search={"seed": 1}, **given)))
     assert again.reused == ("eval",), "held-out text is the same whatever the seed"
-    assert validate_search(parse_config(record(demo_dir, tmp_path))).reused == ("train", "eval", "calibration")
+    assert validate_search(parse_config(record(demo_dir, tmp_path, **given))).reused == ("train", "eval", "calibration")
 
 
 def test_a_text_is_trained_on_once_unless_more_is_asked_for(demo_dir: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from engine_plans import converted, plans
+from parameters import extended
 from transformers import PreTrainedModel
 
 from attention.io import checkpoint
@@ -59,13 +60,13 @@ CASES = [
     ("qwen3", "gguf", "unequal", "qwen3"),
     ("qwen3", "gguf", "apart", "openelm"),
     ("gpt_neox", "gguf", "uniform", "phi2"),
-    ("llama", "transformers", "layers", "head_maps_llama"),
+    extended("llama", "transformers", "layers", "head_maps_llama"),
     ("llama", "transformers", "apart", "head_maps_llama"),
-    ("qwen3", "transformers", "apart", "head_maps_qwen3"),
+    extended("qwen3", "transformers", "apart", "head_maps_qwen3"),
     ("qwen3", "transformers", "composed", "composed_heads_qwen3"),
-    ("gpt_neox", "transformers", "apart", "head_maps_phi"),
+    extended("gpt_neox", "transformers", "apart", "head_maps_phi"),
     ("llama", "gqa", "unequal", "mistral"),
-    ("qwen3", "gqa", "apart", "qwen3"),
+    extended("qwen3", "gqa", "apart", "qwen3"),
     ("gpt_neox", "phi", "layers", "phi"),
 ]  # fmt: skip
 IN_VLLM = [

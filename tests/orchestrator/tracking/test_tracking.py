@@ -260,11 +260,12 @@ def test_an_error_is_told_by_its_cause(text: str, said: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_takes_runs_artifacts_and_versions(tmp_path: Path) -> None:
+def test_a_server_takes_runs_artifacts_and_versions(tmp_path: Path, empty_store: Path) -> None:
     """A tracking server refuses bare local folders as a source: the checkpoint goes up as a run artifact."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    shutil.copy(empty_store, tmp_path / "server.db")
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     server = subprocess.Popen(
         [*command, "--backend-store-uri", f"sqlite:///{tmp_path}/server.db", "--artifacts-destination", str(tmp_path)],
@@ -294,7 +295,6 @@ def test_a_server_takes_runs_artifacts_and_versions(tmp_path: Path) -> None:
         found = tracker.client.get_model_version_by_alias("demo", "kv25")
         assert found.source.startswith("mlflow-artifacts:/")
         assert {f.path for f in tracker.client.list_artifacts(run)} == {"model", "note.txt"}
-        assert (tmp_path / "server.db").exists()
         assert not (tmp_path / "storage" / "mlflow.db").exists()
     finally:
         os.killpg(server.pid, signal.SIGTERM)

@@ -219,7 +219,8 @@ def test_shared_heads_are_not_grouped_as_well(other: dict[str, Any]) -> None:
 
 
 def test_the_joint_space_shares_at_full_cache_only(demo_context) -> None:
-    space = JointSpace([1.0, 0.25], demo_context.geometry, choices={"relaxation": ["none", "pull_together"]})
+    choices = {"relaxation": ["none", "pull_together"], "grouping": ["neighbour", "exact"]}
+    space = JointSpace([1.0, 0.25], demo_context.geometry, choices=choices)
     found = [space.to_recipe(point) for point in points(space)]
     assert {ratio for chosen, ratio in found if chosen.sharing != "none"} == {1.0}
     assert {chosen.name for chosen, _ in found} >= {"directshare", "postshare", "least_squares"}

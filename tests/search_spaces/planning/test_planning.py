@@ -203,9 +203,11 @@ def test_the_walk_on_the_whole_model_lowers_the_loss(make_context) -> None:
 
 def test_knapsack_measures_and_moves_heads_between_sites(make_context) -> None:
     context = make_context("llama")
-    apart = recipe("least_squares", together=False, allocation="knapsack", **{"grouping.equal_sizes": False})
+    knobs = {"grouping.equal_sizes": False, "allocation.increases": "measured"}
+    apart = recipe("least_squares", together=False, allocation="knapsack", **knobs)
     plan = make_plan(apart, 0.5, context, np.random.default_rng(0))
-    uniform = make_plan(apart.with_changes(allocation="uniform"), 0.5, context, np.random.default_rng(0))
+    even = recipe("least_squares", together=False, **{"grouping.equal_sizes": False})
+    uniform = make_plan(even, 0.5, context, np.random.default_rng(0))
     assert plan.kv_ratio == uniform.kv_ratio == 0.5
     assert context.loss_of(apart, plan) < context.loss_of(apart, uniform)
 

@@ -95,8 +95,8 @@ def add_sizes(file: Path, sizes: list[int]) -> None:
 
 def test_several_processes_add_to_a_file_and_nothing_is_lost(tmp_path: Path) -> None:
     file = tmp_path / "new" / "prices.safetensors"
-    spawn = get_context("spawn")
-    processes = [spawn.Process(target=add_sizes, args=(file, list(range(n, 60, 3)))) for n in range(3)]
+    fork = get_context("fork")
+    processes = [fork.Process(target=add_sizes, args=(file, list(range(n, 60, 3)))) for n in range(3)]
     for process in processes:
         process.start()
     for process in processes:

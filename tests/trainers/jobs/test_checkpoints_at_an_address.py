@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from test_carrying import PLAN, SAME, Alone
-from worker_groups import two_workers
 
 from trainers.jobs import checkpoints
 from trainers.jobs.checkpoints import CheckpointNotSentError, CheckpointStore, is_kept
@@ -222,9 +221,8 @@ def both(rank: int, place: str) -> Any:
     return kept.step, sorted(kept.digests), found, [r["step"] for r in reports], damage, left
 
 
-def test_two_workers_send_their_own_files_and_fetch_all_together(tmp_path: Path) -> None:
-    with two_workers() as on_both:
-        one, other = on_both(tmp_path / "both", both, str(tmp_path / "place"))
+def test_two_workers_send_their_own_files_and_fetch_all_together(on_both: Any, tmp_path: Path) -> None:
+    one, other = on_both(tmp_path / "both", both, str(tmp_path / "place"))
     assert one == other
     parts = {"part-0": "of 0", "part-1": "of 1"}
     assert one == (2, sorted(parts), parts, [2], [], [])

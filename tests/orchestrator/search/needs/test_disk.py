@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -179,11 +180,12 @@ def test_what_would_do_is_said_and_does(demo_dir: Path, tmp_path: Path, monkeypa
 
 
 def test_a_search_that_cannot_fit_is_refused_before_anything_of_it_is_made(
-    demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    demo_dir: Path, tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("too late")
 
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
     config = config_of(demo_dir, tmp_path / "runs", tracking={"uri": f"sqlite:///{tmp_path}/mlflow.db"})
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=2**24))
     monkeypatch.setattr("orchestrator.pipeline.connected", lambda: nullcontext([Nodes(1, {"CPU": 2.0})]))

@@ -287,7 +287,6 @@ class Head:
         self.vocabulary: int = config.vocab_size
         self.device = device
 
-    @torch.no_grad()
     def final(self, stream: Tensor) -> Final:
         """What the hidden states `[B, T, D]` that leave the last layer come to before the output matrix, and that."""
         stream = stream.to(self.model.device, self.model.dtype)

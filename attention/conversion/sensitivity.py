@@ -1,0 +1,96 @@
+"""How much the loss increases by a small error in the output of one attention layer.
+
+To second order, an error e_t at token t costs 1/2 e_t^T F e_t nats (the KL divergence from the original's predictions),
+where F = E[g g^T] is the Fisher information: g is the gradient, with respect to the attention's output at a token, of
+the summed loss of the tokens that follow, each of them drawn from what the model itself predicts there (Amari 1998,
+sec. 3; as K-FAC, Martens 2015, sec. 2, does with the layers of a network). Errors at different tokens are taken to be
+unrelated, and F to be the same at all of them. One backward pass of some thousand tokens gives F for all layers.
+
+Legend: L layers, B sequences, T tokens, D model dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attention.families import family_of
+from attention.modeling.losses import language_modelling
+from attention.modeling.predictions import Final, final, in_chunks, positions_at_once
+
+BATCH = 2  # sequences at once: the activations of all layers are held for as many
+
+
+def output_metrics(model: PreTrainedModel, sequences: Tensor, *, seed: int = 0) -> list[Tensor]:
+    """F of each layer, `[D, D]` in float32, from the tokens of `sequences` `[N, T]`; nats a token over squared outputs.
+
+    The predictions that count are those of T - 1 tokens of each sequence. Raises ValueError for sequences of one token.
+    """
+    if sequences.shape[1] < 2:
+        raise ValueError(f"a next token is needed: expected sequences of at least 2 tokens, got {sequences.shape[1]}")
+    modules = list(family_of(model.config).attention_modules(model))
+    generator = torch.Generator(model.device).manual_seed(seed)
+    sums: list[Any] = [0.0] * len(modules)
+    for ids in sequences.split(BATCH):
+        with torch.enable_grad(), attention_outputs(modules) as outputs:
+            cost = drawn_cost(final(model, ids.to(model.device)), generator)
+            gradients = torch.autograd.grad(cost, [outputs[module] for module in modules])
+        sums = [held + outer(gradient) for held, gradient in zip(sums, gradients, strict=True)]
+    return [held / sequences.numel() for held in sums]
+
+
+def drawn_cost(predicted: Final, generator: torch.Generator) -> Tensor:
+    """Summed loss of next tokens that are drawn from the predictions, with gradients to the states."""
+    labels = _drawn(predicted, generator)
+    return in_chunks(predicted, labels, language_modelling) * labels[:, 1:].numel()
+
+
+def outer(gradient: Tensor) -> Tensor:
+    """Sum of g g^T over the tokens of `[B, T, D]`, in float32."""
+    rows = gradient.flatten(0, 1).float()
+    return rows.T @ rows
+
+
+def expected_cost(metric: Tensor, errors: Iterable[Tensor]) -> float:
+    """Mean of 1/2 e^T F e over the tokens of all `errors` `[B, T, D]`: nats a token."""
+    total, tokens = 0.0, 0
+    for rows in (error.flatten(0, 1) for error in errors):
+        total += float((rows @ metric * rows).sum(dtype=torch.float64))
+        tokens += len(rows)
+    return total / 2 / tokens
+
+
+@torch.no_grad()
+def _drawn(predicted: Final, generator: torch.Generator) -> Tensor:
+    """Token ids `[B, T]`, that at t + 1 drawn from the prediction at t; the first is 0."""
+    states = predicted.states[:, :-1].flatten(0, 1)
+    drawn = [
+        torch.multinomial(predicted.head(part).float().softmax(-1), 1, generator=generator)
+        for part in states.split(positions_at_once(predicted.vocabulary))
+    ]
+    ids = torch.cat(drawn).view(len(predicted.states), -1)
+    return torch.cat([torch.zeros_like(ids[:, :1]), ids], 1)
+
+
+@contextmanager
+def attention_outputs(modules: Sequence[nn.Module]) -> Iterator[dict[nn.Module, Tensor]]:
+    """What each module puts out in the forward passes within, as tensors that have gradients."""
+    outputs: dict[nn.Module, Tensor] = {}
+
+    def keep(module: nn.Module, _: Any, output: Any) -> None:
+        tensor = output[0] if isinstance(output, tuple) else output
+        if not tensor.requires_grad:  # nothing below it is trained
+            tensor.requires_grad_(True)
+        outputs[module] = tensor
+
+    hooks = [module.register_forward_hook(keep) for module in modules]
+    try:
+        yield outputs
+    finally:
+        for hook in hooks:
+            hook.remove()

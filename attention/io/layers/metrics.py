@@ -1,0 +1,112 @@
+"""`attention.conversion.sensitivity.output_metrics` with one decoder layer in memory: up through all layers, then down.
+
+Legend: L layers, N sequences of T tokens, D model dim.
+
+On the way up the streams that enter each layer are left on disk; on the way down each layer is run once more with
+gradients, from the top. Layer l's F is kept as `metric-0000l.safetensors`; the streams are removed as they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from attention.conversion.sensitivity import BATCH, attention_outputs, drawn_cost, outer
+from attention.families import family_of, geometry_of
+from attention.io.layers.windows import Head, LazyWeights, advance, embed, open_window, rows_of, the_layer
+from attention.io.shards import write_shard
+from attention.modeling.running import entering
+
+
+def metric_file(folder: Path, layer: int) -> Path:
+    """Where the metric of a layer is kept."""
+    return folder / f"metric-{layer:05d}.safetensors"
+
+
+def _below(folder: Path, layer: int) -> Path:
+    return folder / f"below-{layer:05d}.safetensors"
+
+
+def read_metric(folder: Path, layer: int) -> Tensor:
+    """F of a layer, `[D, D]` in float32."""
+    return load_file(metric_file(folder, layer))["metric"]
+
+
+def write_metrics(
+    weights: LazyWeights,
+    config: PretrainedConfig,
+    sequences: Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    folder: Path,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Leave the metrics of all layers in `folder`; what an earlier call has left is not made again.
+
+    `sequences` `[N, T]`; `dtype`: what is computed in; `progress(done, all)` is called after each layer, up and down.
+    Raises ValueError for sequences of one token.
+    """
+    if sequences.shape[1] < 2:
+        raise ValueError(f"a next token is needed: expected sequences of at least 2 tokens, got {sequences.shape[1]}")
+    layers = geometry_of(config).num_layers
+    if all(metric_file(folder, layer).is_file() for layer in range(layers)):
+        return
+    stream = embed(weights, config, sequences, dtype, device, BATCH)
+    for layer in range(layers):
+        write_shard(_below(folder, layer), {"stream": stream})
+        advance(open_window(weights, config, layer, stream, dtype, device), stream, BATCH)
+        progress(layer + 1, 2 * layers)
+    gradients = _above(Head(weights, config, dtype, device), stream)
+    for layer in reversed(range(layers)):
+        stream = load_file(_below(folder, layer))["stream"]
+        metric = _back(open_window(weights, config, layer, stream, dtype, device), gradients)
+        write_shard(metric_file(folder, layer), {"metric": metric / sequences.numel()})
+        _below(folder, layer).unlink()
+        progress(2 * layers - layer, 2 * layers)
+
+
+def _above(head: Head, streams: Tensor) -> Tensor:
+    """Gradients `[N, T, D]` in float32 of the loss of drawn next tokens, by the streams that leave the last layer."""
+    generator = torch.Generator(head.device).manual_seed(0)
+    gradients = torch.empty(streams.shape)
+    for rows in torch.arange(len(streams)).split(BATCH):
+        entered = streams[rows].to(head.device).requires_grad_(True)
+        with torch.enable_grad():
+            cost = drawn_cost(head.final(entered), generator)
+        gradients[rows] = torch.autograd.grad(cost, entered)[0].to(gradients)
+    return gradients
+
+
+def _back(window: PreTrainedModel, gradients: Tensor) -> Tensor:
+    """Sum of g g^T over all tokens at the attention of a window, whose layer's outputs have these gradients; they
+    become those of what enters the layer, in place."""
+    attention, layer = family_of(window.config).attention_modules(window)[0], the_layer(window)
+    caught: dict[str, Tensor] = {}
+
+    def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caught["in"] = entering(args, kwargs).requires_grad_(True)
+
+    def leave(_: Any, __: Any, output: Any) -> None:
+        caught["out"] = output[0] if isinstance(output, tuple) else output
+
+    hooks = [layer.register_forward_pre_hook(enter, with_kwargs=True), layer.register_forward_hook(leave)]
+    total: Any = 0.0
+    try:
+        for ids in rows_of(gradients).split(BATCH):
+            rows = ids[:, 0]
+            with torch.enable_grad(), attention_outputs([attention]) as outputs:
+                window.get_decoder()(input_ids=ids.to(window.device), use_cache=False)
+            ends = [outputs[attention], caught["in"]]
+            at_attention, below = torch.autograd.grad(caught["out"], ends, gradients[rows].to(caught["out"]))
+            total = total + outer(at_attention).cpu()
+            gradients[rows] = below.to(gradients)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return total

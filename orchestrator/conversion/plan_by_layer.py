@@ -1,0 +1,124 @@
+"""The head counts of a conversion layer by layer whose allocation looks at the loss increases of all layers.
+
+Legend: L layers, C calibration sequences of T tokens, D model dim.
+
+Three ways through the checkpoint, one layer in memory at a time: up and down again for the metric of each layer's
+output (`attention.io.layers.metrics`), then up once more, where each layer is calibrated and its loss increases are
+estimated. What is found lies in the stage as `metric-*.safetensors` and `curves.json`; a killed plan goes on from it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from attention.calibration.calibration import calibrate, silent
+from attention.conversion import conversion
+from attention.conversion.refinement.refine import Work
+from attention.families import geometry_of
+from attention.io.layers.metrics import read_metric, write_metrics
+from attention.io.layers.windows import LazyWeights, advance, embed, open_window, rows_of
+from attention.plan import AttentionPlan
+from orchestrator.conversion import loading
+from orchestrator.conversion.progress import CURVES, Stage
+from orchestrator.conversion.request import ConversionRequest
+from orchestrator.storage.records import clock, read_json, write_json
+from search_spaces.planning.by_layer import asked_counts, curves_of_layer, plan_from_curves
+from search_spaces.planning.context import PlanningContext
+from search_spaces.planning.curves import Point, point_key
+from search_spaces.planning.planning import site_generators
+
+
+@dataclass(frozen=True)
+class PlanByLayer:
+    """`stage`: where what is found is kept; `batch_size`: sequences at once; `progress`: takes lines for people."""
+
+    request: ConversionRequest
+    weights: LazyWeights
+    kv_ratio: float
+    stage: Stage
+    batch_size: int
+    progress: Callable[[str], None]
+
+    def plan(self, calibration: Tensor) -> AttentionPlan:
+        """The recipe's plan, from `calibration` tokens `[C, T]`. Raises ValueError if the budget cannot be met."""
+        request = self.request
+        geometry, known = request.geometry, self._known()
+        asked = asked_counts(request.recipe, self.kv_ratio, geometry)
+        if missing := [layer for layer in range(geometry.num_layers) if str(layer) not in known]:
+            self._metrics(calibration)
+            self._curves(calibration, missing, asked, known)
+        points: dict[str, Point] = {}
+        for layer in range(geometry.num_layers):
+            for key, (increase, groups) in known[str(layer)]["points"].items():
+                sides, count = key.split("/")
+                points[point_key(layer, tuple(sides.split("+")), int(count))] = Point(increase, _groups(groups))
+        return plan_from_curves(request.recipe, self.kv_ratio, geometry, points)
+
+    def work(self) -> list[Work]:
+        """What it took so far, by layer."""
+        return [Work(**layer["work"]) for layer in self._known().values()]
+
+    def _known(self) -> dict[str, Any]:
+        file = self.stage.folder / CURVES
+        return read_json(file) if file.is_file() else {}
+
+    def _metrics(self, calibration: Tensor) -> None:
+        request, started = self.request, time.perf_counter()
+        tokens = request.recipe.knobs("allocation")["tokens"]
+        used = calibration[: max(1, tokens // calibration.shape[1])]
+
+        def told(done: int, of: int) -> None:
+            left = (time.perf_counter() - started) * (of - done) / done
+            self.progress(f"sensitivity of the outputs {done}/{of}, {clock(left)} left")
+
+        with request.phases("plan"):
+            made_of = request.config, used, request.working, loading.device_of(request.device)
+            write_metrics(self.weights, *made_of, self.stage.folder, told)
+        loading.release_memory()
+
+    def _curves(
+        self, calibration: Tensor, missing: list[int], asked: dict[tuple[int, str], Any], known: dict[str, Any]
+    ) -> None:
+        """Add the points of the `missing` layers to `known`, and to the file after each."""
+        request, layers = self.request, self.request.geometry.num_layers
+        device = loading.device_of(request.device)
+        kinds: Any = request.working, device
+        stream = embed(self.weights, request.config, calibration, request.working, device, self.batch_size)
+        _, generators = site_generators(np.random.default_rng(request.seed), layers)
+        started = time.perf_counter()
+        for layer in range(max(missing) + 1):
+            window = open_window(self.weights, request.config, layer, stream, *kinds)
+            if layer in missing:
+                mine = {side: counts for (at, side), counts in asked.items() if at == layer}
+                rows = rows_of(stream)
+                with request.phases("calibrate"):
+                    statistics = calibrate(window, rows, batch_size=self.batch_size, progress=silent)
+                with request.phases("plan"):
+                    metric = read_metric(self.stage.folder, layer).to(device)
+                    context = PlanningContext(
+                        geometry_of(window.config), conversion.lift(window), statistics, window, rows,
+                        output_metrics=[metric],
+                    )  # fmt: skip
+                    points = curves_of_layer(request.recipe, mine, context, generators[2 * layer : 2 * layer + 2])
+                found = {key.partition("/")[2]: list(point) for key, point in points.items()}
+                known[str(layer)] = {"points": found, "work": asdict(sum(context.work, Work()))}
+                write_json(self.stage.folder / CURVES, known)
+                self.stage.spent(request.phases)
+                done = missing.index(layer) + 1
+                left = (time.perf_counter() - started) * (len(missing) - done) / done
+                self.progress(f"loss increases of layer {layer + 1}/{layers}, {clock(left)} left")
+                del statistics, context, metric
+            if layer < max(missing):
+                advance(window, stream, self.batch_size)
+            del window
+            loading.release_memory()
+
+
+def _groups(groups: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(group) for group in groups)

@@ -1,0 +1,107 @@
+"""Plans a few layers at a time: what is measured of some layers, one layer's plan, and a plan from kept curves.
+
+Legend: L layers, U stored KV heads a layer (units).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from attention.geometry import HeadGeometry
+from attention.plan import AttentionPlan, LayerPlan
+from search_spaces.grouping.neighbour import neighbour_partition
+from search_spaces.partitions import Partition
+from search_spaces.planning.budgets import check_budget, problem_of
+from search_spaces.planning.context import PlanningContext
+from search_spaces.planning.curves import Point, point_key
+from search_spaces.planning.planning import Planner, site_generators
+from search_spaces.recipes.recipe import Recipe
+from search_spaces.site import SIDES, plan_of_sites
+
+Counts = Sequence[int]
+
+
+def plan_layer(
+    recipe: Recipe, counts: tuple[int, int], context: PlanningContext, generators: list[np.random.Generator]
+) -> LayerPlan:
+    """The plan of the single layer that `context` holds, keeping `counts` (key heads, value heads). With its two
+    `generators` of `site_generators` for the whole checkpoint the plan is the layer's in `make_plan`."""
+    planner = Planner(recipe, 1, context, generators, [])
+    planner.group_layer(0, counts)
+    return planner.plan_of(planner.partitions).layers[0]
+
+
+def asked_counts(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> dict[tuple[int, str], Counts]:
+    """Head counts of each (layer, "key", "value" or "both") of which the recipe's allocation wants loss increases.
+
+    Raises ValueError if the budget cannot be met.
+    """
+    asked: dict[tuple[int, str], Counts] = {}
+
+    def flat(layer: int, side: str, counts: Counts) -> dict[int, float]:
+        asked[layer, side] = counts
+        return dict.fromkeys(counts, 0.0)
+
+    check_budget(recipe, kv_ratio, geometry)
+    recipe.apply("allocation", problem_of(recipe, kv_ratio, geometry, loss=lambda *_: 1.0, curve=flat))
+    return asked
+
+
+def measure_curves(
+    recipe: Recipe,
+    kv_ratio: float | Fraction,
+    context: PlanningContext,
+    generator: np.random.Generator,
+    layers: Sequence[int],
+) -> int:
+    """Measure what `make_plan` with the same generator would measure in `layers`, into the context's curves.
+
+    Returns the number of points that these layers have. Raises ValueError as `make_plan` does.
+    """
+    geometry = context.geometry
+    asked = asked_counts(recipe, kv_ratio, geometry)
+    planner = Planner(recipe, kv_ratio, context, *site_generators(generator, geometry.num_layers))
+    mine = {site: counts for site, counts in asked.items() if site[0] in layers}
+    return sum(len(planner.curve(*site, counts)) for site, counts in sorted(mine.items()))
+
+
+def curves_of_layer(
+    recipe: Recipe, counts: Mapping[str, Counts], context: PlanningContext, generators: list[np.random.Generator]
+) -> dict[str, Point]:
+    """The points of the single layer that `context` holds, for the `counts` of each side (`asked_counts`). With the
+    layer's two curve generators of `site_generators` they are those of `make_plan` for the whole checkpoint."""
+    planner = Planner(recipe, 1, context, [], generators)
+    for side, wanted in counts.items():
+        planner.curve(0, side, wanted)
+    return planner.curves.points
+
+
+def plan_from_curves(
+    recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry, points: Mapping[str, Point]
+) -> AttentionPlan:
+    """The plan that the recipe's allocation makes of known curves, with the partitions that they were measured for.
+
+    Raises ValueError if the budget cannot be met exactly.
+    """
+    units = geometry.num_kv_heads
+
+    def curve(layer: int, side: str, counts: Counts) -> dict[int, float]:
+        if side == "both" and not recipe.together:
+            return {count: sum(curve(layer, each, [count])[count] for each in SIDES) for count in counts}
+        sides = SIDES if side == "both" else (side,)
+        return {c: 0.0 if c == units else points[point_key(layer, sides, c)].increase for c in counts}
+
+    check_budget(recipe, kv_ratio, geometry)
+    counts = recipe.apply("allocation", problem_of(recipe, kv_ratio, geometry, curve=curve))
+    partitions: dict[tuple[int, str], Partition] = {}
+    for layer, (keys, values) in enumerate(counts):
+        sites: Any = [(SIDES, keys)] if recipe.together else [(("key",), keys), (("value",), values)]
+        for sides, count in sites:
+            free = count not in (1, units)
+            partition = points[point_key(layer, sides, count)].partition if free else neighbour_partition(units, count)
+            partitions |= {(layer, side): partition for side in sides}
+    return plan_of_sites(partitions, geometry)
