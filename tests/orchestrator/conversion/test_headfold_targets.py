@@ -44,7 +44,7 @@ def test_headfold_at_an_eighth_loses_a_tenth_of_what_neighbours_lose(
 def test_estimated_head_counts_are_as_good_as_measured_ones(
     kv_ratio: float, demo_dir: Path, headfold: dict[float, dict[str, Any]]
 ) -> None:
-    """Within a tenth of the loss increase of the way that runs the whole model, its finalists included. At an eighth one
+    """Within a tenth of the loss increase of the way that runs the whole model, finalists included. At an eighth one
     head is left of each kind, and nothing to choose."""
     slow = {"allocation.increases": "measured", "allocation.fit_steps": 20, "allocation.finalists": 3}
     measured = Source.load(demo_dir, "headfold", [kv_ratio], recipe_settings=slow, **SETTINGS).at(kv_ratio)
