@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, LlamaConfig
+from transformers import AutoTokenizer, PretrainedConfig
 
 from attention.io.layers.windows import empty, layer_prefix, of_layer, outer_names, window_config
 from attention.io.shards import shard_path, write_index, write_shard
@@ -34,7 +34,7 @@ GIGA = 2.0**30
 
 
 @torch.no_grad()
-def random_checkpoint(config: LlamaConfig, folder: Path, dtype: torch.dtype = torch.bfloat16) -> int:
+def random_checkpoint(config: PretrainedConfig, folder: Path, dtype: torch.dtype = torch.bfloat16) -> int:
     """Write a random checkpoint with the demo's tokenizer, one layer in memory at a time. Returns its parameters."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(0)
@@ -59,7 +59,7 @@ def random_checkpoint(config: LlamaConfig, folder: Path, dtype: torch.dtype = to
     write_shard(shard_path(folder, 0, config.num_hidden_layers), {table: filled(state[table])})
     rest = {name: filled(state[name]) for name in kept}
     write_shard(shard_path(folder, config.num_hidden_layers + 1, config.num_hidden_layers), rest)
-    config.architectures, config.dtype = ["LlamaForCausalLM"], dtype
+    config.architectures, config.dtype = [type(whole).__name__], dtype
     config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder)
     return write_index(folder)["parameters"]
@@ -85,7 +85,7 @@ def verbs(*calls: Sequence[str]) -> None:
 
 
 def measured(
-    config: LlamaConfig, folder: Path, *options: str, recipe: str = "headfold_gqa"
+    config: PretrainedConfig, folder: Path, *options: str, recipe: str = "headfold_gqa"
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The estimate of a conversion layer by layer of a random checkpoint, made before it, and the conversion's
     record."""

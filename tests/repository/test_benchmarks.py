@@ -18,7 +18,7 @@ from search_spaces.grouping.subsets import exact_partition
 WANTED = {"walk", "grouping", "calibration", "conversion", "decode-layer", "decode-model", "relaxations", "composition"}
 
 
-LONG = ("worker-pool", "memory", "memory-limits", "moments", "texts")  # a cluster; processes of their own; calibrations
+LONG = ("worker-pool", "memory", "memory-limits", "moments", "real-width", "texts")  # clusters, processes, calibrations
 
 
 @pytest.mark.parametrize(

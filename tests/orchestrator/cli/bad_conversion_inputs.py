@@ -100,8 +100,9 @@ CONVERSIONS = (
     Bad("layer by layer at two ratios", f"{C},0.25 --layerwise --out fresh ...", ("layerwise", "one")),
     Bad(
         "layer by layer by what needs the whole model",
-        "convert --model model --recipe headfold --kv-ratio 0.5 --layerwise --out fresh ...",
-        ("knapsack", "--set allocation=uniform"),
+        "convert --model model --recipe headfold --kv-ratio 0.5 --set allocation.increases=measured --layerwise "
+        "--out fresh ...",
+        ("measured", "--set allocation.increases=estimated"),
     ),
     Bad("--out with other work in it", f"{C} --out work ...", ("work",)),
     Bad("the current folder for --out", f"{C} --out . ...", ("out",)),

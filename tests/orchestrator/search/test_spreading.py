@@ -48,7 +48,7 @@ def test_processes_that_write_at_once_keep_each_others_points(tmp_path: Path) ->
 def _write(file: Path, layer: int) -> None:
     for count in range(1, 26):
         known: dict[str, Point] = {}
-        curves = Curves(lambda *_: ((0,),), lambda *_: 0.5, known, file)
+        curves = Curves(lambda *_: ((0,),), lambda _, __, found: [0.5] * len(found), known, file)
         curves.curve(layer, ("key",), [count], 100)
 
 
