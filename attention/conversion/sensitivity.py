@@ -13,47 +13,49 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from attention.families import family_of
 from attention.modeling.losses import language_modelling
 from attention.modeling.predictions import Final, final, in_chunks, positions_at_once
+from attention.modeling.running import layer_of
 
-BATCH = 2  # sequences at once: the activations of all layers are held for as many
+BATCH = 2  # sequences at once
 
 
 def output_metrics(model: PreTrainedModel, sequences: Tensor, *, seed: int = 0) -> list[Tensor]:
     """F of each layer, `[D, D]` in float32, from the tokens of `sequences` `[N, T]`; nats a token over squared outputs.
 
-    The predictions that count are those of T - 1 tokens of each sequence. Raises ValueError for sequences of one token.
+    The predictions that count are those of T - 1 tokens of each sequence. Of a layer only what enters it is kept for
+    the backward pass; the rest is made again there. Raises ValueError for sequences of one token.
     """
     if sequences.shape[1] < 2:
         raise ValueError(f"a next token is needed: expected sequences of at least 2 tokens, got {sequences.shape[1]}")
     modules = list(family_of(model.config).attention_modules(model))
     generator = torch.Generator(model.device).manual_seed(seed)
-    sums: list[Any] = [0.0] * len(modules)
-    for ids in sequences.split(BATCH):
-        with torch.enable_grad(), attention_outputs(modules) as outputs:
-            cost = drawn_cost(final(model, ids.to(model.device)), generator)
-            gradients = torch.autograd.grad(cost, [outputs[module] for module in modules])
-        sums = [held + outer(gradient) for held, gradient in zip(sums, gradients, strict=True)]
-    return [held / sequences.numel() for held in sums]
+    sums = SummedGradients(modules)
+    entered: list[Tensor] = []
+    hook = model.get_input_embeddings().register_forward_hook(lambda _, __, out: entered.append(out.requires_grad_()))
+    try:
+        with sums.collected(), _made_again([layer_of(model, module) for module in modules]), torch.enable_grad():
+            for ids in sequences.split(BATCH):
+                cost = drawn_cost(final(model, ids.to(model.device)), generator)
+                torch.autograd.grad(cost, entered.pop())
+    finally:
+        hook.remove()
+    return [sums.of[module] / sequences.numel() for module in modules]
 
 
 def drawn_cost(predicted: Final, generator: torch.Generator) -> Tensor:
     """Summed loss of next tokens that are drawn from the predictions, with gradients to the states."""
     labels = _drawn(predicted, generator)
     return in_chunks(predicted, labels, language_modelling) * labels[:, 1:].numel()
-
-
-def outer(gradient: Tensor) -> Tensor:
-    """Sum of g g^T over the tokens of `[B, T, D]`, in float32."""
-    rows = gradient.flatten(0, 1).float()
-    return rows.T @ rows
 
 
 def expected_cost(metric: Tensor, errors: Iterable[Tensor]) -> float:
@@ -77,20 +79,39 @@ def _drawn(predicted: Final, generator: torch.Generator) -> Tensor:
     return torch.cat([torch.zeros_like(ids[:, :1]), ids], 1)
 
 
+class SummedGradients:
+    """Sums of g g^T `[D, D]` in float32, over all tokens of the backward passes while they are `collected`: `of` each
+    of the attention modules."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.of: dict[nn.Module, Any] = dict.fromkeys(modules, 0.0)
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        def watch(module: nn.Module, _: Any, output: Any) -> None:
+            tensor = output[0] if isinstance(output, tuple) else output
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: self._add(module, gradient))
+
+        hooks = [module.register_forward_hook(watch) for module in self.of]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _add(self, module: nn.Module, gradient: Tensor) -> None:
+        rows = gradient.flatten(0, 1).float()
+        self.of[module] = self.of[module] + rows.T @ rows
+
+
 @contextmanager
-def attention_outputs(modules: Sequence[nn.Module]) -> Iterator[dict[nn.Module, Tensor]]:
-    """What each module puts out in the forward passes within, as tensors that have gradients."""
-    outputs: dict[nn.Module, Tensor] = {}
-
-    def keep(module: nn.Module, _: Any, output: Any) -> None:
-        tensor = output[0] if isinstance(output, tuple) else output
-        if not tensor.requires_grad:  # nothing below it is trained
-            tensor.requires_grad_(True)
-        outputs[module] = tensor
-
-    hooks = [module.register_forward_hook(keep) for module in modules]
+def _made_again(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Within, layers keep what enters them for the backward pass, and are run again in it."""
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     try:
-        yield outputs
+        yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        for layer in layers:
+            del layer.forward

@@ -68,5 +68,5 @@ def _way_out(config: Any, plan: AttentionPlan, dtype: Any) -> str:
             f"at {after} KV bytes a token instead of {before}" if after != before else f"at the same {after} KV bytes"
         )
         larger = " --allow-larger-cache" if after > before else ""
-        return f"`headfold export --target {target}{larger}` lowers it to a stock one, at {cost}"
+        return f"`headfold export --target {target}{larger}` lowers it to a stock one, {cost}"
     return "no stock format holds this plan"

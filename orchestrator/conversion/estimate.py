@@ -259,7 +259,7 @@ def in_memory_stages(conversion: Conversion, size: Size) -> dict[str, int]:
     are lifted a layer at a time: lifted, aligned, fused."""
     c = conversion
     everywhere = c.geometry.num_layers * c.heads() if c.recipe.sharing != "none" else 0
-    planned = c.geometry.num_layers * (FLOAT * c.geometry.hidden_size**2 + c.gradients(size)) if c.planned_on else 0
+    planned = c.geometry.num_layers * FLOAT * c.geometry.hidden_size**2 + c.gradients(size) if c.planned_on else 0
     return {
         "sensitivity": planned,
         "plan": everywhere + c.statistics() + 3 * c.heads() + c.fusing(),

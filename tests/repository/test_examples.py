@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -89,3 +90,21 @@ def test_train_second_makes_a_checkpoint_of_another_family(tmp_path: Path) -> No
     ]
     assert len(texts) == len(set(texts)) > 1000
     assert not any(">>>" in text for text in texts)
+
+
+@pytest.mark.extended
+def test_train_third_makes_a_checkpoint_that_shares_its_heads(tmp_path: Path) -> None:
+    sizes = ["--steps", "2", "--tokens", "20000", "--eval-tokens", "4096"]
+    out = tmp_path / "made"
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as ray_folder:
+        own_ray = {"RAY_TMPDIR": ray_folder, "RAY_ADDRESS": "local"}
+        script = str(EXAMPLES / "train_third.py")
+        done = _run(script, "--out", str(out), *sizes, cwd=tmp_path, OMP_NUM_THREADS="1", **own_ray)
+    assert done.returncode == 0, done.stderr
+    loss = re.search(r"held-out loss ([\d.]+) nats a token after 8192 tokens", done.stdout)
+    assert loss and 6.0 < float(loss[1]) < 7.6  # ln 2048 = 7.62 before the first step
+    model = AutoModelForCausalLM.from_pretrained(out / "trained", dtype=torch.float32)
+    geometry = geometry_of(model.config)
+    assert (geometry.family, geometry.num_heads, geometry.num_kv_heads, geometry.qk_norm) == ("qwen3", 8, 4, True)
+    texts = [json.loads(line)["text"] for line in (out / "mixed.jsonl").open(encoding="utf-8")]
+    assert any("import" in text for text in texts[:100]) and len(texts) > 1000

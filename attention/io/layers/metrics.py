@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from attention.conversion.sensitivity import BATCH, attention_outputs, drawn_cost, outer
+from attention.conversion.sensitivity import BATCH, SummedGradients, drawn_cost
 from attention.families import family_of, geometry_of
 from attention.io.layers.windows import Head, LazyWeights, advance, embed, open_window, rows_of, the_layer
 from attention.io.shards import write_shard
@@ -96,17 +96,14 @@ def _back(window: PreTrainedModel, gradients: Tensor) -> Tensor:
         caught["out"] = output[0] if isinstance(output, tuple) else output
 
     hooks = [layer.register_forward_pre_hook(enter, with_kwargs=True), layer.register_forward_hook(leave)]
-    total: Any = 0.0
+    sums = SummedGradients([attention])
     try:
-        for ids in rows_of(gradients).split(BATCH):
-            rows = ids[:, 0]
-            with torch.enable_grad(), attention_outputs([attention]) as outputs:
+        with sums.collected(), torch.enable_grad():
+            for ids in rows_of(gradients).split(BATCH):
                 window.get_decoder()(input_ids=ids.to(window.device), use_cache=False)
-            ends = [outputs[attention], caught["in"]]
-            at_attention, below = torch.autograd.grad(caught["out"], ends, gradients[rows].to(caught["out"]))
-            total = total + outer(at_attention).cpu()
-            gradients[rows] = below.to(gradients)
+                above = gradients[ids[:, 0]].to(caught["out"])
+                gradients[ids[:, 0]] = torch.autograd.grad(caught["out"], caught["in"], above)[0].to(gradients)
     finally:
         for hook in hooks:
             hook.remove()
-    return total
+    return sums.of[attention].cpu()
