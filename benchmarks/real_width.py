@@ -12,25 +12,31 @@ import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from transformers import GptOssConfig, LlamaConfig, Olmo2Config, PretrainedConfig, Qwen3Config
 
 from benchmarks.memory import GIGA, measured, verbs
 from benchmarks.report import Row, Scale, benchmark
 
-COMMON = {"num_hidden_layers": 1, "vocab_size": 2048, "max_position_embeddings": 16_384, "tie_word_embeddings": False}
+COMMON: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "vocab_size": 2048,
+    "max_position_embeddings": 16_384,
+    "tie_word_embeddings": False,
+}
 COMMON |= {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
-NARROW = {
+NARROW: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "head_dim": 16,
 }
-EIGHT = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0}
+EIGHT: dict[str, Any] = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+LLAMA3: dict[str, Any] = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-SHAPES: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
+SHAPES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "Llama-3-8B": (LlamaConfig, {**EIGHT, "intermediate_size": 14_336, "rope_parameters": LLAMA3}),
     "Qwen3-8B": (Qwen3Config, {**EIGHT, "intermediate_size": 12_288}),
     "OLMo-2-7B": (
