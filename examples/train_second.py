@@ -17,12 +17,13 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
 from train_demo import VOCABULARY, make_tokenizer, options, randomise, refuse_to_overwrite, train
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedModel
 
 from trainers.text.corpora import NOT_LIBRARY, library_files
 
@@ -83,19 +84,23 @@ def make_model(seed: int) -> GPTNeoXForCausalLM:
     return model
 
 
+def learn(model: PreTrainedModel, texts: Iterable[str], kind: str, given: Namespace, name: str) -> None:
+    """Write the texts to `KIND.jsonl` in the folder `given` by the command line; train a tokenizer and the model."""
+    refuse_to_overwrite(given.out)
+    given.out.mkdir(parents=True, exist_ok=True)
+    file = (given.out / f"{kind}.jsonl").resolve()
+    with file.open("w", encoding="utf-8") as stream:
+        for text in texts:
+            stream.write(json.dumps({"text": text}) + "\n")
+    print(f"{kind}: {file.stat().st_size / 1e6:.1f} MB in {file}")
+    train(model, make_tokenizer(str(file)), str(file), given, name=name, batch_size=16)
+
+
 def main() -> None:
     parser = options(__doc__, steps=600, tokens=2_400_000, learning_rate=4e-3)
     parser.add_argument("--packages", nargs="*", default=PACKAGES, help="whose docstrings are read")
     given = parser.parse_args()
-    refuse_to_overwrite(given.out)
-    given.out.mkdir(parents=True, exist_ok=True)
-    prose = (given.out / "prose.jsonl").resolve()
-    with prose.open("w", encoding="utf-8") as stream:
-        for text in documents(tuple(given.packages)):
-            stream.write(json.dumps({"text": text}) + "\n")
-    print(f"prose: {prose.stat().st_size / 1e6:.1f} MB in {prose}")
-    tokenizer = make_tokenizer(str(prose))
-    train(make_model(given.seed), tokenizer, str(prose), given, name="train-second", batch_size=16)
+    learn(make_model(given.seed), documents(tuple(given.packages)), "prose", given, "train-second")
 
 
 if __name__ == "__main__":

@@ -13,11 +13,10 @@ to halve a multi-head one. The text is the prose of `train_second.py` and the st
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
 
-from train_demo import VOCABULARY, make_tokenizer, options, randomise, refuse_to_overwrite, train
-from train_second import documents
+from train_demo import VOCABULARY, options, randomise
+from train_second import documents, learn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from trainers.text.corpora import library_files
@@ -56,15 +55,7 @@ def make_model(seed: int) -> Qwen3ForCausalLM:
 
 def main() -> None:
     given = options(__doc__, steps=600, tokens=2_400_000, learning_rate=4e-3).parse_args()
-    refuse_to_overwrite(given.out)
-    given.out.mkdir(parents=True, exist_ok=True)
-    mixed = (given.out / "mixed.jsonl").resolve()
-    with mixed.open("w", encoding="utf-8") as stream:
-        for text in texts():
-            stream.write(json.dumps({"text": text}) + "\n")
-    print(f"text: {mixed.stat().st_size / 1e6:.1f} MB in {mixed}")
-    tokenizer = make_tokenizer(str(mixed))
-    train(make_model(given.seed), tokenizer, str(mixed), given, name="train-third", batch_size=16)
+    learn(make_model(given.seed), texts(), "mixed", given, "train-third")
 
 
 if __name__ == "__main__":

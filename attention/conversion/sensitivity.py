@@ -35,8 +35,7 @@ def output_metrics(model: PreTrainedModel, sequences: Tensor, *, seed: int = 0) 
     The predictions that count are those of T - 1 tokens of each sequence. Of a layer only what enters it is kept for
     the backward pass; the rest is made again there. Raises ValueError for sequences of one token.
     """
-    if sequences.shape[1] < 2:
-        raise ValueError(f"a next token is needed: expected sequences of at least 2 tokens, got {sequences.shape[1]}")
+    check_predicts(sequences)
     modules = list(family_of(model.config).attention_modules(model))
     generator = torch.Generator(model.device).manual_seed(seed)
     sums = SummedGradients(modules)
@@ -50,6 +49,12 @@ def output_metrics(model: PreTrainedModel, sequences: Tensor, *, seed: int = 0) 
     finally:
         hook.remove()
     return [sums.of[module] / sequences.numel() for module in modules]
+
+
+def check_predicts(sequences: Tensor) -> None:
+    """Raise ValueError if no token of `sequences` `[N, T]` comes after another."""
+    if sequences.shape[1] < 2:
+        raise ValueError(f"a next token is needed: expected sequences of at least 2 tokens, got {sequences.shape[1]}")
 
 
 def drawn_cost(predicted: Final, generator: torch.Generator) -> Tensor:

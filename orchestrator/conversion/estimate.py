@@ -174,6 +174,11 @@ class Conversion:
             return 0
         return min(self.used_tokens, max(self.recipe.knobs("allocation")["tokens"], self.sequence_length))
 
+    def plan_files(self, width: int) -> int:
+        """Bytes that a plan of all layers leaves on disk on the way: each layer's metric, and what enters the layer."""
+        g, planned = self.geometry, self.planned_on
+        return g.num_layers * g.hidden_size * (FLOAT * g.hidden_size + width * planned) if planned else 0
+
     def gradients(self, size: Size) -> int:
         """Bytes that a pass through one layer keeps for its backward pass: what its products put out, for a batch, and
         its attention weights."""
@@ -223,9 +228,7 @@ def estimate(conversion: Conversion, *, base: int | None = None) -> Estimate:
         why_not=why_not,
         available=available_bytes(),
         disk=written * kept,
-        scratch=4 * width * tokens * g.hidden_size
-        + (g.num_layers * g.hidden_size * (FLOAT * g.hidden_size + width * conversion.planned_on))
-        * bool(conversion.planned_on),
+        scratch=4 * width * tokens * g.hidden_size + conversion.plan_files(width),
         flops=flops,
         rate=rate,
         seconds=flops / rate,

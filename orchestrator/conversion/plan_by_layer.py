@@ -30,7 +30,7 @@ from orchestrator.conversion.request import ConversionRequest
 from orchestrator.storage.records import clock, read_json, write_json
 from search_spaces.planning.by_layer import asked_counts, curves_of_layer, plan_from_curves
 from search_spaces.planning.context import PlanningContext
-from search_spaces.planning.curves import Point, point_key
+from search_spaces.planning.curves import points_of
 from search_spaces.planning.planning import site_generators
 
 
@@ -53,11 +53,11 @@ class PlanByLayer:
         if missing := [layer for layer in range(geometry.num_layers) if str(layer) not in known]:
             self._metrics(calibration)
             self._curves(calibration, missing, asked, known)
-        points: dict[str, Point] = {}
-        for layer in range(geometry.num_layers):
-            for key, (increase, groups) in known[str(layer)]["points"].items():
-                sides, count = key.split("/")
-                points[point_key(layer, tuple(sides.split("+")), int(count))] = Point(increase, _groups(groups))
+        points = {
+            f"{layer}/{key}": point
+            for layer in range(geometry.num_layers)
+            for key, point in points_of(known[str(layer)]["points"]).items()
+        }
         return plan_from_curves(request.recipe, self.kv_ratio, geometry, points)
 
     def work(self) -> list[Work]:
@@ -118,7 +118,3 @@ class PlanByLayer:
                 advance(window, stream, self.batch_size)
             del window
             loading.release_memory()
-
-
-def _groups(groups: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(group) for group in groups)

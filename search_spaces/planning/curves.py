@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,12 +104,15 @@ def point_key(layer: int, sides: tuple[str, ...], count: int) -> str:
     return f"{layer}/{'+'.join(sides)}/{count}"
 
 
+def points_of(record: Mapping[str, Any]) -> dict[str, Point]:
+    """Points from plain JSON values."""
+    return {key: Point(increase, tuple(tuple(group) for group in groups)) for key, (increase, groups) in record.items()}
+
+
 def _read(file: Path | None) -> dict[str, Point]:
     """The points of a file; none if it is missing or damaged, since they can be measured again."""
     try:
         record = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
-        return {
-            key: Point(increase, tuple(tuple(group) for group in groups)) for key, (increase, groups) in record.items()
-        }
+        return points_of(record)
     except (OSError, ValueError, TypeError, AttributeError):
         return {}

@@ -211,8 +211,8 @@ def fit_layer(
     with ONE_AT_A_TIME:
         task = LayerTask.of(original, layer, sequences, batch)
     copied = copy.deepcopy(module).float().eval()
-    before, after, made = fit_module(copied, task, steps, rate, torch.Generator().manual_seed(number))
-    result = LayerFit("fit", number, before, after, made)
+    before, after, work = fit_module(copied, task, steps, rate, torch.Generator().manual_seed(number))
+    result = LayerFit("fit", number, before, after, work)
     if result.kept:
         with torch.no_grad():
             for p, fitted in zip(module.parameters(), copied.parameters(), strict=True):

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from attention.conversion.sensitivity import BATCH, SummedGradients, drawn_cost
+from attention.conversion.sensitivity import BATCH, SummedGradients, check_predicts, drawn_cost
 from attention.families import family_of, geometry_of
 from attention.io.layers.windows import Head, LazyWeights, advance, embed, open_window, rows_of, the_layer
 from attention.io.shards import write_shard
@@ -52,8 +52,7 @@ def write_metrics(
     `sequences` `[N, T]`; `dtype`: what is computed in; `progress(done, all)` is called after each layer, up and down.
     Raises ValueError for sequences of one token.
     """
-    if sequences.shape[1] < 2:
-        raise ValueError(f"a next token is needed: expected sequences of at least 2 tokens, got {sequences.shape[1]}")
+    check_predicts(sequences)
     layers = geometry_of(config).num_layers
     if all(metric_file(folder, layer).is_file() for layer in range(layers)):
         return
