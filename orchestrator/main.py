@@ -33,6 +33,7 @@ app = typer.Typer(
 GOES_ON = {
     "search": "a search that had begun goes on with the same command and --resume",
     "train": "the same command goes on where it was stopped",
+    "finetune": "the same command goes on where it was stopped",
     "promote": "the same command goes on where it was stopped",
 }
 
@@ -58,6 +59,7 @@ for verb in (
     checkpoints.convert,
     estimates.estimate,
     training.train,
+    training.finetune,
     evaluating.evaluate,
     searches.watch,
     searches.promote,

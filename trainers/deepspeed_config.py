@@ -48,7 +48,7 @@ def layout_of(settings: TrainSettings) -> dict[str, Any]:
     (`trainers.resharding`): only one of the same layout can be gone on with."""
     layout: dict[str, Any] = {"zero_stage": settings.zero_stage, "dtype": settings.dtype}
     lora = {"tuning": "lora", "lora_rank": settings.lora_rank, "lora_alpha": settings.lora_alpha}
-    layout |= lora if settings.tuning == "lora" else {}
+    layout |= lora if settings.tuning == "lora" else {"tuning": "kv"} if settings.tuning == "kv" else {}
     return layout | ({"deepspeed": given} if (given := _written_by(settings)) else {})
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from trainers import resharding, zero
 from trainers.adapters import add_adapters
 from trainers.deepspeed_config import config_of, layout_of
+from trainers.freezing import freeze_all_but_keys_and_values
 from trainers.loop import LossFunction, ParameterGroup
 from trainers.settings import TrainSettings
 
@@ -30,8 +31,8 @@ class Engine:
 
     `total_steps` fixes the learning-rate schedule; step 0 lies at `schedule_offset` of it, for a training that is one
     part of a longer one (below 0: the schedule begins later, with what `load` goes on from). Parameters in `groups`
-    have rates of their own on the same schedule. With LoRA the model is given its adapters here, and only they are
-    trained. Without a process group, as in a notebook, a group of one is made.
+    have rates of their own on the same schedule. What `settings.tuning` leaves out is frozen here; with
+    LoRA the model is given its adapters. Without a process group, as in a notebook, a group of one is made.
     """
 
     def __init__(
@@ -56,6 +57,8 @@ class Engine:
         if settings.tuning == "lora":
             generator = torch.Generator().manual_seed(settings.seed)
             self._adapters = add_adapters(cast(Any, model), settings.lora_rank, settings.lora_alpha, generator)
+        if settings.tuning == "kv":
+            freeze_all_but_keys_and_values(cast(Any, model))
         self._engine: Any = zero.initialize(model, config_of(settings), _parameter_groups(model, settings, groups))
 
     @property

@@ -88,14 +88,15 @@ class TrainSettings(Strict):
     `distillation`: "kl" mixes KL(original model ‖ model) into the loss with the weight `distillation_weight`,
     "kl_bild" KL + BiLD (paper 001); the language-modelling loss keeps the rest. `tuning`: "full" trains all weights,
     "lora" adapters of rank `lora_rank`, scaled by `lora_alpha / lora_rank`, beside frozen weights; the trained
-    checkpoint has them merged. A relaxation always trains all weights. `beta1`, `beta2`: AdamW's; paper 002 (App. C)
-    trains from scratch with 0.9 and 0.95. `activation_checkpointing`: the inner values of a decoder layer are computed
-    anew on the way back and not kept, which takes more time and far less memory. `deepspeed`: keys of
-    DeepSpeed's own configuration that are merged into Headfold's last, e.g. `{zero_optimization: {overlap_comm:
-    false}}`; what a setting here says already is refused there (`trainers.deepspeed_keys`). `num_workers: [2, 8]`: as
-    many as there is room for, 2 at least (kept as `min_workers: 2`, `num_workers: 8`); for a promotion. `device`: what
-    is computed on; `auto`: the GPUs that a process asked for, if it did; `cpu`: never a GPU, also where GPUs are asked
-    for, so that a search of a GPU cluster can be rehearsed where Ray only counts them.
+    checkpoint has them merged; "kv" the projections of keys and values alone. A relaxation always trains all weights.
+    `beta1`, `beta2`: AdamW's; paper 002 (App. C) trains from scratch with 0.9 and 0.95. `activation_checkpointing`: the
+    inner values of a decoder layer are computed anew on the way back and not kept, which takes more time and far less
+    memory. `deepspeed`: keys of DeepSpeed's own configuration that are merged into Headfold's last, e.g.
+    `{zero_optimization: {overlap_comm: false}}`; what a setting here says already is refused there
+    (`trainers.deepspeed_keys`). `num_workers: [2, 8]`: as many as there is room for, 2 at least (kept as `min_workers:
+    2`, `num_workers: 8`); for a promotion. `device`: what is computed on; `auto`: the GPUs that a process asked for, if
+    it did; `cpu`: never a GPU, also where GPUs are asked for, so that a search of a GPU cluster can be rehearsed where
+    Ray only counts them.
     """
 
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
@@ -111,7 +112,7 @@ class TrainSettings(Strict):
     dtype: Annotated[Literal["float32", "bfloat16"], BeforeValidator(full_name)] = "float32"
     distillation: Literal["none", "kl", "kl_bild"] = "none"
     distillation_weight: Annotated[float, Field(gt=0, le=1)] = 0.5
-    tuning: Literal["full", "lora"] = "full"
+    tuning: Literal["full", "lora", "kv"] = "full"
     lora_rank: Annotated[int, Field(ge=1)] = 8
     lora_alpha: Annotated[float, Field(gt=0)] = 16.0
     activation_checkpointing: bool = False

@@ -1,4 +1,4 @@
-"""Training from random weights."""
+"""Training from random weights, and of a checkpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def train(
 ) -> None:
     """Train from random weights, with Ray Train and DeepSpeed; run again, it goes on where it was stopped."""
     from orchestrator.storage.outputs import check_results
-    from orchestrator.train import train_from_scratch
+    from orchestrator.training.scratch import train_from_scratch
 
     check_results(json, folder=out)
     record = train_from_scratch(
@@ -62,5 +62,70 @@ def train(
     if answers := record.get("answers"):
         right = f"{answers['accuracy']:.1%} right, perplexity {answers['perplexity']:.2f}"
         print(f"answers to {answers['count']} examples: {right}")
+    print(f"checkpoint: {record['out']}")
+    options.finish(record, json)
+
+
+def finetune(
+    model: Annotated[str, typer.Option(help="Folder or hub name of the checkpoint, converted or not.")],
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")],
+    learning_rate: Annotated[float, typer.Option(help="Peak of the schedule: warm-up, then a cosine.")],
+    out: Annotated[Path, typer.Option(help="Folder for the best measured step; what it comes from: OUT.training.")],
+    train_data: Annotated[str, typer.Option(help="Text to train on; the same kinds of source.")] = "stdlib",
+    eval_data: options.EvalData = "stdlib",
+    tuning: Annotated[
+        str,
+        typer.Option(help="full: all weights; lora: adapters, merged at the end; kv: projections of keys and values."),
+    ] = "full",
+    original: Annotated[
+        str | None, typer.Option(help="Model to learn from too (distillation by KL), e.g. that before conversion.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="e.g. train.batch_size=32, train.num_workers=8; repeatable."),
+    ] = None,
+    train_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of training text (default: what the steps take, 100M at most).")
+    ] = None,
+    eval_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between measurements and checkpoints (default: a tenth).")
+    ] = None,
+    overwrite: options.Overwrite = False,
+    json: options.JsonFile = None,
+    eval_tokens: options.EvalTokens = 16_384,
+    sequence_length: options.SequenceLength = 256,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+) -> None:
+    """Continue training a checkpoint on your text, with Ray Train and DeepSpeed; run again, it goes on."""
+    from orchestrator.storage.outputs import check_results
+    from orchestrator.training.finetune import finetune_checkpoint
+
+    check_results(json, folder=out)
+    record = finetune_checkpoint(
+        model,
+        out,
+        progress=lambda line: print(line, flush=True),
+        overwrite=overwrite,
+        tuning=tuning,
+        original=original,
+        steps=steps,
+        learning_rate=learning_rate,
+        overrides=overrides or [],
+        train_data=train_data,
+        train_tokens=train_tokens,
+        eval_every=eval_every,
+        eval_data=eval_data,
+        eval_tokens=eval_tokens,
+        sequence_length=sequence_length,
+        seed=seed,
+        dtype=dtype,
+        device=device,
+    )
+    change = f"{record['loss_before']:.3f} before, {record['loss']:.3f} at step {record['best_step']}, which is kept"
+    print(f"held-out loss in nats a token: {change}")
+    if not record["better"]:
+        print("warning: no measured step is better than the model was; try a lower --learning-rate or more text")
     print(f"checkpoint: {record['out']}")
     options.finish(record, json)

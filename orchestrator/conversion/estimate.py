@@ -23,7 +23,7 @@ from transformers import PretrainedConfig
 
 from attention.calibration.collecting import SLICE_BYTES
 from attention.calibration.sizes import Mixed, layer_bytes, matrices
-from attention.conversion.refinement.local import FIT_BATCH, FIT_TOKENS
+from attention.conversion.refinement.local import FIT_TOKENS
 from attention.conversion.sensitivity import BATCH as SENSITIVITY_BATCH
 from attention.families import family_of, geometry_of
 from attention.geometry import HeadGeometry
@@ -36,6 +36,7 @@ from orchestrator.conversion.request import ConversionRequest
 from orchestrator.storage.records import percent, unmet
 from search_spaces.allocation.knapsack import considered
 from search_spaces.planning.budgets import nearest_budget, problem_of
+from search_spaces.planning.context import PLANNING_BATCH
 from search_spaces.recipes.recipe import AXES, Recipe
 
 FLOAT, DOUBLE = 4, 8
@@ -317,7 +318,9 @@ def planning_operations(conversion: Conversion, size: Size, forward: float) -> f
     c, own = conversion, conversion.recipe.knobs("allocation")
     problem = problem_of(c.recipe, c.kv_ratio, c.geometry)
     counts = len(considered(problem, own["counts"])) - 1
-    fitted = min(own["fit_steps"], c.recipe.knobs("refinement").get("fit_steps", 0)) * FIT_BATCH * c.sequence_length
+    fitted = (
+        min(own["fit_steps"], c.recipe.knobs("refinement").get("fit_steps", 0)) * PLANNING_BATCH * c.sequence_length
+    )
     checked = min(c.used_tokens, FIT_TOKENS) / 8
     once = 2.0 * size.attention * (3 * fitted + 2 * checked) + 2.0 * checked * c.geometry.hidden_size**2
     return counts * 2 * once + c.used_tokens * forward

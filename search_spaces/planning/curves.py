@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from attention.calibration.calibration import calibration_digest, weights_of
 from attention.io.files import write_whole
 from search_spaces.partitions import Partition
-from search_spaces.planning.context import PlanningContext
+from search_spaces.planning.context import PLANNING_BATCH, PlanningContext
 from search_spaces.planning.kept_files import alone
 from search_spaces.recipes.recipe import Recipe
 
@@ -94,7 +94,7 @@ def curve_name(recipe: Recipe, context: PlanningContext, knobs: dict[str, int], 
         "by": [recipe.together, recipe.by],
         "calibration": None if context.calibration is None else context.calibration.digest,
         "measured on": measured_on,
-        "knobs": knobs,
+        "knobs": {**knobs, "fit_batch": PLANNING_BATCH},
         "seed": seed_of,
     }
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:24]

@@ -37,7 +37,8 @@ FIT_KNOBS = (
 BETAS = (0.9, 0.95)
 WARMUP = 0.05
 RETRIES, SMALLER = 2, 0.25
-CHECKS = 4  # looks at the held-out error on the way; the best state seen is what stays
+CHECK_EVERY = 60  # steps; and at least once, at the end: the best state seen is what stays
+CHECKS = 4  # at most
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,8 @@ def _train(
     rates = _rates(module)
     optimiser = torch.optim.Adam([{"params": [p], "lr": 0.0} for p in rates], betas=BETAS)
     power = float(task.targets.square().mean())
-    checks = {steps * (i + 1) // CHECKS for i in range(CHECKS)}
+    looks = min(CHECKS, max(1, steps // CHECK_EVERY))
+    checks = {steps * (i + 1) // looks for i in range(looks)}
     for step, index in enumerate(_batches(len(task.inputs), task.batch, steps, generator)):
         now = rate * min(1.0, (step + 1) / max(1.0, WARMUP * steps)) * (1 + math.cos(math.pi * step / steps)) / 2
         for group, own in zip(optimiser.param_groups, rates.values(), strict=True):

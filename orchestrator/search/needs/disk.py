@@ -27,6 +27,7 @@ from orchestrator.conversion.estimate import Size
 from orchestrator.search.searchers import SearchProblem
 from orchestrator.storage.mirror import is_remote
 from orchestrator.storage.paths import storage_path
+from trainers.freezing import key_value_parameters
 from trainers.jobs.checkpoints import KEEP
 from trainers.settings import TrainSettings
 
@@ -120,7 +121,7 @@ class Storage:
         parts = ", ".join(f"{name} {giga(value)}" for name, value in takes.parts.items() if value)
         fewer = next((n for n in range(parallel - 1, 0, -1) if self.disk(n).most <= free), None)
         others = "fewer trials (search.num_samples, recipes, kv_ratios, learning_rates), promotion.top"
-        if self.config.train.tuning != "lora":
+        if self.config.train.tuning == "full":
             others += ", train.tuning=lora"
         remedy = f"resources.max_concurrent={fewer} would do" if fewer else f"what makes it less: {others}"
         return (
@@ -156,6 +157,8 @@ def checkpoint_bytes(model: PretrainedConfig, size: Size, train: TrainSettings, 
         widths = 4 * (g.hidden_size + g.num_heads * g.head_dim) + 3 * (g.hidden_size + inner)
         tuned = min(size.total, g.num_layers * train.lora_rank * widths)
         weights += tuned
+    if train.tuning == "kv" and not whole:
+        tuned = key_value_parameters(g)
     return weights * DTYPES[train.dtype].itemsize + tuned * ADAM
 
 

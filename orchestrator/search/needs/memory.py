@@ -29,6 +29,7 @@ from orchestrator.search.searchers import SearchProblem
 from trainers.adapters import adaptable
 from trainers.deepspeed_config import config_of
 from trainers.evaluation import TEACHER_BYTES
+from trainers.freezing import key_value_parameters
 from trainers.settings import TrainSettings
 
 PROCESS = 650 * 2**20  # resident memory of a worker's libraries: torch, transformers, DeepSpeed, Ray
@@ -246,6 +247,8 @@ class Needs:
         """Numbers that are trained."""
         if train.tuning == "full":
             return self.size.total
+        if train.tuning == "kv":
+            return key_value_parameters(self.geometry)
         with torch.device("meta"):
             layer = empty(window_config(self.model, 0, 2), torch.float32, torch.device("meta"))
         sides = sum(sum(m.weight.shape) for name, m in adaptable(layer).items() if name.startswith(layer_prefix(layer)))  # type: ignore[union-attr,arg-type]

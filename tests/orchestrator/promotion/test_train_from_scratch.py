@@ -25,7 +25,7 @@ from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
 from orchestrator.evaluation.evaluate import evaluate_checkpoint
 from orchestrator.storage.records import read_json
-from orchestrator.train import check, train_from_scratch, untrained
+from orchestrator.training.scratch import check, train_from_scratch, untrained
 from trainers.text.corpora import DataError
 
 REPOSITORY = Path(__file__).resolve().parents[3]

@@ -1,0 +1,203 @@
+"""`headfold finetune`: train on a checkpoint, converted or not, on the user's text; its best measured step is kept.
+
+OUT.training also holds the weights of the best step until OUT is written (`orchestrator.training.task`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention.io import checkpoint, piecewise
+from attention.io.precision import DTYPES
+from attention.io.safetensors_files import opened, stored_tensors
+from attention.modeling.modeling import plan_of_config
+from orchestrator.cluster.tasks import on_cluster
+from orchestrator.config.schema import ConfigError, Section, parse_section
+from orchestrator.conversion import loading
+from orchestrator.search.validation import check_training
+from orchestrator.training.task import (
+    MEASURED,
+    Progress,
+    TrainingTask,
+    absolute,
+    result_folder,
+    spans,
+    train_record,
+)
+from trainers.evaluation import evaluate
+from trainers.jobs.worker import TrainJob
+from trainers.settings import TrainSettings
+from trainers.text.data import read_sequences
+
+TRAIN_TOKENS = 100_000_000  # of text at most, unless asked for
+DISTILLATION = "kl"
+
+
+class FineTuneSection(Section):
+    """What `--set` reaches: `train.KEY`, settings of `TrainSettings`."""
+
+    train: TrainSettings = TrainSettings()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineTuning(TrainingTask):
+    """A training of a checkpoint, checked. `original`: what is distilled from; `dtype`: of the trained checkpoint."""
+
+    RUN, MARK = "finetune", "finetune.json"
+
+    model: str
+    original: str | None
+    dtype: str
+
+    @property
+    def source(self) -> str:
+        return self.model
+
+    @property
+    def title(self) -> str:
+        what = {"full": "all weights", "lora": "adapters", "kv": "keys and values"}[self.settings.tuning]
+        return f"{what} of {Path(self.model).name}"
+
+    def make(self, eval_file: Path) -> dict[str, Any]:
+        """The loss before; the files of a hub model come here too, before any worker asks for them."""
+        folder = str(loading.local_folder(self.model))
+        teacher = None if self.original is None else str(loading.local_folder(self.original))
+        options = {"num_cpus": self.settings.cpus_per_worker, "num_gpus": self.settings.gpus_per_worker}
+        before = on_cluster(options, "loss of the model as it is", _measure, folder, str(eval_file), self.settings)
+        return {"folder": folder, "teacher": teacher} | before
+
+    def job(self, **common: Any) -> TrainJob:
+        known, trained = self.known, str(self.folder / "trained")
+        return TrainJob(
+            model_dir=known["folder"], teacher_dir=known["teacher"], out_dir=trained, keep_best=True, **common
+        )
+
+    def ship(self, last: dict[str, Any]) -> dict[str, Any]:
+        """Write the best measured step to `out`; which one it is, and the digest of its weights."""
+        best, dtype = Path(last["best_dir"]), DTYPES[self.dtype]
+        piecewise.save_as(best, _tensors(best, dtype), self.out, checkpoint.carried(self.known["folder"]))
+        found = {"best_step": last["best_step"], "loss": last["best_loss"], "kl": last["best_kl"]}
+        return found | {"weights_digest": checkpoint.weights_digest(self.out)}
+
+
+def _measure(folder: str, eval_file: str, settings: TrainSettings) -> dict[str, Any]:
+    """Held-out loss of a checkpoint in the dtype that is trained in, and its size."""
+    model = checkpoint.load(folder, DTYPES[settings.dtype])
+    model.to(settings.shape.device)  # pyright: ignore[reportArgumentType]
+    measured = evaluate(model, read_sequences(eval_file)[:])
+    return {"loss_before": measured.loss, "parameters": loading.parameters(model)}
+
+
+def _tensors(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a checkpoint that we have written, those of floating point rounded to `dtype`."""
+    for name, stored in stored_tensors(folder).items():
+        with opened(folder / stored.file) as file:
+            tensor = file.get_tensor(name)
+        yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def check(
+    model: str | Path,
+    out: str | Path,
+    *,
+    steps: int,
+    learning_rate: float,
+    tuning: str = "full",
+    original: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    train_data: str = "stdlib",
+    eval_data: str = "stdlib",
+    train_tokens: int | None = None,
+    eval_tokens: int = 16_384,
+    sequence_length: int = 256,
+    eval_every: int | None = None,
+    seed: int = 0,
+    dtype: str = "auto",
+    device: str = "auto",
+) -> FineTuning:
+    """Everything that can be wrong, before anything is read or started but configs and headers.
+
+    Raises ConfigError, and DataError for a source of text that there is not.
+    """
+    settings = _settings(train_record({}, overrides, learning_rate, seed, device), tuning, original is not None)
+    check_training(settings)
+    geometry = loading.geometry_of(str(model), sequence_length, key="model")
+    loading.load_tokenizer(model)
+    plan = plan_of_config(checkpoint.load_config(model))
+    if plan.head_shares and tuning == "kv":
+        raise ConfigError("tuning: layers of this model share heads, and so their weights; use --tuning full")
+    if original is not None:
+        other = loading.geometry_of(str(original), sequence_length, key="original")
+        if other.vocab_size != geometry.vocab_size:
+            raise ConfigError(
+                f"original: its vocabulary has {other.vocab_size} tokens, that of {str(model)!r} has "
+                f"{geometry.vocab_size}; give the model that this one was converted from"
+            )
+    task = FineTuning(
+        model=absolute(model),
+        original=None if original is None else absolute(original),
+        dtype=loading.written_dtype(model, dtype),
+        settings=settings,
+        steps=steps,
+        eval_every=spans(steps, eval_every),
+        train_data=train_data,
+        eval_data=eval_data,
+        train_tokens=min(steps * settings.batch_size * sequence_length, TRAIN_TOKENS)
+        if train_tokens is None
+        else train_tokens,
+        eval_tokens=eval_tokens,
+        sequence_length=sequence_length,
+        out=result_folder(out),
+    )
+    for cut in task.cuts:
+        cut.check()
+    return task
+
+
+def _settings(record: dict[str, Any], tuning: str, distilled: bool) -> TrainSettings:
+    """With --tuning and --original in them. Raises ConfigError where `--set` says something else."""
+    train = record["train"]
+    if isinstance(train, dict):
+        if "tuning" in train:
+            raise ConfigError("train.tuning: it has an option of its own; give it as --tuning")
+        if not distilled and train.get("distillation", "none") != "none":
+            raise ConfigError("train.distillation: it needs the model to learn from; give it as --original")
+        learns = {"distillation": DISTILLATION} if distilled else {}
+        record["train"] = learns | train | {"tuning": tuning}
+    return parse_section(FineTuneSection, record, "this training").train
+
+
+def finetune_checkpoint(
+    model: str | Path, out: str | Path, *, progress: Progress = print, overwrite: bool = False, **settings: Any
+) -> dict[str, Any]:
+    """Train on the checkpoint `model` and save its best measured step in `out`, in the dtype of `model`.
+
+    `settings` are those of `check`. `tuning`: "full" trains all weights, "lora" adapters that are merged at the end,
+    "kv" the projections of keys and values alone; `original`: a model to distil from, by KL unless
+    `train.distillation` says otherwise. `out` must be free, hold this very training, or with `overwrite` a checkpoint
+    that we wrote. `progress` is told each milestone in words. Returns one record: losses in nats a token before, of the
+    best step and at each milestone; tokens, tokens a second of training, seconds. What is shipped is the best of the
+    measured steps; `better` says whether it is better than the model was before.
+    """
+    task = check(model, out, **settings)
+    task.check_folders(overwrite)
+    known = task.carry_out(progress, task.ship)
+    last, losses = task.reports()[-1], {name: known[name] for name in ("loss_before", "best_step", "loss", "kl")}
+    return {
+        **task.to_dict(),
+        "out": str(task.out),
+        "seed": task.settings.seed,
+        "learning_rate": task.settings.learning_rate,
+        "parameters": known["parameters"],
+        "weights_digest": known["weights_digest"],
+        **{name: last[name] for name in MEASURED},
+        **losses,
+        "better": losses["loss"] < losses["loss_before"],
+        "milestones": task.measured(),
+    }

@@ -1,0 +1,251 @@
+"""What every training outside of a search has: its texts, its folder, its milestones, and how it goes on.
+
+Everything of a training lies beside its result: OUT is the trained checkpoint, OUT.training the token sequences and
+the training checkpoints with what was measured. The same command run again goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+from attention.io import checkpoint
+from attention.io.replacing import check_folder
+from orchestrator.cluster.placement import Demand
+from orchestrator.cluster.room import concurrency
+from orchestrator.cluster.session import connected
+from orchestrator.cluster.tokenising import tokeniser
+from orchestrator.config.schema import ConfigError, apply_override
+from orchestrator.conversion import loading
+from orchestrator.search.trial import prepare_process
+from orchestrator.search.validation import local_nodes, starts_ray
+from orchestrator.storage.mirror import is_remote
+from orchestrator.storage.paths import storage_path
+from orchestrator.storage.records import clock, read_json, write_json
+from trainers.jobs.checkpoints import CheckpointStore
+from trainers.jobs.worker import TrainJob, run_training
+from trainers.settings import TrainSettings
+from trainers.text.data import TextCut, token_set
+
+OWN_OPTIONS = ("learning_rate", "seed")
+POLL_SECONDS = 0.5
+MEASURED = ("step", "loss", "train_loss", "tokens", "tokens_per_second", "seconds")
+"""Of a milestone: losses in nats a token, speed of the training alone, seconds with all that lies between."""
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingTask:
+    """A training, checked. `out`: absolute folder of the trained checkpoint; `eval_every`: steps between milestones;
+    `train_tokens`: of text, which is seen again where the steps need more."""
+
+    RUN: ClassVar[str]
+    MARK: ClassVar[str]
+    WORDS: ClassVar[str] = "a training"
+
+    settings: TrainSettings
+    steps: int
+    eval_every: int
+    train_data: str
+    eval_data: str
+    train_tokens: int
+    eval_tokens: int
+    sequence_length: int
+    out: Path
+
+    @property
+    def source(self) -> str:
+        """The checkpoint that gives the tokenizer, and is not written to."""
+        raise NotImplementedError
+
+    @property
+    def title(self) -> str:
+        """What is trained, in a word or two."""
+        raise NotImplementedError
+
+    def make(self, eval_file: Path) -> dict[str, Any]:
+        """Make what the job starts from; facts to remember of it, `parameters` among them. `eval_file`: held out."""
+        raise NotImplementedError
+
+    def job(self, **common: Any) -> TrainJob:
+        """The job, from what `make` has made."""
+        raise NotImplementedError
+
+    @property
+    def folder(self) -> Path:
+        return self.out.with_name(f"{self.out.name}.training")
+
+    @property
+    def milestones(self) -> tuple[int, ...]:
+        return (*range(self.eval_every, self.steps, self.eval_every), self.steps)
+
+    @property
+    def cuts(self) -> tuple[TextCut, TextCut]:
+        """The text to train on and the held-out text."""
+        length, seed = self.sequence_length, self.settings.seed
+        train = TextCut(self.train_data, "train", self.train_tokens, length, seed)
+        return train, TextCut(self.eval_data, "eval", self.eval_tokens, length, seed)
+
+    @property
+    def mark(self) -> Path:
+        """What the training depends on; later also what `make` remembers, and whether it has `finished`."""
+        return self.folder / self.MARK
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """The mark of an earlier start of this very training; empty without one."""
+        return read_json(self.mark) if self.mark.is_file() else {}
+
+    def remember(self, **facts: Any) -> dict[str, Any]:
+        known = self.to_dict() | self.known | facts
+        write_json(self.mark, known)
+        return known
+
+    def reports(self) -> list[dict[str, Any]]:
+        """What was measured so far."""
+        return CheckpointStore(str(self.folder / "train"), self.RUN).read()[1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values: everything that the result depends on."""
+        record = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "out"}
+        return {**record, "settings": self.settings.model_dump()}
+
+    def check_folders(self, overwrite: bool) -> None:
+        """Raises ConfigError or OutputError unless `out` may be written, or holds this very training."""
+        if not self.mark.is_file():
+            check_folder(self.out, overwrite=overwrite, reads=[self.source])
+            check_folder(self.folder, reads=[self.source])
+            return
+        record, known = self.to_dict(), self.known
+        if changed := [name for name in record if known.get(name) != json.loads(json.dumps(record[name]))]:
+            raise ConfigError(
+                f"out: {self.folder} holds {self.WORDS} with another {', '.join(changed)}; give another --out, or "
+                "remove that folder to start over"
+            )
+        if known.get("finished") and not self.out.is_dir():
+            raise ConfigError(f"out: {self.out} was trained and is gone; remove {self.folder} to train it again")
+        if not self.finished():
+            check_folder(self.out, overwrite=True, reads=[self.source])
+
+    def finished(self) -> bool:
+        """Whether an earlier start has finished it, its weights being as they were written."""
+        digest = self.known.get("weights_digest")
+        return bool(self.known.get("finished")) and digest == checkpoint.weights_digest(self.out)
+
+    def carry_out(self, progress: Progress, after: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+        """Train, or what is left of it; `progress` is told each milestone in words. `after` makes of the last report
+        what is remembered, `weights_digest` among it, with `out` in place. Returns what is remembered."""
+        total = self.steps * self.settings.batch_size * self.sequence_length
+        epochs = f"{total / self.train_tokens:.3g} epochs"
+        progress(f"training: {self.title}, {self.steps} steps, {total} tokens ({epochs} of the text); in {self.folder}")
+        if self.finished():
+            return self.known
+        demand = Demand(0, 0, *self.settings.shape[:3])
+        if starts_ray():
+            concurrency(local_nodes(), demand)
+        prepare_process()
+        with connected() as nodes:
+            concurrency(nodes, demand)
+            job = self._prepared()
+            with self._told(progress):
+                metrics = run_training(job)
+        return self.remember(**after(metrics), finished=True)
+
+    def _prepared(self) -> TrainJob:
+        """The job, with its model and its texts on disk; those of an earlier start are taken as they are."""
+        self.remember()  # first, so that what a kill leaves is known as ours
+        tokenizer = loading.load_tokenizer(self.source)
+        train_file, eval_file = (
+            token_set(cut, tokenizer, self.folder / "data", tokenise=tokeniser(self.source, cut.tokens))
+            for cut in self.cuts
+        )
+        if "parameters" not in self.known:
+            self.remember(**self.make(Path(eval_file)))
+        return self.job(
+            train_file=str(train_file),
+            eval_file=str(eval_file),
+            storage_path=str(self.folder / "train"),
+            run_name=self.RUN,
+            milestones=self.milestones,
+            settings=self.settings,
+            seed=self.settings.seed,
+        )
+
+    @contextmanager
+    def _told(self, progress: Progress) -> Iterator[None]:
+        """While the body runs, tell each milestone as it comes, those of an earlier start as well."""
+        ended = threading.Event()
+
+        def watch() -> None:
+            shown, last_look = 0, False
+            while not last_look:
+                last_look = ended.wait(POLL_SECONDS)
+                points = self.reports()
+                for point in points[shown:]:
+                    progress(_line(point, self.steps))
+                shown = len(points)
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watcher.join()
+
+    def measured(self) -> list[dict[str, Any]]:
+        """Of each milestone what is shown of it."""
+        return [{name: point[name] for name in MEASURED} for point in self.reports()]
+
+
+def _line(point: dict[str, Any], steps: int) -> str:
+    step = point["step"]
+    left = point["seconds"] * (steps - step) / step
+    end = f"{clock(left)} left" if step < steps else f"done in {clock(point['seconds'])}"
+    return (
+        f"step {step}/{steps}: held-out loss {point['loss']:.3f}, training loss {point['train_loss']:.3f}, "
+        f"{point['tokens_per_second']:.0f} tokens/s, {end}"
+    )
+
+
+def train_record(
+    record: dict[str, Any], overrides: Sequence[str], learning_rate: float, seed: int, device: str
+) -> dict[str, Any]:
+    """`record` with the overrides (`train.KEY=VALUE`, ...) and the options that have a flag of their own. Raises
+    ConfigError for one that is given both ways."""
+    for override in overrides:
+        apply_override(record, override)
+    train = record.setdefault("train", {})
+    if isinstance(train, dict):
+        for name in OWN_OPTIONS:
+            if name in train:
+                raise ConfigError(f"train.{name}: it has an option of its own; give it as --{name.replace('_', '-')}")
+        gpus = float(loading.device_of(device).type == "cuda")
+        record["train"] = {"gpus_per_worker": gpus} | train | {"learning_rate": learning_rate, "seed": seed}
+    return record
+
+
+def spans(steps: int, eval_every: int | None) -> int:
+    """Steps between milestones, by default a tenth. Raises ConfigError for what is not at least 1."""
+    eval_every = max(1, steps // 10) if eval_every is None else eval_every
+    for name, value in (("steps", steps), ("eval_every", eval_every)):
+        if value < 1:
+            raise ConfigError(f"{name}: got {value}; it must be at least 1")
+    return eval_every
+
+
+def result_folder(out: str | Path) -> Path:
+    """Absolute. Raises ConfigError for an address, where no checkpoint can be written."""
+    if is_remote(str(out)):
+        raise ConfigError(f"out: got {str(out)!r}; it must be a folder of this machine or one that it mounts")
+    return storage_path(str(out))
+
+
+def absolute(model: str | Path) -> str:
+    """A folder by its absolute path, a hub name as it is."""
+    return str(Path(model).absolute()) if Path(model).is_dir() else str(model)

@@ -1,0 +1,128 @@
+"""The verb finetune: refusals before any work, real trainings of converted and stock checkpoints, and going on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import run_here
+
+from attention.conversion.conversion import convert
+from attention.io import checkpoint
+from attention.modeling.modeling import plan_of
+from attention.plan import AttentionPlan, LayerPlan
+from orchestrator.config.schema import ConfigError
+from orchestrator.evaluation.evaluate import evaluate_checkpoint
+from orchestrator.training.finetune import check, finetune_checkpoint
+
+UNEVEN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)
+ASKED: dict[str, Any] = {
+    "steps": 12,
+    "eval_every": 4,
+    "learning_rate": 3e-3,
+    "eval_tokens": 1024,
+    "sequence_length": 32,
+    "device": "cpu",
+    "overrides": ["train.cpus_per_worker=0.4"],
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, tiny_model: Any, demo_tokenizer: Any) -> dict[str, Path]:
+    """A stock checkpoint in bfloat16, and what a conversion makes of it."""
+    folder = tmp_path_factory.mktemp("models")
+    stock = tiny_model("llama", vocab_size=2048).to(torch.bfloat16)
+    stock.save_pretrained(folder / "stock")
+    demo_tokenizer.save_pretrained(folder / "stock")
+    checkpoint.save(convert(stock, UNEVEN), folder / "converted", folder / "stock")
+    return {name: folder / name for name in ("stock", "converted")}
+
+
+@pytest.fixture(scope="module")
+def whole(ray_cluster: None, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The converted model, learning from the stock one: its record, its folder `out`, and the lines it `told`."""
+    out, told = tmp_path_factory.mktemp("whole") / "out", list[str]()
+    more = {"original": models["stock"], "progress": told.append}
+    return {"record": finetune_checkpoint(models["converted"], out, **more, **ASKED), "out": out, "told": told}
+
+
+def test_the_best_step_is_kept_in_the_dtype_of_the_model(whole: dict[str, Any], models: dict[str, Path]) -> None:
+    record, out = whole["record"], whole["out"]
+    assert [point["step"] for point in record["milestones"]] == [4, 8, 12]
+    assert record["loss"] == min(point["loss"] for point in record["milestones"]) < record["loss_before"]
+    assert record["better"]
+    assert record["kl"] is not None
+    model = checkpoint.load(out)
+    assert model.dtype == torch.bfloat16
+    assert plan_of(model).layers == UNEVEN.layers
+    measured = evaluate_checkpoint(out, eval_tokens=1024, sequence_length=32, speed_tokens=4)
+    assert measured["loss"] == pytest.approx(record["loss"], abs=2e-2)  # rounded to bfloat16
+    before = evaluate_checkpoint(models["converted"], eval_tokens=1024, sequence_length=32, speed_tokens=4)
+    assert before["loss"] == pytest.approx(record["loss_before"], abs=1e-4)
+    assert "step 8/12: held-out loss" in whole["told"][2]
+
+
+def test_the_same_command_does_nothing_twice(whole: dict[str, Any], models: dict[str, Path]) -> None:
+    out, asked = whole["out"], ASKED | {"original": models["stock"]}
+    written = (out / "model.safetensors").stat().st_mtime_ns
+    assert finetune_checkpoint(models["converted"], out, **asked) == whole["record"]
+    assert (out / "model.safetensors").stat().st_mtime_ns == written
+    with pytest.raises(ConfigError, match="holds a training with another settings, original"):
+        finetune_checkpoint(models["converted"], out, **ASKED)
+    text = (out / "config.json").read_text()
+    (out / "model.safetensors").unlink()  # the weights were lost: made again from the best step
+    checkpoint.write_digests(out)
+    again = finetune_checkpoint(models["converted"], out, **asked)
+    assert again["weights_digest"] == whole["record"]["weights_digest"]
+    assert (out / "config.json").read_text() == text
+
+
+@pytest.mark.parametrize("tuning", ["kv", "lora"])
+def test_a_part_of_the_weights_on_the_command_line(
+    ray_cluster: None, models: dict[str, Path], tmp_path: Path, tuning: str
+) -> None:
+    out, numbers = tmp_path / "out", tmp_path / "numbers.json"
+    sizes = ["--steps", "2", "--learning-rate", "1e-3", "--eval-tokens", "1024", "--sequence-length", "32"]
+    more = ["--device", "cpu", "--set", "train.cpus_per_worker=0.4", "--tuning", tuning, "--json", numbers]
+    assert run_here("finetune", "--model", models["stock"], "--out", out, *sizes, *more) in (0, None)
+    record = json.loads(numbers.read_text())
+    assert record["settings"]["tuning"] == tuning
+    now, then = (checkpoint.load(folder).state_dict() for folder in (out, models["stock"]))
+    moved = {name for name in then if not torch.equal(now[name], then[name])}
+    layers = [name for name in moved if "layers." in name]
+    assert layers
+    assert set(layers) == moved
+    if tuning == "kv":
+        assert all("k_proj" in name or "v_proj" in name for name in layers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tuning": "some"}, "train.tuning: got 'some'"),
+        ({"overrides": ["train.tuning=kv"]}, "train.tuning: it has an option of its own; give it as --tuning"),
+        ({"overrides": ["train.distillation=kl"]}, "train.distillation: it needs the model.*--original"),
+        ({"original": "/none"}, "original: no checkpoint at '/none'"),
+        ({"steps": 0}, "steps: got 0"),
+        ({"sequence_length": 1000}, "sequence_length: got 1000"),
+        ({"overrides": ["composition.rank=2"]}, "composition: unknown key"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_starts(
+    models: dict[str, Path], tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(models["stock"], tmp_path / "out", **{**ASKED, **changes})
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_it_would_write_over_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").touch()
+    with pytest.raises(ValueError, match="Headfold did not write its 'mine.txt'"):
+        finetune_checkpoint(models["stock"], tmp_path / "out", **ASKED)
+    with pytest.raises(ValueError, match="out: "):
+        finetune_checkpoint(models["stock"], models["stock"], overwrite=True, **ASKED)
