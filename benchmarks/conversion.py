@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.calibration.calibration import calibrate, silent
+from attention.calibration.calibration import calibrate
 from attention.conversion.conversion import convert
 from attention.conversion.refinement.refine import refine
 from benchmarks.models import DEMO, decoupled_plan, llama, random_model, tokens
@@ -27,7 +27,7 @@ def calibration(scale: Scale) -> Iterator[Row]:
             model(batch.to(scale.device), use_cache=False)
 
     works = {
-        "ours": lambda: calibrate(model, sequences, sample_tokens=sequences.shape[1], progress=silent),
+        "ours": lambda: calibrate(model, sequences, sample_tokens=sequences.shape[1]),
         "rival": forward,
     }
     taken = medians(works, scale.pick(1, 3), scale.device)
@@ -42,7 +42,7 @@ def conversion(scale: Scale) -> Iterator[Row]:
     model = random_model(llama(layers, DEMO), device=scale.device)
     plan = decoupled_plan(layers, 8, 32)
     sequences = tokens(*scale.pick((4, 16), (16, 256)))
-    statistics = calibrate(model, sequences, sample_tokens=sequences.shape[1], progress=silent)
+    statistics = calibrate(model, sequences, sample_tokens=sequences.shape[1])
     step = training_step(random_model(llama(layers, DEMO), device=scale.device), sequences[:8].to(scale.device))
     works = {
         fusion: lambda fusion=fusion: convert(model, plan, fusion=fusion, calibration=statistics)

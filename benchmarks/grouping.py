@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from attention.calibration.calibration import calibrate, silent
+from attention.calibration.calibration import calibrate
 from attention.conversion.conversion import lift
 from attention.conversion.fusion.costs import KeyCost, ValueCost
 from attention.families import geometry_of
@@ -67,7 +67,7 @@ def _many_heads(scale: Scale) -> Iterator[Row]:
     heads, dim, width = scale.pick((6, 4, 24), (32, 32, 256))
     shape = {"num_attention_heads": heads, "head_dim": dim, "intermediate_size": 64, "vocab_size": 64}
     model = random_model(llama(1, shape, hidden_size=width))
-    statistics = calibrate(model, tokens(4, scale.pick(8, 256), 64), progress=silent).layers[0]
+    statistics = calibrate(model, tokens(4, scale.pick(8, 256), 64)).layers[0]
     geometry = geometry_of(model.config)
     for side, kind in (("key", KeyCost), ("value", ValueCost)):
         price = kind(lift(model)[0], statistics, geometry)

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from attention.calibration.calibration import calibrate, silent
+from attention.calibration.calibration import calibrate
 from attention.conversion.conversion import convert
 from attention.plan import LayerPlan
 from benchmarks.decode import RIVALS, stepper
@@ -35,7 +35,7 @@ def large_model(scale: Scale) -> Iterator[Row]:
     note = f"{sequences.numel()} tokens"
     statistics, seconds, peak = _measured(
         # A moment a head of all layers: 69 GB of host memory while they are summed.
-        lambda: calibrate(model, sequences, sample_tokens=0, batch_size=2, progress=silent),
+        lambda: calibrate(model, sequences, sample_tokens=0, batch_size=2),
         scale.device,
     )
     yield Row("calibration", seconds, None, "s", f"{note}; {peak}")

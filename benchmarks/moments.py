@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from attention.calibration.calibration import calibrate, silent
+from attention.calibration.calibration import calibrate
 from attention.calibration.sizes import MIXED, layer_bytes, matrices, mixed_dtype
 from attention.families import geometry_of
 from benchmarks.memory import DEMO
@@ -41,7 +41,7 @@ def moments(scale: Scale) -> Iterator[Row]:
     for mixed in MIXED:
         if mixed == "kv_group" and matrices(geometry, mixed) == geometry.num_heads:
             continue  # the same as float32
-        calibration = calibrate(model, sequences, mixed=mixed, progress=silent)
+        calibration = calibrate(model, sequences, mixed=mixed)
         context = planning_context(model, calibration, sequences, None)
         size = geometry.num_layers * layer_bytes(geometry, count, mixed) / 2**20
         note = f"{size:.0f} MiB of statistics; {mixed_dtype(mixed)}".replace("torch.", "")

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from attention.calibration.calibration import calibrate, silent
+from attention.calibration.calibration import calibrate
 from attention.conversion.conversion import lift
 from attention.families import geometry_of
 from benchmarks.models import DEMO, llama, random_model, tokens
@@ -25,7 +25,7 @@ def walk(scale: Scale) -> Iterator[Row]:
     for layers in scale.pick((1,), (4, 8, 16)):
         model = random_model(llama(layers, DEMO))
         sequences = tokens(*scale.pick((2, 16), (8, 256)))
-        statistics = calibrate(model, sequences, sample_tokens=sequences.numel(), progress=silent)
+        statistics = calibrate(model, sequences, sample_tokens=sequences.numel())
         geometry = geometry_of(model.config)
         context = PlanningContext(geometry, lift(model), statistics, model, sequences)
         site = _site(context, layers // 2)

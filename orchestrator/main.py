@@ -43,8 +43,11 @@ def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(verb)
     def called(**given: Any) -> None:
+        from attention.progress import shown
+
         try:
-            verb(**given)
+            with shown():
+                verb(**given)
         except KeyboardInterrupt as stop:
             out, left = given.get("out"), "nothing was written"
             if out is not None and os.path.lexists(out):

@@ -16,6 +16,7 @@ from torch import Tensor
 from attention.modeling.grouped import cache_bytes
 from attention.modeling.predictions import Final, final, mean_cost
 from attention.modeling.running import evaluating
+from attention.progress import stage
 from trainers.losses import kl, language_modelling
 from trainers.shortage import give_back, is_shortage
 
@@ -148,9 +149,11 @@ def _totals(model: Any, teacher: Any, sequences: Tensor, share: Iterable[tuple[l
     """The sums of `_score` over batches of row numbers."""
     device = next(model.parameters()).device
     totals = torch.zeros(3, dtype=torch.float64, device=device)
-    with evaluating(model):
-        for rows, counted in share:
+    batches = list(share)
+    with evaluating(model), stage("measuring the loss", len(batches), "batches") as told:
+        for rows, counted in batches:
             totals += _score(model, teacher, sequences[rows].long().to(device), counted)
+            told.step()
     return totals
 
 

@@ -15,13 +15,10 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -34,12 +31,7 @@ from attention.geometry import HeadGeometry
 from attention.io.layers.windows import LazyWeights, advance, embed, open_window, rows_of
 from attention.modeling.modeling import plan_of
 from attention.modeling.running import evaluating
-
-ProgressFn = Callable[[int, int], None]
-
-
-def silent(done: int, total: int) -> None:
-    """A progress callback that shows nothing."""
+from attention.progress import stage
 
 
 def calibrate(
@@ -49,20 +41,17 @@ def calibrate(
     sample_tokens: int = SAMPLE_TOKENS,
     batch_size: int = 8,
     mixed: Mixed = "float32",
-    progress: ProgressFn | None = None,
 ) -> Calibration:
     """Statistics of every layer of `model` over `sequences` (`[N, T]` token ids, no padding), on the CPU.
 
     `sample_tokens` bounds the stored inputs (whole sequences, from the first on; 0 stores none). The model runs in its
     own dtype and evaluation mode, without gradients, and is left as it was; sums are taken in float32 and collected in
-    float64 (the mixed moments in float32, and kept as `mixed` says). `progress(done, total)` counts sequences; by
-    default a line on stderr.
-
+    float64 (the mixed moments in float32, and kept as `mixed` says).
     Raises ValueError if the tokens do not fit the model, for an unsupported model and for a composed one.
     """
     check_sequences(sequences, geometry_of(model.config), sample_tokens)
     sampled = min(sample_tokens // sequences.shape[1], len(sequences))
-    layers = collect(model, sequences, sampled=sampled, batch_size=batch_size, mixed=mixed, progress=progress)
+    layers = collect(model, sequences, sampled=sampled, batch_size=batch_size, mixed=mixed)
     weights = weights_of(model)
     digest = calibration_digest(model.config, weights, sequences, sample_tokens, model.dtype, mixed)
     return Calibration(layers, sequences.numel(), digest, weights, mixed)
@@ -75,7 +64,6 @@ def collect(
     sampled: int,
     batch_size: int = 8,
     mixed: Mixed = "float32",
-    progress: ProgressFn | None = None,
 ) -> tuple[LayerStatistics, ...]:
     """The pass of `calibrate`, for sequences that are known to fit; inputs are stored of the first `sampled` ones."""
     if plan_of(model).composition is not None:
@@ -84,14 +72,12 @@ def collect(
             "calibrate the checkpoint that it was converted from"
         )
     geometry = geometry_of(model.config)
-    with collecting(model, geometry, sampled, mixed) as collectors, evaluating(model), shown(progress) as show:
-        done = 0
-        show(0, len(sequences))
-        for batch in sequences.split(batch_size):
-            # The decoder alone: logits over the vocabulary are not needed and would be the largest tensor of all.
-            model.get_decoder()(input_ids=batch.to(model.device), use_cache=False)
-            done += len(batch)
-            show(done, len(sequences))
+    with collecting(model, geometry, sampled, mixed) as collectors, evaluating(model):
+        with stage("calibrating", len(sequences), "sequences") as told:
+            for batch in sequences.split(batch_size):
+                # The decoder alone: logits over the vocabulary are not needed and would be the largest tensor of all.
+                model.get_decoder()(input_ids=batch.to(model.device), use_cache=False)
+                told.step(len(batch))
         return tuple(collector.finish() for collector in collectors)
 
 
@@ -106,27 +92,23 @@ def layer_by_layer(
     sampled: int,
     batch_size: int = 8,
     mixed: Mixed = "float32",
-    progress: ProgressFn | None = None,
 ) -> Iterator[LayerStatistics]:
     """The statistics that `calibrate` has of the checkpoint of `weights` in `dtype`, layer after layer, from disk.
 
     One decoder layer and its sums are held at a time, and the hidden states of all sequences (`N T D` numbers).
-    `sampled`: sequences whose inputs are stored; `progress(done, total)` counts layers. Raises ValueError as
-    `calibrate` does, and for a checkpoint whose layers cannot stand alone (`check_windows`).
+    `sampled`: sequences whose inputs are stored. Raises ValueError as `calibrate` does, and for a checkpoint whose
+    layers cannot stand alone (`check_windows`).
     """
     geometry = geometry_of(config)
     check_sequences(sequences, geometry)
     streams = embed(weights, config, sequences, dtype, device, batch_size)
     same: dict[str, Any] = {"sampled": sampled, "batch_size": batch_size, "mixed": mixed}
-    with shown(progress, "layers") as show:
-        for layer in range(geometry.num_layers):
-            show(layer, geometry.num_layers)
-            window = open_window(weights, config, layer, streams, dtype, device)
-            yield collect(window, rows_of(streams), progress=silent, **same)[0]
-            advance(window, streams, batch_size)
-            del window
-            gc.collect()  # a window and the hooks that feed it know each other
-        show(geometry.num_layers, geometry.num_layers)
+    for layer in range(geometry.num_layers):
+        window = open_window(weights, config, layer, streams, dtype, device)
+        yield collect(window, rows_of(streams), **same)[0]
+        advance(window, streams, batch_size)
+        del window
+        gc.collect()  # a window and the hooks that feed it know each other
 
 
 def weights_of(model: PreTrainedModel) -> str:
@@ -185,15 +167,3 @@ def check_sequences(sequences: Tensor, geometry: HeadGeometry, sample_tokens: in
         )
     if sample_tokens < 0 or 0 < sample_tokens < length:
         raise ValueError(f"sample_tokens must be 0 or hold a sequence of {length} tokens, got {sample_tokens}")
-
-
-@contextmanager
-def shown(progress: ProgressFn | None, what: str = "sequences") -> Iterator[ProgressFn]:
-    """The given callback, or a line on stderr with the time left."""
-    if progress is not None:
-        yield progress
-        return
-    columns = (TextColumn("calibrating"), BarColumn(), MofNCompleteColumn(), TextColumn(what))
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task("calibrating", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -10,7 +10,7 @@ import ray
 import torch
 from ray.exceptions import RayTaskError
 
-from orchestrator.storage.records import clock
+from attention.progress import clock
 
 SAY_SECONDS = 60.0
 T = TypeVar("T")

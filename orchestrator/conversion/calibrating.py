@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from attention.calibration.calibration import calibration_digest, check_sequences, collect, layer_by_layer, silent
+from attention.calibration.calibration import calibration_digest, check_sequences, collect, layer_by_layer
 from attention.calibration.moments import STATISTICS, LayerStatistics, merged
 from attention.calibration.sizes import MIXED, SAMPLE_TOKENS, Mixed, layer_bytes, mixed_dtype, most_exact
 from attention.calibration.store import Calibration, folder_of, kept, write
@@ -29,6 +29,7 @@ from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from attention.io.layers.windows import LazyWeights, check_windows
 from attention.io.precision import DTYPES
+from attention.progress import Stage, stage
 from orchestrator.conversion import loading
 from orchestrator.conversion.one_layer import batch_size
 
@@ -122,7 +123,15 @@ def checkpoint_calibration(
     except ValueError:
         layers = task.layers_in_memory(sequences, sampled)
     place, digest = folder(mixed)
-    return write(place, layers, sequences.numel(), digest, weights, mixed)
+    with stage("calibrating", geometry.num_layers, "layers") as told:
+        return write(place, counted(layers, told), sequences.numel(), digest, weights, mixed)
+
+
+def counted(layers: Iterator[LayerStatistics], told: Stage) -> Iterator[LayerStatistics]:
+    """The same layers; each is told as done when the next one is asked for."""
+    for layer in layers:
+        yield layer
+        told.step()
 
 
 def chosen(geometry: HeadGeometry, tokens: int, free: float) -> Mixed:
@@ -168,7 +177,7 @@ def layers_by_workers(task: Pass, sequences: Tensor, sampled: int, workers: Work
 def _partial(task: Pass, sequences: Tensor, sampled: int, threads: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
     """A Ray task: tokens and statistics of layer after layer, as arrays that other processes map."""
     torch.set_num_threads(threads)
-    for layer in task.layers(sequences, sampled, progress=silent):
+    for layer in task.layers(sequences, sampled):
         yield layer.tokens, {name: getattr(layer, name).numpy() for name in STATISTICS}
 
 

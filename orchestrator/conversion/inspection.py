@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from attention.geometry import HeadGeometry
@@ -23,16 +19,15 @@ from attention.io.precision import round_weights
 from attention.messages import one_of
 from attention.modeling.modeling import plan_of
 from attention.plan import AttentionPlan
+from attention.progress import stage
 from attention.ratios import own_heads, ratio_of
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
 from orchestrator.conversion.in_memory import Source
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.storage.paths import check_writable
-from search_spaces.allocation.knapsack import considered
-from search_spaces.allocation.problem import AllocationProblem
 from search_spaces.planning.agreement import agreement as measured_agreement
-from search_spaces.planning.budgets import admissible_counts, nearest_budget
+from search_spaces.planning.budgets import nearest_budget
 from search_spaces.planning.context import PlanningContext, convert_with
 from search_spaces.planning.planning import make_plan
 from search_spaces.recipes.recipes import RECIPES, Recipe
@@ -43,18 +38,6 @@ from trainers.evaluation import evaluate
 
 COMPARED = ("gqa", "asymgqa", "align", "least_squares", "headfold")
 MANY_HEADS = 16  # above it only head counts that are powers of two are measured, unless others are asked for
-
-
-@dataclass(frozen=True)
-class WatchedContext(PlanningContext):
-    """A context that calls `after` with the number of loss increases that it has found."""
-
-    after: Callable[[int], None] = lambda _: None
-
-    def increases_of(self, *args: Any, **more: Any) -> list[float]:
-        increases = super().increases_of(*args, **more)
-        self.after(len(increases))
-        return increases
 
 
 def inspect_checkpoint(
@@ -104,8 +87,8 @@ def inspect_checkpoint(
         costs = _recipes(others, plans, source)
     sites = None
     if agreement:
-        with phases("agreement"), progress("scoring moves both ways") as advance:
-            measured = measured_agreement(context, np.random.default_rng(seed), progress=advance)
+        with phases("agreement"):
+            measured = measured_agreement(context, np.random.default_rng(seed))
             sites = [site.to_dict() for site in measured]
     return {
         "model": str(model),
@@ -172,20 +155,9 @@ def _plans_and_curves(
     """The plan of each ratio asked for, and of each layer and side the increases by head count (as text, for JSON)."""
     geometry = context.geometry
     plans = {}
-    with progress("loss increases of single sites") as advance:
-        done, total = [0], 2 * geometry.num_layers * _measured_counts(chosen, geometry)
-
-        def after(found: int) -> None:
-            done[0] += found
-            advance(done[0], total)
-
-        fields: dict[str, Any] = {name: getattr(context, name) for name in PlanningContext.__dataclass_fields__}
-        fields["curves"] = {}
-        watched = WatchedContext(**fields, after=after)
-        for ratio in sorted(kv_ratios, reverse=True):
-            budget = nearest_budget(chosen, ratio, geometry)
-            plans[ratio] = make_plan(chosen, budget, watched, np.random.default_rng(seed))
-    (points,) = watched.curves.values()  # one recipe, one seed: one set of curves
+    for ratio in sorted(kv_ratios, reverse=True):
+        plans[ratio] = make_plan(chosen, nearest_budget(chosen, ratio, geometry), context, np.random.default_rng(seed))
+    (points,) = context.curves.values()  # one recipe, one seed: one set of curves
     curves: list[dict[str, dict[str, float]]] = [{side: {} for side in SIDES} for _ in range(geometry.num_layers)]
     for key, point in points.items():
         layer, _, place = key.partition("/")
@@ -193,11 +165,6 @@ def _plans_and_curves(
         if layer.isdigit():  # what is known of whole plans lies beside the places
             curves[int(layer)][side][count] = point.increase
     return plans, [{side: dict(sorted(c.items(), key=lambda i: int(i[0]))) for side, c in s.items()} for s in curves]
-
-
-def _measured_counts(chosen: Recipe, geometry: HeadGeometry) -> int:
-    problem = AllocationProblem(geometry.num_layers, geometry.num_kv_heads, 1, admissible_counts(chosen, geometry))
-    return len(considered(problem, chosen.knobs("allocation")["counts"])) - 1  # all heads kept is 0 by definition
 
 
 def _budget(
@@ -225,9 +192,9 @@ def _recipes(recipes: dict[str, Recipe], plans: dict[float, AttentionPlan], sour
     the request takes `plans`."""
     request, context = source.request, source.context
     entries: list[dict[str, Any]] = []
-    with progress("converting by each recipe") as advance:
-        jobs = [(name, ratio) for name in recipes for ratio in plans]
-        for done, (name, asked) in enumerate(jobs, 1):
+    jobs = [(name, ratio) for name in recipes for ratio in plans]
+    with stage("converting by each recipe", len(jobs), "conversions") as told:
+        for name, asked in jobs:
             entry: dict[str, Any] = {"recipe": name, "kv_ratio_asked": asked}
             began = time.perf_counter()
             try:
@@ -243,14 +210,5 @@ def _recipes(recipes: dict[str, Recipe], plans: dict[float, AttentionPlan], sour
             except ValueError as error:  # one recipe that does not fit this checkpoint must not cost the others
                 entry["why_not"] = str(error)
             entries.append(entry | {"seconds": time.perf_counter() - began})
-            advance(done, len(jobs))
+            told.step()
     return entries
-
-
-@contextmanager
-def progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A line on stderr with the time left; yields a function of (done, total)."""
-    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -30,6 +30,7 @@ from attention.io.replacing import check_folder, parents_made
 from attention.io.shards import complete
 from attention.modeling.modeling import headfold_config
 from attention.plan import AttentionPlan, LayerPlan
+from attention.progress import clock
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion.loading import local_folder
 from orchestrator.conversion.one_layer import LayerwiseConversion, batch_size, check_layerwise, score
@@ -38,7 +39,6 @@ from orchestrator.conversion.progress import Stage, check_stage
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.conversion.steps import cost
 from orchestrator.storage.outputs import Interrupted
-from orchestrator.storage.records import clock
 from search_spaces.planning.budgets import counts_of
 from search_spaces.planning.planning import site_generators
 from search_spaces.recipes.recipe import AXES, Recipe

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from attention.calibration.calibration import calibrate, silent
+from attention.calibration.calibration import calibrate
 from attention.conversion import conversion
 from attention.families import geometry_of
 from attention.io.checkpoint import to_plain
@@ -147,7 +147,7 @@ class LayerwiseConversion:
         recipe, phases, calibration = self.request.recipe, self.request.phases, None
         if "statistics" in recipe.needs:
             with phases("calibrate"):
-                calibration = calibrate(window, rows, batch_size=self.batch_size, progress=silent)
+                calibration = calibrate(window, rows, batch_size=self.batch_size)
         geometry = geometry_of(window.config)
         loading.release_memory()
         if isinstance(self.planned, AttentionPlan):

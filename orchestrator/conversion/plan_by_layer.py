@@ -17,17 +17,18 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from attention.calibration.calibration import calibrate, silent
+from attention.calibration.calibration import calibrate
 from attention.conversion import conversion
 from attention.conversion.refinement.refine import Work
 from attention.families import geometry_of
 from attention.io.layers.metrics import read_metric, write_metrics
 from attention.io.layers.windows import LazyWeights, advance, embed, open_window, rows_of
 from attention.plan import AttentionPlan
+from attention.progress import clock
 from orchestrator.conversion import loading
 from orchestrator.conversion.progress import CURVES, Stage
 from orchestrator.conversion.request import ConversionRequest
-from orchestrator.storage.records import clock, read_json, write_json
+from orchestrator.storage.records import read_json, write_json
 from search_spaces.planning.by_layer import asked_counts, curves_of_layer, plan_from_curves
 from search_spaces.planning.context import PlanningContext
 from search_spaces.planning.curves import points_of
@@ -98,7 +99,7 @@ class PlanByLayer:
                 mine = {side: counts for (at, side), counts in asked.items() if at == layer}
                 rows = rows_of(stream)
                 with request.phases("calibrate"):
-                    statistics = calibrate(window, rows, batch_size=self.batch_size, progress=silent)
+                    statistics = calibrate(window, rows, batch_size=self.batch_size)
                 with request.phases("plan"):
                     metric = read_metric(self.stage.folder, layer).to(device)
                     context = PlanningContext(

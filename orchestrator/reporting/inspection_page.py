@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from attention.plan import AttentionPlan
+from attention.progress import clock
 from orchestrator.reporting.comparison import OF_THE_CHECKPOINT
 from orchestrator.reporting.console import console
 from orchestrator.reporting.figures import inspection, search
 from orchestrator.reporting.page import Section, render_page
 from orchestrator.reporting.tables import Table, facts_table
-from orchestrator.storage.records import clock, number, percent, unmet
+from orchestrator.storage.records import number, percent, unmet
 
 SENSITIVITY = (
     "Only one place is changed at a time: the keys, or the values, of one layer are fused into so few heads, and the "

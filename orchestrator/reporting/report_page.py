@@ -8,6 +8,7 @@ from typing import Any
 
 from attention.io.files import write_whole
 from attention.plan import AttentionPlan
+from attention.progress import clock
 from orchestrator.reporting.comparison import UNTOLD, Row, compare, several_seeds
 from orchestrator.reporting.figures import comparison, course, measured, search
 from orchestrator.reporting.page import Section, render_page
@@ -17,7 +18,7 @@ from orchestrator.storage import records
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.outputs import check_file, write_page
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import TrialRecord, best_per_budget, clock, number, percent, read_json
+from orchestrator.storage.records import TrialRecord, best_per_budget, number, percent, read_json
 
 MOST_POINTS = 30  # of the front, of which the page says how to make them again
 

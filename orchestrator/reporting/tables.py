@@ -10,10 +10,11 @@ from typing import Any
 import rich.table
 from rich.text import Text
 
+from attention.progress import clock
 from orchestrator.reporting import comparison
 from orchestrator.reporting.comparison import OF_THE_CHECKPOINT, UNTOLD
 from orchestrator.storage import records
-from orchestrator.storage.records import TrialRecord, clock, front, number, percent
+from orchestrator.storage.records import TrialRecord, front, number, percent
 
 PROSE = ("trials", "error", "where, or why not", "layers from the first", "value")
 LEFT = ("", "recipe", "state", "version", "what", *PROSE)  # other columns hold numbers: right-aligned, never wrapped

@@ -10,11 +10,12 @@ from typing import Any
 
 from ray.tune import Callback
 
+from attention.progress import clock
 from orchestrator.config.schema import DECODE
 from orchestrator.reporting.status import tokens_per_second
 from orchestrator.storage import records as results
 from orchestrator.storage.journal import INTERRUPT, RUN, Journal
-from orchestrator.storage.records import TrialRecord, clock, compact, percent
+from orchestrator.storage.records import TrialRecord, compact, percent
 from orchestrator.tracking import gauges
 from orchestrator.tracking.runs import METRICS
 from orchestrator.tracking.sync import MlflowSync, Run

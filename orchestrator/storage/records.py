@@ -181,13 +181,6 @@ def compact(count: float) -> str:
     return f"{count:.3g}"
 
 
-def clock(seconds: float) -> str:
-    """1:05:09, or 5:09 below an hour."""
-    whole = max(0, round(seconds))
-    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
 def read_json(path: str | Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ConfigError if it is none: it was changed, or cut by a full disk."""
     try:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from attention.io import checkpoint
 from attention.io.replacing import check_folder
+from attention.progress import clock
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.room import concurrency
 from orchestrator.cluster.session import connected
@@ -26,7 +27,7 @@ from orchestrator.search.trial import prepare_process
 from orchestrator.search.validation import local_nodes, starts_ray
 from orchestrator.storage.mirror import is_remote
 from orchestrator.storage.paths import storage_path
-from orchestrator.storage.records import clock, read_json, write_json
+from orchestrator.storage.records import read_json, write_json
 from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.worker import TrainJob, run_training
 from trainers.settings import TrainSettings

@@ -5,6 +5,7 @@ Legend: sites (2 L: keys and values of each layer), e_s(G) error of site s with 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from attention.axes import Knob
+from attention.progress import stage
 from search_spaces.allocation.problem import AllocationProblem, Counts
 from search_spaces.axes import ALLOCATION
 
@@ -121,7 +123,11 @@ def best_measured(
     if problem.curve is None:
         raise ValueError("this allocation needs measured error curves: a model and token sequences")
     allowed = considered(problem, counts)
-    curves = [problem.curve(layer, side, allowed) for layer in range(problem.num_layers) for side in sides]
+    curves = []
+    with stage("what each head count costs", problem.num_layers * len(sides), "sites") as told:
+        for layer, side in itertools.product(range(problem.num_layers), sides):
+            curves.append(problem.curve(layer, side, allowed))
+            told.step()
     each = 2 // len(sides)  # heads that one of a site stands for
     plans: list[Counts] = []
     for plan in towards_even(curves, problem.total // each, finalists):

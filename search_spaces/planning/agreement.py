@@ -5,13 +5,13 @@ Legend: U stored KV heads a layer (units), G groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from scipy.stats import spearmanr
 
+from attention.progress import stage
 from search_spaces.costs import exchanged
 from search_spaces.grouping.neighbour import neighbour_partition
 from search_spaces.partitions import Partition, canonical
@@ -59,13 +59,12 @@ def agreement(
     groups: int | None = None,
     moves: int = MOVES,
     tokens: int = 2048,
-    progress: Callable[[int, int], None] | None = None,
 ) -> list[Agreement]:
     """Score random swaps from neighbour groups both ways, at every layer, for keys and for values.
 
     Heads are mean-pooled; all other sites stay as they are. `groups`: half of the units by default. `moves`: different
-    partitions a site, at most. `tokens`: calibration tokens for either score. `progress(done, total)` counts moves.
-    Raises ValueError without model, sequences or calibration, or if there is nothing to swap.
+    partitions a site, at most. `tokens`: calibration tokens for either score. Raises ValueError without model,
+    sequences or calibration, or if there is nothing to swap.
     """
     count = len(context.units)
     groups = count // 2 if groups is None else groups
@@ -74,18 +73,17 @@ def agreement(
     if context.calibration is None:
         raise ValueError("the layer-output score needs calibration statistics; calibrate the model first")
     swaps = [random_swaps(count, groups, moves, generator) for _ in range(2 * context.geometry.num_layers)]
-    total, done, sites = sum(map(len, swaps)), 0, []
-    for index, candidates in enumerate(swaps):
-        site = _site(context, index // 2, SIDES[index % 2], tokens)
-        cheap = LayerOutputScore.from_site(site, tokens=tokens).scores(candidates)
-        assert site.plan_with is not None and site.measure is not None
-        full, whole = [], ModelScore(site.plan_with, site.measure)
-        for candidate in candidates:
-            full.append(whole.score(candidate))
-            done += 1
-            if progress is not None:
-                progress(done, total)
-        sites.append(Agreement(site.layer, site.sides[0], tuple(candidates), tuple(cheap), tuple(full)))
+    sites = []
+    with stage("scoring moves both ways", sum(map(len, swaps)), "moves") as told:
+        for index, candidates in enumerate(swaps):
+            site = _site(context, index // 2, SIDES[index % 2], tokens)
+            cheap = LayerOutputScore.from_site(site, tokens=tokens).scores(candidates)
+            assert site.plan_with is not None and site.measure is not None
+            full, whole = [], ModelScore(site.plan_with, site.measure)
+            for candidate in candidates:
+                full.append(whole.score(candidate))
+                told.step()
+            sites.append(Agreement(site.layer, site.sides[0], tuple(candidates), tuple(cheap), tuple(full)))
     return sites
 
 

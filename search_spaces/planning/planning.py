@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from attention.plan import AttentionPlan
+from attention.progress import stage
 from search_spaces.allocation.problem import Counts
 from search_spaces.costs import GroupCost, Objective
 from search_spaces.grouping.neighbour import neighbour_partition
@@ -62,8 +63,11 @@ class Planner:
     _last_objective: tuple[Any, Objective] | None = field(default=None, init=False)
 
     def plan(self) -> AttentionPlan:
-        for layer, counts in enumerate(self.counts()):
-            self.group_layer(layer, counts)
+        counts = self.counts()
+        with stage("grouping heads", len(counts), "layers") as told:
+            for layer, of_layer in enumerate(counts):
+                self.group_layer(layer, of_layer)
+                told.step()
         shares = self.recipe.apply("sharing", SharingProblem(self.context.heads, self.context.mlps))
         return self.recipe.apply("composition", replace(self.plan_of(self.partitions), **shares))
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from attention.calibration.calibration import calibrate, silent
+from attention.calibration.calibration import calibrate
 from attention.calibration.store import Calibration
 from trainers.text.data import load_sequences
 
@@ -26,7 +26,7 @@ def demo_held_out(demo_tokenizer: PreTrainedTokenizerBase) -> Tensor:
 
 @pytest.fixture(scope="session")
 def demo_calibration(demo_model: PreTrainedModel, demo_tokens: Tensor) -> Calibration:
-    return calibrate(demo_model, demo_tokens, progress=silent)
+    return calibrate(demo_model, demo_tokens)
 
 
 @pytest.fixture(scope="session")

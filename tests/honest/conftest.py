@@ -7,7 +7,7 @@ from arms import BATCH, LENGTH, Corpus
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from attention.calibration.calibration import calibrate, silent
+from attention.calibration.calibration import calibrate
 from attention.calibration.store import Calibration
 from trainers.text.data import load_sequences
 
@@ -22,4 +22,4 @@ def corpus(demo_tokenizer: PreTrainedTokenizerBase) -> Corpus:
 
 @pytest.fixture(scope="session")
 def calibration(demo_model: PreTrainedModel, corpus: Corpus) -> Calibration:
-    return calibrate(demo_model, corpus.calibration, progress=silent)
+    return calibrate(demo_model, corpus.calibration)

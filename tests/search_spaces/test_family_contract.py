@@ -18,7 +18,7 @@ import torch
 from head_references import logits
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from attention.calibration.calibration import calibrate, silent
+from attention.calibration.calibration import calibrate
 from attention.conversion.conversion import lift
 from attention.families import families, geometry_of
 from attention.io import checkpoint
@@ -61,7 +61,7 @@ def contexts(tiny_model: Tiny) -> Callable[[str], PlanningContext]:
     def context(family: str) -> PlanningContext:
         if family not in made:
             model = tiny_model(family)
-            known = calibrate(model, TOKENS, progress=silent)
+            known = calibrate(model, TOKENS)
             distances = np.random.default_rng(0).random((2, 4, 4))  # of DHA's search phase, which trains
             both = {side: list(distances + distances.transpose(0, 2, 1)) for side in ("key", "value")}
             context = PlanningContext(geometry_of(model.config), lift(model), known, model, TOKENS)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention.progress import Stage, stage
 from trainers.text.corpora import Corpus, DataError, resolve
 from trainers.text.token_sets import (
     FORMAT,
@@ -31,7 +32,6 @@ from trainers.text.token_sets import (
     write_sequences,
 )
 from trainers.text.tokenising import (
-    Progress,
     Tokenise,
     TokenReader,
     blocks,
@@ -141,25 +141,28 @@ class TextCut:
             write_sequences(rows, folder, largest_id=largest, shard_tokens=shard_tokens, made_of=made_of)
             return
         check_end_token(tokenizer)
-        writer = TokenSetWriter(folder, Layout.of(self.sequences, self.sequence_length, largest, shard_tokens, made_of))
-        told = Progress(f"tokenising {self.split} of {self.source}", self.sequences * self.sequence_length)
-        for run in writer.missing():
-            start = writer.start(run[0])
-            texts = islice(self._texts(), start.documents, None)  # passed over, not tokenised again
-            self._write_run(writer, run, TokenReader(tokenise(blocks(texts), tokenizer), start), told)
+        layout = Layout.of(self.sequences, self.sequence_length, largest, shard_tokens, made_of)
+        writer = TokenSetWriter(folder, layout)
+        missing = list(writer.missing())
+        begun = missing[0][0] * layout.sequences_per_shard * self.sequence_length if missing else 0
+        tokens = self.sequences * self.sequence_length
+        with stage(f"tokenising {self.split} of {self.source}", tokens, "tokens", start=begun) as told:
+            for run in missing:
+                start = writer.start(run[0])
+                texts = islice(self._texts(), start.documents, None)  # passed over, not tokenised again
+                self._write_run(writer, run, TokenReader(tokenise(blocks(texts), tokenizer), start), told)
         writer.finish()
 
-    def _write_run(self, writer: TokenSetWriter, run: list[int], reader: TokenReader, told: Progress) -> None:
+    def _write_run(self, writer: TokenSetWriter, run: list[int], reader: TokenReader, told: Stage) -> None:
         length, layout = self.sequence_length, writer.layout
         done = run[0] * layout.sequences_per_shard * length
-        told.begin(done)
         for number in run:
             wanted = layout.rows(number) * length
             ids = reader.take(wanted)
             if len(ids) < wanted:
                 raise self._too_few(done + len(ids), reader.place.documents)
             writer.write(number, ids.reshape(-1, length), reader.place)
-            told(done := done + wanted)
+            told.to(done := done + wanted)
 
     def _too_few(self, tokens: int, documents: int) -> DataError:
         wanted, length = self.sequences, self.sequence_length

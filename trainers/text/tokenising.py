@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +19,6 @@ from trainers.text.token_sets import Place
 
 DOCUMENTS_AT_ONCE = 256
 BLOCK_CHARACTERS = 1_000_000  # a block ends with the document that reaches it
-TELL_SECONDS = 10.0
 
 
 class Block(NamedTuple):
@@ -126,23 +122,3 @@ def check_end_token(tokenizer: Any) -> None:
     """Raises DataError for a tokenizer that has none."""
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no end token to join documents with; set tokenizer.eos_token")
-
-
-class Progress:
-    """A line on stderr every few seconds: how much of a text is tokenised, and the time that is left."""
-
-    def __init__(self, what: str, total: int) -> None:
-        self._what, self._total, self._first = what, total, 0
-        self._began = self._told = time.monotonic()
-
-    def begin(self, done: int) -> None:
-        """`done` tokens are there already."""
-        self._first, self._began = done, time.monotonic()
-
-    def __call__(self, done: int) -> None:
-        now = time.monotonic()
-        if now - self._told < TELL_SECONDS or done <= self._first:
-            return
-        self._told = now
-        left = timedelta(seconds=round((now - self._began) * (self._total - done) / (done - self._first)))
-        print(f"{self._what}: {done} of {self._total} tokens ({done / self._total:.0%}), {left} left", file=sys.stderr)

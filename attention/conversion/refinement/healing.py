@@ -18,6 +18,7 @@ from attention.conversion.refinement.refine import REFINEMENT, LayerFit
 from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.modeling.modeling import plan_of
+from attention.progress import stage
 
 HEAL_KNOBS = (
     Knob("ridge", "log_float", "pull towards the present weights, relative to the features' power", 1e-8, 1.0),
@@ -126,4 +127,9 @@ def heal(
 ) -> tuple[LayerFit, ...]:
     """Refit every layer's output projection, from the first layer to the last."""
     models, layers = (original, converted), range(geometry_of(converted.config).num_layers)
-    return tuple(heal_layer(models, sequences, i, first + i, ridge, carry, batch_size) for i in layers)
+    fits = []
+    with stage("refitting output projections", len(layers), "layers") as told:
+        for layer in layers:
+            fits.append(heal_layer(models, sequences, layer, first + layer, ridge, carry, batch_size))
+            told.step()
+    return tuple(fits)

@@ -26,6 +26,7 @@ from attention.conversion.refinement.refine import REFINEMENT, LayerFit, Work
 from attention.families import family_of
 from attention.modeling.modeling import plan_of
 from attention.modeling.running import entered_by, entering
+from attention.progress import stage
 
 FIT_RATE, FIT_BATCH, FIT_TOKENS = 0.5, 2, 32_768
 FIT_KNOBS = (
@@ -247,7 +248,10 @@ def fit_heal(
     largest = max(sum(p.numel() for p in module.parameters()) for module in modules)
 
     def fit(layer: int) -> LayerFit:
-        return fit_layer(models, used, layer, first + layer, fit_steps, fit_rate, fit_batch)
+        fitted = fit_layer(models, used, layer, first + layer, fit_steps, fit_rate, fit_batch)
+        told.step()
+        return fitted
 
-    fits = each_layer(len(modules), fit, largest, converted.device)
+    with stage("fitting layers", len(modules), "layers") as told:
+        fits = each_layer(len(modules), fit, largest, converted.device)
     return (*fits, *heal(original, converted, sequences, first=first, **knobs))

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.axes import ALIGNMENT, Part
-from attention.calibration.calibration import calibrate, silent
+from attention.calibration.calibration import calibrate
 from attention.calibration.moments import LayerStatistics
 from attention.calibration.store import Calibration
 from attention.conversion.alignment.generalised import align_group, rotate_keys, rotate_values
@@ -174,7 +174,7 @@ def aligned(model: PreTrainedModel, calibration: Calibration, part: Part, **knob
 @pytest.mark.parametrize("case", MODELS)
 def test_every_alignment_leaves_the_logits_alone(case: str, name: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     model = tiny_model(case.split(",")[0], **MODELS[case])
-    calibration = calibrate(model, tiny_tokens, progress=silent)
+    calibration = calibrate(model, tiny_tokens)
     part = ALIGNMENT.get(name)
     criteria = [{"criterion": c} for c in ("dist", "cos")] if name == "procrustes" else [{}]
     for knobs in criteria:
@@ -224,7 +224,7 @@ def test_heads_that_differ_by_rotation_alone_merge_without_loss(
         values = torch.stack([commuting(RotaryLayout.none(8), s + 9) for s in range(4)])
         turned.append(rotate_values(rotate_keys(copies, keys), values))
     model = with_heads(model, turned)
-    calibration = calibrate(model, tiny_tokens, progress=silent)
+    calibration = calibrate(model, tiny_tokens)
     plan = AttentionPlan((LayerPlan((0,) * 4, (0,) * 4),) * 2, 8)
     wanted = logits(model, tiny_tokens)
     plain = logits(convert(model, plan), tiny_tokens)
@@ -235,7 +235,7 @@ def test_heads_that_differ_by_rotation_alone_merge_without_loss(
 
 def test_groups_of_one_stay_bit_by_bit(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     model = tiny_model("qwen2")
-    statistics = calibrate(model, tiny_tokens, progress=silent).layers[0]
+    statistics = calibrate(model, tiny_tokens).layers[0]
     heads, geometry = lifted(model)[0], geometry_of(model.config)
     new = ALIGNMENT.get("procrustes")(heads, PLAN, statistics, geometry)
     assert torch.equal(new.k[1], heads.k[1]) and torch.equal(new.q[1], heads.q[1])
@@ -245,7 +245,7 @@ def test_groups_of_one_stay_bit_by_bit(tiny_model: Tiny, tiny_tokens: Tensor) ->
 
 def test_alignment_refuses_what_it_cannot_use(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     model = tiny_model("llama")
-    statistics = calibrate(model, tiny_tokens, sample_tokens=0, progress=silent).layers[0]
+    statistics = calibrate(model, tiny_tokens, sample_tokens=0).layers[0]
     heads, geometry, part = lifted(model)[0], geometry_of(model.config), ALIGNMENT.get("procrustes")
     with pytest.raises(ValueError, match="needs a calibration"):
         part(heads, PLAN, None, geometry)
@@ -267,7 +267,7 @@ def test_pair_similarity_is_that_of_each_pair_alone(
     side: str, case: str, criterion: str, tiny_model: Tiny, tiny_tokens: Tensor
 ) -> None:
     model = tiny_model(case)
-    statistics: LayerStatistics = calibrate(model, tiny_tokens, progress=silent).layers[1]
+    statistics: LayerStatistics = calibrate(model, tiny_tokens).layers[1]
     heads, seen = lifted(model)[1], watch(model, tiny_tokens)[1]
     layout = geometry_of(model.config).rotary if side == "key" else RotaryLayout.none(8)
     gram = head_gram(heads, statistics, side, criterion)

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.calibration import collecting, store
-from attention.calibration.calibration import calibrate, calibration_digest, silent, weights_of
+from attention.calibration.calibration import calibrate, calibration_digest, weights_of
 from attention.calibration.moments import LayerStatistics, packed, unpacked
 from attention.calibration.sizes import MIXED, Mixed, layer_bytes
 from attention.calibration.store import META, Calibration, CalibrationError
@@ -103,7 +103,7 @@ def reference(model: PreTrainedModel, seen: Seen, layer: int) -> dict[str, Tenso
 @pytest.mark.parametrize("case", CASES)
 def test_moments_are_those_of_the_stock_model(case: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     model = tiny_model(case.split(",")[0].split()[0], **CASES[case])
-    result = calibrate(model, tiny_tokens, batch_size=5, sample_tokens=7 * 24 + 3, progress=silent)
+    result = calibrate(model, tiny_tokens, batch_size=5, sample_tokens=7 * 24 + 3)
     assert result.tokens == tiny_tokens.numel() == result.layers[0].tokens
     for layer, (statistics, seen) in enumerate(zip(result.layers, watch(model, tiny_tokens), strict=True)):
         for name, wanted in reference(model, seen, layer).items():
@@ -117,12 +117,12 @@ def test_attention_weights_are_held_a_slice_at_a_time(
 ) -> None:
     """Some sequences of a head, or five tokens of one sequence: the same statistics and the same layers above."""
     model = tiny_model("mistral", sliding_window=5, num_key_value_heads=2)
-    whole = calibrate(model, tiny_tokens, progress=silent)
+    whole = calibrate(model, tiny_tokens)
     monkeypatch.setattr(collecting, "SLICE_BYTES", 4 * held)
     seen: list[int] = []
     softmax = Tensor.softmax
     monkeypatch.setattr(Tensor, "softmax", lambda x, *a, **k: seen.append(x.numel()) or softmax(x, *a, **k))
-    sliced = calibrate(model, tiny_tokens, progress=silent)
+    sliced = calibrate(model, tiny_tokens)
     assert max(seen) == held
     for one, other in zip(whole.layers, sliced.layers, strict=True):
         for name, value in tensors(one).items():
@@ -138,7 +138,7 @@ def test_a_symmetric_matrix_comes_back_from_its_triangle() -> None:
 
 def test_grams_of_heads_follow_from_the_moments(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     model = tiny_model("qwen2")
-    statistics = calibrate(model, tiny_tokens, progress=silent).layers[1]
+    statistics = calibrate(model, tiny_tokens).layers[1]
     heads, seen = lifted(model)[1], watch(model, tiny_tokens)[1]
     keys, values = activations(heads.k, heads.k_bias, seen.x), activations(heads.v, heads.v_bias, seen.x)
     count = keys.shape[1]
@@ -161,7 +161,7 @@ def test_a_converted_model_is_seen_as_its_expanded_form(tiny_model: Tiny, tiny_t
     model = tiny_model("llama")
     plan = AttentionPlan((LayerPlan((0, 1, 0, 1), (0, 1, 2, 0)), LayerPlan((0, 0, 0, 1), (0, 0, 1, 1))), 8)
     converted = convert(model, plan)
-    result = calibrate(converted, tiny_tokens, progress=silent)
+    result = calibrate(converted, tiny_tokens)
     assert converted.config._attn_implementation == "headfold"
     family = family_of(model.config)
     expanded = copy.deepcopy(model)
@@ -170,15 +170,15 @@ def test_a_converted_model_is_seen_as_its_expanded_form(tiny_model: Tiny, tiny_t
         family.attention_modules(expanded), family.attention_modules(converted), plan.layers, strict=True
     ):
         family.write(target, family.read(source, geometry).expand(layer.key_map, layer.value_map))
-    for got, wanted in zip(result.layers, calibrate(expanded, tiny_tokens, progress=silent).layers, strict=True):
+    for got, wanted in zip(result.layers, calibrate(expanded, tiny_tokens).layers, strict=True):
         for name, value in tensors(got).items():
             torch.testing.assert_close(value, getattr(wanted, name), rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_lower_precision_models_are_summed_in_float32(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     model = tiny_model("llama")
-    exact = calibrate(model, tiny_tokens, progress=silent).layers[0]
-    rough = calibrate(copy.deepcopy(model).to(torch.bfloat16), tiny_tokens, progress=silent).layers[0]
+    exact = calibrate(model, tiny_tokens).layers[0]
+    rough = calibrate(copy.deepcopy(model).to(torch.bfloat16), tiny_tokens).layers[0]
     assert rough.input_moment.dtype == torch.float64 and rough.mixed_moments.dtype == torch.float32
     scale = exact.mixed_moments.abs().max()
     assert (rough.mixed_moments - exact.mixed_moments).abs().max() < 0.02 * scale
@@ -187,7 +187,7 @@ def test_lower_precision_models_are_summed_in_float32(tiny_model: Tiny, tiny_tok
 def test_the_model_is_left_as_it_was(tiny_model: Tiny, tiny_tokens: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("qwen2").train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    calibrate(model, tiny_tokens, progress=silent)
+    calibrate(model, tiny_tokens)
 
     def stop(done: int, total: int) -> None:
         if done:
@@ -205,7 +205,7 @@ def test_the_model_is_left_as_it_was(tiny_model: Tiny, tiny_tokens: Tensor, monk
 def test_the_size_is_the_one_that_is_estimated(mixed: Mixed, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     model = tiny_model("llama", num_key_value_heads=2)
     geometry = geometry_of(model.config)
-    result = calibrate(model, tiny_tokens, sample_tokens=96, mixed=mixed, progress=silent)
+    result = calibrate(model, tiny_tokens, sample_tokens=96, mixed=mixed)
     held = sum(t.untyped_storage().nbytes() for layer in result.layers for t in tensors(layer).values())
     assert held == geometry.num_layers * layer_bytes(geometry, 96, mixed)
 
@@ -223,7 +223,7 @@ def test_progress_counts_sequences(tiny_model: Tiny, tiny_tokens: Tensor, capsys
 
 
 def test_files_bring_back_every_bit(tiny_model: Tiny, tiny_tokens: Tensor, tmp_path: Path) -> None:
-    made = calibrate(tiny_model("qwen3"), tiny_tokens, progress=silent)
+    made = calibrate(tiny_model("qwen3"), tiny_tokens)
     made.save(tmp_path / "deep" / "c")
     made.save(tmp_path / "deep" / "c")  # over an older one
     found = Calibration.load(tmp_path / "deep" / "c")
@@ -237,9 +237,9 @@ def test_files_bring_back_every_bit(tiny_model: Tiny, tiny_tokens: Tensor, tmp_p
 def test_a_failed_save_leaves_the_old_files(
     tiny_model: Tiny, tiny_tokens: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = calibrate(tiny_model("llama"), tiny_tokens[:4], progress=silent)
+    old = calibrate(tiny_model("llama"), tiny_tokens[:4])
     old.save(tmp_path / "c")
-    new = calibrate(tiny_model("llama"), tiny_tokens, progress=silent)
+    new = calibrate(tiny_model("llama"), tiny_tokens)
 
     def fail(found: dict[str, Tensor], path: Path) -> None:
         path.write_bytes(b"half a file")
@@ -260,13 +260,13 @@ def test_what_a_killed_save_has_left_goes_after_a_day(tiny_model: Tiny, tiny_tok
     yesterday = time.time() - 25 * 3600
     for path in (abandoned / "layer-0000.safetensors", abandoned):
         os.utime(path, (yesterday, yesterday))
-    calibrate(tiny_model("llama"), tiny_tokens, progress=silent).save(tmp_path / "c")
+    calibrate(tiny_model("llama"), tiny_tokens).save(tmp_path / "c")
     assert {path.name for path in tmp_path.iterdir()} == {"c", living.name}
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "meta", "format", "gone"])
 def test_damaged_files_are_refused_by_name(damage: str, tiny_model: Tiny, tiny_tokens: Tensor, tmp_path: Path) -> None:
-    calibrate(tiny_model("llama"), tiny_tokens, progress=silent).save(tmp_path / "c")
+    calibrate(tiny_model("llama"), tiny_tokens).save(tmp_path / "c")
     weights, meta = tmp_path / "c" / "layer-0001.safetensors", tmp_path / "c" / META
     content = bytearray(weights.read_bytes())
     if damage == "flip":
@@ -328,21 +328,21 @@ def test_tokens_that_do_not_fit_are_refused(
     tokens = tiny_tokens.clone()
     tokens[0, 0], tokens[0, 1] = 0, 63
     with pytest.raises(ValueError, match=message):
-        calibrate(tiny_model("llama"), change(tokens), progress=silent)
+        calibrate(tiny_model("llama"), change(tokens))
 
 
 def test_settings_that_do_not_fit_are_refused(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     model = tiny_model("llama")
     with pytest.raises(ValueError, match="sample_tokens must be 0 or hold a sequence of 24 tokens, got 23"):
-        calibrate(model, tiny_tokens, sample_tokens=23, progress=silent)
-    assert calibrate(model, tiny_tokens, sample_tokens=0, progress=silent).layers[0].inputs.numel() == 0
+        calibrate(model, tiny_tokens, sample_tokens=23)
+    assert calibrate(model, tiny_tokens, sample_tokens=0).layers[0].inputs.numel() == 0
 
 
 def test_a_gqa_checkpoint_and_its_lift_calibrate_alike(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     model = tiny_model("qwen2", num_key_value_heads=2)
     for got, wanted in zip(
-        calibrate(model, tiny_tokens, progress=silent).layers,
-        calibrate(as_mha(model), tiny_tokens, progress=silent).layers,
+        calibrate(model, tiny_tokens).layers,
+        calibrate(as_mha(model), tiny_tokens).layers,
         strict=True,
     ):
         torch.testing.assert_close(got.mixed_moments, wanted.mixed_moments, rtol=1e-4, atol=1e-5)

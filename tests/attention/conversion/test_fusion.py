@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.axes import ALIGNMENT, FUSION
-from attention.calibration.calibration import calibrate, silent
+from attention.calibration.calibration import calibrate
 from attention.calibration.moments import LayerStatistics, packed
 from attention.calibration.store import Calibration
 from attention.conversion.conversion import convert, lift
@@ -48,7 +48,7 @@ def ready(
     tiny_model: Tiny, case: str, tokens: Tensor, **overrides: object
 ) -> tuple[PreTrainedModel, HeadGeometry, Calibration]:
     model = tiny_model(case.split(",")[0], **(MODELS[case] | overrides))
-    return model, geometry_of(model.config), calibrate(model, tokens, progress=silent)
+    return model, geometry_of(model.config), calibrate(model, tokens)
 
 
 def tensors(heads: LayerHeads) -> dict[str, Tensor]:
@@ -73,7 +73,7 @@ def test_an_identity_plan_changes_no_bit(name: str, case: str, tiny_model: Tiny,
 def test_as_many_heads_as_before_give_the_same_logits(family: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     """A model of the plan's own kind with G = H, by every fusion with every alignment, also of a grouped checkpoint."""
     model = tiny_model(family)
-    calibration = calibrate(model, tiny_tokens, progress=silent)
+    calibration = calibrate(model, tiny_tokens)
     whole = AttentionPlan.identity(2, 4, geometry_of(model.config).head_dim)
     expected = logits(model, tiny_tokens)
     for fusion, alignment in itertools.product(FUSION.names(), ALIGNMENT.names()):
@@ -209,7 +209,7 @@ def test_heads_of_one_subspace_merge_without_loss(case: str, tiny_model: Tiny, t
         }
         related.append(replace(heads, k=keys @ heads.k[0], v=values @ heads.v[0], **bias))
     model = with_heads(model, related)
-    calibration = calibrate(model, tiny_tokens, progress=silent)
+    calibration = calibrate(model, tiny_tokens)
     plan = AttentionPlan((LayerPlan((0,) * 4, (0,) * 4),) * 2, 8)
     wanted = logits(model, tiny_tokens)
     assert (logits(convert(model, plan), tiny_tokens) - wanted).abs().max() > 0.5
@@ -222,7 +222,7 @@ def test_constants_of_value_biases_survive(case: str, tiny_model: Tiny, tiny_tok
     """With values that are their bias alone, attention hands on a constant, which one shared head can carry."""
     model = tiny_model(case)
     model = with_heads(model, [replace(heads, v=torch.zeros_like(heads.v)) for heads in lifted(model)])
-    calibration = calibrate(model, tiny_tokens, progress=silent)
+    calibration = calibrate(model, tiny_tokens)
     plan = AttentionPlan((LayerPlan((0, 1, 2, 3), (0,) * 4),) * 2, 8)
     wanted = logits(model, tiny_tokens)
     assert (logits(convert(model, plan), tiny_tokens) - wanted).abs().max() > 0.1
@@ -281,7 +281,7 @@ def test_keys_under_a_norm_of_all_heads(
 ) -> None:
     """Nearer to the original than mean keys; and lifted, the same model."""
     model = tiny_model(family)
-    calibration = calibrate(model, tiny_tokens, progress=silent)
+    calibration = calibrate(model, tiny_tokens)
     plan = AttentionPlan((LayerPlan(key_map, (0, 1, 2, 3)),) * 2, 8)
     wanted, apart = logits(model, tiny_tokens), {}
     for name in ("mean", "least_squares"):
@@ -437,7 +437,7 @@ def test_costs_together_are_the_costs_one_by_one(case: str, tiny_model: Tiny, ti
 def test_a_value_cost_is_the_error_of_the_fit(case: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     """The price of a group, in its short form, is what fitting the group leaves."""
     model, geometry, _ = ready(tiny_model, case, tiny_tokens)
-    statistics = calibrate(model, tiny_tokens, progress=silent).layers[1]
+    statistics = calibrate(model, tiny_tokens).layers[1]
     cost = ValueCost(lifted(model)[1], statistics, geometry)
     groups = list(itertools.combinations(range(4), 2))
     for group, price in zip(groups, cost.costs(groups), strict=True):
@@ -476,7 +476,7 @@ def test_moments_of_fewer_tokens_than_dims_are_fitted_as_far_as_they_go(tiny_mod
     sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 8}
     model = tiny_model("llama", **sizes)
     tokens = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
-    heads, statistics = lifted(model)[0], calibrate(model, tokens, progress=silent).layers[0]
+    heads, statistics = lifted(model)[0], calibrate(model, tokens).layers[0]
     for group in itertools.combinations(range(6), 4):
         fits = [ValueCost(heads, statistics).fit(torch.tensor(group), sweeps) for sweeps in (0, 10)]
         assert all(torch.isfinite(t).all() for fit in fits for t in (fit.basis, fit.back, fit.errors))

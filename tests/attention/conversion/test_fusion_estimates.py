@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.calibration.calibration import calibrate, silent
+from attention.calibration.calibration import calibrate
 from attention.calibration.moments import LayerStatistics, gram_under, packed, unpacked
 from attention.calibration.store import Calibration
 from attention.conversion.conversion import lift
@@ -85,7 +85,7 @@ def test_with_all_combinations_followed_the_estimate_is_the_cost(
 def test_few_costs_are_the_costs(case: str, tiny_model, tiny_tokens: Tensor) -> None:
     """Biases of values and of the output included: with the latter what is constant costs nothing."""
     model = tiny_model(case)
-    statistics = calibrate(model, tiny_tokens, progress=silent).layers[1]
+    statistics = calibrate(model, tiny_tokens).layers[1]
     heads = lift(model)[1]
     whole, few = ValueCost(heads, statistics), FewValueCosts(heads, statistics)
     pooled = PooledValueCost(heads, statistics, 40)

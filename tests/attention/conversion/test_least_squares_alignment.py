@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.calibration.calibration import calibrate, silent
+from attention.calibration.calibration import calibrate
 from attention.conversion.alignment.least_squares import bounded, fold
 from attention.conversion.conversion import assemble, convert, lift
 from attention.families import geometry_of
@@ -46,7 +46,7 @@ def test_copies_of_one_head_become_equal_and_their_mean_loses_nothing(tiny_model
     geometry = geometry_of(original.config)
     heads = [copies(h, geometry.rotary, seed) for seed, h in enumerate(lift(original))]
     model = assemble(original, AttentionPlan.identity(2, 4, 8), heads)
-    calibration = calibrate(model, ids, progress=silent)
+    calibration = calibrate(model, ids)
 
     def logits(of: Any) -> Tensor:
         with torch.no_grad():
@@ -81,7 +81,7 @@ def test_refusals_and_groups_of_one(tiny_model: Any, ids: Tensor) -> None:
     geometry, heads = geometry_of(model.config), lift(model)[0]
     with pytest.raises(ValueError, match="needs a calibration"):
         fold(heads, PLAN.layers[0], None, geometry)
-    statistics = calibrate(model, ids, progress=silent).layers[0]
+    statistics = calibrate(model, ids).layers[0]
     folded = fold(heads, PLAN.layers[0], statistics, geometry)
     assert torch.equal(folded.k[2], heads.k[2])  # the only member of its key group
     assert not torch.equal(folded.v[2], heads.v[2])

@@ -11,7 +11,7 @@ from parameters import extended
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.calibration.calibration import calibrate, silent
+from attention.calibration.calibration import calibrate
 from attention.conversion.conversion import convert
 from attention.conversion.refinement.capture import held_out, recorded
 from attention.conversion.refinement.healing import ridge_refit
@@ -35,7 +35,7 @@ def tokens() -> Tensor:
 
 def pair(tiny_model: Tiny, tokens: Tensor, family: str, plan: LayerPlan = PLAN, **more: object) -> tuple:
     model = tiny_model(family, **more).requires_grad_(False)
-    calibration = calibrate(model, tokens, progress=silent)
+    calibration = calibrate(model, tokens)
     whole = AttentionPlan((plan, plan), 8)
     return model, convert(model, whole, fusion="least_squares", calibration=calibration).requires_grad_(False)
 

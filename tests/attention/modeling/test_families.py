@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from attention.axes import FUSION
-from attention.calibration.calibration import calibrate, silent
+from attention.calibration.calibration import calibrate
 from attention.conversion.conversion import convert, lift, read_layers
 from attention.families import families, family_of, geometry_of
 from attention.io import checkpoint, export
@@ -180,7 +180,7 @@ def test_variants_of_a_config(case: str, tiny_model: Tiny, tiny_tokens: Tensor) 
 @pytest.mark.parametrize("name", sorted(families()))
 def test_fusing_groups_of_one_changes_nothing(name: str, fusion: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     model = tiny_model(name)
-    calibration = calibrate(model, tiny_tokens, progress=silent)
+    calibration = calibrate(model, tiny_tokens)
     same = convert(
         model, AttentionPlan.identity(2, 4, 8), alignment="procrustes", fusion=fusion, calibration=calibration
     )

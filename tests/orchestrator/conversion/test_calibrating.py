@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.calibration import calibration as calibrating_module
-from attention.calibration.calibration import calibrate, silent
+from attention.calibration.calibration import calibrate
 from attention.calibration.moments import STATISTICS, LayerStatistics
 from attention.calibration.sizes import MIXED, layer_bytes
 from attention.calibration.store import META, Calibration
@@ -59,7 +59,7 @@ def test_layer_by_layer_from_disk_is_the_model_in_memory(
     model = tiny_model(family)
     model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
     made = checkpoint_calibration(tmp_path / "model", tokens, tmp_path / "cache", **FLOAT)
-    for one, other in zip(made.layers, calibrate(model, tokens, progress=silent).layers, strict=True):
+    for one, other in zip(made.layers, calibrate(model, tokens).layers, strict=True):
         assert_close(one, other)
 
 
@@ -69,7 +69,7 @@ def test_layers_that_cannot_stand_alone_are_calibrated_in_memory(
     model = tiny_model("gpt2", scale_attn_by_inverse_layer_idx=True)
     model.save_pretrained(tmp_path / "model")
     made = checkpoint_calibration(tmp_path / "model", tokens, tmp_path / "cache", **FLOAT)
-    for one, other in zip(made.layers, calibrate(model, tokens, progress=silent).layers, strict=True):
+    for one, other in zip(made.layers, calibrate(model, tokens).layers, strict=True):
         assert_close(one, other)
 
 
@@ -109,7 +109,7 @@ def test_a_damaged_file_is_made_again(
     mended = checkpoint_calibration(tmp_path / "model", tokens, tmp_path / "cache", **FLOAT)
     assert "the file is damaged" in (told := capsys.readouterr().err) and "calibrating again" in told
     assert mended.digest == first.digest
-    assert_close(mended.layers[1], calibrate(tiny_model("llama"), tokens, progress=silent).layers[1])
+    assert_close(mended.layers[1], calibrate(tiny_model("llama"), tokens).layers[1])
     assert Calibration.load(file.parent).digest == first.digest
 
 
@@ -154,9 +154,7 @@ def test_the_way_is_chosen_by_what_is_free_and_then_stays(
 
 def test_smaller_ways_are_means_and_roundings_of_the_exact_one(tiny_model: Tiny, tokens: Tensor) -> None:
     model = tiny_model("qwen2", num_key_value_heads=2)
-    exact, rounded, grouped, pooled = (
-        calibrate(model, tokens, mixed=mixed, progress=silent).layers[0].mixed_moments for mixed in MIXED
-    )
+    exact, rounded, grouped, pooled = (calibrate(model, tokens, mixed=mixed).layers[0].mixed_moments for mixed in MIXED)
     assert torch.equal(rounded, exact.to(torch.bfloat16))
     torch.testing.assert_close(grouped, exact.unflatten(0, (2, 2)).mean(1))
     torch.testing.assert_close(pooled, exact.mean(0, keepdim=True))
@@ -171,7 +169,7 @@ def test_a_calibration_of_the_former_format_is_made_anew(
     note.write_text('{"format": 1, "sha256": "0"}')
     again = checkpoint_calibration(tmp_path / "model", tokens, tmp_path / "cache", **FLOAT)
     assert "expected format 2, got 1; calibrate again: calibrating again" in capsys.readouterr().err
-    assert_close(again.layers[1], calibrate(tiny_model("llama"), tokens, progress=silent).layers[1])
+    assert_close(again.layers[1], calibrate(tiny_model("llama"), tokens).layers[1])
     assert [p.name for p in (tmp_path / "cache").glob("calibration-*")] == [note.parent.name]
 
 
@@ -211,7 +209,7 @@ def test_tasks_that_share_the_sequences_are_one_process(
     model.save_pretrained(tmp_path / "model")
     task = Pass(str(tmp_path / "model"), "float32", "cpu", mixed)
     shared = list(layers_by_workers(task, tokens[:11], 7, Workers(2, 1, 0)))  # 6 and 5 sequences, 6 and 1 sampled
-    alone = calibrate(model, tokens[:11], sample_tokens=7 * 24, mixed=mixed, progress=silent)
+    alone = calibrate(model, tokens[:11], sample_tokens=7 * 24, mixed=mixed)
     assert len(shared) == 3
     for one, other in zip(shared, alone.layers, strict=True):
         assert one.inputs.shape[0] == 7 and one.mixed_moments.dtype == other.mixed_moments.dtype

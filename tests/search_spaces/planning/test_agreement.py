@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from attention.calibration.calibration import calibrate, silent
+from attention.calibration.calibration import calibrate
 from attention.conversion.conversion import convert, lift
 from attention.families import geometry_of
 from attention.modeling.losses import language_loss
@@ -68,7 +68,7 @@ def test_a_thousand_cheap_iterations_beat_ten_of_the_papers(demo_model, demo_tok
     the whole model, and ends far lower on held-out tokens."""
     tokens = load_sequences("stdlib", demo_tokenizer, split="calibration", tokens=4096, sequence_length=256)
     held_out = load_sequences("stdlib", demo_tokenizer, split="eval", tokens=8192, sequence_length=256)
-    calibration = calibrate(demo_model, tokens, progress=silent)
+    calibration = calibrate(demo_model, tokens)
     geometry = geometry_of(demo_model.config)
     context = PlanningContext(geometry, lift(demo_model), calibration, demo_model, tokens[:4])
     walk = recipe("asymgqa")

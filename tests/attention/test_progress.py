@@ -1,0 +1,96 @@
+"""The one style of progress: what is shown to whom, and that the time left is a sound estimate."""
+
+from __future__ import annotations
+
+import io
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from attention import progress
+from attention.progress import clock, shown, stage
+
+
+class Clock:
+    """A clock that goes on when it is told to."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def at(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    fake = Clock()
+    monkeypatch.setattr(progress.time, "monotonic", fake)
+    return fake
+
+
+def test_nothing_is_shown_unless_it_is_asked_for(at: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with stage("fitting layers", 4, "layers") as told:
+        at.now += 60
+        told.step()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_log_gets_a_line_every_ten_seconds(at: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with shown(), stage("fitting layers", 10, "layers") as told:
+        for _ in range(10):
+            at.now += 4
+            told.step()
+    assert capsys.readouterr().err.splitlines() == [
+        "fitting layers: 3 of 10 layers, 0:28 left",
+        "fitting layers: 6 of 10 layers, 0:16 left",
+        "fitting layers: 9 of 10 layers, 0:04 left",
+    ]
+
+
+def test_what_was_done_before_does_not_make_it_seem_faster(at: Clock) -> None:
+    with stage("tokenising", 100, "tokens", start=80) as told:
+        assert str(told) == "tokenising: 80 of 100 tokens"
+        at.now += 10
+        told.to(90)
+        assert told.left == pytest.approx(10.0)
+
+
+def test_a_stage_within_another_is_not_shown(at: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with shown():
+        with stage("outer", 2, "layers") as outer:
+            with stage("inner", 1, "steps") as inner:
+                at.now += 20
+                inner.step()
+            outer.step()
+        with stage("after", 2, "layers") as after:
+            at.now += 20
+            after.step()
+    assert capsys.readouterr().err.splitlines() == [
+        "outer: 1 of 2 layers, 0:20 left",
+        "after: 1 of 2 layers, 0:20 left",
+    ]
+
+
+def test_threads_may_share_a_stage() -> None:
+    with stage("fitting layers", 400, "layers") as told, ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: told.step(), range(400)))
+    assert told.done == 400
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    with shown(), stage("fitting layers", 3, "layers") as told:
+        for _ in range(3):
+            told.step()
+    assert "fitting layers: 3 of 3 layers" in screen.getvalue()
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(-1, "0:00"), (59.6, "1:00"), (3909, "1:05:09")])
+def test_clock(seconds: float, words: str) -> None:
+    assert clock(seconds) == words
