@@ -31,11 +31,13 @@ from orchestrator.cluster.session import connected
 from orchestrator.cluster.tokenising import tokeniser
 from orchestrator.config.schema import ConfigError, Section, apply_override, parse_section
 from orchestrator.conversion import loading
+from orchestrator.conversion.estimate import Size
+from orchestrator.search.estimate import in_hours, training_rate
 from orchestrator.search.trial import prepare_process
 from orchestrator.search.validation import check_training, local_nodes, starts_ray
 from orchestrator.storage.mirror import is_remote
 from orchestrator.storage.paths import storage_path
-from orchestrator.storage.records import clock, read_json, write_json
+from orchestrator.storage.records import clock, compact, read_json, write_json
 from search_spaces.composition.dcmha import composition_of
 from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.worker import TrainJob, run_training
@@ -86,6 +88,19 @@ class Scratch:
     @property
     def milestones(self) -> tuple[int, ...]:
         return (*range(self.eval_every, self.steps, self.eval_every), self.steps)
+
+    @property
+    def tokens(self) -> int:
+        """Trained on in all steps."""
+        return self.steps * self.settings.batch_size * self.sequence_length
+
+    @property
+    def epochs(self) -> str:
+        return f"{self.tokens / self.train_tokens:.3g} epochs"
+
+    @property
+    def demand(self) -> Demand:
+        return Demand(0, 0, *self.settings.shape[:3])
 
     @property
     def cuts(self) -> tuple[TextCut, TextCut]:
@@ -213,16 +228,14 @@ def train_from_scratch(
     """
     plan = check(architecture, out, **settings)
     _check_folder(plan, overwrite)
-    total = plan.steps * plan.settings.batch_size * plan.sequence_length
-    epochs = f"{total / plan.train_tokens:.3g} epochs"
-    progress(f"training: {plan.recipe}, {plan.steps} steps, {total} tokens ({epochs} of the text); in {plan.folder}")
+    of_text = f"{plan.tokens} tokens ({plan.epochs} of the text)"
+    progress(f"training: {plan.recipe}, {plan.steps} steps, {of_text}; in {plan.folder}")
     if (metrics := _ended(plan)) is None:
-        demand = Demand(0, 0, *plan.settings.shape[:3])
         if starts_ray():
-            concurrency(local_nodes(), demand)
+            concurrency(local_nodes(), plan.demand)
         prepare_process()
         with connected() as nodes:
-            concurrency(nodes, demand)
+            concurrency(nodes, plan.demand)
             job = _prepare(plan)
             with _told(plan, progress):
                 metrics = run_training(job)
@@ -239,6 +252,25 @@ def train_from_scratch(
         "weights_digest": metrics["weights_digest"],
         **{name: metrics[name] for name in MEASURED},
         "milestones": [{name: point[name] for name in MEASURED} for point in plan.reports()],
+    }
+
+
+def rehearse(architecture: str | Path, out: str | Path, *, overwrite: bool = False, **settings: Any) -> dict[str, str]:
+    """What `train_from_scratch` would do, in words by what they are about, after all that it checks without a cluster.
+    Nothing is written. Raises as it does."""
+    plan = check(architecture, out, **settings)
+    _check_folder(plan, overwrite)
+    train, config = plan.settings, checkpoint.load_config(architecture)
+    if starts_ray():
+        concurrency(local_nodes(), plan.demand)
+    size = Size.of(config)
+    rate, source = training_rate(config, train, plan.sequence_length, size)
+    hours = f"; about {in_hours(plan.tokens / rate / train.num_workers / 3600)}" if rate else ""
+    return {
+        "training": f"{plan.recipe}, {plan.steps} steps, {compact(plan.tokens)} tokens ({plan.epochs} of the text)",
+        "model": f"{compact(size.total)} parameters, composition left out, as {Path(architecture).name} has them",
+        "rate": f"{rate:.0f} tokens/s a worker, {source}{hours}, starts and measurements left out" if rate else source,
+        "results": f"{plan.out}, and beside it {plan.folder.name}",
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,6 +28,7 @@ def train(
         int | None, typer.Option(min=1, help="Steps between measurements and checkpoints (default: a tenth).")
     ] = None,
     overwrite: options.Overwrite = False,
+    dry_run: options.DryRun = False,
     json: options.JsonFile = None,
     eval_data: options.EvalData = "stdlib",
     eval_tokens: options.EvalTokens = 16_384,
@@ -37,27 +38,28 @@ def train(
 ) -> None:
     """Train from random weights, with Ray Train and DeepSpeed; run again, it goes on where it was stopped."""
     from orchestrator.storage.outputs import check_results
-    from orchestrator.train import train_from_scratch
+    from orchestrator.train import rehearse, train_from_scratch
 
     check_results(json, folder=out)
-    record = train_from_scratch(
-        architecture,
-        out,
-        progress=lambda line: print(line, flush=True),
-        overwrite=overwrite,
-        recipe=recipe,
-        steps=steps,
-        learning_rate=learning_rate,
-        overrides=overrides or [],
-        train_data=train_data,
-        train_tokens=train_tokens,
-        eval_every=eval_every,
-        eval_data=eval_data,
-        eval_tokens=eval_tokens,
-        sequence_length=sequence_length,
-        seed=seed,
-        device=device,
-    )
+    settings: dict[str, Any] = {
+        "overwrite": overwrite,
+        "recipe": recipe,
+        "steps": steps,
+        "learning_rate": learning_rate,
+        "overrides": overrides or [],
+        "train_data": train_data,
+        "train_tokens": train_tokens,
+        "eval_every": eval_every,
+        "eval_data": eval_data,
+        "eval_tokens": eval_tokens,
+        "sequence_length": sequence_length,
+        "seed": seed,
+        "device": device,
+    }
+    if dry_run:
+        options.rehearsed(rehearse(architecture, out, **settings))
+        return
+    record = train_from_scratch(architecture, out, progress=lambda line: print(line, flush=True), **settings)
     print(f"held-out loss {record['loss']:.3f} nats a token after {record['tokens']} tokens")
     if answers := record.get("answers"):
         right = f"{answers['accuracy']:.1%} right, perplexity {answers['perplexity']:.2f}"
