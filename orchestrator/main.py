@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from orchestrator.cli import checkpoints, demo, estimates, evaluating, inspecting, searches, training, usage
+from orchestrator.cli import checkpoints, demo, estimates, evaluating, inspecting, searches, starting, training, usage
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
@@ -80,6 +80,7 @@ def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
 
 for verb in (
     demo.demo,
+    starting.init,
     searches.search,
     checkpoints.convert,
     estimates.estimate,

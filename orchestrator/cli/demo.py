@@ -19,6 +19,7 @@ def demo(
     overrides: options.ConfigOverrides = None,
     storage: Annotated[Path, typer.Option(help="Folder for all that the demo writes.")] = Path("runs/demo"),
     resume: Annotated[bool, typer.Option("--resume", help="Continue a demo that was stopped.")] = False,
+    path: Annotated[bool, typer.Option("--path", help="Print the folder of that checkpoint, and end.")] = False,
 ) -> None:
     """Search, promote and export on the checkpoint that comes along, then load the export in transformers and
     llama.cpp."""
@@ -26,6 +27,9 @@ def demo(
     from orchestrator.storage.shipped import shipped
 
     config, model = shipped(CONFIG), shipped(MODEL).parent
+    if path:
+        print(model)
+        return
     settings = load_config(config, [f"model.path={model}", f"storage={storage}", *(overrides or [])])
     from orchestrator.pipeline import search as run_search
 
