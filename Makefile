@@ -43,16 +43,7 @@ $(STAMP): pyproject.toml
 	@echo "setup: done; the command is $(BIN)/headfold"
 
 demo: $(STAMP) ## search, promote and export on the demo checkpoint, then load the export in transformers and llama.cpp
-	@echo "demo: searching configs/demo.yaml, results in $(DEMO)"
-	@mkdir -p $(DEMO)
-	@$(BIN)/headfold search configs/demo.yaml storage=$(DEMO) --json $(DEMO)/outcome.json
-	@echo "demo: loading the export with plain transformers, in a process that cannot import Headfold"
-	@exported=$$($(BIN)/python -c 'import json, sys; print(json.load(open(sys.argv[1]))["promotion"]["exported"])' $(DEMO)/outcome.json) && \
-	  packages=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
-	  (cd / && PYTHONPATH=$$packages $(BIN)/python -S -P $(CURDIR)/examples/load_exported.py $$exported) && \
-	  echo "demo: the same model as one file for llama.cpp, loaded there and compared" && \
-	  $(BIN)/headfold export $$exported --target gguf --out $(DEMO)/gguf --check --overwrite && \
-	  echo "demo: exported checkpoint  $$exported"
+	@$(BIN)/headfold demo --storage $(DEMO)
 	@echo "demo: trials in MLflow     make ui"
 
 ui: $(STAMP) ## show the demo's runs in MLflow on the loopback address

@@ -11,11 +11,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from orchestrator.cli import checkpoints, estimates, evaluating, inspecting, searches, training, usage
+from orchestrator.cli import checkpoints, demo, estimates, evaluating, inspecting, searches, starting, training, usage
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
@@ -25,7 +25,6 @@ app = typer.Typer(
     name="headfold",
     help="Search, train and ship attention-head sharing: a smaller KV cache for a pretrained transformer.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -35,7 +34,33 @@ GOES_ON = {
     "train": "the same command goes on where it was stopped",
     "finetune": "the same command goes on where it was stopped",
     "promote": "the same command goes on where it was stopped",
+    "demo": "the same command with --resume goes on with it",
 }
+
+
+def _version(asked: bool) -> None:
+    """Print the version and end. Where Headfold runs from a checkout that is not installed, pyproject.toml tells it."""
+    if not asked:
+        return
+    from importlib import metadata
+
+    try:
+        version = metadata.version("headfold")
+    except metadata.PackageNotFoundError:
+        import tomllib
+
+        version = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    print(f"headfold {version}")
+    raise typer.Exit
+
+
+@app.callback()
+def _general(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and end.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options of the command itself."""
 
 
 def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
@@ -58,6 +83,8 @@ def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 for verb in (
+    demo.demo,
+    starting.init,
     searches.search,
     checkpoints.convert,
     estimates.estimate,

@@ -51,9 +51,10 @@ class Shape(NamedTuple):
 
 
 class Strict(BaseModel):
-    """A section of a configuration: unknown keys are refused, and so is what no field can be meant to hold."""
+    """A section of a configuration: unknown keys are refused, and so is what no field can be meant to hold. The
+    docstring below a field is its description."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -80,49 +81,65 @@ def _known(given: dict[str, Any]) -> dict[str, Any]:
 
 
 class TrainSettings(Strict):
-    """The optimiser, its schedule, the batch, and the machinery. An impossible combination cannot be constructed.
-
-    `batch_size`: sequences a step over all workers. `micro_batch_size`: sequences that one worker holds in memory at
-    once (None: all of its share). `dtype`: what training computes in; what a promotion ships has the checkpoint's own.
-    `zero_stage`: what DeepSpeed splits over workers: 0 nothing, 1 optimiser state, 2 and gradients, 3 and weights.
-    `distillation`: "kl" mixes KL(original model ‖ model) into the loss with the weight `distillation_weight`,
-    "kl_bild" KL + BiLD (paper 001); the language-modelling loss keeps the rest. `tuning`: "full" trains all weights,
-    "lora" adapters of rank `lora_rank`, scaled by `lora_alpha / lora_rank`, beside frozen weights; the trained
-    checkpoint has them merged; "kv" the projections of keys and values alone. A relaxation always trains all weights.
-    `beta1`, `beta2`: AdamW's; paper 002 (App. C) trains from scratch with 0.9 and 0.95. `activation_checkpointing`: the
-    inner values of a decoder layer are computed anew on the way back and not kept, which takes more time and far less
-    memory. `deepspeed`: keys of DeepSpeed's own configuration that are merged into Headfold's last, e.g.
-    `{zero_optimization: {overlap_comm: false}}`; what a setting here says already is refused there
-    (`trainers.deepspeed_keys`). `num_workers: [2, 8]`: as many as there is room for, 2 at least (kept as `min_workers:
-    2`, `num_workers: 8`); for a promotion. `device`: what is computed on; `auto`: the GPUs that a process asked for, if
-    it did; `cpu`: never a GPU, also where GPUs are asked for, so that a search of a GPU cluster can be rehearsed where
-    Ray only counts them.
-    """
+    """The optimiser, its schedule, the batch, and the machinery. An impossible combination cannot be constructed."""
 
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
+    """Peak of the schedule: a linear warm-up, then a cosine."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """AdamW's."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW's; paper 002 (App. C) trains from scratch with 0.9."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """AdamW's; paper 002 (App. C) trains from scratch with 0.95."""
     warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of the steps in which the learning rate rises."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of the learning rate that is left in the end."""
     batch_size: Annotated[int, Field(ge=1)] = 8
+    """Sequences a step over all workers; a multiple of num_workers x micro_batch_size."""
     micro_batch_size: Annotated[int | None, Field(ge=1)] = None
+    """Sequences that one worker holds in memory at once; none: all of its share."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Norm that gradients are cut to."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    dtype: Annotated[Literal["float32", "bfloat16"], BeforeValidator(full_name)] = "float32"
+    """What DeepSpeed splits over workers: 0 nothing, 1 optimiser state, 2 and gradients, 3 and weights."""
+    dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        BeforeValidator(full_name, json_schema_input_type=Literal["float32", "bfloat16", "fp32", "bf16"]),
+    ] = "float32"
+    """What training computes in; what a promotion ships has the checkpoint's own. bfloat16 needs zero_stage 1 to 3."""
     distillation: Literal["none", "kl", "kl_bild"] = "none"
+    """kl mixes KL(original model ‖ model) into the loss, kl_bild KL + BiLD (paper 001)."""
     distillation_weight: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Weight of the distillation in the loss; the language-modelling loss keeps the rest."""
     tuning: Literal["full", "lora", "kv"] = "full"
+    """full trains all weights; lora adapters beside frozen weights, and the trained checkpoint has them merged; kv the
+    projections of keys and values alone. A relaxation always trains all weights."""
     lora_rank: Annotated[int, Field(ge=1)] = 8
+    """Rank of the adapters."""
     lora_alpha: Annotated[float, Field(gt=0)] = 16.0
+    """Adapters are scaled by lora_alpha / lora_rank."""
     activation_checkpointing: bool = False
+    """The inner values of a decoder layer are computed anew on the way back and not kept, which takes more time and far
+    less memory."""
     deepspeed: Annotated[dict[str, JsonValue], AfterValidator(_known)] = {}
-    num_workers: Annotated[int, Field(ge=1)] = 1
+    """Keys of DeepSpeed's own configuration that are merged into Headfold's last, e.g. `{zero_optimization:
+    {overlap_comm: false}}`; what a setting here says already is refused there."""
+    num_workers: Annotated[
+        int, Field(ge=1, json_schema_extra={"type": ["integer", "array"], "items": {"type": "integer", "minimum": 1}})
+    ] = 1
+    """Workers of one training. `[2, 8]`: as many as there is room for, 2 at least; for a promotion alone."""
     min_workers: Annotated[int | None, Field(ge=1)] = None
+    """The fewest workers: how a range in `num_workers` is kept (`[2, 8]`: min_workers 2, num_workers 8)."""
     cpus_per_worker: Annotated[float, Field(gt=0)] = 1.0
+    """CPUs of each worker."""
     gpus_per_worker: Annotated[float, Field(ge=0)] = 0.0
+    """GPUs of each worker: a whole number, or a part of one for a single worker."""
     device: Literal["auto", "cpu"] = "auto"
+    """What is computed on. auto: the GPUs that a process asked for, if it did. cpu: never a GPU, also where GPUs are
+    asked for, so that a search of a GPU cluster can be rehearsed where Ray only counts them."""
     seed: Seed = 0
+    """Of adapters before training and of dropout; those of plans and texts are in `search`."""
 
     @model_validator(mode="before")
     @classmethod

@@ -29,6 +29,7 @@ def convert(
         ),
     ] = None,
     overwrite: options.Overwrite = False,
+    dry_run: options.DryRun = False,
     json: options.JsonFile = None,
     calibration_data: options.CalibrationData = "stdlib",
     eval_data: options.EvalData = "stdlib",
@@ -43,13 +44,18 @@ def convert(
     from orchestrator.config.schema import ConfigError
     from orchestrator.conversion.convert import convert_checkpoint
     from orchestrator.conversion.request import asked_ratios
-    from orchestrator.conversion.several_ratios import convert_curve, convert_into, is_curve
+    from orchestrator.conversion.several_ratios import (
+        convert_curve,
+        convert_into,
+        is_curve,
+        rehearse_conversion,
+    )
     from orchestrator.storage.outputs import check_results
     from orchestrator.storage.records import percent, unmet
 
     ratios = asked_ratios(model, kv_ratio, kv_heads)
     check_results(json, folder=out)
-    if out is None:
+    if out is None and not dry_run:
         print("no --out: what is converted is measured, and nothing of it will be saved", file=sys.stderr, flush=True)
     settings: dict[str, Any] = {
         "calibration_data": calibration_data,
@@ -65,6 +71,11 @@ def convert(
     }
     if layerwise and len(ratios) > 1:
         raise ConfigError("layerwise: one ratio at a time is converted layer by layer; give one --kv-ratio")
+    if dry_run:
+        for words in rehearse_conversion(model, recipe, ratios, out, layerwise=layerwise, **settings):
+            options.tell(words)
+        options.rehearsed({})
+        return
     if len(ratios) > 1:
         record = convert_curve(model, recipe, ratios, out, **settings)
     elif out is not None and is_curve(out):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from orchestrator.cli import options
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import SearchConfig
 
 OF_SEARCH = "a search: headfold estimate CONFIG [KEY=VALUE]..."
 OF_CONVERSION = "a conversion: headfold estimate --model M --recipe R --kv-ratio 0.5,0.25 (or --kv-heads 4,2)"
@@ -46,10 +49,9 @@ def estimate(
     if config is not None:
         if model or recipe or kv_ratio or kv_heads:
             raise ConfigError(f"estimate: expected one of two, {OF_SEARCH}, or {OF_CONVERSION}; got parts of both")
-        found = _search(config, given)
-        options.finish(found, json)
-        if found["refusals"]:
-            raise ConfigError("\n".join(found["refusals"]))
+        from orchestrator.config.schema import load_config
+
+        tell_search(load_config(config, given), json)
         return
     if model is None or recipe is None or (kv_ratio is None and kv_heads is None):
         raise ConfigError(f"estimate: expected {OF_SEARCH}, or {OF_CONVERSION}")
@@ -68,20 +70,23 @@ def estimate(
     }
     points = [estimate_conversion(model, recipe, ratio, **settings) for ratio in ratios]
     for number, point in enumerate(points):
-        print("\n" * bool(number) + "\n".join(f"{name}: {value}" for name, value in describe(point).items()))
+        print("\n" * bool(number), end="")
+        options.tell(describe(point))
     records = [asdict(point) for point in points]
     options.finish(records[0] if len(records) == 1 else {"points": records}, json)
 
 
-def _search(file: Path, changes: list[str]) -> dict[str, Any]:
-    from orchestrator.config.schema import load_config
+def tell_search(settings: SearchConfig, json: Path | None = None) -> None:
+    """Print what a search will take, and write it to `json` if given. Raises ConfigError for what does not fit the GPU
+    that it asks for."""
+    from orchestrator.config.schema import ConfigError
     from orchestrator.search.estimate import describe_search, estimate_search, local_parallel
     from orchestrator.storage.paths import storage_path
 
-    settings = load_config(file, changes)
     estimated = estimate_search(settings, storage_path(settings.storage), parallel=local_parallel(settings))
-    for name, value in describe_search(estimated, settings).items():
-        print(f"{name}: {value}")
+    options.tell(describe_search(estimated, settings))
     for warning in estimated.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    return asdict(estimated)
+    options.finish(asdict(estimated), json)
+    if estimated.refusals:
+        raise ConfigError("\n".join(estimated.refusals))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -52,6 +52,7 @@ def evaluate(
         bool, typer.Option("--trust-remote-code", help="Of --engine: run the Python files in an export given.")
     ] = False,
     speed_tokens: Annotated[int, typer.Option(min=0, help="Tokens to decode for the speed; 0 skips it.")] = 32,
+    dry_run: options.DryRun = False,
     json: options.JsonFile = None,
     eval_data: options.EvalData = "stdlib",
     eval_tokens: options.EvalTokens = 16_384,
@@ -63,7 +64,7 @@ def evaluate(
     """Held-out loss, KL to the original, KV bytes planned and allocated, prefill and decode speed; where asked for,
     tasks, generated text and long contexts."""
     from orchestrator.config.schema import ConfigError
-    from orchestrator.evaluation.evaluate import evaluate_checkpoint
+    from orchestrator.evaluation.evaluate import evaluate_checkpoint, rehearse_evaluation
     from orchestrator.evaluation.extras import Extras
     from orchestrator.evaluation.generations import read_prompts
     from orchestrator.reporting.evaluation_tables import print_extras, print_worth
@@ -73,7 +74,7 @@ def evaluate(
 
     check_results(json)
     if engine is not None:
-        _refuse_with_engine(tasks=tasks, prompts=prompts, baseline=baseline)
+        _refuse_with_engine(tasks=tasks, prompts=prompts, baseline=baseline, dry_run=dry_run or None)
         record = engine_speed(
             checkpoint,
             original,
@@ -91,29 +92,30 @@ def evaluate(
         return
     if engine_python is not None:
         raise ConfigError("engine_python: is of a measurement in an engine; add --engine, or leave it out")
-    record = evaluate_checkpoint(
-        checkpoint,
-        original,
-        baseline=baseline,
-        extras=Extras(named(tasks), read_prompts(prompts), context_lengths),
-        speed_tokens=speed_tokens,
-        eval_data=eval_data,
-        eval_tokens=eval_tokens,
-        sequence_length=sequence_length,
-        seed=seed,
-        device=device,
-        dtype=dtype,
-    )
+    settings: dict[str, Any] = {
+        "baseline": baseline,
+        "extras": Extras(named(tasks), read_prompts(prompts), context_lengths),
+        "eval_data": eval_data,
+        "eval_tokens": eval_tokens,
+        "sequence_length": sequence_length,
+        "seed": seed,
+        "device": device,
+        "dtype": dtype,
+    }
+    if dry_run:
+        options.rehearsed(rehearse_evaluation(checkpoint, original, **settings))
+        return
+    record = evaluate_checkpoint(checkpoint, original, speed_tokens=speed_tokens, **settings)
     print_worth(record)
     print_extras(record)
     options.finish(record, json)
 
 
-def _refuse_with_engine(**others: str | None) -> None:
+def _refuse_with_engine(**others: Any) -> None:
     """Raises ConfigError for what is not measured in an engine."""
     from orchestrator.config.schema import ConfigError
 
-    if asked := [f"--{name}" for name, value in others.items() if value is not None]:
+    if asked := [f"--{name.replace('_', '-')}" for name, value in others.items() if value is not None]:
         raise ConfigError(
             f"engine: the speed in an engine is measured alone; leave out {', '.join(asked)}, or run evaluate again "
             "without --engine"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,6 +46,21 @@ Dtype = Annotated[
     str, typer.Option(help="Of what is written: auto (the checkpoint's own), float32, bfloat16 (bf16) or float16.")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check everything and say what it will take; nothing is written or started.")
+]
+
+
+def tell(words: Mapping[str, str]) -> None:
+    """Print what a verb would do or take, a line for each thing that it is about."""
+    for name, value in words.items():
+        print(f"{name}: {value}")
+
+
+def rehearsed(words: Mapping[str, str]) -> None:
+    """What a dry run says in the end."""
+    tell(words)
+    print("dry run: all checks passed, nothing was written")
 
 
 def recipe_settings(overrides: list[str] | None) -> dict[str, Any]:

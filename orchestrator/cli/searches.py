@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from orchestrator.cli import options
+from orchestrator.cli.estimates import tell_search
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import SearchConfig
 
 
 def search(
@@ -21,22 +25,39 @@ def search(
             help="Continue the newest search of this name; with a NAME after it the one in that folder, e.g. demo-2.",
         ),
     ] = False,
+    dry_run: options.DryRun = False,
     json: options.JsonFile = None,
 ) -> None:
     """Run a search: baselines, trials, Pareto front, promotion, report."""
-    from orchestrator.config.schema import load_config
+    from orchestrator.config.schema import ConfigError, load_config
 
     changes, named = _split(overrides or [], resume)
     settings = load_config(config, changes)  # before the imports below: a mistake is told in a second
     from orchestrator.storage.outputs import check_results
 
     check_results(json)
+    if dry_run:
+        if resume:
+            raise ConfigError("dry_run: a search that goes on was checked when it began; leave out --resume")
+        _rehearse(settings)
+        return
     from orchestrator.pipeline import search as run_search
 
     outcome = run_search(settings, resume=named or resume)
     options.finish(outcome.to_dict(), json)
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)
+
+
+def _rehearse(settings: SearchConfig) -> None:
+    from orchestrator.search.estimate import check_disk, local_parallel
+    from orchestrator.search.validation import check_epochs, rehearse_search
+
+    prepared = rehearse_search(settings)
+    check_epochs(settings)
+    tell_search(settings)
+    check_disk(settings, prepared, local_parallel(settings))
+    options.rehearsed({})
 
 
 def _split(words: list[str], resume: bool) -> tuple[list[str], str | None]:
@@ -53,6 +74,7 @@ def promote(
     search: Annotated[Path, typer.Argument(help="Folder of a search, e.g. runs/demo/demo.")],
     trial: Annotated[list[str] | None, typer.Option(help="Trial id to promote; may be given several times.")] = None,
     top: Annotated[int | None, typer.Option(min=1, help="Promote the K best at each budget.")] = None,
+    dry_run: options.DryRun = False,
     json: options.JsonFile = None,
 ) -> None:
     """Continue the chosen trials to the full training, pass the gate, register. Finished steps are not repeated."""
@@ -60,6 +82,11 @@ def promote(
     from orchestrator.storage.outputs import check_results
 
     check_results(json)
+    if dry_run:
+        from orchestrator.promotion.rehearsal import rehearse_promotion
+
+        options.rehearsed(rehearse_promotion(search, trials=trial or [], top=top))
+        return
     outcome = promote_search(search, trials=trial or [], top=top)
     options.finish(outcome.to_dict(), json)
     if outcome.exit_code:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from orchestrator.cli import options
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def train(
@@ -28,6 +32,7 @@ def train(
         int | None, typer.Option(min=1, help="Steps between measurements and checkpoints (default: a tenth).")
     ] = None,
     overwrite: options.Overwrite = False,
+    dry_run: options.DryRun = False,
     json: options.JsonFile = None,
     eval_data: options.EvalData = "stdlib",
     eval_tokens: options.EvalTokens = 16_384,
@@ -37,27 +42,27 @@ def train(
 ) -> None:
     """Train from random weights, with Ray Train and DeepSpeed; run again, it goes on where it was stopped."""
     from orchestrator.storage.outputs import check_results
-    from orchestrator.training.scratch import train_from_scratch
+from orchestrator.training.scratch import check, train_from_scratch
 
     check_results(json, folder=out)
-    record = train_from_scratch(
-        architecture,
-        out,
-        progress=lambda line: print(line, flush=True),
-        overwrite=overwrite,
-        recipe=recipe,
-        steps=steps,
-        learning_rate=learning_rate,
-        overrides=overrides or [],
-        train_data=train_data,
-        train_tokens=train_tokens,
-        eval_every=eval_every,
-        eval_data=eval_data,
-        eval_tokens=eval_tokens,
-        sequence_length=sequence_length,
-        seed=seed,
-        device=device,
-    )
+    settings: dict[str, Any] = {
+        "recipe": recipe,
+        "steps": steps,
+        "learning_rate": learning_rate,
+        "overrides": overrides or [],
+        "train_data": train_data,
+        "train_tokens": train_tokens,
+        "eval_every": eval_every,
+        "eval_data": eval_data,
+        "eval_tokens": eval_tokens,
+        "sequence_length": sequence_length,
+        "seed": seed,
+        "device": device,
+    }
+    if dry_run:
+        options.rehearsed(check(architecture, out, **settings).rehearse(overwrite))
+        return
+    record = train_from_scratch(architecture, out, progress=_say, overwrite=overwrite, **settings)
     print(f"held-out loss {record['loss']:.3f} nats a token after {record['tokens']} tokens")
     if answers := record.get("answers"):
         right = f"{answers['accuracy']:.1%} right, perplexity {answers['perplexity']:.2f}"
@@ -91,6 +96,7 @@ def finetune(
         int | None, typer.Option(min=1, help="Steps between measurements and checkpoints (default: a tenth).")
     ] = None,
     overwrite: options.Overwrite = False,
+    dry_run: options.DryRun = False,
     json: options.JsonFile = None,
     eval_tokens: options.EvalTokens = 16_384,
     sequence_length: options.SequenceLength = 256,
@@ -100,29 +106,29 @@ def finetune(
 ) -> None:
     """Continue training a checkpoint on your text, with Ray Train and DeepSpeed; run again, it goes on."""
     from orchestrator.storage.outputs import check_results
-    from orchestrator.training.finetune import finetune_checkpoint
+    from orchestrator.training.finetune import check, finetune_checkpoint
 
     check_results(json, folder=out)
-    record = finetune_checkpoint(
-        model,
-        out,
-        progress=lambda line: print(line, flush=True),
-        overwrite=overwrite,
-        tuning=tuning,
-        original=original,
-        steps=steps,
-        learning_rate=learning_rate,
-        overrides=overrides or [],
-        train_data=train_data,
-        train_tokens=train_tokens,
-        eval_every=eval_every,
-        eval_data=eval_data,
-        eval_tokens=eval_tokens,
-        sequence_length=sequence_length,
-        seed=seed,
-        dtype=dtype,
-        device=device,
-    )
+    settings: dict[str, Any] = {
+        "tuning": tuning,
+        "original": original,
+        "steps": steps,
+        "learning_rate": learning_rate,
+        "overrides": overrides or [],
+        "train_data": train_data,
+        "train_tokens": train_tokens,
+        "eval_every": eval_every,
+        "eval_data": eval_data,
+        "eval_tokens": eval_tokens,
+        "sequence_length": sequence_length,
+        "seed": seed,
+        "dtype": dtype,
+        "device": device,
+    }
+    if dry_run:
+        options.rehearsed(check(model, out, **settings).rehearse(overwrite))
+        return
+    record = finetune_checkpoint(model, out, progress=_say, overwrite=overwrite, **settings)
     change = f"{record['loss_before']:.3f} before, {record['loss']:.3f} at step {record['best_step']}, which is kept"
     print(f"held-out loss in nats a token: {change}")
     if not record["better"]:

@@ -68,13 +68,27 @@ def convert_layerwise(
     OutputError as `convert_checkpoint` does. With `overwrite` finished layers of another conversion to `out` are given
     up.
     """
+    request, place = check_conversion(model, recipe, kv_ratio, out, overwrite=overwrite, **settings)
+    return LayerwiseJob(request, float(kv_ratio), place, progress, overwrite).run(*request.texts())
+
+
+def check_conversion(
+    model: str | Path,
+    recipe: str | Recipe,
+    kv_ratio: float,
+    out: str | Path | None,
+    *,
+    overwrite: bool = False,
+    **settings: Any,
+) -> tuple[ConversionRequest, Path]:
+    """What is asked for, checked as far as can be without texts and weights, and the absolute path of `out`."""
     if out is None:
         raise ConfigError("out: a conversion layer by layer is written layer by layer; give it a folder with --out")
     place = check_folder(out, overwrite=overwrite, reads=[model])
     check_stage(stage_of(place))
     request = ConversionRequest.check(model, recipe, [kv_ratio], **settings)
     check_layerwise(request.recipe, request.config)
-    return LayerwiseJob(request, float(kv_ratio), place, progress, overwrite).run(*request.texts())
+    return request, place
 
 
 def stage_of(out: Path) -> Path:

@@ -13,7 +13,10 @@ from attention.io.files import written_whole
 from attention.io.replacing import check_folder, digests, resolved
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion.convert import convert_checkpoint
+from orchestrator.conversion.estimate import describe, estimate_conversion
 from orchestrator.conversion.in_memory import Source
+from orchestrator.conversion.layer_by_layer import check_conversion
+from orchestrator.conversion.request import ConversionRequest
 from orchestrator.storage.outputs import Interrupted, check_file, read_result, write_result
 from search_spaces.planning.budgets import nearest_budget
 from search_spaces.recipes.recipe import Recipe
@@ -76,6 +79,33 @@ def convert_into(
     _add(out, record)
     _draw(out)
     return record
+
+
+def rehearse_conversion(
+    model: str | Path,
+    recipe: str,
+    kv_ratios: Sequence[float],
+    out: str | Path | None = None,
+    *,
+    layerwise: bool | None = None,
+    overwrite: bool = False,
+    **settings: Any,
+) -> list[Mapping[str, str]]:
+    """What is checked of a conversion before weights are read, and then the estimate of each ratio, in words by what
+    they are about. Nothing is written.
+
+    Arguments as of `convert_checkpoint`; several ratios as of `convert_curve`. Raises as these do.
+    """
+    several = len(kv_ratios) > 1
+    if several or (out is not None and is_curve(out)):
+        if out is not None:
+            check_curve(out, model, recipe, kv_ratios, overwrite, settings.get("recipe_settings"))
+    elif layerwise:
+        check_conversion(model, recipe, kv_ratios[0], out, overwrite=overwrite, **settings)
+    elif out is not None:
+        check_folder(out, overwrite=overwrite, reads=[model])
+    ConversionRequest.check(model, recipe, kv_ratios, nearest=several, **settings).texts()
+    return [describe(estimate_conversion(model, recipe, r, nearest=several, **settings)) for r in kv_ratios]
 
 
 def is_curve(folder: str | Path) -> bool:

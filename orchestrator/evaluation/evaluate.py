@@ -12,8 +12,10 @@ from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
 from attention.modeling.modeling import plan_of
 from orchestrator.conversion import loading
-from orchestrator.evaluation.extras import NOTHING_MORE, Extras
+from orchestrator.conversion.estimate import Size, matmul_rate
+from orchestrator.evaluation.extras import NOTHING_MORE, Extras, PreparedExtras
 from orchestrator.evaluation.long_context import TEXTS
+from orchestrator.storage.records import clock, compact
 from trainers.evaluation import decode_speed, evaluate
 from trainers.text.data import load_sequences
 
@@ -41,21 +43,10 @@ def evaluate_checkpoint(
     as `loading.working_dtype` says. Raises ConfigError or DataError for what a user can mend.
     """
     phases = loading.Phases()
-    positions = _common_positions(sequence_length, path, original=original, baseline=baseline)
     recipe = checkpoint.note_of(path).get("recipe")
-    dtype = loading.written_dtype(path, dtype)
-    tokenizer = loading.load_tokenizer(original if original is not None else path)
     with phases("data"):
-        sequences = load_sequences(
-            eval_data, tokenizer, split="eval", tokens=eval_tokens, sequence_length=sequence_length, seed=seed
-        )
-
-        def held_out(length: int) -> Tensor:
-            return load_sequences(
-                eval_data, tokenizer, split="eval", tokens=TEXTS * length, sequence_length=length, seed=seed
-            )
-
-        prepared = extras.prepare(tokenizer, positions, held_out, seed)
+        cut = {"eval_tokens": eval_tokens, "sequence_length": sequence_length, "seed": seed}
+        dtype, sequences, prepared = _prepare(path, original, baseline, extras, eval_data, dtype=dtype, **cut)
     with phases("load"):
         model = loading.load_working(path, dtype, device)
         teacher = loading.load_working(original, dtype, device) if original is not None else None
@@ -99,6 +90,59 @@ def evaluate_checkpoint(
             speed = decode_speed(model, prompt, min(speed_tokens, sequence_length - 1))
         record |= {"prefill_tokens_per_second": speed.prefill, "decode_tokens_per_second": speed.decode}
     return record | prepared.record(measured) | {"seconds": dict(phases)}
+
+
+def _prepare(
+    path: str | Path,
+    original: str | Path | None,
+    baseline: str | Path | None,
+    extras: Extras,
+    eval_data: str,
+    *,
+    eval_tokens: int,
+    sequence_length: int,
+    seed: int,
+    dtype: str,
+) -> tuple[str, Tensor, PreparedExtras]:
+    """All that is checked and made before a model is loaded: the name of the dtype, the held-out sequences `[N, T]`,
+    and what else is measured."""
+    positions = _common_positions(sequence_length, path, original=original, baseline=baseline)
+    dtype = loading.written_dtype(path, dtype)
+    tokenizer = loading.load_tokenizer(original if original is not None else path)
+
+    def held_out(length: int, tokens: int | None = None) -> Tensor:
+        tokens = TEXTS * length if tokens is None else tokens
+        return load_sequences(eval_data, tokenizer, split="eval", tokens=tokens, sequence_length=length, seed=seed)
+
+    sequences = held_out(sequence_length, eval_tokens)
+    return dtype, sequences, extras.prepare(tokenizer, positions, held_out, seed)
+
+
+def rehearse_evaluation(
+    path: str | Path,
+    original: str | Path | None = None,
+    *,
+    baseline: str | Path | None = None,
+    extras: Extras = NOTHING_MORE,
+    eval_data: str = "stdlib",
+    device: str = "auto",
+    **given: Any,
+) -> dict[str, str]:
+    """What `evaluate_checkpoint` would measure and take, in words by what they are about. Texts are read, weights are
+    not, and nothing is written. `given`: eval_tokens, sequence_length, seed and dtype of it. Raises as it does."""
+    dtype, sequences, _ = _prepare(path, original, baseline, extras, eval_data, **given)
+    works_in, models = loading.dtype_of(loading.working_dtype(dtype, device)), [path, original, baseline]
+    sizes = [Size.of(checkpoint.load_config(model)).total for model in models if model is not None]
+    held, kind = works_in.itemsize * sum(sizes) / 2**30, str(works_in).removeprefix("torch.")
+    operations = 2.0 * sum(sizes) * sequences.numel()
+    names = [name for name in ("tasks", "prompts", "context_lengths") if getattr(extras, name)]
+    more = f", and {', '.join(names)}" if names else ""
+    return {
+        "measures": f"held-out loss of {len(sizes)} model(s) on {compact(sequences.numel())} tokens each{more}",
+        "memory": f"{held:.1f} GiB of weights in {kind}",
+        "work": f"{operations:.2g} operations for the losses; about "
+        f"{clock(operations / matmul_rate(works_in))} here on the CPU",
+    }
 
 
 def _common_positions(sequence_length: int, path: str | Path, **others: str | Path | None) -> int:

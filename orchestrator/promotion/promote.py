@@ -41,12 +41,7 @@ def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int |
 
     Raises ConfigError if the folder is none, a trial id is unknown or of a baseline, or the cluster is too small.
     """
-    folder = SearchFolder.existing(search)
-    warn_of_pickles(folder)
-    config = _stored_config(folder)
-    records = load_trials(folder.root)
-    _check_ended(folder, records)
-    chosen = _chosen(records, list(trials), top, config)
+    folder, config, chosen = asked(search, trials, top)
     prepared = validate_search(config)
     with (
         mirrored(folder.address or str(folder.storage), folder.storage),
@@ -66,6 +61,18 @@ def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int |
         mlflow.flush()
     console.print_promotion(promotion)
     return PromoteOutcome(folder.root, promotion, tuple(trial.trial_id for trial in chosen))
+
+
+def asked(
+    search: str | Path, trials: Iterable[str], top: int | None
+) -> tuple[SearchFolder, SearchConfig, list[TrialRecord]]:
+    """The search, its configuration, and the trials of it that are asked for. Raises ConfigError."""
+    folder = SearchFolder.existing(search)
+    warn_of_pickles(folder)
+    config = _stored_config(folder)
+    records = load_trials(folder.root)
+    _check_ended(folder, records)
+    return folder, config, _chosen(records, list(trials), top, config)
 
 
 def _parent(folder: SearchFolder) -> Run:

@@ -37,6 +37,7 @@ from orchestrator.search.validation import Prepared, local_nodes, search_problem
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import compact, write_json
 from trainers.losses import objective
+from trainers.settings import TrainSettings
 
 MEASURABLE = 300_000_000  # parameters up to which a rate is measured here
 FEW_TOKENS = 1024  # of the measured step
@@ -126,7 +127,7 @@ def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, a
     # What a recipe's recovery changes may be a distillation, which wants the original model too
     trainings = problem.trainings(train)
     worker, driver = needs.trainings()[0].total, needs.planning().total
-    rate, source = training_rate(model_config, config, size)
+    rate, source = training_rate(model_config, train, config.data.sequence_length, size, resources.tokens_per_second)
     hours = cpu = gpu = price = None
     if rate is not None:
         # A measured token goes forward alone, a trained one back as well, which is twice the work; where there is
@@ -195,23 +196,24 @@ def announce(config: SearchConfig, folder: SearchFolder, parallel: int) -> None:
 # ---- time -------------------------------------------------------------------------------------------------------
 
 
-def training_rate(model_config: PretrainedConfig, config: SearchConfig, size: Size) -> tuple[float | None, str]:
-    """Tokens a second that one worker trains on, and where that is from."""
-    if config.resources.tokens_per_second is not None:
-        return config.resources.tokens_per_second, "configured"
-    wants_gpu = config.train.shape.device == "cuda"
+def training_rate(
+    model_config: PretrainedConfig, train: TrainSettings, length: int, size: Size, configured: float | None = None
+) -> tuple[float | None, str]:
+    """Tokens a second that one worker trains on, in sequences of `length`, and where that is from."""
+    if configured is not None:
+        return configured, "configured"
+    wants_gpu = train.shape.device == "cuda"
     if wants_gpu and not torch.cuda.is_available():
         return None, "unknown: workers have GPUs and this machine has none; set resources.tokens_per_second"
     if size.total > MEASURABLE:
         return None, "unknown: too large a model to be measured in passing; set resources.tokens_per_second"
-    return measured_rate(model_config, config), "measured here"
+    return measured_rate(model_config, train, length), "measured here"
 
 
-def measured_rate(model_config: PretrainedConfig, config: SearchConfig) -> float:
+def measured_rate(model_config: PretrainedConfig, train: TrainSettings, length: int) -> float:
     """Tokens a second of one training step on random weights, distillation included: the second step of two."""
     from transformers import AutoModelForCausalLM
 
-    train, length = config.train, config.data.sequence_length
     device = torch.device(train.shape.device)
     dtype = DTYPES[train.dtype]
     model: Any = AutoModelForCausalLM.from_config(model_config, dtype=dtype).to(device)
@@ -261,7 +263,7 @@ def describe_search(estimate: SearchEstimate, config: SearchConfig) -> Mapping[s
     if estimate.hours is not None and estimate.cpu_hours is not None:
         unit = f"{estimate.gpu_hours:.2f} GPU-hours" if estimate.gpu_hours else f"{estimate.cpu_hours:.2f} CPU-hours"
         words["time"] = (
-            f"{unit}; about {_hours(estimate.hours)} with {estimate.parallel} trial(s) at a time, starts left out"
+            f"{unit}; about {in_hours(estimate.hours)} with {estimate.parallel} trial(s) at a time, starts left out"
         )
     if estimate.price is not None:
         words["price"] = f"{estimate.price:.2f} at {config.resources.price_per_hour:g} an hour"
@@ -286,5 +288,5 @@ def _of_process(need: Mapping[str, Any]) -> str:
     return f"{giga(need['total'])}{of}: {', '.join(f'{name} {giga(number)}' for name, number in parts)}"
 
 
-def _hours(hours: float) -> str:
+def in_hours(hours: float) -> str:
     return f"{hours:.1f} h" if hours >= 1 else f"{math.ceil(60 * hours)} min"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attention.geometry import HeadGeometry
@@ -42,9 +43,28 @@ class Prepared:
 
 
 def validate_search(config: SearchConfig) -> Prepared:
-    """Check a configuration against its checkpoint, its texts and its storage, and tokenise texts that are small.
+    """Check a configuration (`check_search`), and tokenise texts that are small into its storage. Raises as that."""
+    prepared = check_search(config)
+    storage_path(config.storage).mkdir(parents=True, exist_ok=True)
+    prepared.texts.make_small()
+    return prepared
 
-    Raises ConfigError or DataError naming key, value and remedy. What the cluster has is checked once it is connected.
+
+def rehearse_search(config: SearchConfig) -> Prepared:
+    """The same where nothing may be written: small texts are tokenised for their mistakes alone, into a folder that
+    goes again."""
+    prepared = check_search(config)
+    with tempfile.TemporaryDirectory(prefix="headfold-") as folder:
+        missing = {split: cut for split, cut in prepared.texts.cuts.items() if split not in prepared.reused}
+        replace(prepared.texts, cache=Path(folder), cuts=missing).make_small()
+    return prepared
+
+
+def check_search(config: SearchConfig) -> Prepared:
+    """Check a configuration against its checkpoint, its texts and its storage, as far as can be before texts are read.
+
+    Nothing is written. Raises ConfigError or DataError naming key, value and remedy. What the cluster has is checked
+    once it is connected.
     """
     length = config.data.sequence_length
     geometry = loading.geometry_of(config.model.path)
@@ -68,9 +88,7 @@ def validate_search(config: SearchConfig) -> Prepared:
     storage = storage_path(config.storage)
     check_writable(storage)
     texts = SearchTexts.check(config, storage / "cache" / "tokens")
-    reused = tuple(texts.there())
-    texts.make_small()
-    return Prepared(geometry, problem, texts, reused, storage / "cache")
+    return Prepared(geometry, problem, texts, tuple(texts.there()), storage / "cache")
 
 
 def search_problem(config: SearchConfig, geometry: HeadGeometry) -> SearchProblem:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from attention.io.replacing import checkpoint_around
+from attention.io.replacing import checkpoint_around, parents_made
 from orchestrator.config.parsing import ConfigError, read_sections
 from orchestrator.storage import journal
 from orchestrator.storage.mirror import check_address, is_remote, working_folder
@@ -60,12 +60,12 @@ def storage_path(storage: str) -> Path:
 
 
 def check_writable(folder: Path, key: str = "storage") -> None:
-    """Create `folder` and write a file into it. Raises ConfigError if either fails, or if it lies in a checkpoint."""
+    """Try to create `folder` and to write a file into it; no trace of it is left. Raises ConfigError if either fails,
+    or if it lies in a checkpoint."""
     if (around := checkpoint_around(folder.resolve() / "search")) is not None:
         raise ConfigError(f"{key}: {str(folder)!r} lies within a checkpoint, {str(around)!r}; give a folder outside")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".headfold"):
+        with parents_made(folder / "file", keep=False), tempfile.NamedTemporaryFile(dir=folder, prefix=".headfold"):
             pass
     except OSError as error:
         raise ConfigError(

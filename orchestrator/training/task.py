@@ -23,11 +23,13 @@ from orchestrator.cluster.session import connected
 from orchestrator.cluster.tokenising import tokeniser
 from orchestrator.config.schema import ConfigError, apply_override
 from orchestrator.conversion import loading
+from orchestrator.conversion.estimate import Size
+from orchestrator.search.estimate import in_hours, training_rate
 from orchestrator.search.trial import prepare_process
 from orchestrator.search.validation import local_nodes, starts_ray
 from orchestrator.storage.mirror import is_remote
 from orchestrator.storage.paths import storage_path
-from orchestrator.storage.records import read_json, write_json
+from orchestrator.storage.records import compact, read_json, write_json
 from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.worker import TrainJob, run_training
 from trainers.settings import TrainSettings
@@ -86,6 +88,19 @@ class TrainingTask:
         return (*range(self.eval_every, self.steps, self.eval_every), self.steps)
 
     @property
+    def tokens(self) -> int:
+        """Trained on in all steps."""
+        return self.steps * self.settings.batch_size * self.sequence_length
+
+    @property
+    def epochs(self) -> str:
+        return f"{self.tokens / self.train_tokens:.3g} epochs"
+
+    @property
+    def demand(self) -> Demand:
+        return Demand(0, 0, *self.settings.shape[:3])
+
+    @property
     def cuts(self) -> tuple[TextCut, TextCut]:
         """The text to train on and the held-out text."""
         length, seed = self.sequence_length, self.settings.seed
@@ -141,21 +156,38 @@ class TrainingTask:
     def carry_out(self, progress: Progress, after: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
         """Train, or what is left of it; `progress` is told each milestone in words. `after` makes of the last report
         what is remembered, `weights_digest` among it, with `out` in place. Returns what is remembered."""
-        total = self.steps * self.settings.batch_size * self.sequence_length
-        epochs = f"{total / self.train_tokens:.3g} epochs"
-        progress(f"training: {self.title}, {self.steps} steps, {total} tokens ({epochs} of the text); in {self.folder}")
+        of_text = f"{self.tokens} tokens ({self.epochs} of the text)"
+        progress(f"training: {self.title}, {self.steps} steps, {of_text}; in {self.folder}")
         if self.finished():
             return self.known
-        demand = Demand(0, 0, *self.settings.shape[:3])
         if starts_ray():
-            concurrency(local_nodes(), demand)
+            concurrency(local_nodes(), self.demand)
         prepare_process()
         with connected() as nodes:
-            concurrency(nodes, demand)
+            concurrency(nodes, self.demand)
             job = self._prepared()
             with self._told(progress):
                 metrics = run_training(job)
         return self.remember(**after(metrics), finished=True)
+
+    def rehearse(self, overwrite: bool) -> dict[str, str]:
+        """What `carry_out` would do, in words by what they are about, after all that is checked without a cluster.
+        Nothing is written. Raises what `check_folders` does, and ConfigError where the machine is too small."""
+        self.check_folders(overwrite)
+        train, config = self.settings, checkpoint.load_config(self.source)
+        if starts_ray():
+            concurrency(local_nodes(), self.demand)
+        size = Size.of(config)
+        rate, source = training_rate(config, train, self.sequence_length, size)
+        hours = f"; about {in_hours(self.tokens / rate / train.num_workers / 3600)}" if rate else ""
+        return {
+            "training": f"{self.title}, {self.steps} steps, {compact(self.tokens)} tokens ({self.epochs} of the text)",
+            "model": f"{compact(size.total)} parameters, composition left out, as {Path(self.source).name} has them",
+            "rate": f"{rate:.0f} tokens/s a worker, {source}{hours}, starts and measurements left out"
+            if rate
+            else source,
+            "results": f"{self.out}, and beside it {self.folder.name}",
+        }
 
     def _prepared(self) -> TrainJob:
         """The job, with its model and its texts on disk; those of an earlier start are taken as they are."""

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -29,9 +28,7 @@ def _run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedPr
 
 
 def test_load_exported_runs_without_the_project(tmp_path: Path) -> None:
-    script = str(EXAMPLES / "load_exported.py")
-    packages = sysconfig.get_path("purelib")
-    done = _run("-S", "-P", script, str(DEMO), "--tokens", "8", cwd=tmp_path, PYTHONPATH=packages)
+    done = _run(str(EXAMPLES / "load_exported.py"), str(DEMO), "--tokens", "8", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "transformers.models.llama" in done.stdout
     # 4 layers x (8 + 8) heads x 32 x 2 bytes
@@ -39,10 +36,15 @@ def test_load_exported_runs_without_the_project(tmp_path: Path) -> None:
     assert "def read_lines" in done.stdout
 
 
-def test_load_exported_refuses_where_the_project_is(tmp_path: Path) -> None:
-    done = _run(str(EXAMPLES / "load_exported.py"), str(DEMO), cwd=tmp_path)
-    assert done.returncode != 0
-    assert "can import Headfold's" in done.stderr
+def test_load_exported_cannot_import_the_project(tmp_path: Path) -> None:
+    """Though it is on the path: in the place of the model's class a module of Headfold is asked for."""
+    script = tmp_path / "reader.py"
+    wanted = "from transformers import AutoModelForCausalLM"
+    text = (EXAMPLES / "load_exported.py").read_text()
+    assert wanted in text
+    script.write_text(text.replace(wanted, f"import attention.plan\n{wanted}"))
+    done = _run(str(script), str(DEMO), cwd=tmp_path, PYTHONPATH=str(EXAMPLES.parent))
+    assert done.returncode != 0 and "'attention' is not a package" in done.stderr
 
 
 @pytest.mark.extended

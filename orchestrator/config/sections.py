@@ -1,0 +1,215 @@
+"""Sections of a search's configuration that say what is searched: model, texts, candidates, rungs.
+
+A docstring below a key is its meaning everywhere: in docs/reference/config.md and in docs/config.schema.json.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PositiveFloat, PositiveInt, ValidationInfo
+
+from attention.io.dtype_names import SHORT, full_name
+from trainers.settings import Seed, Strict
+
+
+class Section(Strict, BaseModel):
+    """One section of the file."""
+
+
+def _ratio(value: float) -> float:
+    if not 0 < value <= 1:
+        raise ValueError("a KV ratio must lie in (0, 1]; 0.25 keeps a quarter of the checkpoint's own KV cache")
+    return value
+
+
+def _slug(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", value):
+        raise ValueError("a name must be 1 to 64 letters, digits, '.', '_' or '-', and start with a letter or digit")
+    return value
+
+
+def distinct(values: list) -> list:
+    repeated = sorted({v for v in values if values.count(v) > 1}, key=str)
+    if repeated:
+        raise ValueError(f"values must be distinct, got {repeated[0]!r} more than once")
+    return values
+
+
+def _milestones(steps: list[int]) -> list[int]:
+    if steps[0] != 0:
+        raise ValueError("the first rung must be 0: the converted model before any training step")
+    if any(later <= earlier for earlier, later in itertools.pairwise(steps)):
+        raise ValueError("rungs are cumulative steps and must increase")
+    return steps
+
+
+def _not_both(kv_heads: list[int], info: ValidationInfo) -> list[int]:
+    """KV heads in place of KV ratios, not beside them."""
+    if kv_heads and info.data.get("kv_ratios"):
+        raise ValueError("give kv_ratios (shares of the checkpoint's own KV cache) or kv_heads, not both")
+    return kv_heads
+
+
+def _either(kv_heads: list[int], info: ValidationInfo) -> list[int]:
+    if not kv_heads and info.data.get("kv_ratios") == []:  # not there at all if it was refused itself
+        raise ValueError("expected at least 1 value in search.kv_ratios, e.g. [0.5, 0.25], or in search.kv_heads")
+    return kv_heads
+
+
+KVRatio = Annotated[float, Field(allow_inf_nan=True), AfterValidator(_ratio)]  # its own words for nan
+KVRatios = Annotated[list[KVRatio], AfterValidator(distinct)]
+KVHeads = Annotated[list[PositiveInt], AfterValidator(distinct), AfterValidator(_not_both)]
+Name = Annotated[str, AfterValidator(_slug)]
+
+
+class ModelSection(Section):
+    """The checkpoint to convert."""
+
+    path: str = Field(min_length=1)
+    """A folder with safetensors, or a name on the hub."""
+    teacher: str | None = Field(default=None, min_length=1)
+    """What is distilled from, e.g. the checkpoint after fine-tuning; none: the checkpoint itself."""
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        BeforeValidator(full_name, json_schema_input_type=Literal["auto", "float32", "bfloat16", "float16", *SHORT]),
+    ] = "auto"
+    """What converted and promoted checkpoints are written in, and bytes counted in; auto: the checkpoint's own."""
+
+
+class TextSection(Section):
+    """A number of tokens of a text."""
+
+    tokens: PositiveInt
+    """How many tokens."""
+    source: str | None = None
+    """Where they come from, as in `data.source`; none: `data.source` itself."""
+
+
+class DataSection(Section):
+    """Texts for training, for the held-out loss, and for calibration."""
+
+    source: str = Field(default="stdlib", min_length=1)
+    """`stdlib` (the source of Python's standard library), a local .txt / .jsonl / .json / .parquet file, a folder or
+    glob of them, or a dataset name on the hub (`name:split` for a split of its own)."""
+    sequence_length: int = Field(default=256, ge=2)
+    """Tokens a sequence, of all texts; at most the positions of the model."""
+    train: TextSection = TextSection(tokens=524_288)
+    """The text that trials and promotions are trained on."""
+    eval: TextSection = TextSection(tokens=16_384)
+    """The held-out text that losses are measured on: no document of it is trained or calibrated on."""
+    calibration: TextSection = TextSection(tokens=16_384)
+    """The text that statistics of the heads are collected on, by which plans are made."""
+    text_field: str = "text"
+    """The field of a record, or the column, that holds the text."""
+    max_epochs: PositiveFloat = 1.0
+    """How often one training may go through the text of `train`; a search whose longest training needs more is
+    refused."""
+
+    def section(self, split: str) -> tuple[str, int]:
+        """Source and token count of "train", "eval" or "calibration"."""
+        text: TextSection = getattr(self, split)
+        return text.source or self.source, text.tokens
+
+
+class ArmSection(Section):
+    """One arm of the comparison: a recipe, with other choices where wanted, under a name of its own."""
+
+    recipe: str = Field(min_length=1)
+    """A named recipe, e.g. gqa or headfold."""
+    label: Name | None = None
+    """The arm's name in reports; none: that of its recipe."""
+    kv_ratios: KVRatios = []
+    """Its own KV ratios; none: those of the search."""
+    kv_heads: KVHeads = []
+    """The same in KV heads."""
+    changes: dict[str, Any] = {}
+    """Other parts on the axes of the recipe, e.g. `{alignment: procrustes}`."""
+    params: dict[str, Any] = {}
+    """Values of the parameters of its parts, e.g. `{relaxation.rate: 0.1}`."""
+
+    @property
+    def name(self) -> str:
+        return self.label or self.recipe
+
+
+def _arm(value: Any) -> Any:
+    """A recipe's name alone is an arm too."""
+    return {"recipe": value} if isinstance(value, str) else value
+
+
+def _names(arms: list[ArmSection]) -> list[ArmSection]:
+    distinct([arm.name for arm in arms])
+    return arms
+
+
+Arm = Annotated[ArmSection, BeforeValidator(_arm, json_schema_input_type=str | ArmSection)]
+Arms = Annotated[list[Arm], AfterValidator(_names)]
+
+
+def _export_target(value: Any) -> Any:
+    """llama.cpp's name for its format."""
+    return {"llama.cpp": "gguf"}.get(value, value) if isinstance(value, str) else value
+
+
+class SearchSection(Section):
+    """Which candidates are tried.
+
+    Every recipe runs at every KV ratio with every learning rate and seed; then come `num_samples` candidates that the
+    searcher draws from the joint space.
+    """
+
+    target: Annotated[
+        Literal["any", "gqa", "phi", "vllm", "gguf", "transformers"],
+        BeforeValidator(
+            _export_target,
+            json_schema_input_type=Literal["any", "gqa", "phi", "vllm", "gguf", "transformers", "llama.cpp"],
+        ),
+    ] = "any"
+    """The engine that the results are for, by its export target; any: none in particular. Every candidate is then a
+    plan that it holds exactly, at the plan's own bytes, and what does not go there is refused."""
+    searcher: str = Field(default="optuna", min_length=1)
+    """What draws the samples: grid (none of them: named recipes alone), random, optuna, or asymgqa, whose samples are
+    the probes of its walks, with the best plan of each ratio as one more candidate."""
+    recipes: Arms = Field(default=[ArmSection(recipe="gqa"), ArmSection(recipe="headfold")], min_length=1)
+    """The arms of the comparison: names of recipes, or arms with changes."""
+    kv_ratios: KVRatios = []
+    """Shares of the checkpoint's own KV cache to keep, above 0 and at most 1, e.g. `[0.5, 0.25]`."""
+    kv_heads: Annotated[KVHeads, AfterValidator(_either)] = Field(default=[], validate_default=True)
+    """In place of `kv_ratios`: how many of its KV heads a layer, on average, e.g. `[4, 2]`."""
+    learning_rates: Annotated[list[PositiveFloat], AfterValidator(distinct)] = []
+    """Every recipe runs with each, and is judged at its best; none: `train.learning_rate`."""
+    num_samples: int = Field(default=0, ge=0, le=1_000_000)
+    """Candidates that the searcher draws after the named ones."""
+    search_space: dict[str, list[Any]] = {}
+    """What the searcher draws from: the parts allowed on some axes, e.g. `{grouping: [exact, merge]}`."""
+    params: dict[str, Any] = {}
+    """Parameters that are fixed while it draws, e.g. `{grouping.iterations: 50}`, and those of the searcher itself,
+    e.g. `{searcher.chains: 4}`."""
+    decode_context_length: PositiveInt | None = None
+    """If given, the engine of `target` is timed before the trials, and its decode time a token at a context of so many
+    tokens is a third objective beside loss and bytes."""
+    baseline: str = Field(default="gqa", min_length=1)
+    """The arm that always runs, at every KV ratio of any arm, is never stopped early, and is what a promotion must
+    beat."""
+    seed: Seed = 0
+    """Of the searcher and the texts."""
+    seeds: Annotated[list[Seed], AfterValidator(distinct)] = []
+    """Of plans and trainings: every recipe runs with each; none: `seed`."""
+
+
+class RungsSection(Section):
+    """When trials are measured and the weaker ones stopped."""
+
+    steps: Annotated[list[int], AfterValidator(_milestones)] = Field(default=[0, 50, 200], min_length=1)
+    """Cumulative training steps, increasing; the first is 0, the converted model before any training."""
+    reduction_factor: float = Field(default=2.0, gt=1)
+    """At each rung about one in so many trials goes on."""
+    stop: bool = True
+    """With false every trial goes on to the end, as a comparison of recipes wants it."""
+    scheduler: str = "asha"
+    """Which trials go on. asha: the best of each KV ratio so far, the others are stopped for good."""
+    params: dict[str, Any] = {}
+    """Parameters of the scheduler."""

@@ -1,0 +1,35 @@
+"""`headfold promote --dry-run`: what a promotion would do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from attention.io import checkpoint
+from orchestrator.conversion.estimate import Size
+from orchestrator.promotion.promote import asked
+from orchestrator.promotion.state import PromotionState
+from orchestrator.search.estimate import in_hours, training_rate
+from orchestrator.search.validation import rehearse_search
+from orchestrator.storage.records import compact, percent
+
+
+def rehearse_promotion(search: str | Path, *, trials: Iterable[str] = (), top: int | None = None) -> dict[str, str]:
+    """What `promote_search` would do, in words by what they are about, after all that it checks without a cluster.
+    Nothing is written. Raises as it does."""
+    folder, config, chosen = asked(search, trials, top)
+    rehearse_search(config)
+    state = PromotionState.load(folder.promotion)
+    ratios = {trial.kv_ratio for trial in chosen}
+    trainings = sum(trial.trial_id not in state.candidates for trial in chosen)
+    trainings += sum(f"{ratio:g}" not in state.baselines for ratio in ratios)
+    train, length, steps = config.promotion_train, config.data.sequence_length, config.promotion.steps
+    tokens = trainings * steps * train.batch_size * length
+    model = checkpoint.load_config(config.model.path)
+    rate, source = training_rate(model, train, length, Size.of(model), config.resources.tokens_per_second)
+    hours = f", about {in_hours(tokens / rate / train.num_workers / 3600)} one after the other" if rate else ""
+    return {
+        "promote": ", ".join(f"{t.trial_id} ({t.recipe} at {percent(t.kv_ratio)})" for t in chosen),
+        "trainings": f"{trainings} not begun yet, the baseline's included, of {steps} steps: {compact(tokens)} tokens",
+        "rate": f"{rate:.0f} tokens/s a worker, {source}{hours}" if rate else source,
+    }

@@ -1,0 +1,88 @@
+"""`--dry-run`: what a verb refuses it refuses too, it says what the work takes, and it writes nothing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bad_input_folder import digest, fresh_copy, make_folder, run_in
+
+from attention.io import checkpoint
+
+SMALL = ["--sequence-length", "32", "--eval-tokens", "64", "--eval-data", "texts/notes.txt", "--device", "cpu"]
+CALIBRATED = [*SMALL, "--calibration-tokens", "64", "--calibration-data", "texts/notes.txt"]
+CONVERT = ["convert", "--model", "model", "--recipe", "gqa", "--out", "made", *CALIBRATED]
+TRAIN = ["train", "--architecture", "model", "--steps", "3", "--learning-rate", "0.001", "--out", "made", *SMALL]
+TRAIN += ["--train-data", "texts/notes.txt", "--set", "train.cpus_per_worker=0.4"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, tiny_model: Any) -> Path:
+    """A folder of tiny checkpoints, a text, a configuration and a search that has ended."""
+    template, home = tmp_path_factory.mktemp("template"), tmp_path_factory.mktemp("dry") / "folder"
+    make_folder(template, home, tiny_model)
+    fresh_copy(template, home)
+    return home
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights"))
+
+
+@pytest.mark.usefixtures("unread")
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        # 2 arms at 1 ratio; the best one and the baseline are promoted, 2 sequences of 32 tokens a step for 2 steps
+        (["search", "mine.yaml"], r"^trials: 2; 0 full training\(s\) in the promotion\ntokens: about 192 "),
+        (["search", "mine.yaml", "promotion.steps=3"], r"^trials: 2; 2 full training"),
+        # 2 layers x 2 of 4 heads x (8 + 8) x 4 bytes
+        ([*CONVERT, "--kv-ratio", "0.5"], r"^cache: 50% of the checkpoint's: 256 of 512 KV bytes a token$"),
+        ([*CONVERT, "--kv-ratio", "0.5,0.25"], r"^cache: 25% of the checkpoint's: 128 of 512 KV bytes a token$"),
+        ([*CONVERT, "--kv-ratio", "0.5", "--layerwise"], r"^layer by layer: "),
+        (["evaluate", "model", "--original", "model", *SMALL], r"^measures: held-out loss of 2 model\(s\) on 64 tok"),
+        (TRAIN, r"^training: transformer, 3 steps, 768 tokens \(1 epochs of the text\)$"),
+        (
+            ["promote", "runs/mine", "--trial", "headfold_gqa-1"],
+            r"^promote: headfold_gqa-1 .*\ntrainings: 2 not",
+        ),
+    ],
+)
+def test_it_tells_and_writes_nothing(place: Path, command: list[str], said: str) -> None:
+    before = digest(place)
+    ran = run_in(place, [*command, "--dry-run"])
+    assert ran.code == 0, ran.err
+    assert re.search(said, ran.out, re.MULTILINE), ran.out
+    assert ran.out.endswith("dry run: all checks passed, nothing was written\n")
+    assert digest(place) == before
+
+
+@pytest.mark.usefixtures("unread")
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (
+            ["search", "mine.yaml", "data.train.tokens=900000"],
+            "data.train: source 'texts/notes.txt'",
+        ),
+        (["search", "mine.yaml", "promotion.steps=9"], "data.train.tokens"),  # more than one epoch
+        (["search", "mine.yaml", "storage=model/runs"], "lies within a checkpoint"),
+        (["search", "mine.yaml", "--resume"], "leave out --resume"),
+        ([*CONVERT, "--kv-ratio", "0.3"], "0.3"),
+        ([*CONVERT, "--kv-ratio", "0.5", "--out", "work"], "work"),
+        ([*CONVERT, "--kv-ratio", "0.5", "--eval-tokens", "90000000"], "texts/notes.txt"),
+        (["evaluate", "model", "--baseline", "work", *SMALL], "baseline"),
+        (["evaluate", "model", "--engine", "llama.cpp"], "leave out --dry-run"),
+        ([*TRAIN, "--out", "work"], "work"),
+        (["promote", "runs/mine", "--trial", "gqa-0"], "baseline"),
+    ],
+)
+def test_it_refuses_what_the_verb_refuses(place: Path, command: list[str], said: str) -> None:
+    before = digest(place)
+    ran = run_in(place, [*command, "--dry-run"])
+    assert ran.code == 2, (ran.out, ran.err)
+    assert said in ran.err and "all checks passed" not in ran.out
+    assert digest(place) == before

@@ -1,0 +1,126 @@
+"""`headfold init`: a first configuration that passes all checks, made of what config.json says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from command_line import run_here
+
+from attention.families import geometry_of
+from attention.geometry import HeadGeometry
+from attention.io import checkpoint
+from orchestrator.config.first import FirstConfig, Place
+from orchestrator.config.parsing import ConfigError, read_yaml
+from orchestrator.config.schema import SearchConfig, parse_config
+
+GIGA = 2**30
+LAPTOP, ONE_GPU, NODE = Place(0, 80 * GIGA, 8), Place(1, 24 * GIGA, 16), Place(8, 80 * GIGA, 64)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def demo_geometry(demo_dir: Path) -> HeadGeometry:
+    return geometry_of(checkpoint.load_config(demo_dir))
+
+
+@pytest.mark.parametrize(("family", "kv_heads", "ratios"), [("llama", 4, [0.5, 0.25]), ("qwen3", 2, [0.5])])
+def test_the_result_passes_a_dry_run(
+    family: str,
+    kv_heads: int,
+    ratios: list[float],
+    place: Path,
+    tiny_model: Any,
+    demo_tokenizer: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = place / f"Tiny {family}"
+    tiny_model(family, vocab_size=2048, num_key_value_heads=kv_heads).save_pretrained(model)
+    demo_tokenizer.save_pretrained(model)
+    assert run_here("init", model.name) == 0
+    file = place / f"tiny-{family}.yaml"
+    assert f"wrote {file.name}" in capsys.readouterr().out
+    assert run_here("search", file, "--dry-run") == 0
+    told = capsys.readouterr().out
+    # 3 recipes at 2 rates at each ratio, and 4 that are drawn
+    assert f"trials: {3 * 2 * len(ratios) + 4};" in told and told.endswith("nothing was written\n")
+    config = parse_config(read_yaml(file.read_text()))
+    assert config.search.kv_ratios == ratios and config.model.path == model.name
+    assert sorted(path.name for path in place.iterdir()) == [model.name, file.name]
+    assert run_here("init", model.name) == 2
+    assert "exists; name another file with --out" in capsys.readouterr().err
+
+
+def test_the_first_line_names_a_schema_that_is_there(place: Path, demo_dir: Path, capfd: Any) -> None:
+    assert run_here("init", demo_dir, "--out", "-") == 0
+    written = capfd.readouterr().out
+    schema = Path(written.splitlines()[0].partition("$schema=")[2])
+    assert json.loads(schema.read_text())["title"] == "Headfold search"
+    assert list(place.iterdir()) == []
+
+
+def test_refusals(place: Path, demo_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(demo_dir, place / "single")
+    config = json.loads((place / "single" / "config.json").read_text())
+    (place / "single" / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 1}))
+    for arguments, said in [
+        (["none"], "none"),
+        (["single"], "1 KV head a layer already"),
+        ([demo_dir, "--out", "single"], "single"),
+        ([demo_dir, "--out", "no/where.yaml"], "cannot write to 'no/where.yaml'"),
+    ]:
+        assert run_here("init", *arguments) == 2
+        assert said in capsys.readouterr().err
+
+
+def first(kv_heads: int, parameters: float, place: Place, demo: HeadGeometry, source: str = "texts") -> SearchConfig:
+    """The configuration of a model of 12 query heads, read back."""
+    geometry = replace(demo, num_heads=12, num_kv_heads=kv_heads, max_positions=32_768)
+    made = FirstConfig("org/Some Model-7B", geometry, "bfloat16", int(parameters), source, place, "s.json")
+    return parse_config(yaml.safe_load(made.text()))
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "ratios", "counts"), [(12, [0.5, 0.25], []), (6, [0.5], []), (3, [], [1]), (4, [0.5, 0.25], [])]
+)
+def test_budgets_are_possible_for_its_heads(
+    kv_heads: int, ratios: list[float], counts: list[int], demo_geometry: HeadGeometry
+) -> None:
+    search = first(kv_heads, 1e8, LAPTOP, demo_geometry).search
+    assert (search.kv_ratios, search.kv_heads) == (ratios, counts)
+
+
+def test_nothing_is_left_of_one_head(demo_geometry: HeadGeometry) -> None:
+    with pytest.raises(ConfigError, match="1 KV head"):
+        first(1, 1e8, LAPTOP, demo_geometry)
+
+
+def test_training_follows_size_and_place(demo_geometry: HeadGeometry) -> None:
+    small = first(4, 1e8, LAPTOP, demo_geometry)
+    assert (small.train.dtype, small.train.gpus_per_worker, small.resources.trial_gpus) == ("float32", 0, 0)
+    assert (small.data.sequence_length, small.train.tuning, small.name) == (512, "full", "some-model-7b")
+    alone = first(4, 7e9, ONE_GPU, demo_geometry)
+    # 16 bytes x 7e9 are more than 24 GiB: adapters
+    assert (alone.train.tuning, alone.train.num_workers, alone.train.zero_stage) == ("lora", 1, 1)
+    assert alone.train.dtype == "bfloat16" and alone.train.activation_checkpointing and alone.resources.trial_gpus == 1
+    node = first(4, 7e9, NODE, demo_geometry)
+    assert (node.train.tuning, node.train.num_workers, node.train.zero_stage) == ("full", 8, 3)
+    assert (node.train.cpus_per_worker, node.data.sequence_length) == (7, 2048)
+
+
+@pytest.mark.parametrize("source", ["stdlib", "texts", "it's: a #name"])
+def test_each_text_is_seen_once(source: str, demo_geometry: HeadGeometry) -> None:
+    config = first(4, 7e9, NODE, demo_geometry, source)
+    steps = config.rungs.steps[-1] + config.promotion.steps
+    assert config.data.train.tokens == steps * config.train.batch_size * config.data.sequence_length
+    assert config.data.source == source
