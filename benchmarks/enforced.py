@@ -21,7 +21,7 @@ from benchmarks.memory import WIDE, random_checkpoint
 from benchmarks.models import llama
 from benchmarks.report import Row, Scale, benchmark
 from orchestrator.config.schema import SearchConfig, parse_config
-from orchestrator.conversion.estimate import Size
+from orchestrator.conversion.estimates.sizes import Size
 from orchestrator.promotion import gate
 from orchestrator.promotion.state import Entry
 from orchestrator.search import prepare, trial

@@ -43,6 +43,7 @@ def convert(
     """Convert one checkpoint, without a cluster and without training; prints the loss before and after."""
     from orchestrator.config.schema import ConfigError
     from orchestrator.conversion.convert import convert_checkpoint
+    from orchestrator.conversion.estimates.estimate import announce
     from orchestrator.conversion.request import asked_ratios
     from orchestrator.conversion.several_ratios import (
         convert_curve,
@@ -67,21 +68,23 @@ def convert(
         "dtype": dtype,
         "device": device,
         "recipe_settings": options.recipe_settings(overrides),
-        "overwrite": overwrite,
     }
     if layerwise and len(ratios) > 1:
         raise ConfigError("layerwise: one ratio at a time is converted layer by layer; give one --kv-ratio")
     if dry_run:
-        for words in rehearse_conversion(model, recipe, ratios, out, layerwise=layerwise, **settings):
+        for words in rehearse_conversion(
+            model, recipe, ratios, out, layerwise=layerwise, overwrite=overwrite, **settings
+        ):
             options.tell(words)
         options.rehearsed({})
         return
+    announce(model, recipe, ratios, out, layerwise=layerwise, **settings)
     if len(ratios) > 1:
-        record = convert_curve(model, recipe, ratios, out, **settings)
+        record = convert_curve(model, recipe, ratios, out, overwrite=overwrite, **settings)
     elif out is not None and is_curve(out):
-        record = convert_into(model, recipe, ratios[0], out, layerwise=layerwise, **settings)
+        record = convert_into(model, recipe, ratios[0], out, layerwise=layerwise, overwrite=overwrite, **settings)
     else:
-        record = convert_checkpoint(model, recipe, ratios[0], out, layerwise=layerwise, **settings)
+        record = convert_checkpoint(model, recipe, ratios[0], out, layerwise=layerwise, overwrite=overwrite, **settings)
     for point in [record | point for point in record["points"]] if len(ratios) > 1 else [record]:
         print(
             f"{recipe} at {percent(point['kv_ratio'])} of the checkpoint's KV cache{unmet(point)}: held-out loss "

@@ -55,7 +55,7 @@ def estimate(
         return
     if model is None or recipe is None or (kv_ratio is None and kv_heads is None):
         raise ConfigError(f"estimate: expected {OF_SEARCH}, or {OF_CONVERSION}")
-    from orchestrator.conversion.estimate import describe, estimate_conversion
+    from orchestrator.conversion.estimates.estimate import describe, estimate_conversion
     from orchestrator.conversion.request import asked_ratios
 
     ratios = asked_ratios(model, kv_ratio, kv_heads)

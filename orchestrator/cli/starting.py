@@ -27,7 +27,7 @@ def init(
     from orchestrator.config.parsing import ConfigError, read_yaml
     from orchestrator.config.schema import parse_config
     from orchestrator.conversion import loading
-    from orchestrator.conversion.estimate import Size
+    from orchestrator.conversion.estimates.sizes import Size
     from orchestrator.storage.shipped import shipped
 
     geometry = loading.geometry_of(model, key="model", weights=False)

@@ -42,7 +42,7 @@ def train(
 ) -> None:
     """Train from random weights, with Ray Train and DeepSpeed; run again, it goes on where it was stopped."""
     from orchestrator.storage.outputs import check_results
-from orchestrator.training.scratch import check, train_from_scratch
+    from orchestrator.training.scratch import check, train_from_scratch
 
     check_results(json, folder=out)
     settings: dict[str, Any] = {

@@ -22,7 +22,7 @@ from attention.ratios import own_heads
 from orchestrator.conversion import loading
 from orchestrator.conversion.calibrating import checkpoint_calibration, chosen
 from orchestrator.conversion.dha_distances import NEED, measure
-from orchestrator.conversion.estimate import available_bytes
+from orchestrator.conversion.estimates.work import available_bytes
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.conversion.steps import cost, planning_context, refine_with
 from search_spaces.planning.context import convert_with

@@ -12,7 +12,8 @@ from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
 from attention.modeling.modeling import plan_of
 from orchestrator.conversion import loading
-from orchestrator.conversion.estimate import Size, matmul_rate
+from orchestrator.conversion.estimates.sizes import Size
+from orchestrator.conversion.estimates.work import matmul_rate
 from orchestrator.evaluation.extras import NOTHING_MORE, Extras, PreparedExtras
 from orchestrator.evaluation.long_context import TEXTS
 from orchestrator.storage.records import clock, compact

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from attention.io import checkpoint
-from orchestrator.conversion.estimate import Size
+from orchestrator.conversion.estimates.sizes import Size
 from orchestrator.promotion.promote import asked
 from orchestrator.promotion.state import PromotionState
 from orchestrator.search.estimate import in_hours, training_rate

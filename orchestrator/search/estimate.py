@@ -28,7 +28,8 @@ from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.room import concurrency
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.conversion import loading
-from orchestrator.conversion.estimate import SPARE, Conversion, Size, available_bytes, matmul_rate, operations
+from orchestrator.conversion.estimates.sizes import SPARE, Conversion, Size
+from orchestrator.conversion.estimates.work import available_bytes, matmul_rate, operations
 from orchestrator.search.needs.disk import Storage, giga
 from orchestrator.search.needs.fitting import refused
 from orchestrator.search.needs.memory import Needs

@@ -207,3 +207,9 @@ class SearchFolder:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", trial_id):
             raise ConfigError(f"{self.journal}: {trial_id[:100]!r} is no trial's id; the file has been changed")
         return self.root / "trials" / trial_id
+
+
+def disk_free(folder: Path) -> int:
+    """Bytes that are free where a folder lies or would lie."""
+    folder = folder.absolute()
+    return shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free

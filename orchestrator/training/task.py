@@ -23,7 +23,7 @@ from orchestrator.cluster.session import connected
 from orchestrator.cluster.tokenising import tokeniser
 from orchestrator.config.schema import ConfigError, apply_override
 from orchestrator.conversion import loading
-from orchestrator.conversion.estimate import Size
+from orchestrator.conversion.estimates.sizes import Size
 from orchestrator.search.estimate import in_hours, training_rate
 from orchestrator.search.trial import prepare_process
 from orchestrator.search.validation import local_nodes, starts_ray
@@ -179,13 +179,14 @@ class TrainingTask:
             concurrency(local_nodes(), self.demand)
         size = Size.of(config)
         rate, source = training_rate(config, train, self.sequence_length, size)
-        hours = f"; about {in_hours(self.tokens / rate / train.num_workers / 3600)}" if rate else ""
+        speed, hours = "", ""
+        if rate:
+            speed, about = f"{rate:.0f} tokens/s a worker, ", in_hours(self.tokens / rate / train.num_workers / 3600)
+            hours = f"; about {about}, starts and measurements left out"
         return {
             "training": f"{self.title}, {self.steps} steps, {compact(self.tokens)} tokens ({self.epochs} of the text)",
             "model": f"{compact(size.total)} parameters, composition left out, as {Path(self.source).name} has them",
-            "rate": f"{rate:.0f} tokens/s a worker, {source}{hours}, starts and measurements left out"
-            if rate
-            else source,
+            "rate": f"{speed}{source}{hours}",
             "results": f"{self.out}, and beside it {self.folder.name}",
         }
 

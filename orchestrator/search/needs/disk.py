@@ -10,7 +10,6 @@ copy and Adam's two moments of what is trained).
 from __future__ import annotations
 
 import math
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,10 +22,10 @@ from attention.io.precision import DTYPES
 from orchestrator.config.schema import SearchConfig, TextSection
 from orchestrator.conversion import loading
 from orchestrator.conversion.calibrating import FREE_SHARE
-from orchestrator.conversion.estimate import Size
+from orchestrator.conversion.estimates.sizes import Size
 from orchestrator.search.searchers import SearchProblem
 from orchestrator.storage.mirror import is_remote
-from orchestrator.storage.paths import storage_path
+from orchestrator.storage.paths import disk_free, storage_path
 from trainers.freezing import key_value_parameters
 from trainers.jobs.checkpoints import KEEP
 from trainers.settings import TrainSettings
@@ -69,8 +68,7 @@ class Storage:
     ) -> Storage:
         """`folder`: None for the configuration's."""
         folder, model = folder or storage_path(config.storage), checkpoint.load_config(config.model.path)
-        there = next(p for p in (folder, *folder.parents) if p.exists())
-        free, tokens = shutil.disk_usage(there).free, config.data.calibration.tokens
+        free, tokens = disk_free(folder), config.data.calibration.tokens
         geometry = geometry_of(model)
         mixed = most_exact(geometry, tokens, FREE_SHARE * free)
         statistics = geometry.num_layers * layer_bytes(geometry, tokens, mixed)

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from attention.io import checkpoint
 from orchestrator.cluster.accelerators import GIGABYTES, in_words, memory_of
 from orchestrator.config.schema import ConfigError, SearchConfig
-from orchestrator.conversion.estimate import Size
+from orchestrator.conversion.estimates.sizes import Size
 from orchestrator.search.needs.disk import giga
 from orchestrator.search.needs.memory import Need, Needs
 from orchestrator.search.searchers import SearchProblem

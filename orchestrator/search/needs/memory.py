@@ -24,7 +24,8 @@ from orchestrator.cluster.accelerators import memory_of
 from orchestrator.cluster.placement import Demand
 from orchestrator.config.schema import SearchConfig
 from orchestrator.conversion import loading
-from orchestrator.conversion.estimate import READING, Conversion, Size, converted_attention, in_memory_stages
+from orchestrator.conversion.estimates.peaks import converted_attention, in_memory_stages
+from orchestrator.conversion.estimates.sizes import READING, Conversion, Size
 from orchestrator.search.searchers import SearchProblem
 from trainers.adapters import adaptable
 from trainers.deepspeed_config import config_of

@@ -17,6 +17,8 @@ CONVERT = ["convert", "--model", "model", "--recipe", "gqa", "--out", "made", *C
 TRAIN = ["train", "--architecture", "model", "--steps", "3", "--learning-rate", "0.001", "--out", "made", *SMALL]
 TRAIN += ["--train-data", "texts/notes.txt", "--set", "train.cpus_per_worker=0.4"]
 
+FINETUNE = ["finetune", "--model", "model", "--tuning", "kv", *TRAIN[3:]]
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, tiny_model: Any) -> Path:
@@ -45,6 +47,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
         ([*CONVERT, "--kv-ratio", "0.5", "--layerwise"], r"^layer by layer: "),
         (["evaluate", "model", "--original", "model", *SMALL], r"^measures: held-out loss of 2 model\(s\) on 64 tok"),
         (TRAIN, r"^training: transformer, 3 steps, 768 tokens \(1 epochs of the text\)$"),
+        (FINETUNE, r"^training: keys and values of model, 3 steps, 768 tokens \(1 epochs of the text\)$"),
         (
             ["promote", "runs/mine", "--trial", "headfold_gqa-1"],
             r"^promote: headfold_gqa-1 .*\ntrainings: 2 not",
@@ -77,6 +80,7 @@ def test_it_tells_and_writes_nothing(place: Path, command: list[str], said: str)
         (["evaluate", "model", "--baseline", "work", *SMALL], "baseline"),
         (["evaluate", "model", "--engine", "llama.cpp"], "leave out --dry-run"),
         ([*TRAIN, "--out", "work"], "work"),
+        ([*FINETUNE, "--out", "work"], "work"),
         (["promote", "runs/mine", "--trial", "gqa-0"], "baseline"),
     ],
 )

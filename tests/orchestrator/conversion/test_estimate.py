@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -15,8 +16,10 @@ from transformers import LlamaConfig
 from attention.io import checkpoint
 from benchmarks.memory import measured
 from benchmarks.models import llama
+from orchestrator.config.schema import ConfigError
 from orchestrator.conversion.convert import convert_checkpoint
-from orchestrator.conversion.estimate import Conversion, Size, estimate, estimate_conversion, needs_layerwise
+from orchestrator.conversion.estimates.estimate import announce, estimate, estimate_conversion, needs_layerwise
+from orchestrator.conversion.estimates.sizes import Conversion, Size
 from search_spaces.recipes.recipes import recipe
 
 GIGA = 2**30
@@ -74,7 +77,7 @@ def test_a_model_that_does_not_fit_is_streamed_by_itself(
     demo_dir: Path, tmp_path: Path, little_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not needs_layerwise(demo_dir, "gqa", 0.5, **SMALL)
-    module = sys.modules["orchestrator.conversion.estimate"]
+    module = sys.modules["orchestrator.conversion.estimates.estimate"]
     monkeypatch.setattr(module, "available_bytes", lambda device=None: 2**20)
     assert needs_layerwise(demo_dir, "gqa", 0.5, **SMALL)
     assert needs_layerwise(demo_dir, "headfold", 0.5, **SMALL)
@@ -83,6 +86,27 @@ def test_a_model_that_does_not_fit_is_streamed_by_itself(
     record = convert_checkpoint(demo_dir, "gqa", 0.5, tmp_path / "out", layerwise=None, **SMALL, **texts)
     assert record["layerwise"]
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
+
+
+def test_it_is_said_first_and_what_does_not_fit_is_refused(
+    demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    announce(demo_dir, "headfold", [0.5, 0.25], out, layerwise=None, **SMALL)
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"estimate: about \d+:\d\d, 0\.\d\d GiB of memory, 0\.\d\d GiB of disk\n", said), said
+    module = sys.modules["orchestrator.conversion.estimates.estimate"]
+    monkeypatch.setattr(module, "available_bytes", lambda device=None: 2**20)
+    refused = r"memory: this conversion does not fit: it takes about \d\.\d\d GiB, and 0\.00 GiB are available; "
+    with pytest.raises(ConfigError, match=refused + "layer by layer it would be"):
+        announce(demo_dir, "gqa", [0.5], out, layerwise=None, **SMALL)
+    with pytest.raises(ConfigError, match=refused + ".*sharing"):
+        announce(demo_dir, "directshare", [1.0], None, layerwise=None, **SMALL)
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "disk_free", lambda folder: 1000)
+    with pytest.raises(ConfigError, match=r"out: the result does not fit.*0\.00 GiB are free at .*out"):
+        announce(demo_dir, "gqa", [0.5], out, layerwise=None, **SMALL)
+    announce(demo_dir, "gqa", [0.5], None, layerwise=None, **SMALL)  # nothing is written
 
 
 @pytest.mark.extended

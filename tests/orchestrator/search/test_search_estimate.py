@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from attention.io import checkpoint
 from orchestrator.cli import estimates
 from orchestrator.config.schema import SearchConfig, load_config
-from orchestrator.conversion.estimate import Size
+from orchestrator.conversion.estimates.sizes import Size
 from orchestrator.main import app
 from orchestrator.search import estimate
 from orchestrator.search.estimate import describe_search, estimate_search

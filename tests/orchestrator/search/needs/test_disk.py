@@ -20,7 +20,7 @@ from attention.io import checkpoint
 from orchestrator.cluster.room import Nodes
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.conversion import loading
-from orchestrator.conversion.estimate import Size
+from orchestrator.conversion.estimates.sizes import Size
 from orchestrator.pipeline import search
 from orchestrator.promotion.promote import promote_search
 from orchestrator.search.needs.disk import Storage, checkpoint_bytes

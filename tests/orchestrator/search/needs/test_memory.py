@@ -10,7 +10,7 @@ from benchmarks.enforced import SMALL, SPARE, run
 from benchmarks.limited import BROKEN, run_limited
 from benchmarks.memory import WIDE, random_checkpoint
 from benchmarks.models import llama
-from orchestrator.conversion.estimate import available_bytes
+from orchestrator.conversion.estimates.work import available_bytes
 from orchestrator.search.needs.memory import PROCESS
 
 GIGA = 2**30

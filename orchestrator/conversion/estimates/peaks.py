@@ -1,0 +1,65 @@
+"""Peak memory of a conversion: the largest of its stages, each the sum of what it holds at once.
+
+Small things (token ids, one batch of activations) are left out.
+"""
+
+from __future__ import annotations
+
+from attention.modeling.predictions import most_logit_bytes
+from orchestrator.conversion.estimates.sizes import FLOAT, Conversion, Size
+from search_spaces.recipes.recipe import AXES
+
+
+def layerwise_stages(conversion: Conversion, size: Size, width: int, tokens: int) -> dict[str, int]:
+    """Bytes that a conversion layer by layer holds at each stage, the process itself left out."""
+    g, c = conversion.geometry, conversion
+    streams = 2 * width * tokens * g.hidden_size
+    layer, statistics = width * size.layer, c.statistics()
+    logits = most_logit_bytes(g.vocab_size, c.eval_tokens)
+    metric, planned = FLOAT * g.hidden_size**2, {}
+    if c.planned_on:
+        carried = (width + FLOAT) * c.planned_on * g.hidden_size
+        planned["sensitivity"] = carried + max(layer + c.gradients(size) + 3 * metric, width * size.embedding + logits)
+    return planned | {
+        "embedding": streams + width * size.embedding,
+        "calibrate": streams + layer + statistics + c.sums() + c.calibrating(),
+        "plan": streams + layer + statistics + c.heads() + c.fusing(),
+        "convert": streams + 2 * layer + statistics + 4 * c.heads(),
+        "refine": streams + 2 * layer + statistics + c.refining(size),
+        "write": 2 * streams + 3 * layer,
+        "head": streams + width * size.embedding + logits,
+        "outside": 2 * width * size.outer,
+    }
+
+
+def in_memory_stages(conversion: Conversion, size: Size) -> dict[str, int]:
+    """Bytes that a conversion in memory holds at each stage besides the model and the converted one's attention. Heads
+    are lifted a layer at a time: lifted, aligned, fused."""
+    c = conversion
+    everywhere = c.geometry.num_layers * c.heads() if c.recipe.sharing != "none" else 0
+    planned = c.geometry.num_layers * FLOAT * c.geometry.hidden_size**2 + c.gradients(size) if c.planned_on else 0
+    return {
+        "sensitivity": planned,
+        "plan": everywhere + c.statistics() + 3 * c.heads() + c.fusing(),
+        "refine": c.statistics() + c.refining(size),
+    }
+
+
+def converted_attention(conversion: Conversion, size: Size) -> int:
+    """Bytes of what a conversion in memory holds of a second model: its attention. Another one, of a head for each
+    query head, is what increases of the loss are measured on."""
+    c, g = conversion, conversion.geometry
+    measured = "measure" in AXES["allocation"].get(c.recipe.allocation).needs or c.recipe.relaxation != "none"
+    whole = 4 * g.num_heads * g.head_dim * g.hidden_size
+    return c.working.itemsize * g.num_layers * (size.attention + measured * whole)
+
+
+def resident_peak(conversion: Conversion, size: Size, width: int) -> int:
+    """Bytes that a conversion in memory holds at its largest stage, the process itself left out."""
+    g, c = conversion.geometry, conversion
+    model, layers = width * size.total + converted_attention(c, size), g.num_layers
+    others = c.statistics() * (0 if c.in_files else layers - 1)
+    logits = most_logit_bytes(g.vocab_size, min(c.eval_tokens, 8 * c.sequence_length))
+    rounded = c.dtype.itemsize * size.total if c.dtype != c.working else 0
+    calibrating = c.statistics() + (1 if c.in_files else layers) * c.sums() + c.calibrating()
+    return model + others + max(calibrating, *in_memory_stages(c, size).values(), logits, rounded)

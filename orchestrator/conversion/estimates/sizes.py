@@ -1,0 +1,151 @@
+"""What is estimated: numbers in a checkpoint, and the conversion with the bytes of each thing that it holds.
+
+Legend: L layers, H query heads, d head dim, D model dim, e = D + 1, V vocabulary, C calibration tokens, E held-out
+tokens, N = C + E, b bytes of a weight that is worked on (4 on the CPU), T tokens a sequence, B sequences a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from attention.calibration.collecting import SLICE_BYTES
+from attention.calibration.sizes import Mixed, layer_bytes, matrices
+from attention.conversion.sensitivity import BATCH as SENSITIVITY_BATCH
+from attention.families import family_of, geometry_of
+from attention.geometry import HeadGeometry
+from attention.io.layers.windows import empty, layer_prefix, window_config
+from orchestrator.conversion import loading
+from orchestrator.conversion.one_layer import batch_size
+from search_spaces.recipes.recipe import AXES, Recipe
+
+FLOAT, DOUBLE = 4, 8
+ADAM_COPIES = 7  # of the float32 attention layer in a local fit: itself, start, best, gradient, two moments, one spare
+READING, READ = 270 * 2**20, 110 * 2**20  # libraries that read and split texts: at work, and what stays of them
+SPARE = 0.9  # share of the available memory that a conversion may plan with
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Size:
+    """Numbers (not bytes) of a checkpoint: parameters of one attention module, of one decoder layer, of the embedding
+    matrix, of all outside of the layers, of all."""
+
+    attention: int
+    layer: int
+    embedding: int
+    outer: int
+    total: int
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> Size:
+        """Counted on a model of one layer without storage. Raises ValueError for an unsupported family."""
+        with torch.device("meta"):
+            model = empty(window_config(config, 0, config.vocab_size), torch.float32, torch.device("meta"))
+        family, prefix = family_of(config), layer_prefix(model)
+        attention = loading.parameters(family.attention_modules(model)[0])
+        layer = sum(p.numel() for name, p in model.named_parameters() if name.startswith(prefix))
+        embedding = model.get_input_embeddings().weight.numel()  # type: ignore[union-attr]
+        outer = loading.parameters(model) - layer - (embedding if config.tie_word_embeddings else 0)
+        return cls(attention, layer, embedding, outer, outer + layer * geometry_of(config).num_layers)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What is estimated: everything that the formulas read. `kv_ratio`: of the checkpoint's own KV cache; `dtype`: of
+    what is written, `working`: of what is computed in; `mixed`: how the mixed moments are kept; `in_files`: whether the
+    statistics lie in files, of which a layer at a time is mapped."""
+
+    config: PretrainedConfig
+    recipe: Recipe
+    kv_ratio: float
+    calibration_tokens: int
+    eval_tokens: int
+    sequence_length: int
+    dtype: torch.dtype
+    working: torch.dtype = torch.float32
+    mixed: Mixed = "float32"
+    in_files: bool = False
+
+    @property
+    def geometry(self) -> HeadGeometry:
+        return geometry_of(self.config)
+
+    @property
+    def used_tokens(self) -> int:
+        """Calibration tokens that the recipe looks at."""
+        needed = bool(self.recipe.needs & {"statistics", "sequences", "model"})
+        return self.calibration_tokens if needed else 0
+
+    def statistics(self) -> int:
+        """Bytes of one layer's statistics."""
+        if "statistics" not in self.recipe.needs:
+            return 0
+        return layer_bytes(self.geometry, self.used_tokens, self.mixed)
+
+    def sums(self) -> int:
+        """Bytes of one layer's mixed moments while they are summed, as whole matrices."""
+        g = self.geometry
+        return FLOAT * matrices(g, self.mixed) * (g.hidden_size + 1) ** 2 if self.statistics() else 0
+
+    def calibrating(self) -> int:
+        """Bytes of a calibration pass besides the statistics: float32 queries, one batch of activations and of its
+        attention weights a slice."""
+        if "statistics" not in self.recipe.needs:
+            return 0
+        g, length = self.geometry, self.sequence_length
+        batch = batch_size(g.num_heads, length)
+        scores = 3 * min(SLICE_BYTES, FLOAT * batch * length**2)
+        # x~ and its mixture, and the product of either with itself before it is added
+        wide = g.hidden_size + 1
+        return self.heads() // 4 + scores + FLOAT * (3 * batch * length * wide + wide**2)
+
+    def heads(self) -> int:
+        """Bytes of one layer's lifted heads in float32."""
+        g = self.geometry
+        return FLOAT * 4 * g.num_heads * g.head_dim * g.hidden_size
+
+    def fusing(self) -> int:
+        """Bytes of the Gram matrices that grouping and fusion of a layer work on, in float64 if not said otherwise."""
+        if "statistics" not in self.recipe.needs:
+            return 0
+        g, parts = self.geometry, (self.recipe.fusion, self.recipe.alignment)
+        keys, rows = DOUBLE * (g.num_heads * g.head_dim) ** 2, DOUBLE * g.num_heads * g.head_dim * (g.hidden_size + 1)
+        held = 4 * keys + 2 * rows
+        if self.recipe.objective == "least_squares":
+            # All heads' Grams under each head's weights, in float32, once more as matrices for one group of all.
+            return held + 2 * FLOAT * g.num_heads**3 * g.head_dim**2
+        # Fusion alone makes them for one group after the other, here for the largest of equal groups.
+        members = math.ceil(g.num_heads / (g.num_kv_heads * self.kv_ratio) - 1e-9) if "least_squares" in parts else 0
+        return held + 3 * DOUBLE * members**3 * g.head_dim**2
+
+    @property
+    def planned_on(self) -> int:
+        """Tokens on which a plan of all layers looks at the sensitivity of their outputs; 0 for another plan."""
+        if "measure" not in AXES["allocation"].get(self.recipe.allocation).needs:
+            return 0
+        return min(self.used_tokens, max(self.recipe.knobs("allocation")["tokens"], self.sequence_length))
+
+    def plan_files(self, width: int) -> int:
+        """Bytes that a plan of all layers leaves on disk on the way: each layer's metric, and what enters the layer."""
+        g, planned = self.geometry, self.planned_on
+        return g.num_layers * g.hidden_size * (FLOAT * g.hidden_size + width * planned) if planned else 0
+
+    def gradients(self, size: Size) -> int:
+        """Bytes that a pass through one layer keeps for its backward pass: what its products put out, for a batch, and
+        its attention weights."""
+        g, rows = self.geometry, SENSITIVITY_BATCH * self.sequence_length
+        return FLOAT * rows * (2 * size.layer // g.hidden_size + 3 * g.num_heads * self.sequence_length)
+
+    def refining(self, size: Size) -> int:
+        """Bytes of a local fit, or of a ridge refit, whichever is more."""
+        g = self.geometry
+        features = g.num_heads * g.head_dim
+        heal = DOUBLE * (5 * features**2 + 4 * features * g.hidden_size) if "heal" in self.recipe.refinement else 0
+        if self.recipe.refinement != "fit_heal":
+            return heal
+        tokens = min(self.used_tokens, self.recipe.knobs("refinement")["fit_tokens"])
+        return max(heal, FLOAT * (ADAM_COPIES * size.attention + 2 * tokens * g.hidden_size))
