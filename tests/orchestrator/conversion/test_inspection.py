@@ -15,7 +15,8 @@ import pytest
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.conversion.inspection import inspect_checkpoint
 from orchestrator.reporting.figures import drawing, inspection
-from orchestrator.reporting.inspection_page import build_page, print_inspection
+from orchestrator.reporting.inspection_tables import print_inspection
+from orchestrator.reporting.pages.inspection_page import build_page
 from search_spaces.planning.context import PlanningContext
 
 SMALL: dict[str, Any] = {
@@ -175,11 +176,11 @@ def test_the_page_stands_alone_at_any_size(layers: int, heads: int) -> None:
 def test_numbers_stand_in_the_cells_of_small_models_only() -> None:
     record = made_up(4, 8)
     record["sensitivity"][0]["key"] = {"1": 1.8349, "2": 0.2345, "4": 0.0042}
-    drawn = drawing.svg(inspection.sensitivity_figure(record))
+    drawn = drawing.svg(inspection.sensitivity_figure(record), "a map")
     assert all(f"<!-- {cell} -->" in drawn for cell in ("1.8", ".23", ".004"))
     deep = copy.deepcopy(record)
     deep["sensitivity"] = [record["sensitivity"][0] | {"layer": i} for i in range(40)]
-    assert "<!-- .004 -->" not in drawing.svg(inspection.sensitivity_figure(deep))
+    assert "<!-- .004 -->" not in drawing.svg(inspection.sensitivity_figure(deep), "a map")
 
 
 def test_nothing_converted_leaves_the_picture_out() -> None:
