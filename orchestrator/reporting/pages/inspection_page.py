@@ -31,7 +31,7 @@ PAIRS = (
     "calibration tokens."
 )
 RECIPES = (
-    "The whole checkpoint converted by each recipe as `headfold convert` does it, with its refinement and before any "
+    "The whole checkpoint converted by each recipe as the verb convert does it, with its refinement and before any "
     "training: increase of the loss on held-out text, on a logarithmic axis. Groups of equal size serve as plain GQA "
     "anywhere; the other recipes may need this package to run."
 )

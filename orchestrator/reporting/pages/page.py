@@ -41,7 +41,7 @@ class Section:
     `stats`: numbers that stand out, each with its name and a remark. `again`: how single trials are made again:
     mappings with summary, facts, and command or why_not. `commands`: pairs of a name and lines to be copied; `samples`:
     texts side by side, as `evaluation.generations` records them. `source`: text that is shown as it is. `wide`: takes
-    the whole width of a wide page.
+    the whole width of a wide page; `tall`: two rows of its sections.
     """
 
     title: str
@@ -55,6 +55,7 @@ class Section:
     source: str = ""
     folded: str = ""
     wide: bool = False
+    tall: bool = False
 
     @property
     def has_content(self) -> bool:

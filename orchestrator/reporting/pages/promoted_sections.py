@@ -28,13 +28,13 @@ def model_part(model: Mapping[str, Any], entry: Mapping[str, Any], original: Map
     """A promoted model (`promoted_models`), its entry in `promotion.json`, and the record of the original model."""
     measured = {key: _named(found) for key, found in entry.get("measured", {}).items()}
     name = f"{model['recipe']}, {percent(model['kv_ratio'])} of the KV cache"
-    fits = _sequences(model, original)
-    stats = Section("In short", stats=[*_quality(model, entry, original), *fits], commands=_commands(model))
+    stats = [*_quality(model, entry, original), *_sequences(model, original)]
     tasks = [tasks_table(measured["tasks"])] if measured.get("tasks") else []
     return Part(
         f"Promoted: {name}",
         [
-            stats,
+            Section("At a glance", stats=stats),
+            Section("How to serve it", commands=_commands(model)),
             Section("Engines", tables=_engines(model, entry)),
             Section("Tasks (± standard error)", tables=tasks),
             Section("Long contexts", tables=_long_context(measured.get("long_context"))),
@@ -81,7 +81,7 @@ def _sequences(model: Mapping[str, Any], original: Mapping[str, Any]) -> list[St
         heavy = original["parameters"] * BYTES[original["dtype"]]
         if before := sequences_that_fit(GPU, heavy, original["kv_bytes_per_token"], context):
             remark = f"{mine / before:.3g} x; original {before:,}"
-    return [(f"sequences of {context:,} tokens on {GPU // 2**30} GiB", f"{mine:,}", remark)]
+    return [(f"sequences of {context:,} tokens on a GPU of {GPU // 2**30} GiB", f"{mine:,}", remark)]
 
 
 def sequences_that_fit(memory: int, weights: int, kv_bytes_per_token: int, context: int) -> int:

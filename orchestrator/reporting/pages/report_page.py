@@ -118,7 +118,7 @@ def _front_section(
         f"{'; '.join(points) or 'none'}. Promoted: {'; '.join(promoted) or 'none'}."
     )
     wide, narrow = (search.front_figure(candidates, original, done, narrow=n) for n in (False, True))
-    return Section("Loss increase against KV cache", picture=Picture(wide, alt, FRONT, narrow))
+    return Section("Loss increase against KV cache", picture=Picture(wide, alt, FRONT, narrow), tall=True)
 
 
 def _again_section(folder: SearchFolder, trials: Sequence[TrialRecord]) -> Section:
