@@ -77,19 +77,20 @@ def _scatter(
     neighbours on the picture."""
     handles: dict[str, Any] = {}
     most = max((t.step for t in trials), default=0)
+    places = {t.trial_id: (t.kv_bytes_per_token, axis.at(t.loss - original["loss"])) for t in trials}
     for name, look in looks.items():
-        for t in (t for t in trials if family(t.recipe) == name):
-            increase, fill = t.loss - original["loss"], PAPER if t.step < most else look["color"]
-            place = (t.kv_bytes_per_token, axis.at(increase))
-            drawn = {"s": 48, "zorder": 3, "linewidths": 1.4, "edgecolors": look["color"], "marker": look["marker"]}
-            axes.scatter(*place, facecolors=fill, **drawn)
-            handles[name] = Line2D([], [], ls="", ms=6.5, **look)
-            if axis.is_none(increase):
-                axes.annotate(
-                    f"{increase:+.3f}", place, xytext=(-9, -3), textcoords="offset points", ha="right", fontsize=8
-                )
-            if t.step < most:
-                handles["hollow: stopped earlier"] = Line2D([], [], ls="", marker="o", mfc=PAPER, color=INK)
+        if not (mine := [t for t in trials if family(t.recipe) == name]):
+            continue
+        fills = [PAPER if t.step < most else look["color"] for t in mine]
+        drawn = {"s": 48, "zorder": 3, "linewidths": 1.4, "edgecolors": look["color"], "marker": look["marker"]}
+        axes.scatter(*zip(*(places[t.trial_id] for t in mine), strict=True), facecolors=fills, **drawn)
+        handles[name] = Line2D([], [], ls="", ms=6.5, **look)
+    if any(t.step < most for t in trials):
+        handles["hollow: stopped earlier"] = Line2D([], [], ls="", marker="o", mfc=PAPER, color=INK)
+    below = sorted((t for t in trials if axis.is_none(t.loss - original["loss"])), key=lambda t: t.loss)
+    for t in {t.kv_bytes_per_token: t for t in reversed(below)}.values():  # the best of each size has its number
+        left = {"xytext": (-9, -3), "textcoords": "offset points", "ha": "right"}
+        axes.annotate(f"{t.loss - original['loss']:+.3f}", places[t.trial_id], fontsize=8, **left)
     return handles
 
 

@@ -27,7 +27,7 @@ MOST_TOLD = 12  # points of a picture that its description names
 
 FRONT = (
     "Every trial at its last rung; the ring is a promoted model after its full training. The upright axis is "
-    "logarithmic; what is not above the original model stands in the band below, with its number."
+    "logarithmic; what is not above the original model stands in the band below, the best of each size with its number."
 )
 
 AGAIN = (
