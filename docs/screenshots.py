@@ -1,20 +1,21 @@
-"""Take the pictures of the MLflow pages that the README shows, with a real browser.
+"""Take the pictures of docs/images that show what a search gives, from one that has ended, with a real browser.
 
-    python docs/screenshots.py runs/demo/mlflow.db headfold docs/images
+    make demo 2>&1 | tee runs/demo/terminal.log
+    python docs/screenshots.py runs/demo
 
-Starts an MLflow server on the store, drives a headless Chromium through its DevTools port, waits until the runs are
-really on the page, and writes mlflow-runs.png (the trials in a table) and mlflow-charts.png (their metrics). Needs a
-`chromium` on the path (on Debian: the package of that name); aiohttp comes with Ray.
+Writes, from the newest search in that storage: the report (`report-wide.png`, `report-narrow.png`, `report-dark.png`:
+what is seen on top), the picture of the front (`front.png`), the page of `headfold inspect` of its model
+(`inspect.png`; made anew unless `--inspection` names one), MLflow as it opens for somebody who has never been there
+(`mlflow-runs.png`, `mlflow-charts.png`), and the terminal as the search begins, goes on and ends (`terminal-*.svg`).
+Needs a `chromium` on the path (on Debian: the package of that name) and the extra `dev`.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import base64
 import contextlib
-import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -24,178 +25,169 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import aiohttp
+from mlflow import MlflowClient
+from playwright.sync_api import Browser, sync_playwright
+from rich.console import Console
+from rich.text import Text
 
-WAIT_S = 60.0
+from orchestrator.reporting.pages.report_page import write_report
+from orchestrator.storage.paths import SearchFolder
+from orchestrator.storage.records import read_json
+
+WAIT_S = 120.0
+REPORTS = {
+    "report-wide": (1600, 1000, "light"),
+    "report-narrow": (390, 1700, "light"),
+    "report-dark": (1600, 1000, "dark"),
+}
+COLUMNS, ROWS = 132, 34
+"""Of the terminal; of its lines the last are shown."""
+PROGRESS, TRIALS = r"\[[\d:]+\] \d+/\d+ trials", r"Trials \("
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+# ---- pages -----------------------------------------------------------------------------------------------------------
 
 
-def _wait_for(url: str, process: subprocess.Popen[bytes]) -> bytes:
-    """The answer of `url` once it has one. Raises RuntimeError if its process ends or the time is up."""
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline and process.poll() is None:
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
-            return answer.read()
-        time.sleep(0.2)
-    raise RuntimeError(f"{process.args!r} did not answer at {url} within {WAIT_S:.0f} s")
+def shoot(browser: Browser, url: str, out: Path, width: int, height: int, scheme: str = "light") -> None:
+    """What a page shows on top."""
+    page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
+    page.goto(url)
+    page.screenshot(path=out)
+    page.close()
+    print(out)
+
+
+def shoot_reports(browser: Browser, search: SearchFolder, out: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "report.html"
+        write_report(search.root, page)
+        for name, (width, height, scheme) in REPORTS.items():
+            shoot(browser, page.as_uri(), out / f"{name}.png", width, height, scheme)
+
+
+def shoot_inspection(browser: Browser, model: str, page: Path | None, out: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        made = page or Path(folder) / "inspection.html"
+        if page is None:
+            subprocess.run(
+                [sys.executable, "-m", "orchestrator.main", "inspect", model, "--out", str(made)], check=True
+            )
+        shoot(browser, made.resolve().as_uri(), out / "inspect.png", 1600, 1250)
+
+
+# ---- MLflow ----------------------------------------------------------------------------------------------------------
+
+
+def shoot_mlflow(browser: Browser, search: SearchFolder, out: Path) -> None:
+    """The runs of a search, and their curves, in a browser that knows nothing of MLflow yet."""
+    client = MlflowClient(tracking_uri=f"sqlite:///{search.storage.resolve() / 'mlflow.db'}")
+    experiment = client.get_run(read_json(search.state)["parent_run"]).info.experiment_id
+    with mlflow_server(search.storage.resolve() / "mlflow.db") as server:
+        for name, mode in (("mlflow-runs", "TABLE"), ("mlflow-charts", "CHART")):
+            page = browser.new_context(viewport={"width": 1600, "height": 1000}).new_page()
+            page.goto(f"{server}/#/experiments/{experiment}/runs?compareRunsMode={mode}")
+            page.get_by_text(search.root.name, exact=False).first.wait_for(timeout=1000 * WAIT_S)
+            if mode == "CHART":
+                page.locator(".js-plotly-plot").first.wait_for(timeout=1000 * WAIT_S)
+            page.wait_for_timeout(4000)  # charts further down, animations
+            page.screenshot(path=out / f"{name}.png")
+            page.context.close()
+            print(out / f"{name}.png")
 
 
 @contextlib.contextmanager
-def _running(command: list[str], **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A child process, ended with all of its children at the end of the block."""
+def mlflow_server(store: Path) -> Iterator[str]:
+    """The address of a server on a store, on the loopback address; ended with all of its children."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     process = subprocess.Popen(
-        command,
-        env=os.environ | environment,
+        [*command, "--backend-store-uri", f"sqlite:///{store}"],
+        env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
     try:
-        yield process
+        _wait_for(f"http://127.0.0.1:{port}/health", process)
+        yield f"http://127.0.0.1:{port}"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, 15)
         process.wait(timeout=20)
 
 
-class Page:
-    """One browser tab, through the DevTools protocol."""
-
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        self._socket, self._last = socket, 0
-
-    async def call(self, method: str, **params: Any) -> dict[str, Any]:
-        self._last += 1
-        await self._socket.send_json({"id": self._last, "method": method, "params": params})
-        while True:
-            message = await self._socket.receive_json(timeout=WAIT_S)
-            if message.get("id") == self._last:
-                if "error" in message:
-                    raise RuntimeError(f"{method}: {message['error']}")
-                return message["result"]
-
-    async def run(self, script: str) -> Any:
-        return (await self.call("Runtime.evaluate", expression=script, returnByValue=True))["result"].get("value")
-
-    async def until(self, script: str, what: str) -> Any:
-        """The value of a script once it is true. Raises RuntimeError when the time is up."""
-        deadline = time.monotonic() + WAIT_S
-        while time.monotonic() < deadline:
-            value = await self.run(script)
-            if value:
-                return value
-            await asyncio.sleep(0.3)
-        raise RuntimeError(
-            f"the page never showed {what}; it shows: {(await self.run('document.body.innerText'))[:500]!r}"
-        )
-
-    async def save(self, file: Path) -> None:
-        await asyncio.sleep(4.0)  # charts further down, animations
-        file.write_bytes(base64.b64decode((await self.call("Page.captureScreenshot", format="png"))["data"]))
+def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Until `url` answers. Raises RuntimeError if its process ends or the time is up."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
+            return
+        time.sleep(0.2)
+    raise RuntimeError(f"{process.args!r} did not answer at {url} within {WAIT_S:.0f} s")
 
 
-def _view_state(experiment: str, columns: list[str], parent: str) -> str:
-    """A script that puts the page's own saved settings in place: which columns, all rows open, no side panel."""
-    view = {
-        "searchFilter": "",
-        "orderByKey": "attributes.start_time",  # any other order hides which run is the parent
-        "orderByAsc": False,
-        "startTime": "ALL",
-        "lifecycleFilter": "Active",
-        "datasetsFilter": [],
-        "modelVersionFilter": "All Runs",
-        "selectedColumns": columns,
-        "columnOrder": [],
-        "columnWidths": {},
-        "chartsSearchFilter": "^(loss|kl|train_loss)$",
-        "runsExpanded": {parent: True},
-        "runsPinned": [],
-        "runsHidden": [],
-        "runsVisibilityMap": {},
-        "runsHiddenMode": "SHOWALL",
-        "viewMaximized": True,
-        "hideEmptyCharts": True,
-        "groupBy": None,
-        "groupsExpanded": {},
-        "autoRefreshEnabled": False,
-        "globalLineChartConfig": {"xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": ""},
-    }
-    saved = {
-        f'MLflowLocalStorage-1.1-ExperimentPage-["{experiment}"]-ReactComponentState': json.dumps(view),
-        f"MLflowLocalStorage-1.1-ExperimentView-{experiment}-expandRows": "true",
-        "mlflow.assistant.panelOpen_v1": "false",
-        "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": "true",
-    }
-    return "".join(f"localStorage.setItem({json.dumps(key)}, {json.dumps(value)});" for key, value in saved.items())
+# ---- terminal --------------------------------------------------------------------------------------------------------
 
 
-async def _take(tab: str, server: str, runs: dict[str, Any], out: Path) -> None:
-    shown = f"{json.dumps(runs['names'])}.every(name => document.body.innerText.includes(name))"
-    drawn = "document.querySelectorAll('.js-plotly-plot .scatterlayer .trace').length > 0"
-    pages = {"TABLE": ("mlflow-runs.png", shown), "CHART": ("mlflow-charts.png", f"{shown} && {drawn}")}
-    async with aiohttp.ClientSession() as session, session.ws_connect(tab, max_msg_size=0) as socket:
-        page = Page(socket)
-        await page.call("Page.enable")
-        state = _view_state(runs["experiment"], runs["columns"], runs["parent"])
-        await page.call("Page.addScriptToEvaluateOnNewDocument", source=state)
-        for mode, (name, ready) in pages.items():
-            await page.call("Page.navigate", url="about:blank")
-            await page.call(
-                "Page.navigate", url=f"{server}/#/experiments/{runs['experiment']}/runs?compareRunsMode={mode}"
-            )
-            await page.until(ready, f"the runs {runs['names']}")
-            await page.save(out / name)
-            print(out / name)
+def moments(log: str) -> dict[str, list[str]]:
+    """Lines of a search's terminal as it begins, as it goes on, and as it ends. Raises ValueError if it has not."""
+    lines = log.splitlines()
+    first = next((i for i, line in enumerate(lines) if re.match(PROGRESS, line)), None)
+    last = next((i for i, line in enumerate(lines) if re.match(TRIALS, line)), None)
+    if first is None or last is None:
+        raise ValueError("the log is not of a search that has run to its end: it shows no progress, or no trials")
+    going = [line for line in lines[first:last] if re.match(PROGRESS, line)]
+    return {"begins": lines[:first], "goes-on": going[: -(-2 * len(going) // 3)], "ends": lines[last:]}
 
 
-def _runs(store: Path, experiment: str, columns: list[str]) -> dict[str, Any]:
-    """What must be on the page: the newest parent run of an experiment and its children, best loss first."""
-    from mlflow import MlflowClient
+def draw_terminal(lines: list[str], title: str, out: Path) -> None:
+    """The last of some lines as a picture of a terminal, without a font from elsewhere."""
+    shown = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), highlight=False)  # noqa: PTH123, SIM115
+    rows = [row for line in lines for row in Text(line).wrap(shown, COLUMNS, overflow="fold")]
+    for row in rows[-ROWS:]:
+        shown.print(row, markup=False)
+    drawn = re.sub(r"@font-face \{.*?\}\s*", "", shown.export_svg(title=title), flags=re.DOTALL)
+    out.write_text(drawn.replace("Fira Code, ", "ui-monospace, "), encoding="utf-8")
+    print(out)
 
-    client = MlflowClient(tracking_uri=f"sqlite:///{store}")
-    found = client.get_experiment_by_name(experiment)
-    if found is None:
-        known = sorted(e.name for e in client.search_experiments())
-        raise SystemExit(f"{store} has no experiment {experiment!r}; it has {known}")
-    runs = client.search_runs([found.experiment_id])
-    parent = next(run for run in runs if "mlflow.parentRunId" not in run.data.tags)
-    children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
-    names = [str(run.info.run_name) for run in [parent, *children]]
-    return {"experiment": found.experiment_id, "parent": parent.info.run_id, "names": names, "columns": columns}
+
+# ---- all of them -----------------------------------------------------------------------------------------------------
+
+
+def newest(storage: Path) -> SearchFolder:
+    """The newest search of a storage that has ended. Ends the program if there is none."""
+    ended = [found for file in storage.glob("*/search.yaml") if (found := SearchFolder(file.parent)).ended]
+    if not ended:
+        sys.exit(f"{storage} has no search that has ended; run `make demo` first, or name its storage")
+    return max(ended, key=lambda search: search.state.stat().st_mtime_ns)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("store", type=Path, help="MLflow's sqlite file")
-    parser.add_argument("experiment")
-    parser.add_argument("out", type=Path, help="folder of the pictures")
-    columns = ["metrics.`loss`", "metrics.`loss_increase`", "metrics.`kl`", "params.`recipe`"]
-    parser.add_argument("--columns", nargs="+", default=columns)
+    parser.add_argument("storage", type=Path, help="folder of the searches, e.g. runs/demo")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "images", help="folder of the pictures")
+    parser.add_argument("--log", type=Path, help="what the search has printed (default: terminal.log in the storage)")
+    parser.add_argument("--inspection", type=Path, help="a page that `headfold inspect` has written")
     given = parser.parse_args()
-    browser = shutil.which("chromium") or sys.exit("needs a browser: install the package chromium")
-    store = given.store.resolve()
-    runs = _runs(store, given.experiment, given.columns)
-    server, devtools = (f"http://127.0.0.1:{_free_port()}" for _ in range(2))
-    serve = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", server.rsplit(":")[-1]]
-    serve += ["--workers", "1", "--backend-store-uri", f"sqlite:///{store}"]
-    size = f"1600,{max(900, 420 + 36 * len(runs['names']))}"  # the table makes only the rows that fit
-    browse = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={size}", "about:blank"]
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, contextlib.ExitStack() as stack:
-        serving = stack.enter_context(_running(serve, MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false"))
-        port = f"--remote-debugging-port={devtools.rsplit(':')[-1]}"
-        browsing = stack.enter_context(_running([*browse, port, f"--user-data-dir={profile}"]))
-        _wait_for(f"{server}/health", serving)
-        tabs = json.loads(_wait_for(f"{devtools}/json/list", browsing))
-        tab = next(tab for tab in tabs if tab["type"] == "page")["webSocketDebuggerUrl"]
-        given.out.mkdir(parents=True, exist_ok=True)
-        asyncio.run(_take(tab, server, runs, given.out))
+    executable = shutil.which("chromium") or sys.exit("needs a browser: install the package chromium")
+    log = given.log or given.storage / "terminal.log"
+    if not log.is_file():
+        sys.exit(f"no {log}: keep what the search prints with `make demo 2>&1 | tee {log}`, or name it with --log")
+    search = newest(given.storage)
+    terminal = moments(log.read_text(encoding="utf-8"))
+    given.out.mkdir(parents=True, exist_ok=True)
+    for name, lines in terminal.items():
+        draw_terminal(lines, f"headfold search, as it {name.replace('-', ' ')}", given.out / f"terminal-{name}.svg")
+    shutil.copyfile(search.root / "front.png", given.out / "front.png")
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        shoot_reports(browser, search, given.out)
+        shoot_mlflow(browser, search, given.out)
+        shoot_inspection(browser, read_json(search.original)["model"], given.inspection, given.out)
+        browser.close()
 
 
 if __name__ == "__main__":

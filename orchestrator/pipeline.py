@@ -27,7 +27,7 @@ from orchestrator.reporting import console
 from orchestrator.reporting.comparison import compare
 from orchestrator.reporting.figures.drawing import save_png
 from orchestrator.reporting.figures.search import front_figure, rungs_figure
-from orchestrator.reporting.report_page import write_report
+from orchestrator.reporting.pages.report_page import write_report
 from orchestrator.search.estimate import announce, check_disk
 from orchestrator.search.outcome import SearchOutcome, print_outcome
 from orchestrator.search.prepare import (

@@ -43,7 +43,8 @@ def inspect(
     """Which heads matter and which are alike, what budgets would keep, what recipes would cost: one page."""
     from orchestrator.conversion.inspection import COMPARED, inspect_checkpoint
     from orchestrator.conversion.request import asked_ratios
-    from orchestrator.reporting.inspection_page import build_page, print_inspection
+    from orchestrator.reporting.inspection_tables import print_inspection
+    from orchestrator.reporting.pages.inspection_page import build_page
     from orchestrator.storage.outputs import check_results, write_page
 
     check_results(json, page=out)

@@ -123,7 +123,7 @@ def report(
 ) -> None:
     """Write one self-contained page: front, comparison over seeds, trials, rungs, head budgets."""
     from orchestrator.reporting.console import print_comparison
-    from orchestrator.reporting.report_page import write_report
+    from orchestrator.reporting.pages.report_page import write_report
     from orchestrator.storage.outputs import check_results
 
     check_results(json, page=out)

@@ -25,6 +25,7 @@ from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
 from orchestrator.conversion.in_memory import Source
 from orchestrator.conversion.request import ConversionRequest
+from orchestrator.conversion.steps import refine_with
 from orchestrator.storage.paths import check_writable
 from search_spaces.planning.agreement import agreement as measured_agreement
 from search_spaces.planning.budgets import nearest_budget
@@ -34,7 +35,7 @@ from search_spaces.recipes.recipes import RECIPES, Recipe
 from search_spaces.recipes.recipes import recipe as named_recipe
 from search_spaces.similarity.sharing import similarity_pairs
 from search_spaces.site import SIDES
-from trainers.evaluation import evaluate
+from trainers.evaluation import CachedTeacher, evaluate
 
 COMPARED = ("gqa", "asymgqa", "align", "least_squares", "headfold")
 MANY_HEADS = 16  # above it only head counts that are powers of two are measured, unless others are asked for
@@ -59,7 +60,8 @@ def inspect_checkpoint(
     `sensitivity`: for each layer and side the increase of the loss by head count, when only that site is fused as
     `recipe` says. `similarity`: mean cosines of the stored heads of a layer, `raw` and `aligned`, `[U, U]`. `budgets`:
     what the knapsack on these increases makes of each ratio (of the checkpoint's own KV cache). `recipes`: held-out
-    loss of the model converted by each recipe of `compare` at each ratio, before any refinement or training.
+    loss of the model converted by each recipe of `compare` at each ratio, before any refinement or training, and under
+    `refined` that after its refinement, where it has one: what `convert` makes.
     `agreement`: Spearman of the layer-output score's ranks with those of the loss, if asked for. A ratio that a recipe
     cannot meet stands for the largest budget below it; `kv_ratio_asked` and `kv_ratio` tell both.
 
@@ -189,9 +191,10 @@ def _size(plan: AttentionPlan, request: ConversionRequest) -> dict[str, Any]:
 
 def _recipes(recipes: dict[str, Recipe], plans: dict[float, AttentionPlan], source: Source) -> list[dict[str, Any]]:
     """Held-out loss of every recipe at every ratio, one entry each; `why_not` where a recipe cannot be shown. That of
-    the request takes `plans`."""
+    the request takes `plans`. `recipes`: without refinement; each is refined as well if it has one."""
     request, context = source.request, source.context
     entries: list[dict[str, Any]] = []
+    teacher = CachedTeacher(source.original)
     jobs = [(name, ratio) for name in recipes for ratio in plans]
     with stage("converting by each recipe", len(jobs), "conversions") as told:
         for name, asked in jobs:
@@ -202,13 +205,21 @@ def _recipes(recipes: dict[str, Recipe], plans: dict[float, AttentionPlan], sour
                 if name != request.recipe.name:
                     ratio = nearest_budget(recipes[name], asked, context.geometry)
                     plan = make_plan(recipes[name], ratio, context, np.random.default_rng(request.seed))
-                converted = convert_with(recipes[name], source.original, plan, context.calibration)
-                round_weights(converted, request.written)
-                scored = evaluate(converted, source.held_out, teacher=source.original)
-                measured = {"loss": scored.loss, "loss_increase": scored.loss - source.loss, "kl": scored.kl}
-                entry |= _size(plan, request) | measured | scored.noted
+                entry |= _size(plan, request) | _scored(recipes[name], plan, source, teacher)
+                whole = request.recipe if name == request.recipe.name else RECIPES[name]
+                if whole.refinement != "none":
+                    entry["refined"] = _scored(whole, plan, source, teacher)
             except ValueError as error:  # one recipe that does not fit this checkpoint must not cost the others
                 entry["why_not"] = str(error)
             entries.append(entry | {"seconds": time.perf_counter() - began})
             told.step()
     return entries
+
+
+def _scored(recipe: Recipe, plan: AttentionPlan, source: Source, teacher: CachedTeacher) -> dict[str, Any]:
+    """What the conversion of a plan by a recipe, refined as it says, gives on held-out text."""
+    converted = convert_with(recipe, source.original, plan, source.context.calibration, share=True)
+    refine_with(recipe, source.original, converted, source.context.sequences)
+    round_weights(converted, source.request.written)
+    scored = evaluate(converted, source.held_out, teacher=teacher)
+    return {"loss": scored.loss, "loss_increase": scored.loss - source.loss, "kl": scored.kl, **scored.noted}

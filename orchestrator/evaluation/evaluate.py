@@ -11,12 +11,13 @@ from transformers import PreTrainedModel
 from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
 from attention.modeling.modeling import plan_of
+from attention.progress import clock
 from orchestrator.conversion import loading
 from orchestrator.conversion.estimates.sizes import Size
 from orchestrator.conversion.estimates.work import matmul_rate
 from orchestrator.evaluation.extras import NOTHING_MORE, Extras, PreparedExtras
 from orchestrator.evaluation.long_context import TEXTS
-from orchestrator.storage.records import clock, compact
+from orchestrator.storage.records import compact
 from trainers.evaluation import decode_speed, evaluate
 from trainers.text.data import load_sequences
 

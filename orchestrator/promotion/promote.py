@@ -60,6 +60,7 @@ def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int |
             promotion = promote(session, chosen)
         mlflow.flush()
     console.print_promotion(promotion)
+    console.print_promoted(promotion)
     return PromoteOutcome(folder.root, promotion, tuple(trial.trial_id for trial in chosen))
 
 

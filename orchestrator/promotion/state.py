@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.parsing import ConfigError
+from orchestrator.reporting.promoted_models import promoted_models
 from orchestrator.storage.records import read_json, write_json
 
 PENDING, TRAINED, PASSED, REGISTERED = "pending", "trained", "passed", "registered"
@@ -134,4 +135,5 @@ class PromoteOutcome:
         return 0 if PROMOTED in states and not self.promotion["failed"] else 1
 
     def to_dict(self) -> dict[str, Any]:
-        return {"folder": str(self.folder), **self.promotion}
+        promoted = promoted_models(self.promotion)
+        return {"folder": str(self.folder), **self.promotion, "promoted": promoted}

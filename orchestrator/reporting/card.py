@@ -102,7 +102,7 @@ def card_of(folder: Path, facts: CardFacts, repository: str | None = None) -> st
     engines = _engines(folder, export)
     base = facts.base or "its base"
     share = "a smaller" if facts.kv_ratio is None else f"{percent(facts.kv_ratio)} of its"
-    tables = [_cache(export, facts), _losses(facts), _tasks(facts), _training(facts), _checks(export)]
+    tables = [_cache(export, facts), _losses(facts), _tasks(facts), _training(facts), engine_checks(export)]
     body = _environment.get_template("card.md").render(
         title=repository.rpartition("/")[2] if repository else f"{facts.base or 'A model'} at {share} KV cache",
         what=_what(facts, base, share),
@@ -186,7 +186,7 @@ def _training(facts: CardFacts) -> Table:
     return Table(("trained for", ""), rows, intro="Training")
 
 
-def _checks(export: Mapping[str, Any]) -> Table:
+def engine_checks(export: Mapping[str, Any]) -> Table:
     """What an engine that has loaded the export has shown (`check` in export.json)."""
     check: dict[str, Any] = export.get("check") or {"runs": ()}
     rows = [

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from orchestrator.reporting import comparison
+from orchestrator.reporting.promoted_models import lines_of, promoted_models
 from orchestrator.reporting.tables import PROMOTION, comparison_table, promotion_table, trial_table
 from orchestrator.storage import records
 from orchestrator.storage.records import TrialRecord, percent
@@ -50,3 +51,9 @@ def print_promotion(promotion: Mapping[str, Any]) -> None:
         out.print(table.for_terminal([*PROMOTION, "where, or why not"]))
         for note in table.notes:
             print(note)
+
+
+def print_promoted(promotion: Mapping[str, Any]) -> None:
+    """Where each promoted model lies, and the commands that serve it, whole whatever the width of the terminal."""
+    for line in lines_of(promoted_models(promotion)):
+        print(line)

@@ -1,10 +1,10 @@
-"""Tables as rows of text: what the terminal (rich) and the pages (jinja2, `orchestrator.reporting.page`) both show."""
+"""Tables as rows of text: what the terminal (rich) and the pages (jinja2, `orchestrator.reporting.pages`) both show."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import rich.table
@@ -16,8 +16,17 @@ from orchestrator.reporting.comparison import OF_THE_CHECKPOINT, UNTOLD
 from orchestrator.storage import records
 from orchestrator.storage.records import TrialRecord, front, number, percent
 
-PROSE = ("trials", "error", "where, or why not", "layers from the first", "value")
-LEFT = ("", "recipe", "state", "version", "what", *PROSE)  # other columns hold numbers: right-aligned, never wrapped
+PROSE = ("trials", "error", "where, or why not", "layers from the first", "value", "how")
+LEFT = (
+    "",
+    "recipe",
+    "state",
+    "version",
+    "what",
+    "holds it",
+    "metric",
+    *PROSE,
+)  # other columns hold numbers: right-aligned, never wrapped
 MOST_ROWS = 500
 """Trials that the table of a page holds; of more, the best of each KV ratio."""
 
@@ -44,6 +53,11 @@ class Table:
             cells = [Text(row[place]) for place in places]
             made.add_row(*([Text("*" if index in self.marked else ""), *cells] if star else cells))
         return made
+
+
+def with_intro(table: Table, intro: str) -> Table:
+    """The same table under a sentence."""
+    return replace(table, intro=intro)
 
 
 def facts_table(facts: Mapping[str, Any]) -> Table:

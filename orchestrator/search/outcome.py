@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.reporting.comparison import compare
-from orchestrator.reporting.console import console, print_promotion
+from orchestrator.reporting.console import console, print_promoted, print_promotion
+from orchestrator.reporting.promoted_models import promoted_models
 from orchestrator.storage import records
 from orchestrator.storage.records import TrialRecord, best_per_budget, front
 
@@ -59,13 +60,14 @@ class SearchOutcome:
             "best_per_budget": {f"{b:g}": t.trial_id for b, t in best_per_budget(self.trials).items()},
             "comparison": compare(self.trials, self.original) if self.original else [],
             "promotion": self.promotion,
+            "promoted": promoted_models(self.promotion),
             "interrupted": self.interrupted,
             "report": self.report,
         }
 
 
 def print_outcome(outcome: SearchOutcome) -> None:
-    """The last lines: failures, and where things lie."""
+    """The last lines: failures, where things lie, and the models that were promoted with what serves them."""
     print_promotion(outcome.promotion)
     failed = sum(t.status == records.FAILED for t in outcome.trials)
     out = console()
@@ -81,3 +83,4 @@ def print_outcome(outcome: SearchOutcome) -> None:
     for name, place in (places | {"exported": outcome.promotion.get("exported")}).items():
         if place:
             print(f"{name:9}{place}")
+    print_promoted(outcome.promotion)

@@ -10,7 +10,17 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
 from orchestrator.reporting.comparison import Row
-from orchestrator.reporting.figures.drawing import KV_BYTES, LOSS, legend_below, looks_of, one_axes, styled
+from orchestrator.reporting.figures.drawing import (
+    INK,
+    KV_BYTES,
+    LOSS,
+    MUTED,
+    PAPER,
+    legend_below,
+    looks_of,
+    one_axes,
+    styled,
+)
 from orchestrator.storage.records import compact, family, percent
 
 APART, WIDEST = 0.025, 0.18  # how far arms of one KV ratio stand apart sideways, and all of them: shares of its bytes
@@ -28,10 +38,10 @@ def bytes_figure(rows: Sequence[Row], original: Mapping[str, Any]) -> Figure:
     apart = min(APART, WIDEST / len(arms)) if arms else 0.0
     for place, (name, mine) in enumerate(arms.items()):
         handles[name] = _bars(axes, mine, 1 + apart * (place - (len(arms) - 1) / 2), styles[name])
-    line = axes.axhline(0, color="#888888", ls="--", lw=1.2)
+    line = axes.axhline(0, color=MUTED, ls="--", lw=1.2)
     drawn = [row for mine in arms.values() for row in mine]
     if not all(row["last"] for row in drawn):
-        handles["hollow: stopped earlier"] = Line2D([], [], ls="", marker="o", mfc="white", color="#444444")
+        handles["hollow: stopped earlier"] = Line2D([], [], ls="", marker="o", mfc=PAPER, color=INK)
     axes.set_xscale("log", base=2)
     places = sorted({row["kv_bytes_per_token"] for row in drawn})
     axes.set_xticks(places, [f"{place:,}" for place in places])
@@ -51,7 +61,7 @@ def _bars(axes: Any, rows: Sequence[Row], shift: float, look: dict[str, Any]) ->
     (line,) = axes.plot(x, y, lw=1.1, ms=4.5, zorder=3, **look)
     axes.errorbar(x, y, sd, fmt="none", ecolor=look["color"], elinewidth=1.6, capsize=3.5, zorder=4)
     early = [i for i, row in enumerate(rows) if not row["last"]]
-    axes.plot([x[i] for i in early], [y[i] for i in early], ls="", ms=7, mfc="white", zorder=5, **look)
+    axes.plot([x[i] for i in early], [y[i] for i in early], ls="", ms=7, mfc=PAPER, zorder=5, **look)
     return line
 
 
@@ -88,7 +98,7 @@ def tokens_figure(rows: Sequence[Row], original: Mapping[str, Any]) -> Figure:
         whole.set_title(f"{percent(kv_ratio)} of the checkpoint's KV cache", fontsize=10, loc="left")
         close.set_title("from close by", fontsize=10, loc="left")
         for axes in (whole, close):
-            handles["original model"] = axes.axhline(original["loss"], color="#888888", ls="--", lw=1.2)
+            handles["original model"] = axes.axhline(original["loss"], color=MUTED, ls="--", lw=1.2)
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
     for axes in grid[-1]:
         axes.set_xlabel("tokens trained on")

@@ -9,9 +9,20 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 from scipy.stats import rankdata, spearmanr
 
-from orchestrator.reporting.figures.drawing import COLOURS, legend_below, looks_of, one_axes, styled
+from orchestrator.reporting.figures.drawing import (
+    COLOURS,
+    FAINT,
+    INK,
+    MUTED,
+    PAPER,
+    legend_below,
+    looks_of,
+    one_axes,
+    styled,
+)
 from orchestrator.storage import records
 from orchestrator.storage.records import TrialRecord, family, percent
 
@@ -68,7 +79,9 @@ def proxy_figure(trials: Sequence[TrialRecord]) -> Figure | None:
         name = f"{percent(kv_ratio)} of the checkpoint's KV: {rho}"
         handles[name] = Line2D([], [], ls="", **look)
         most = max(most, len(firsts))
-    axes.plot([1, most], [1, most], color="#888888", lw=1, ls="--", zorder=0)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
+    axes.plot([1, most], [1, most], color=MUTED, lw=1, ls="--", zorder=0)
     legend_below(figure, handles, columns=2)
     return figure
 
@@ -103,7 +116,7 @@ def phases_figure(trials: Sequence[TrialRecord]) -> Figure | None:
     handles, left = {}, np.zeros(len(arms))
     for place, (name, width) in enumerate(widths.items()):
         if width.any():
-            colour = "#bbbbbb" if name == "other" else COLOURS[place % len(COLOURS)]
+            colour = FAINT if name == "other" else COLOURS[place % len(COLOURS)]
             handles[name] = axes.barh(range(len(arms)), width, left=left, color=colour, height=0.7)
             left = left + width
     axes.set_yticks(range(len(arms)), list(arms), fontsize=9)
@@ -147,16 +160,16 @@ def timeline_figure(trials: Sequence[TrialRecord]) -> Figure | None:
         for start, end, step in working:
             x, width = (start - zero) / unit, max(end - start, 1.0) / unit
             axes.barh(row, width, left=x, height=0.72, color=colour, alpha=0.45 if step == 0 else 1.0)
-            axes.plot([x + width] * 2, [row - 0.45, row + 0.45], color="#222222", lw=0.8)
+            axes.plot([x + width] * 2, [row - 0.45, row + 0.45], color=INK, lw=0.8)
         if mark := _ENDS.get(trial.status):
-            axes.plot((working[-1][1] - zero) / unit, row, marker=mark, color="#111111", ms=4, mfc="white", ls="")
+            axes.plot((working[-1][1] - zero) / unit, row, marker=mark, color=INK, ms=4, mfc=PAPER, ls="")
     axes.set_ylim(len(timed) - 0.3, -0.7)
     axes.set_yticks([])
     axes.grid(axis="y", visible=False)
     handles: dict[str, object] = {n: Line2D([], [], color=look["color"], lw=5) for n, look in looks.items()}
     for status, mark in _ENDS.items():
         if any(t.status == status for t, _ in timed):
-            handles[status] = Line2D([], [], color="#111111", marker=mark, mfc="white", ls="")
+            handles[status] = Line2D([], [], color=INK, marker=mark, mfc=PAPER, ls="")
     legend_below(figure, handles)
     return figure
 

@@ -11,7 +11,17 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from orchestrator.reporting.figures.drawing import STYLE, legend_below, looks_of, one_axes, styled, write_cells
+from orchestrator.reporting.figures.drawing import (
+    INK,
+    PAPER,
+    STYLE,
+    legend_below,
+    looks_of,
+    one_axes,
+    styled,
+    write_cells,
+)
+from orchestrator.reporting.figures.increases import INCREASE, IncreaseAxis
 from orchestrator.storage.records import percent
 
 TITLES = {"key": "keys", "value": "values"}
@@ -107,24 +117,34 @@ def evenly(items: Sequence[Any], most: int) -> list[Any]:
 
 @styled
 def recipes_figure(record: Mapping[str, Any]) -> Figure | None:
-    """Increase of the held-out loss by recipe, one mark a KV ratio, untrained. None if nothing could be converted."""
+    """Increase of the held-out loss by recipe, untrained, one mark a KV ratio; where a recipe is refined, a hollow mark
+    before and a full one after. None if nothing could be converted."""
     entries = [entry for entry in record["recipes"] if "loss_increase" in entry]
     if not entries:
         return None
     names = list(dict.fromkeys(entry["recipe"] for entry in entries))
     asked = sorted({entry["kv_ratio_asked"] for entry in entries}, reverse=True)
-    figure, axes = one_axes(1.4 + 0.32 * len(names), "increase of the held-out loss, nats a token")
+    figure, axes = one_axes(1.8 + 0.36 * len(names), INCREASE)
+    axis = IncreaseAxis(x for entry in entries for x in (entry["loss_increase"], as_converted(entry)["loss_increase"]))
+    axis.put_on(axes, "x")
     handles = {}
-    for ratio, look in zip(asked, looks_of(map(percent, asked)).values(), strict=True):
-        mine = [entry for entry in entries if entry["kv_ratio_asked"] == ratio]
-        increases = [max(entry["loss_increase"], LEAST) for entry in mine]
-        axes.plot(increases, [names.index(entry["recipe"]) for entry in mine], ls="", ms=7, **look)
+    for place, (ratio, look) in enumerate(zip(asked, looks_of(map(percent, asked)).values(), strict=True)):
+        apart = 0.22 * (place - (len(asked) - 1) / 2)
+        for entry in (entry for entry in entries if entry["kv_ratio_asked"] == ratio):
+            row, last = names.index(entry["recipe"]) + apart, axis.at(as_converted(entry)["loss_increase"])
+            if "refined" in entry:
+                first = axis.at(entry["loss_increase"])
+                axes.plot([first, last], [row, row], color=look["color"], lw=1.2, alpha=0.6)
+                axes.plot(first, row, ls="", ms=7, mfc=PAPER, **look)
+                handles["before refinement"] = Line2D([], [], ls="", marker="o", mfc=PAPER, color=INK)
+            axes.plot(last, row, ls="", ms=7, **look)
         handles[f"{percent(ratio)} of the checkpoint's KV"] = Line2D([], [], ls="", **look)
-    axes.set_xscale("log")
-    low, high = axes.get_xlim()
-    axes.set_xlim(min(low, 0.01), max(high, 1.0))
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     legend_below(figure, handles)
     return figure
+
+
+def as_converted(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The scores of what `convert` makes by the recipe of an entry: after its refinement, if it has one."""
+    return entry.get("refined", entry)

@@ -11,7 +11,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from orchestrator.reporting.figures.drawing import COLOURS, STYLE, legend_below, styled
+from orchestrator.reporting.figures.drawing import COLOURS, FAINT, INK, PAPER, STYLE, legend_below, styled
 from orchestrator.storage.records import TrialRecord, family, percent
 
 SIDES = {"key": "keys", "value": "values"}
@@ -46,18 +46,18 @@ def similarity_figure(trials: Sequence[TrialRecord]) -> Figure | None:
             if ends[0] and ends[1]:
                 raw, aligned = (statistics.fmean(values) for values in ends)
                 axes.plot([raw, aligned], [place, place], color=COLOURS[0], lw=1.4, alpha=0.6, zorder=2)
-                axes.plot(raw, place, color=COLOURS[0], marker="o", ms=5.5, mfc="white", zorder=3)
+                axes.plot(raw, place, color=COLOURS[0], marker="o", ms=5.5, mfc=PAPER, zorder=3)
                 axes.plot(aligned, place, color=COLOURS[0], marker="o", ms=5.5, zorder=3)
         for place, ((_, above), (_, below)) in enumerate(pairwise(arms)):
             if above != below:
-                axes.axhline(place + 0.5, color="#dddddd", lw=1, zorder=0)
+                axes.axhline(place + 0.5, color=FAINT, lw=1, zorder=0)
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xlabel("mean cosine")
-        axes.axvline(0, color="#bbbbbb", lw=1, zorder=0)
+        axes.axvline(0, color=FAINT, lw=1, zorder=0)
         axes.grid(axis="y", visible=False)
     panels[0].set_yticks(range(len(arms)), [f"{name} {percent(kv_ratio)}" for name, kv_ratio in arms], fontsize=9)
     panels[0].set_ylim(len(arms) - 0.4, -0.6)
-    marks = {"as they are": "white", "each pair aligned": COLOURS[0]}
+    marks = {"as they are": PAPER, "each pair aligned": COLOURS[0]}
     handles = {k: Line2D([], [], color=COLOURS[0], marker="o", ls="", mfc=fill) for k, fill in marks.items()}
     legend_below(figure, handles, columns=2)
     return figure
@@ -101,4 +101,4 @@ def _over_steps(axes: Any, trial: TrialRecord, name: str, colour: str) -> None:
     steps = [p["step"] for p in points]
     axes.plot(steps, [p[name] for p in points], color=colour, lw=1.1, alpha=0.8)
     if name == "mean_mask":
-        axes.plot(steps, [p.get("target") for p in points], color="#444444", lw=1, ls="--")
+        axes.plot(steps, [p.get("target") for p in points], color=INK, lw=1, ls="--")

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from attention.plan import AttentionPlan
-from orchestrator.reporting.figures.drawing import COLOURS, KV_BYTES, LOSS, looks_of, one_axes, styled, write_cells
+from orchestrator.reporting.figures.drawing import (
+    COLOURS,
+    INK,
+    KV_BYTES,
+    LOSS,
+    MUTED,
+    NARROW,
+    PAPER,
+    WIDTH,
+    legend_below,
+    looks_of,
+    one_axes,
+    styled,
+    write_cells,
+)
+from orchestrator.reporting.figures.increases import INCREASE, IncreaseAxis
 from orchestrator.storage.records import TrialRecord, family, front, percent
 
 LINES = 200
@@ -18,56 +34,96 @@ LINES = 200
 
 @styled
 def front_figure(
-    trials: Sequence[TrialRecord], original: Mapping[str, Any], promoted: Sequence[Mapping[str, Any]] = ()
+    trials: Sequence[TrialRecord],
+    original: Mapping[str, Any],
+    promoted: Sequence[Mapping[str, Any]] = (),
+    *,
+    narrow: bool = False,
 ) -> Figure:
-    """Held-out loss against KV bytes a token: every trial at its last rung, the front, the original model."""
-    figure, axes = one_axes(across=KV_BYTES, upright=LOSS)
+    """Loss increase, on a logarithmic axis, against KV bytes a token: every trial at its last rung, the front, what was
+    promoted, and the original model. `promoted`: candidates of `promotion.json`."""
+    figure, axes = one_axes(5.6 if narrow else 4.8, KV_BYTES, width=NARROW if narrow else WIDTH)
     looks = looks_of([family(t.recipe) for t in trials])
-    scored = [t for t in trials if t.usable]
-    most = max((t.step for t in scored), default=0)
-    circle: dict[str, Any] = {"facecolors": "none", "linewidths": 1.4}
-    for name, look in looks.items():
-        mine = [t for t in scored if family(t.recipe) == name]
-        if not mine:
-            continue
-        # Hollow: stopped at an earlier rung, so trained less than its neighbours on the picture.
-        fills = [look["color"] if t.step == most else "none" for t in mine]
-        marks = circle | {"facecolors": fills, "edgecolors": look["color"], "marker": look["marker"]}
-        x, y = [t.kv_bytes_per_token for t in mine], [t.loss for t in mine]
-        axes.scatter(x, y, label=name, s=48, zorder=3, **marks)
-    if len({t.step for t in scored}) > 1:
-        axes.scatter([], [], s=48, facecolors="none", edgecolors="#444444", label="hollow: stopped earlier")
+    scored = [t for t in trials if t.usable and t.kv_bytes_per_token is not None]
+    after = [p for p in promoted if p.get("loss") is not None and p.get("kv_bytes_per_token")]
+    losses = [*(t.loss for t in scored), *(p["loss"] for p in after)]
+    axis = IncreaseAxis(loss - original["loss"] for loss in losses)
+    axis.put_on(axes)
+    handles = _scatter(axes, axis, scored, original, looks)
     best = front(trials, timed=False)
-    x, y = [t.kv_bytes_per_token for t in best], [t.loss for t in best]
-    axes.plot(x, y, color="#444444", lw=1, zorder=2, label="front")
-    if after := [p for p in promoted if p.get("loss") is not None]:
-        x, y = [p["kv_bytes_per_token"] for p in after], [p["loss"] for p in after]
-        axes.scatter(x, y, s=150, edgecolors="#111111", zorder=4, label="promoted", **circle)
-    axes.axhline(original["loss"], color="#888888", ls="--", lw=1.2, label=f"original model ({original['loss']:.3f})")
-    axes.legend(fontsize=9, frameon=False)
+    places = [(t.kv_bytes_per_token, axis.at(t.loss - original["loss"])) for t in best]
+    handles["front"] = axes.plot(*zip(*places, strict=True), color=INK, lw=1, zorder=2)[0] if places else None
+    for p in after:
+        place = (p["kv_bytes_per_token"], axis.at(p["loss"] - original["loss"]))
+        handles["promoted"] = axes.scatter(*place, s=170, facecolors="none", edgecolors=INK, linewidths=1.6, zorder=4)
+        increase = p["loss"] - original["loss"]
+        beside = {"xytext": (11, -4)} if axis.is_none(increase) else {"xytext": (0, -20), "ha": "center"}
+        axes.annotate(f"{increase:+.3f}", place, textcoords="offset points", fontsize=10, weight="bold", **beside)
+    own = (original["kv_bytes_per_token"], axis.floor)
+    handles["original model"] = axes.scatter(*own, marker="*", s=190, color=INK, zorder=4)
+    sizes = {own[0], *(t.kv_bytes_per_token for t in scored), *(p["kv_bytes_per_token"] for p in after)}
+    _size_ticks(axes, sizes, own[0], most=4 if narrow else 8)
+    axes.set_ylabel(INCREASE)
+    if not narrow:
+        axis.perplexity(axes)
+    legend_below(figure, {k: v for k, v in handles.items() if v is not None}, columns=2 if narrow else 4)
     return figure
+
+
+def _scatter(
+    axes: Any, axis: IncreaseAxis, trials: Sequence[TrialRecord], original: Mapping[str, Any], looks: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Draw trials; returns what a legend says of them. Hollow: stopped at an earlier rung, so trained less than its
+    neighbours on the picture."""
+    handles: dict[str, Any] = {}
+    most = max((t.step for t in trials), default=0)
+    places = {t.trial_id: (t.kv_bytes_per_token, axis.at(t.loss - original["loss"])) for t in trials}
+    for name, look in looks.items():
+        if not (mine := [t for t in trials if family(t.recipe) == name]):
+            continue
+        fills = [PAPER if t.step < most else look["color"] for t in mine]
+        drawn = {"s": 48, "zorder": 3, "linewidths": 1.4, "edgecolors": look["color"], "marker": look["marker"]}
+        axes.scatter(*zip(*(places[t.trial_id] for t in mine), strict=True), facecolors=fills, **drawn)
+        handles[name] = Line2D([], [], ls="", ms=6.5, **look)
+    if any(t.step < most for t in trials):
+        handles["hollow: stopped earlier"] = Line2D([], [], ls="", marker="o", mfc=PAPER, color=INK)
+    below = sorted((t for t in trials if axis.is_none(t.loss - original["loss"])), key=lambda t: t.loss)
+    for t in {t.kv_bytes_per_token: t for t in reversed(below)}.values():  # the best of each size has its number
+        left = {"xytext": (-9, -3), "textcoords": "offset points", "ha": "right"}
+        axes.annotate(f"{t.loss - original['loss']:+.3f}", places[t.trial_id], fontsize=8, **left)
+    return handles
+
+
+def _size_ticks(axes: Any, sizes: Collection[int], own: int, most: int) -> None:
+    """A logarithmic axis of KV bytes, with a tick at each size and its share of the original's, if they are few."""
+    axes.set_xscale("log", base=2)
+    axes.margins(x=0.12)
+    places = sorted(sizes)
+    while len(places) > most:
+        places = [*places[:-1:2], places[-1]] if len(places) > 2 * most else [*places[: most - 1], places[-1]]
+    axes.set_xticks(places, [f"{place:,}\n{percent(round(place / own, 3))}" for place in places])
+    axes.set_xticks([], minor=True)
 
 
 @styled
 def rungs_figure(trials: Sequence[TrialRecord], original: Mapping[str, Any]) -> Figure:
-    """Held-out loss over training steps, one line a trial; solid for the largest KV ratio, dashed for the next."""
-    figure, axes = one_axes(across="training steps", upright=LOSS)
+    """Loss increase over training steps, one line a trial; solid for the largest KV ratio, dashed for the next."""
+    figure, axes = one_axes(across="training steps", upright=INCREASE)
     looks = looks_of([family(t.recipe) for t in trials])
     kv_ratios = sorted({t.kv_ratio for t in trials}, reverse=True)
     lines = {b: ("-", "--", ":", "-.")[i % 4] for i, b in enumerate(kv_ratios)}
-    named = set()
-    drawn = {t.trial_id for t in sorted((t for t in trials if t.rungs), key=lambda t: (-t.step, t.loss))[:LINES]}
-    for trial in (t for t in trials if t.trial_id in drawn):
-        name = family(trial.recipe)
-        label = None if name in named else name
-        named.add(name)
-        scored = [(r["step"], r["loss"]) for r in trial.rungs if r["loss"] is not None]
-        steps, losses = [step for step, _ in scored], [loss for _, loss in scored]
-        axes.plot(steps, losses, ls=lines[trial.kv_ratio], ms=5, lw=1.4, label=label, **looks[name])
+    drawn = sorted((t for t in trials if t.rungs), key=lambda t: (-t.step, t.loss))[:LINES]
+    curves = [(t, [(r["step"], r["loss"] - original["loss"]) for r in t.rungs if r["loss"] is not None]) for t in drawn]
+    axis, handles = IncreaseAxis(increase for _, curve in curves for _, increase in curve), {}
+    axis.put_on(axes)
+    for trial, curve in curves:
+        look = looks[family(trial.recipe)]
+        steps, increases = [step for step, _ in curve], [axis.at(increase) for _, increase in curve]
+        axes.plot(steps, increases, ls=lines[trial.kv_ratio], ms=5, lw=1.4, **look)
+        handles[family(trial.recipe)] = Line2D([], [], ls="", ms=5, **look)
     for kv_ratio, line in lines.items():
-        axes.plot([], [], ls=line, color="#444444", label=f"{percent(kv_ratio)} of the checkpoint's KV")
-    axes.axhline(original["loss"], color="#888888", lw=1)
-    axes.legend(fontsize=9, frameon=False, ncols=2)
+        handles[f"{percent(kv_ratio)} of the checkpoint's KV"] = Line2D([], [], ls=line, color=INK)
+    legend_below(figure, handles)
     return figure
 
 
@@ -103,8 +159,8 @@ def curve_figure(curve: Mapping[str, Any]) -> Figure:
         text = f"{point['kv_ratio']:.0%}\n{point['loss_increase']:+.3f}"
         axes.annotate(text, place, xytext=(0, 7), textcoords="offset points", ha="center", fontsize=9)
     original = (curve["kv_bytes_per_token_original"], curve["original_loss"])
-    axes.plot(*original, color="#444444", marker="s", ls="", label="original model")
-    axes.axhline(curve["original_loss"], color="#888888", ls="--", lw=1.2)
+    axes.plot(*original, color=INK, marker="s", ls="", label="original model")
+    axes.axhline(curve["original_loss"], color=MUTED, ls="--", lw=1.2)
     axes.margins(y=0.25)
     axes.legend(fontsize=9, frameon=False)
     return figure

@@ -11,16 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from made_up_inspection import made_up_inspection
 
-from attention.plan import AttentionPlan, LayerPlan
+from attention.plan import AttentionPlan
 from orchestrator.conversion.inspection import inspect_checkpoint
 from orchestrator.reporting.figures import drawing, inspection
-from orchestrator.reporting.inspection_page import build_page, print_inspection
+from orchestrator.reporting.inspection_tables import RECIPE_COLUMNS, lead, print_inspection, recipe_table
+from orchestrator.reporting.pages.inspection_page import build_page
 from search_spaces.planning.context import PlanningContext
 
 SMALL: dict[str, Any] = {
     "kv_ratios": [0.5, 0.3],
-    "compare": ["gqa", "mqa"],
+    "compare": ["gqa", "mqa", "headfold_gqa"],
     "counts": "divisors",
     "recipe_settings": {"allocation.tokens": 256, "allocation.fit_steps": 0},
     "calibration_tokens": 1024,
@@ -52,6 +54,9 @@ def test_what_is_told_of_the_demo_checkpoint(
     found = {(e["recipe"], e["kv_ratio_asked"]): e for e in record["recipes"]}
     assert found["gqa", 0.5]["loss_increase"] > 1
     assert (found["gqa", 0.3]["kv_ratio"], found["mqa", 0.5]["kv_ratio"]) == (0.25, 0.125)
+    fitted = found["headfold_gqa", 0.3]
+    assert fitted["refined"]["loss_increase"] < fitted["loss_increase"]
+    assert not any("refined" in entry for (name, _), entry in found.items() if name != "headfold_gqa")
     for layer in record["similarity"]:
         for side in ("key", "value"):
             raw, aligned = (np.array(layer[side][kind]) for kind in ("raw", "aligned"))
@@ -96,46 +101,6 @@ def test_mistakes_are_found_before_the_model_is_loaded(demo_dir: Path, capfd: py
 # ---- the page -----------------------------------------------------------------------------------------------------
 
 
-def made_up(layers: int, heads: int) -> dict[str, Any]:
-    """A record of random numbers."""
-    rng = np.random.default_rng(0)
-    counts = [str(2**i) for i in range(heads.bit_length() - 1)]
-
-    def matrices() -> dict[str, Any]:
-        return {kind: rng.uniform(-0.5, 0.9, (heads, heads)).round(5).tolist() for kind in ("raw", "aligned")}
-
-    def curve() -> dict[str, float]:
-        return {count: float(rng.uniform(-0.001, 2)) for count in counts}
-
-    one = LayerPlan((0,) * (heads // 2) + tuple(range(1, heads // 2 + 1)), (0,) * heads)
-    plan = AttentionPlan((one,) * layers, 64)
-    budget = {
-        "kv_ratio_asked": 0.3, "kv_ratio": plan.kv_ratio, "kv_bytes_per_token": 2048, "sum_of_increases": 0.2,
-        "key": [heads // 2 + 1] * layers, "value": [1] * layers, "plan": json.loads(plan.to_json()),
-    }  # fmt: skip
-    scored = {"kv_ratio_asked": 0.3, "kv_ratio": 0.25, "kv_bytes_per_token": 2048, "kl": 0.5, "seconds": 75.0}
-    return {
-        "model": "/models/a <b>name</b>", "family": "llama", "layers": layers, "heads": heads, "kv_heads": heads,
-        "head_dim": 64, "kv_bytes_per_token": 8192, "original_loss": 2.2, "eval_tokens": 1024,
-        "calibration_tokens": 512,
-        "recipe": {"name": "headfold", "grouping": "exact", "fusion": "least_squares"}, "seed": 0, "dtype": "float32",
-        "sensitivity": [{"layer": i, "key": curve(), "value": curve()} for i in range(layers)],
-        "similarity": [{"layer": i, "key": matrices(), "value": matrices()} for i in range(layers)],
-        "budgets": [budget],
-        "recipes": [
-            {"recipe": "gqa", "loss": 7.5, "loss_increase": 5.3, **scored},
-            {"recipe": "headfold", "loss": 2.2, "loss_increase": -0.001, **scored},
-            {"recipe": "odd", "kv_ratio_asked": 0.3, "why_not": "cannot be", "seconds": 0.1},
-        ],
-        "agreement": [
-            {"layer": i, "side": side, "moves": 12, "spearman": None, "spread": 0.1}
-            for i in range(layers)
-            for side in ("key", "value")
-        ],
-        "cache": "/tmp/x", "seconds": {"all": 80.0},
-    }  # fmt: skip
-
-
 class Balanced(HTMLParser):
     """Which tags are left open, and the text."""
 
@@ -159,7 +124,7 @@ class Balanced(HTMLParser):
 
 @pytest.mark.parametrize(("layers", "heads"), [(4, 8), (32, 32), (1, 2)])
 def test_the_page_stands_alone_at_any_size(layers: int, heads: int) -> None:
-    page = build_page(made_up(layers, heads))
+    page = build_page(made_up_inspection(layers, heads))
     parser = Balanced()
     parser.feed(page)
     assert parser.open == []
@@ -172,18 +137,29 @@ def test_the_page_stands_alone_at_any_size(layers: int, heads: int) -> None:
     assert ("8 of 32 layers are drawn" in parser.text) == (layers == 32)
 
 
+def test_the_headline_is_a_recipe_with_its_refinement() -> None:
+    record = made_up_inspection(4, 8)
+    told = lead(record)
+    assert "-0.001 by headfold with its refinement" in told and "+0.200" not in told
+    rows = {row[0]: row for row in recipe_table(record).rows}
+    before, after = (RECIPE_COLUMNS.index(name) for name in ("increase before refinement", "loss increase"))
+    assert (rows["headfold"][before], rows["headfold"][after]) == ("+0.200", "-0.001")
+    assert (rows["gqa"][before], rows["gqa"][after]) == ("-", "+5.300")
+    assert rows["odd"][2] == "cannot" and len(rows["odd"]) == len(RECIPE_COLUMNS)
+
+
 def test_numbers_stand_in_the_cells_of_small_models_only() -> None:
-    record = made_up(4, 8)
+    record = made_up_inspection(4, 8)
     record["sensitivity"][0]["key"] = {"1": 1.8349, "2": 0.2345, "4": 0.0042}
-    drawn = drawing.svg(inspection.sensitivity_figure(record))
+    drawn = drawing.svg(inspection.sensitivity_figure(record), "a map")
     assert all(f"<!-- {cell} -->" in drawn for cell in ("1.8", ".23", ".004"))
     deep = copy.deepcopy(record)
     deep["sensitivity"] = [record["sensitivity"][0] | {"layer": i} for i in range(40)]
-    assert "<!-- .004 -->" not in drawing.svg(inspection.sensitivity_figure(deep))
+    assert "<!-- .004 -->" not in drawing.svg(inspection.sensitivity_figure(deep), "a map")
 
 
 def test_nothing_converted_leaves_the_picture_out() -> None:
-    record = made_up(4, 8)
+    record = made_up_inspection(4, 8)
     record["recipes"] = record["recipes"][2:]
     assert inspection.recipes_figure(record) is None
     assert "What each recipe costs" not in build_page(record)

@@ -15,8 +15,8 @@ from attention.families import geometry_of
 from orchestrator.config.schema import load_config, parse_config
 from orchestrator.reporting.figures import course
 from orchestrator.reporting.figures.course import proxy_agreement, seconds_by_phase, spans
+from orchestrator.reporting.pages.report_page import write_report
 from orchestrator.reporting.repeat_command import command_of
-from orchestrator.reporting.report_page import write_report
 from orchestrator.search.candidates import Candidate, named_candidates
 from orchestrator.storage import records
 from orchestrator.storage.paths import SearchFolder

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from orchestrator.reporting.comparison import compare
-from orchestrator.reporting.figures import comparison, measured
+from orchestrator.reporting.figures import comparison, drawing, measured, search
+from orchestrator.reporting.figures.increases import IncreaseAxis
 from orchestrator.storage import records
 from orchestrator.storage.records import TrialRecord, compact
 
@@ -163,3 +164,36 @@ def test_similarity_goes_from_raw_to_aligned_on_either_side() -> None:
 )
 def test_counts_in_short(count: float, told: str) -> None:
     assert compact(count) == told
+
+
+def test_what_is_no_increase_has_a_place_of_its_own_and_its_number() -> None:
+    trials = [trial("gqa", 0, {0: 7.0, 40: 2.4}), trial("dha", 0, {0: 3.0, 40: 1.99}, 0.5)]
+    promoted = [{"loss": 2.05, "kv_bytes_per_token": 2048, "recipe": "gqa"}]
+    figure = search.front_figure(trials, BASE, promoted)
+    axes = figure.axes[0]
+    assert axes.get_yscale() == "log"
+    drawn = {tuple(map(float, place)) for marks in axes.collections for place in marks.get_offsets()}
+    band = max(float(point[1]) for point in axes.patches[0].get_corners())
+    at = {x: y for x, y in drawn if y < band}
+    assert set(at) == {4096.0, 8192.0}  # the trial that is below the original model, and the original model
+    assert sorted(y for x, y in drawn if x == 2048) == pytest.approx([0.05, 0.4])
+    assert {"-0.010", "+0.050"} <= {text.get_text() for text in axes.texts}
+    ticks = dict(zip(axes.get_yticks(), (label.get_text() for label in axes.get_yticklabels()), strict=True))
+    assert ticks[at[8192.0]] == "0 or less" and ticks[0.1] == "+0.1"
+
+
+@pytest.mark.parametrize("increases", [[], [0.0, -1.0], [1e-9], [5.0], [float("inf"), 0.2]])
+def test_an_axis_of_increases_has_a_place_for_all_of_them(increases: list[float]) -> None:
+    figure = search.rungs_figure([trial("gqa", i, {0: 2 + x}) for i, x in enumerate(increases)], BASE)
+    low, high = figure.axes[0].get_ylim()
+    axis = IncreaseAxis(increases)
+    assert 0 < low < axis.floor < high
+    assert all(low < axis.at(x) < high for x in increases if np.isfinite(x))
+    assert [axis.is_none(x) for x in increases] == [x < 1e-4 for x in increases]
+
+
+def test_a_picture_takes_the_colours_of_its_page() -> None:
+    drawn = drawing.svg(search.front_figure([trial("gqa", 0, {0: 7.0})], BASE), "what it shows")
+    assert 'role="img" aria-label="what it shows"' in drawn
+    assert "var(--series-0)" in drawn and "var(--ink)" in drawn
+    assert not [light for light, _ in drawing.THEME.values() if light.lower() in drawn.lower()]

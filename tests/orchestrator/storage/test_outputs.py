@@ -19,8 +19,8 @@ from orchestrator.config.schema import ConfigError
 from orchestrator.conversion.layer_by_layer import stage_of
 from orchestrator.conversion.progress import Stage, check_stage
 from orchestrator.conversion.several_ratios import check_curve
-from orchestrator.reporting.page import render_page
-from orchestrator.reporting.report_page import write_report
+from orchestrator.reporting.pages.page import render_page
+from orchestrator.reporting.pages.report_page import write_report
 from orchestrator.storage.outputs import check_results, write_page, write_result
 from orchestrator.storage.paths import SearchFolder, check_writable
 from orchestrator.storage.records import write_json

@@ -101,7 +101,7 @@ def test_no_name_leads_out_of_the_storage(folder: SearchFolder, name: str) -> No
 def test_records_from_elsewhere_cannot_name_a_path(folder: SearchFolder) -> None:
     save(folder, "x")
     folder.journal.write_text(folder.journal.read_text().replace('"trial": "t1"', '"trial": "../../../etc"'))
-    from orchestrator.reporting.report_page import write_report
+    from orchestrator.reporting.pages.report_page import write_report
 
     folder.original.write_text(json.dumps({"loss": 2.0, "kv_bytes_per_token": 8}))
     with pytest.raises(ConfigError, match="no trial's id"):

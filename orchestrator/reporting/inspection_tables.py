@@ -1,0 +1,111 @@
+"""What `headfold inspect` says of a checkpoint in words and tables, on its page and on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attention.progress import clock
+from orchestrator.reporting.comparison import OF_THE_CHECKPOINT, UNTOLD
+from orchestrator.reporting.console import console
+from orchestrator.reporting.figures.inspection import as_converted
+from orchestrator.reporting.tables import Table
+from orchestrator.storage.records import number, percent, unmet
+
+RECIPE_COLUMNS = (
+    *("recipe", "asked of the checkpoint's KV", "kept", "KV bytes/token", "increase before refinement", "loss"),
+    *("loss increase", "KL", "time"),
+)
+
+
+def lead(record: Mapping[str, Any]) -> str:
+    """What the checkpoint is, where it is sensitive, and the best found, in two or three sentences."""
+    heads = f"{record['heads']} query heads over {record['kv_heads']} KV heads of {record['head_dim']}"
+    text = (
+        f"{record['family']}, {record['layers']} layers of {heads}: {record['kv_bytes_per_token']:,} KV bytes a token, "
+        f"held-out loss {record['original_loss']:.3f} nats a token."
+    )
+    if worst := worst_places(record):
+        increase, side, layer = worst[0]
+        text += f" Most sensitive: the {side}s of layer {layer} ({increase:+.2f} with one head)."
+    for laid_out in record["budgets"]:
+        if (best := best_entry(record, laid_out["kv_ratio_asked"])) is not None:
+            refined = " with its refinement" if "refined" in best else ""
+            text += f" {percent(laid_out['kv_ratio_asked'])} of the checkpoint's KV{unmet(laid_out)}: "
+            text += f"{as_converted(best)['loss_increase']:+.3f} by {best['recipe']}{refined}."
+    return text
+
+
+def best_entry(record: Mapping[str, Any], asked: float) -> Mapping[str, Any] | None:
+    """The entry of the lowest loss at a KV ratio, after refinement where there is one."""
+    mine = [e for e in record["recipes"] if e["kv_ratio_asked"] == asked and "loss_increase" in e]
+    return min(mine, key=lambda entry: as_converted(entry)["loss_increase"], default=None)
+
+
+def worst_places(record: Mapping[str, Any]) -> list[tuple[float, str, int]]:
+    """Increase with the fewest heads, side and layer, the largest first."""
+    return sorted(
+        ((increase, side, layer["layer"]) for layer in record["sensitivity"] for side in ("key", "value")
+         for count, increase in layer[side].items() if count == min(layer[side], key=int)),
+        reverse=True,
+    )  # fmt: skip
+
+
+def recipe_table(record: Mapping[str, Any]) -> Table:
+    """Every recipe at every KV ratio, as `convert` makes it; the lowest loss of each ratio marked."""
+    rows, marked = [], set()
+    for index, entry in enumerate(record["recipes"]):
+        numbers = ["cannot", *["-"] * 5]
+        if "loss_increase" in entry:
+            scores = as_converted(entry)
+            numbers = [
+                percent(entry["kv_ratio"]),
+                f"{entry['kv_bytes_per_token']:,}",
+                number(entry["loss_increase"], "+.3f") if "refined" in entry else UNTOLD,
+                number(scores["loss"]),
+                number(scores["loss_increase"], "+.3f"),
+                number(scores["kl"]),
+            ]
+            if entry is best_entry(record, entry["kv_ratio_asked"]):
+                marked.add(index)
+        rows.append((entry["recipe"], percent(entry["kv_ratio_asked"]), *numbers, clock(entry["seconds"])))
+    return Table(RECIPE_COLUMNS, rows, frozenset(marked), "The lowest loss of each budget: bold.")
+
+
+def agreement_table(record: Mapping[str, Any]) -> Table:
+    """One row a layer: moves, then rank correlation and spread of the losses for keys and for values."""
+    sites = {(site["layer"], site["side"]): site for site in record["agreement"]}
+    rows = []
+    for layer in range(record["layers"]):
+        keys, values = sites[layer, "key"], sites[layer, "value"]
+        both = [x for site in (keys, values) for x in (number(site["spearman"], ".2f"), f"{site['spread']:.2g}")]
+        rows.append((str(layer), str(keys["moves"]), *both))
+    return Table(("layer", "moves", "keys: rank", "keys: spread", "values: rank", "values: spread"), rows)
+
+
+def print_inspection(record: Mapping[str, Any]) -> None:
+    """The same as tables on the terminal."""
+    out = console()
+    out.print(lead(record) + "\n")
+    for side in ("key", "value"):
+        counts = list(record["sensitivity"][0][side])
+        out.print(f"Loss increase when only the {side}s of a layer are fused into so many heads:")
+        rows = [[str(x["layer"]), *(number(x[side].get(c), "+.3f") for c in counts)] for x in record["sensitivity"]]
+        out.print(Table(("layer", *counts), rows).for_terminal(), "\n")
+    out.print("Heads kept in each layer (keys/values), and the sum of the increases:")
+    rows = []
+    for b in record["budgets"]:
+        kept = " ".join(f"{k}/{v}" for k, v in zip(b["key"], b["value"], strict=True))
+        rows.append(
+            [percent(b["kv_ratio"]) + unmet(b), f"{b['kv_bytes_per_token']:,}", f"{b['sum_of_increases']:+.3f}", kept]
+        )
+    columns = (OF_THE_CHECKPOINT, "bytes/token", "sum", "layers from the first")
+    out.print(Table(columns, rows).for_terminal(), "\n")
+    out.print("Each recipe as convert makes it, before training, on held-out text (* lowest of its budget):")
+    out.print(recipe_table(record).for_terminal(star=True))
+    for entry in record["recipes"]:
+        if "why_not" in entry:
+            out.print(f"{entry['recipe']} at {percent(entry['kv_ratio_asked'])}: {entry['why_not']}")
+    if record["agreement"]:
+        out.print("\nRank correlation of the layer-output score with the loss of the whole model:")
+        out.print(agreement_table(record).for_terminal())

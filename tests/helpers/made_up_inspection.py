@@ -1,0 +1,51 @@
+"""What `inspect` measures, made up: for the page alone."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+from attention.plan import AttentionPlan, LayerPlan
+
+
+def made_up_inspection(layers: int, heads: int) -> dict[str, Any]:
+    """A record of random numbers. `layers`, `heads`: of the model."""
+    rng = np.random.default_rng(0)
+    counts = [str(2**i) for i in range(heads.bit_length() - 1)]
+
+    def matrices() -> dict[str, Any]:
+        return {kind: rng.uniform(-0.5, 0.9, (heads, heads)).round(5).tolist() for kind in ("raw", "aligned")}
+
+    def curve() -> dict[str, float]:
+        return {count: float(rng.uniform(-0.001, 2)) for count in counts}
+
+    one = LayerPlan((0,) * (heads // 2) + tuple(range(1, heads // 2 + 1)), (0,) * heads)
+    plan = AttentionPlan((one,) * layers, 64)
+    budget = {
+        "kv_ratio_asked": 0.3, "kv_ratio": plan.kv_ratio, "kv_bytes_per_token": 2048, "sum_of_increases": 0.2,
+        "key": [heads // 2 + 1] * layers, "value": [1] * layers, "plan": json.loads(plan.to_json()),
+    }  # fmt: skip
+    scored = {"kv_ratio_asked": 0.3, "kv_ratio": 0.25, "kv_bytes_per_token": 2048, "kl": 0.5, "seconds": 75.0}
+    refined = {"loss": 2.199, "loss_increase": -0.001, "kl": 0.1}
+    return {
+        "model": "/models/a <b>name</b>", "family": "llama", "layers": layers, "heads": heads, "kv_heads": heads,
+        "head_dim": 64, "kv_bytes_per_token": 8192, "original_loss": 2.2, "eval_tokens": 1024,
+        "calibration_tokens": 512,
+        "recipe": {"name": "headfold", "grouping": "exact", "fusion": "least_squares"}, "seed": 0, "dtype": "float32",
+        "sensitivity": [{"layer": i, "key": curve(), "value": curve()} for i in range(layers)],
+        "similarity": [{"layer": i, "key": matrices(), "value": matrices()} for i in range(layers)],
+        "budgets": [budget],
+        "recipes": [
+            {"recipe": "gqa", "loss": 7.5, "loss_increase": 5.3, **scored},
+            {"recipe": "headfold", "loss": 2.4, "loss_increase": 0.2, "refined": refined, **scored},
+            {"recipe": "odd", "kv_ratio_asked": 0.3, "why_not": "cannot be", "seconds": 0.1},
+        ],
+        "agreement": [
+            {"layer": i, "side": side, "moves": 12, "spearman": None, "spread": 0.1}
+            for i in range(layers)
+            for side in ("key", "value")
+        ],
+        "cache": "/tmp/x", "seconds": {"all": 80.0},
+    }  # fmt: skip
