@@ -89,7 +89,7 @@ def _build_page(
     if trials and original:
         candidates = records.without_probes(trials)
         by_kv_ratio = [
-            f"{percent(ratio)} of the checkpoint's KV: {t.loss:.3f} ({t.loss - original['loss']:+.3f}) by {t.recipe}"
+            f"{percent(ratio)} of the checkpoint's KV: {t.loss:.3f} ({t.loss - original['loss']:+.3f}) by {t.label}"
             for ratio, t in best_per_budget(candidates).items()
         ]
         lead = (
@@ -104,7 +104,7 @@ def _build_page(
             sections = [*_arm_sections(rows, original), *_measured_sections(candidates), *promotion]
             sections += [_uneven_plans(folder, rows), every]
         else:
-            best = {f"{t.recipe} {percent(ratio)}": t.trial_id for ratio, t in best_per_budget(candidates).items()}
+            best = {t.name: t.trial_id for t in best_per_budget(candidates).values()}
             sections = [
                 Section("Quality against KV cache", front_picture),
                 *promotion,
@@ -136,7 +136,7 @@ def _measured_sections(trials: Sequence[TrialRecord]) -> list[Section]:
 
 def _uneven_plans(folder: SearchFolder, rows: Sequence[Row]) -> Section:
     """Of the arms whose layers keep different counts of heads."""
-    ids = {f"{r['recipe']} {percent(r['kv_ratio'])}": r["trial_ids"][0] for r in rows if r["trial_ids"]}
+    ids = {f"{r['label']} · {percent(r['kv_ratio'])}": r["trial_ids"][0] for r in rows if r["trial_ids"]}
     uneven = {
         name: plan
         for name, plan in _plans(folder, ids).items()
@@ -177,7 +177,7 @@ def _again_section(folder: SearchFolder, trials: Sequence[TrialRecord]) -> Secti
     """Of each point of the front: what it was, its digests, and the command that makes it again."""
     points = [
         {
-            "summary": f"{t.recipe}, {percent(t.kv_ratio)} of the checkpoint's KV: {number(t.loss)}",
+            "summary": f"{t.name}: {number(t.loss)}",
             "facts": {
                 "learning rate": f"{t.learning_rate:g}",
                 "seed": UNTOLD if t.seed is None else str(t.seed),

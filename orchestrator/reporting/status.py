@@ -101,7 +101,7 @@ def read_status(folder: SearchFolder, now: datetime | None = None) -> View:
         money_left=None if price is None or left is None else price * left,
         original_loss=original.get("loss"),
         front=[_point(t, original.get("loss")) for t in front(so_far)],
-        failures=[f"{t.recipe} {percent(t.kv_ratio)}: {t.error}" for t in trials if t.status == records.FAILED],
+        failures=[f"{t.name}: {t.error}" for t in trials if t.status == records.FAILED],
         promotion=dict(Counter(entry["status"] for entry in promotion.get("candidates", {}).values())),
         waits_for=(records.waits_for(folder.waiting) or None) if running else None,
     )
@@ -163,6 +163,7 @@ def _point(trial: TrialRecord, original_loss: float | None) -> dict[str, Any]:
     return {
         "trial_id": trial.trial_id,
         "recipe": trial.recipe,
+        "label": trial.label,
         "kv_ratio": trial.kv_ratio,
         "kv_bytes_per_token": trial.kv_bytes_per_token,
         "step": trial.step,
@@ -206,7 +207,7 @@ def picture(view: View) -> Group:
     parts: list[Any] = [Text(view.name, style="bold"), facts_table(facts(view)).for_terminal(show_header=False)]
     if view.front:
         rows = [
-            (p["recipe"], percent(p["kv_ratio"]), str(p["kv_bytes_per_token"]), str(p["step"]), number(p["loss"]),
+            (p["label"], percent(p["kv_ratio"]), str(p["kv_bytes_per_token"]), str(p["step"]), number(p["loss"]),
              number(p["loss_increase"], "+.3f"))
             for p in view.front[:POINTS]
         ]  # fmt: skip
