@@ -60,6 +60,7 @@ for verb in (
     training.train,
     evaluating.evaluate,
     searches.watch,
+    searches.ui,
     searches.promote,
     checkpoints.export,
     inspecting.inspect,
