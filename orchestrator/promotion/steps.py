@@ -31,10 +31,12 @@ from orchestrator.promotion.state import (
     PromotionState,
 )
 from orchestrator.promotion.training import Training, best_model, run_all
+from orchestrator.reporting.base_model import base_of
 from orchestrator.search.prepare import SearchSession
 from orchestrator.storage import records
 from orchestrator.storage.records import TrialRecord, write_json
 from orchestrator.tracking.described import NOTE, datasets_of, params_of
+from orchestrator.tracking.logged_model import write_mlmodel
 from orchestrator.tracking.metrics import point
 from orchestrator.tracking.runs import Dataset, TrackingError
 from orchestrator.tracking.sync import Run
@@ -172,6 +174,8 @@ class PromotionSteps:
         entry.lineage = lineage_of(entry, self.trials[entry.trial_id], digests, self.session)
         if entry.model is not None:
             write_json(Path(entry.model) / LINEAGE, entry.lineage)
+            if entry.plain and not entry.reasons:
+                write_mlmodel(entry.model, str(base_of(entry.lineage["model"]["path"])["base"]))
             for written in filter(None, (entry.model, entry.served)):
                 if not entry.reasons:
                     write_promoted_card(entry, self.session.config, self.session.folder.original, written)

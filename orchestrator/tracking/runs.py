@@ -1,4 +1,4 @@
-"""MLflow, and the only file that knows of it. The driver is the single writer.
+"""MLflow; only this file and `logged_model.py` know of it. The driver is the single writer.
 
 One parent run a search, one child a trial (by the tag `mlflow.parentRunId`), one level; `orchestrator.tracking.sync`
 keeps them up to date. Metrics are series over training steps; plans, pictures and reports are artifacts; checkpoints
@@ -17,9 +17,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
+from urllib.request import url2pathname
 
 from attention.messages import reason
 from orchestrator.storage.records import COPY, DONE, ENDED, FAILED, KILLED, RUNNING, STOPPED, WAITING
+from orchestrator.tracking.logged_model import MLMODEL
 
 ERROR_LENGTH = 4000
 PARAM_LENGTH = 500
@@ -215,12 +218,41 @@ class Tracker:
                 if known.tags.get("folder") == place:
                     return str(known.version)
             labels = {key: str(value) for key, value in tags.items()} | {"folder": place}
-            source = place
-            if self.uri.startswith(("http://", "https://")):  # a server takes no bare local folder
+            server, model, source = self.uri.startswith(("http://", "https://")), None, place
+            if (Path(folder) / MLMODEL).is_file():
+                model, source = self._logged_model(name, Path(folder), run_id, labels, upload=server)
+            elif server:  # which takes no bare local folder
                 self.client.log_artifacts(run_id, place, "model")
                 source = f"{self.client.get_run(run_id).info.artifact_uri}/model"
             made = self.client.create_model_version(name, source, run_id=run_id, tags=labels, description=description)
+            if model is not None:
+                versions = [{"name": name, "version": made.version}]
+                self.client.set_logged_model_tags(model.model_id, {"mlflow.modelVersions": json.dumps(versions)})
             return str(made.version)
+
+    def _logged_model(
+        self, name: str, folder: Path, run_id: str, tags: dict[str, str], upload: bool
+    ) -> tuple[Any, str]:
+        """The logged model of a run, made once, and where a version of it is loaded from. Its weights are uploaded to a
+        server; a store on this machine has links to them, and a place to write notes to that is not the checkpoint."""
+        from mlflow.entities import LoggedModelOutput
+
+        mine = f"source_run_id = '{run_id}'"
+        known = [m for m in self.client.search_logged_models([self.experiment_id], mine) if m.tags.get("folder")]
+        named = re.sub(r"[/:.%\"']", "-", name)
+        model = next((m for m in known if m.tags["folder"] == str(folder)), None) or self.client.create_logged_model(
+            self.experiment_id, named, source_run_id=run_id, tags=tags, model_type="transformers"
+        )
+        source = model.artifact_location
+        if upload:
+            self.client.log_model_artifacts(model.model_id, str(folder))
+        else:
+            local = urlparse(source).scheme in ("", "file")
+            source = str(_linked(Path(url2pathname(urlparse(source).path)), folder) if local else folder)
+        if model.model_id not in {m.model_id for m in self.client.get_run(run_id).outputs.model_outputs}:
+            self.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
+        self.client.finalize_logged_model(model.model_id, "READY")
+        return model, source
 
     def holder(self, name: str, alias: str) -> str | None:
         """The version that an alias points to; None if it points nowhere. Raises TrackingError."""
@@ -251,6 +283,20 @@ def is_away(error: Exception) -> bool:
         return error.error_code not in REFUSED
     of = type(error).__module__.partition(".")[0]
     return isinstance(error, OSError) or of in ("requests", "urllib3", "sqlalchemy")
+
+
+def _linked(place: Path, folder: Path) -> Path:
+    """Fill `place` with hard links to the files of a folder: MLflow follows no link that leads out of it. On another
+    file system, or one without links: the folder itself."""
+    try:
+        for one in (path for path in folder.rglob("*") if path.is_file()):
+            link = place / one.relative_to(folder)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            if not link.exists():
+                link.hardlink_to(one)
+    except OSError:
+        return folder
+    return place
 
 
 def _last_part(source: str) -> str:
