@@ -48,8 +48,7 @@ demo: $(STAMP) ## search, promote and export on the demo checkpoint, then load t
 
 ui: $(STAMP) ## show the demo's runs in MLflow on the loopback address
 	@test -f $(DEMO)/mlflow.db || { echo "ui: $(DEMO)/mlflow.db does not exist; run 'make demo' first"; exit 1; }
-	@echo "ui: http://127.0.0.1:$(UI_PORT)  (Ctrl-C ends it)"
-	@$(BIN)/mlflow server --host 127.0.0.1 --port $(UI_PORT) --workers 1 --backend-store-uri sqlite:///$(DEMO)/mlflow.db
+	@$(BIN)/headfold ui $(DEMO)/demo --port $(UI_PORT)
 
 # One thread a process: the tests and what they start already want more than a core each.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25

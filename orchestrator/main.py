@@ -92,6 +92,7 @@ for verb in (
     training.finetune,
     evaluating.evaluate,
     searches.watch,
+    searches.ui,
     searches.promote,
     checkpoints.export,
     inspecting.inspect,

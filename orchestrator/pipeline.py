@@ -24,6 +24,7 @@ from orchestrator.cluster.session import connected, on_head
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.promotion.promote import promote
 from orchestrator.reporting import console
+from orchestrator.reporting.base_model import base_of
 from orchestrator.reporting.comparison import compare
 from orchestrator.reporting.figures.drawing import save_png
 from orchestrator.reporting.figures.search import front_figure, rungs_figure
@@ -47,6 +48,8 @@ from orchestrator.storage.mirror import is_remote, mirrored
 from orchestrator.storage.paths import SearchFolder, in_ray_job, storage_path
 from orchestrator.storage.records import best_per_budget, read_json, waits_for, write_json
 from orchestrator.storage.trust import warn_of_pickles
+from orchestrator.tracking.described import shared_of
+from orchestrator.tracking.metrics import best_point, point
 from orchestrator.tracking.runs import Tracker, default_uri, redact
 from orchestrator.tracking.sync import MlflowSync, Run, parent_run
 
@@ -85,7 +88,8 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
                     splits = ", ".join(prepared.reused)
                     print(f"texts    {splits}: tokenised already, in {prepared.texts.cache}", flush=True)
                 connect = partial(Tracker.open, uri, config.tracking.experiment, storage)
-                mlflow = MlflowSync(connect, _run_of(config, folder, records.RUNNING), opened)
+                shared = shared_of(config, folder, prepared.texts.folders, base_of(config.model.path)["base"])
+                mlflow = MlflowSync(connect, _run_of(config, folder, records.RUNNING), opened, shared)
                 _keep_id(folder, mlflow)
                 announce(config, folder, parallel)
                 outcome = _run_to_end(config, prepared, folder, mlflow, parallel)
@@ -197,20 +201,20 @@ def _run_of(config: SearchConfig, folder: SearchFolder, status: str) -> Run:
     state, points = read_json(folder.state), []
     if folder.original.exists():
         original, began = read_json(folder.original), datetime.fromisoformat(state["started"]).timestamp()
-        measured = {"original_loss": original["loss"], "kv_bytes_per_token_original": original["kv_bytes_per_token"]}
-        points.append(measured | {"step": 0, "time": began})
+        measured = {f"original_{name}": original[name] for name in ("loss", "kv_bytes_per_token")}
+        points.append(point(measured, 0, began))
         for ratio, trial in best_per_budget(load_trials(folder.root)).items():
-            increase = trial.loss - original["loss"]
-            best = {f"best_loss_kv{ratio:.3g}": trial.loss, f"best_loss_increase_kv{ratio:.3g}": increase}
-            points.append(best | {"step": 0, "time": trial.last["timestamp"]})
-    files = [folder.snapshot, folder.root / "front.png", folder.root / "rungs.png", folder.report]
+            points.append(best_point({ratio: trial.loss}, original["loss"], 0, trial.last["timestamp"]))
+    pictures = [folder.root / "front.png", folder.root / "rungs.png"]
+    files = [folder.snapshot, folder.versions, *pictures, folder.report]
     if status != records.RUNNING:
         files.append(folder.journal)
-    params = config.model_dump(mode="json")
+    params = _record(config)
     of_run = {
         "waits_for": waits_for(folder.waiting),
         "status": status,
         "run_id": state.get("parent_run"),
+        "started": datetime.fromisoformat(state["started"]).timestamp(),
         "params": params,
         "points": points,
         "files": files,

@@ -131,3 +131,14 @@ def report(
     print_comparison(written["comparison"])
     print(f"report: {written['report']}")
     options.finish(written, json)
+
+
+def ui(
+    search: Annotated[Path, typer.Argument(help="Folder of a search, e.g. runs/demo/demo.")],
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Of this machine's loopback address.")] = 5000,
+) -> None:
+    """Open a search's runs in MLflow, at http://127.0.0.1:PORT, until Ctrl-C."""
+    from orchestrator.storage.paths import SearchFolder
+    from orchestrator.tracking.page import serve_page
+
+    serve_page(SearchFolder.existing(search), port)

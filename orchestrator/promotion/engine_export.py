@@ -32,7 +32,7 @@ def check_engine(entry: Entry, name: str) -> None:
     entry.checks |= {"target": name, "engine_kv_heads": list(record["kv_heads"])}
     if missing is not None:
         entry.checks["engine"] = f"not checked: {missing}"
-        print(f"promotion: {entry.recipe} {entry.kv_ratio:.0%}: {name} not loaded in its engine: {missing}", flush=True)
+        print(f"promotion: {entry.name}: {name} not loaded in its engine: {missing}", flush=True)
         return
     check: dict[str, Any] = record["check"]
     entry.checks |= {"engine": check["engine"]} | {f"engine_{key}": check[key] for key in TOLD}

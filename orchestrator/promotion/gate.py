@@ -43,7 +43,7 @@ def check_candidate(entry: Entry, session: SearchSession) -> dict[str, str]:
     config = session.config
     section = config.promotion.model_copy(update={"tasks": placed(config.promotion.tasks)})
     config = config.model_copy(update={"promotion": section})  # the task may run in another folder
-    what = f"gate of {entry.recipe} {entry.kv_ratio:.0%}"
+    what = f"gate of {entry.name}"
     seen, digests = on_cluster(task_options(config), what, examine, entry, config, session.folder, session.context)
     vars(entry).update(vars(seen))
     return digests

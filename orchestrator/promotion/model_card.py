@@ -24,7 +24,7 @@ def write_promoted_card(entry: Entry, config: SearchConfig, original: Path, fold
         f"baseline {config.search.baseline}, trained for as many steps at most": entry.baseline_loss,
     }
     facts = CardFacts(
-        recipe=entry.recipe,
+        recipe=entry.label,
         kv_ratio=entry.kv_ratio,
         losses={name: loss for name, loss in known.items() if loss is not None},
         tasks=entry.measured.get("tasks", {}),

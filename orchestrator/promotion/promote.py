@@ -22,6 +22,7 @@ from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.promotion.state import BASELINE, PROMOTED, Entry, PromoteOutcome, PromotionState
 from orchestrator.promotion.steps import PromotionSteps
 from orchestrator.reporting import console
+from orchestrator.reporting.base_model import base_of
 from orchestrator.search.leftovers import best_of_recipe, select
 from orchestrator.search.prepare import SearchSession, trial_context
 from orchestrator.search.validation import validate_search
@@ -32,6 +33,7 @@ from orchestrator.storage.mirror import mirrored
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import TrialRecord, read_json, waits_for
 from orchestrator.storage.trust import warn_of_pickles
+from orchestrator.tracking.described import shared_of
 from orchestrator.tracking.runs import Tracker
 from orchestrator.tracking.sync import MlflowSync, Run, parent_run
 
@@ -53,7 +55,8 @@ def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int |
         original = read_json(folder.original)
         context = trial_context(config, prepared, folder, original)
         connect = partial(Tracker.open, config.tracking.uri, config.tracking.experiment, folder.storage)
-        mlflow = MlflowSync(connect, _parent(folder))
+        shared = shared_of(config, folder, prepared.texts.folders, base_of(original["model"])["base"])
+        mlflow = MlflowSync(connect, _parent(folder), shared=shared)
         reused = pool_of_search(config, folder, original.get("parameters", 0))
         with waiting_told(config, folder, mlflow, partial(_parent, folder)), reused as pool:
             session = SearchSession(config, folder, replace(context, pool=pool), mlflow, parallel)
@@ -141,7 +144,7 @@ def promote(session: SearchSession, chosen: Sequence[TrialRecord] | None = None)
     step = PromotionSteps(session, state, {t.trial_id: t for t in trials})
     total = session.context.rungs[-1] + config.promotion.steps
     for trial in chosen:
-        state.add(state.candidates, trial.trial_id, Entry(trial.trial_id, trial.recipe, trial.kv_ratio, total))
+        state.add(state.candidates, trial.trial_id, Entry.of(trial, total))
     _add_baselines(state, trials, config, total)
     step.save()
     step.catch_up()
@@ -159,7 +162,7 @@ def _add_baselines(state: PromotionState, trials: Sequence[TrialRecord], config:
     baselines = best_of_recipe(trials, config.search.baseline)
     for budget in {entry.kv_ratio for entry in state.candidates.values()}:
         if (best := baselines.get(budget)) is not None:
-            fresh = Entry(best.trial_id, best.recipe, budget, total, role=BASELINE)
+            fresh = Entry.of(best, total, BASELINE)
             state.add(state.baselines, f"{budget:g}", fresh)
 
 

@@ -120,7 +120,7 @@ def register(entry: Entry, session: SearchSession, tracker: Tracker) -> None:
     loads_in = "stock transformers" if entry.plain else "Headfold's own format, not stock transformers"
     tags |= {"format": loads_in, **gate_tags(entry), **lineage_tags(entry.lineage)}
     share = f"{percent(entry.kv_ratio)} of the original's KV cache"
-    description = f"{entry.recipe} at {share}, from search {session.folder.root.name}"
+    description = f"{entry.label} at {share}, from search {session.folder.root.name}"
     name = model_name(session.config)
     entry.version = tracker.register(name, entry.model, entry.run_id, tags=tags, description=description)
     entry.status = REGISTERED

@@ -11,7 +11,7 @@ from orchestrator.promotion.promote import asked
 from orchestrator.promotion.state import PromotionState
 from orchestrator.search.estimate import in_hours, training_rate
 from orchestrator.search.validation import rehearse_search
-from orchestrator.storage.records import compact, percent
+from orchestrator.storage.records import compact
 
 
 def rehearse_promotion(search: str | Path, *, trials: Iterable[str] = (), top: int | None = None) -> dict[str, str]:
@@ -29,7 +29,7 @@ def rehearse_promotion(search: str | Path, *, trials: Iterable[str] = (), top: i
     rate, source = training_rate(model, train, length, Size.of(model), config.resources.tokens_per_second)
     hours = f", about {in_hours(tokens / rate / train.num_workers / 3600)} one after the other" if rate else ""
     return {
-        "promote": ", ".join(f"{t.trial_id} ({t.recipe} at {percent(t.kv_ratio)})" for t in chosen),
+        "promote": ", ".join(f"{t.trial_id} ({t.name})" for t in chosen),
         "trainings": f"{trainings} not begun yet, the baseline's included, of {steps} steps: {compact(tokens)} tokens",
         "rate": f"{rate:.0f} tokens/s a worker, {source}{hours}" if rate else source,
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrator.config.parsing import ConfigError
 from orchestrator.reporting.promoted_models import promoted_models
-from orchestrator.storage.records import read_json, write_json
+from orchestrator.storage.records import TrialRecord, percent, read_json, write_json
 
 PENDING, TRAINED, PASSED, REGISTERED = "pending", "trained", "passed", "registered"
 PROMOTED, REFUSED, FAILED = "promoted", "refused", "failed"
@@ -29,7 +29,8 @@ class Entry:
     the same, if stock transformers loads it (`plain`); `served`: the same model for the engine of `search.target`.
     `measured`: tasks, generated text and long contexts, where asked for, of `checkpoint`, `original` and `baseline`, as
     the verb `evaluate` records them; `baseline_folder`: the weights of that baseline.
-    `trained_at`: when the training was over, in seconds since 1970.
+    `trained_at`: when the training was over, in seconds since 1970. `name`, `label`: of the trial and its recipe, as
+    people read them.
     """
 
     trial_id: str
@@ -64,6 +65,17 @@ class Entry:
     model_uri: str | None = None
     run_id: str | None = None
     trained_at: float | None = None
+    name: str = ""
+    label: str = ""
+
+    def __post_init__(self) -> None:
+        self.label = self.label or self.recipe
+        self.name = self.name or f"{self.label} · {percent(self.kv_ratio)}"
+
+    @classmethod
+    def of(cls, trial: TrialRecord, steps: int, role: str = CANDIDATE) -> Entry:
+        """Of a trial that is to be trained to so many steps."""
+        return cls(trial.trial_id, trial.recipe, trial.kv_ratio, steps, role, name=trial.name, label=trial.label)
 
     @property
     def compared(self) -> dict[str, float | int | None]:

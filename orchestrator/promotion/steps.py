@@ -7,6 +7,7 @@ import json
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -30,10 +31,14 @@ from orchestrator.promotion.state import (
     PromotionState,
 )
 from orchestrator.promotion.training import Training, best_model, run_all
+from orchestrator.reporting.base_model import base_of
 from orchestrator.search.prepare import SearchSession
 from orchestrator.storage import records
 from orchestrator.storage.records import TrialRecord, write_json
-from orchestrator.tracking.runs import TrackingError
+from orchestrator.tracking.described import NOTE, datasets_of, params_of
+from orchestrator.tracking.logged_model import write_mlmodel
+from orchestrator.tracking.metrics import point
+from orchestrator.tracking.runs import Dataset, TrackingError
 from orchestrator.tracking.sync import Run
 from trainers.jobs.checkpoints import CheckpointStore
 
@@ -96,7 +101,7 @@ class PromotionSteps:
             entry.original_loss = self.session.context.original_loss
             if best.step == 0:
                 words = f"no training made it better; what counts is the {best.what}"
-                print(f"promotion: {training.label}: {words}", flush=True)
+                print(f"promotion: {training.trial.name}: {words}", flush=True)
         self.save()
         self._tell(entry)
 
@@ -118,10 +123,14 @@ class PromotionSteps:
             tags["promotion_attempt"] = again + 1
         training, texts = Training.of(self.trials[trial_id], steps, self.session), {}
         reports = training.reports()
-        points = [{k: v for k, v in r.items() if not k.startswith("best_")} for r in reports] + training.curve()
+        original = self.session.context.original_loss
+        points = [point(_of_report(r, original), r["step"], r["time"]) for r in (*reports, *training.curve())]
         if entry.trained_at is not None:
-            compared = entry.compared | {"best_loss": entry.loss, "loss": entry.last_loss}
-            points.append(compared | metrics_of(entry) | {"step": steps, "time": entry.trained_at})
+            values = entry.compared | {"best_loss": entry.loss} | metrics_of(entry)
+            if not reports:  # the trial had got there before
+                values |= _of_report({"loss": entry.last_loss}, original)
+            values |= {"kv_bytes_per_token": entry.kv_bytes_per_token or self.trials[trial_id].kv_bytes_per_token}
+            points.append(point(values, steps, entry.trained_at))
         if entry.shipped is not None:
             tags["shipped"] = entry.shipped
         if entry.status == FAILED:
@@ -137,7 +146,21 @@ class PromotionSteps:
             tags |= {"gate": PROMOTED, "version": entry.version}
         over = entry.status in (REFUSED, PROMOTED) or (entry.role == BASELINE and entry.status == TRAINED)
         status = records.FAILED if entry.status == FAILED else records.DONE if over else records.RUNNING
-        return Run(f"promote {entry.recipe} {entry.kv_ratio:g}", tags, status, {}, points, texts)
+        trial = self.trials[trial_id]
+        params = params_of(trial) | training.params | {"promotion_steps": steps}
+        what = (
+            f"Full training of trial `{trial_id}` as {entry.role} of a promotion: {entry.name} of the checkpoint's KV"
+        )
+        tags[NOTE] = f"{what}.\n\nShipped: {entry.shipped}." if entry.shipped else f"{what}."
+        files = [self.session.folder.trial(trial_id) / "plan.json"]
+        files += [Path(entry.model) / "README.md"] if entry.model else []
+        return Run(f"{entry.name} · {entry.role}", tags, status, params, points, texts, files, self._datasets())
+
+    def _datasets(self) -> list[Dataset]:
+        """The texts of a promotion, whose training text may be its own."""
+        context = self.session.context
+        files = {"train": context.promotion_file or context.train_file, "eval": context.eval_file}
+        return datasets_of(self.session.config, files | {"calibration": context.calibration_file}, promotion=True)
 
     def check(self, entry: Entry) -> None:
         """The gate, for a trained candidate; what it refuses is kept with the reasons."""
@@ -151,6 +174,8 @@ class PromotionSteps:
         entry.lineage = lineage_of(entry, self.trials[entry.trial_id], digests, self.session)
         if entry.model is not None:
             write_json(Path(entry.model) / LINEAGE, entry.lineage)
+            if entry.plain and not entry.reasons:
+                write_mlmodel(entry.model, str(base_of(entry.lineage["model"]["path"])["base"]))
             for written in filter(None, (entry.model, entry.served)):
                 if not entry.reasons:
                     write_promoted_card(entry, self.session.config, self.session.folder.original, written)
@@ -182,3 +207,10 @@ class PromotionSteps:
             if entry.status == PROMOTED:
                 entry.reasons = []
                 self._tell(entry)
+
+
+def _of_report(report: dict[str, Any], original: float) -> dict[str, Any]:
+    """A report with the increase of its loss over the original model's, and without the best so far, which has a point
+    of its own at the end."""
+    values = {key: value for key, value in report.items() if not key.startswith("best_")}
+    return values | ({} if values.get("loss") is None else {"loss_increase": values["loss"] - original})

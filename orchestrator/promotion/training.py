@@ -40,10 +40,6 @@ class Training:
     job: TrainJob | None
     before: int = 0
 
-    @property
-    def label(self) -> str:
-        return f"{self.trial.recipe} {self.trial.kv_ratio:.0%}"
-
     @classmethod
     def of(cls, trial: TrialRecord, total: int, session: SearchSession) -> Training:
         """Continue from the trial's last training checkpoint; where that is gone (`orchestrator.search.leftovers`), or
@@ -81,6 +77,12 @@ class Training:
         steps = [step - before for step in milestones(start, total, section.evaluations)]
         job = context.job(f"promote-{target.name}", model, target / "trained", candidate, steps, **more)
         return cls(trial, total, start, job, before)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """With which it trains; none where nothing is left to train."""
+        settings = self.job.settings if self.job else None
+        return {} if settings is None else {"learning_rate": settings.learning_rate, "batch_size": settings.batch_size}
 
     def reports(self) -> list[dict[str, Any]]:
         """The milestones so far, in steps of the trial: those of a relaxation before it count."""
@@ -126,25 +128,27 @@ def run_all(
         while waiting and len(running) < session.parallel:
             training = waiting.pop(0)
             running[task.remote(training.job, session.context.pool)] = training
-            print(f"promotion: {training.label} goes on from step {training.start} to {training.total}", flush=True)
+            print(
+                f"promotion: {training.trial.name} goes on from step {training.start} to {training.total}", flush=True
+            )
         finished, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)
         for training in running.values():
             going_on(training)
         for reference in finished:
             training = running.pop(reference)
-            label = training.label
+            name = training.trial.name
             try:
                 loss, error = ray.get(reference), None
-                print(f"promotion: {label}: loss {loss:.3f} after {training.total} steps", flush=True)
+                print(f"promotion: {name}: loss {loss:.3f} after {training.total} steps", flush=True)
             except Exception as failure:
                 loss, error = None, last_error(f"{type(failure).__name__}: {failure}")  # the cause that Ray wraps
                 at = lost_at.setdefault(training.trial.trial_id, [])
                 at.append(training.newest_step())
                 if lost(failure) and at.count(at[-1]) <= LOSSES:
-                    print(f"promotion: {label} has lost its machines and starts again: {error}", flush=True)
+                    print(f"promotion: {name} has lost its machines and starts again: {error}", flush=True)
                     waiting.append(training)
                     continue
-                print(f"promotion: {label} failed: {error}", flush=True)
+                print(f"promotion: {name} failed: {error}", flush=True)
             done(training, loss, error)
 
 

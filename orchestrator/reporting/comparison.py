@@ -49,11 +49,11 @@ def compare(trials: Sequence[TrialRecord], original: Mapping[str, Any]) -> list[
     of its own) was measured there and none of its trials failed; the best one has the lowest mean held-out loss at the
     highest such step (the smaller rate if two are equal). A row has:
 
-    recipe, kv_ratio, kv_bytes_per_token; learning_rate: the best, None if no rate has all seeds; seeds: how many it
-    has; seeds_asked: how many it should have; steps, tokens: at which the row compares; last: whether that is the last
-    rung that any trial has reached; loss and untrained (step 0): `{mean, sd, n}` in nats a token; increase: mean loss
-    over the original model; cost: mean of `TrialRecord.cost`; remaining_distance: `{mean, sd, n}` of what
-    `TrialRecord` says of the pairs of a pull.
+    recipe, label (the recipe as it is shown), kv_ratio, kv_bytes_per_token; learning_rate: the best, None if no rate
+    has all seeds; seeds: how many it has; seeds_asked: how many it should have; steps, tokens: at which the row
+    compares; last: whether that is the last rung that any trial has reached; loss and untrained (step 0): `{mean, sd,
+    n}` in nats a token; increase: mean loss over the original model; cost: mean of `TrialRecord.cost`;
+    remaining_distance: `{mean, sd, n}` of what `TrialRecord` says of the pairs of a pull.
 
     curve: the best rate's `{step, tokens, mean, sd, n}` at each of its rungs; rungs: the same with the rate that is
     best at that rung, and its `learning_rate`; rates: `{learning_rate, mean, sd, n}` of every rate at the row's steps,
@@ -92,6 +92,7 @@ def _row(arm: Sequence[TrialRecord], seeds: Sequence[int | None], last: int, ori
     sizes = [t.kv_bytes_per_token for t in chosen or arm if t.kv_bytes_per_token is not None]
     return {
         "recipe": arm[0].recipe,
+        "label": arm[0].label,
         "kv_ratio": arm[0].kv_ratio,
         "kv_bytes_per_token": round(statistics.fmean(sizes)) if sizes else None,
         "learning_rate": best and best["learning_rate"],
@@ -170,7 +171,7 @@ def cells(row: Row) -> tuple[str, ...]:
     """A row as text, one cell for each of `COLUMNS`. A star marks a row that compares before the last rung."""
     steps = row["steps"]
     return (
-        row["recipe"],
+        row["label"],
         percent(row["kv_ratio"]),
         _mean_and_sd(row["loss"]),
         number(row["loss_increase"], "+.3f"),

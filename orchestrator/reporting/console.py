@@ -11,7 +11,7 @@ from orchestrator.reporting import comparison
 from orchestrator.reporting.promoted_models import lines_of, promoted_models
 from orchestrator.reporting.tables import PROMOTION, comparison_table, promotion_table, trial_table
 from orchestrator.storage import records
-from orchestrator.storage.records import TrialRecord, percent
+from orchestrator.storage.records import TrialRecord
 
 PAGE_ONLY = ("seed", "KL", "time", "trial", "error")  # columns of trials that a terminal has no room for
 
@@ -30,8 +30,7 @@ def print_trials(trials: Sequence[TrialRecord], original: Mapping[str, Any]) -> 
         out.print(note, markup=False)
     for trial in (t for t in trials if t.status == records.FAILED):
         trace = f" (trace: {trial.error_log})" if trial.error_log else ""
-        which = f"{trial.recipe}, {percent(trial.kv_ratio)} of the checkpoint's KV"
-        print(f"trial {trial.trial_id} ({which}) failed: {trial.error}{trace}")
+        print(f"trial {trial.trial_id} ({trial.name}) failed: {trial.error}{trace}")
 
 
 def print_comparison(rows: Sequence[comparison.Row]) -> None:

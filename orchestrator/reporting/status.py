@@ -102,7 +102,7 @@ def read_status(folder: SearchFolder, now: datetime | None = None) -> View:
         money_left=None if price is None or left is None else price * left,
         original_loss=original.get("loss"),
         front=[_point(t, original.get("loss")) for t in front(so_far)],
-        failures=[f"{t.recipe} {percent(t.kv_ratio)}: {t.error}" for t in trials if t.status == records.FAILED],
+        failures=[f"{t.name}: {t.error}" for t in trials if t.status == records.FAILED],
         promotion=dict(Counter(entry["status"] for entry in promotion.get("candidates", {}).values())),
         waits_for=(records.waits_for(folder.waiting) or None) if running else None,
     )
@@ -164,6 +164,7 @@ def _point(trial: TrialRecord, original_loss: float | None) -> dict[str, Any]:
     return {
         "trial_id": trial.trial_id,
         "recipe": trial.recipe,
+        "label": trial.label,
         "kv_ratio": trial.kv_ratio,
         "kv_bytes_per_token": trial.kv_bytes_per_token,
         "step": trial.step,
@@ -207,7 +208,7 @@ def picture(view: View) -> Group:
     parts: list[Any] = [Text(view.name, style="bold"), facts_table(facts(view)).for_terminal(show_header=False)]
     if view.front:
         rows = [
-            (p["recipe"], percent(p["kv_ratio"]), str(p["kv_bytes_per_token"]), str(p["step"]), number(p["loss"]),
+            (p["label"], percent(p["kv_ratio"]), str(p["kv_bytes_per_token"]), str(p["step"]), number(p["loss"]),
              number(p["loss_increase"], "+.3f"))
             for p in view.front[:POINTS]
         ]  # fmt: skip
@@ -220,7 +221,7 @@ def picture(view: View) -> Group:
 def line(view: View) -> str:
     """The view in one line, for a log."""
     best = ", ".join(
-        f"{percent(p['kv_ratio'])} {number(p['loss'])} ({p['recipe']})" for p in reversed(view.front[-POINTS:])
+        f"{percent(p['kv_ratio'])} {number(p['loss'])} ({p['label']})" for p in reversed(view.front[-POINTS:])
     )
     parts = [f"{name} {value}" for name, value in facts(view).items() if name != "state"]
     return f"{view.name} {view.state} | " + " | ".join([*parts, f"front {best or 'none yet'}"])

@@ -79,7 +79,7 @@ def trial_table(trials: Sequence[TrialRecord], original: Mapping[str, Any], most
     on_front = {t.trial_id for t in front(candidates)}
     rows = [
         (
-            t.recipe,
+            t.label,
             percent(t.kv_ratio),
             str(t.kv_bytes_per_token or UNTOLD),
             f"{t.learning_rate:.1e}",
@@ -112,7 +112,7 @@ def trial_table(trials: Sequence[TrialRecord], original: Mapping[str, Any], most
     if copies := sum(t.copy_of is not None for t in candidates):
         notes.append(f"Led to the same model as another trial, and not trained again: {copies}.")
     if probes := [t for t in trials if t.probe]:
-        notes.append(f"And {len(probes)} probes of the searcher, measured untrained ({probes[0].recipe}).")
+        notes.append(f"And {len(probes)} probes of the searcher, measured untrained ({probes[0].label}).")
     marked = frozenset(i for i, t in enumerate(drawn) if t.trial_id in on_front)
     return Table(columns, rows, marked, "On the front: bold.", notes)
 
@@ -150,8 +150,8 @@ def promotion_table(candidates: Sequence[Mapping[str, Any]]) -> Table:
         losses = [number(c.get(f"{name}loss")) for name in ("untrained_", "", "last_", "baseline_", "original_")]
         best_step = UNTOLD if c.get("best_step") is None else str(c["best_step"])
         rows.append(
-            (c["recipe"], percent(c["kv_ratio"]), str(c.get("steps", UNTOLD)), *losses[:2], best_step, *losses[2:],
-             c.get("status", UNTOLD), str(c.get("version") or UNTOLD), c["trial_id"], where)
+            (c.get("label") or c["recipe"], percent(c["kv_ratio"]), str(c.get("steps", UNTOLD)), *losses[:2], best_step,
+             *losses[2:], c.get("status", UNTOLD), str(c.get("version") or UNTOLD), c["trial_id"], where)
         )  # fmt: skip
     return Table(
         (*PROMOTION, "trial", "where, or why not"),
@@ -170,7 +170,8 @@ def _shipped(candidate: Mapping[str, Any]) -> str:
         if candidate.get("plain")
         else f"in Headfold's own format, which stock transformers does not load, in {candidate.get('model')}"
     )
-    told = f"{candidate['recipe']} {percent(candidate['kv_ratio'])} KV: the {candidate['shipped']}, {form}"
+    name = candidate.get("name") or f"{candidate['recipe']} {percent(candidate['kv_ratio'])}"
+    told = f"{name}: the {candidate['shipped']}, {form}"
     if not candidate.get("served"):
         return told
     checks = candidate.get("checks", {})

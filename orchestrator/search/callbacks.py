@@ -5,22 +5,19 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from ray.tune import Callback
 
 from attention.progress import clock
-from orchestrator.config.schema import DECODE
 from orchestrator.reporting.status import tokens_per_second
 from orchestrator.storage import records as results
 from orchestrator.storage.journal import INTERRUPT, RUN, Journal
 from orchestrator.storage.records import TrialRecord, compact, percent
+from orchestrator.storage.trial_names import name_trials
 from orchestrator.tracking import gauges
-from orchestrator.tracking.runs import METRICS
-from orchestrator.tracking.sync import MlflowSync, Run
-
-FACTS = ("kv_bytes_per_token", "cache_bytes_measured", "parameters", "actual_kv_ratio", DECODE)
+from orchestrator.tracking.described import trial_run
+from orchestrator.tracking.sync import MlflowSync
 
 
 class SearchLog(Callback):
@@ -30,7 +27,7 @@ class SearchLog(Callback):
         self.journal, self.mlflow = journal, mlflow
         self.expected, self.original_loss = expected, original_loss
         self.started = time.time()
-        self._shown = 0.0
+        self._shown, self._named = 0.0, 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Nothing, and no password: Tune pickles its callbacks for a resumption of its own, which is never used."""
@@ -38,7 +35,12 @@ class SearchLog(Callback):
 
     @property
     def records(self) -> dict[str, TrialRecord]:
-        return self.journal.history.records
+        """By id, each with its name."""
+        trials = self.journal.history.records
+        if len(trials) != self._named:  # a name depends on who else there is
+            name_trials(trials.values())
+            self._named = len(trials)
+        return trials
 
     def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
         self._track(self.records[trial.trial_id])
@@ -65,7 +67,7 @@ class SearchLog(Callback):
     def _track(self, record: TrialRecord) -> None:
         if self.mlflow is None:
             return
-        run_id = self.mlflow.put(run_of(record, self.journal.path.parent))
+        run_id = self.mlflow.put(trial_run(record, self.journal.path.parent))
         if run_id is not None and run_id != record.run_id and self.journal.failed is None:
             self.journal.append(RUN, trial=record.trial_id, run_id=run_id)
 
@@ -81,33 +83,6 @@ class SearchLog(Callback):
         gauges.tell(gauges.BEHIND, self.mlflow.waiting if self.mlflow else 0, search=search)
         line = progress_line(records, self.expected, self.journal.history.rungs, self.original_loss, now - self.started)
         print(f"\r\x1b[2K{line}" if sys.stderr.isatty() else f"{line}\n", end="", file=sys.stderr, flush=True)
-
-
-def run_of(record: TrialRecord, folder: Path) -> Run:
-    """What MLflow is to hold of a trial of the search in `folder`."""
-    tags: dict[str, Any] = {"trial_id": record.trial_id, "headfold.kind": "trial"}
-    if record.status not in (results.RUNNING, results.WAITING):
-        ended = {"headfold.status": record.status, "error": record.error, "copy_of": record.copy_of}
-        tags |= {name: value for name, value in ended.items() if value is not None}
-    points, files = [], []
-    for place, rung in enumerate(record.rungs):
-        at = {"step": rung["step"], "time": rung["timestamp"]}
-        points.append({k: rung[k] for k in METRICS if k in rung} | at)
-        if place == 0:
-            tags["plan_digest"] = record.plan_digest
-            means = (record.similarity or {}).get("means", {})
-            facts = {name: getattr(record, name) for name in FACTS}
-            points[0] |= {name: value for name, value in facts.items() if value is not None}
-            points[0] |= {f"similarity_{k}": value for k, value in means.items()}
-            files = [folder / "trials" / record.trial_id / name for name in ("plan.json", "recipe.json")]
-        if place == 1 and record.relaxation:
-            for point in record.relaxation:
-                named = {f"relaxation_{k}": value for k, value in point.items() if k != "step"}
-                points.append(named | {"step": point["step"], "time": at["time"]})
-            points.append({"remaining_distance": record.remaining_distance} | at)
-    params = {"recipe": record.recipe, "kv_ratio": record.kv_ratio, "learning_rate": record.learning_rate}
-    name = f"{record.recipe} {record.kv_ratio:g}"
-    return Run(name, tags, record.status, params | {"choices": record.choices}, points, {}, files)
 
 
 def best_so_far(records: list[TrialRecord]) -> dict[float, TrialRecord]:
@@ -128,7 +103,7 @@ def progress_line(records: list[TrialRecord], expected: int, rungs: int, origina
     states += [f"{count[status]} {words}" for status, words in rare.items() if count[status]]
     parts = [f"{ended}/{expected} trials", ", ".join(states)]
     if best := best_so_far(records):
-        increases = (f"{percent(k)} {r.loss - original_loss:+.3f} ({r.recipe})" for k, r in sorted(best.items())[::-1])
+        increases = (f"{percent(k)} {r.loss - original_loss:+.3f} ({r.label})" for k, r in sorted(best.items())[::-1])
         parts.append(f"smallest loss increase by share of the checkpoint's KV: {', '.join(increases)}")
     if rate := tokens_per_second(records):
         parts.append(f"{compact(rate)} tokens/s")

@@ -37,6 +37,7 @@ import numpy as np
 from orchestrator.config.parsing import ConfigError
 from orchestrator.storage import records
 from orchestrator.storage.records import TrialRecord, finite
+from orchestrator.storage.trial_names import name_trials
 
 FORMAT = 2
 """Of the journal. A search of another format is refused: it would be half understood."""
@@ -116,6 +117,7 @@ def load_trials(folder: str | Path) -> list[TrialRecord]:
             if first.status == records.FAILED:
                 copy.status = records.FAILED
                 copy.error = f"the same model as {first.trial_id}, which failed: {first.error}"
+    name_trials(trials.values())
     return [TrialRecord(**finite(asdict(record))) for record in trials.values()]
 
 
@@ -221,6 +223,7 @@ class History:
         elif kind == TRIAL:
             self.configs[trial] = event["config"]
             self.records[trial] = TrialRecord.of(trial, event["config"])
+            self.records[trial].started = event.get("time")
         elif kind == RUN:
             self.records[trial].run_id = event["run_id"]
         elif kind == REPORT:
@@ -246,6 +249,7 @@ class History:
         """Status and error of a record, from all that is known of its trial."""
         record, end = self.records[trial], self.ends.get(trial)
         record.error, record.error_log = (end["error"], end["trace"]) if end else (None, None)
+        record.ended = end.get("time") if end else None
         if end is None:
             going = records.WAITING if trial in self.paused else records.RUNNING
             record.status = records.KILLED if self.interrupted else going

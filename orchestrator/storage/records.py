@@ -17,13 +17,14 @@ WAITING, RUNNING, DONE, STOPPED, FAILED, KILLED = "waiting", "running", "done", 
 COPY = "copy"  # of a trial that leads to the same model: not trained again
 ENDED = (DONE, STOPPED, COPY, FAILED, KILLED)
 RUNG_KEYS = (
-    "step", "rung", "loss", "loss_increase", "kl", "tokens", "train_loss", "tokens_per_second", "seconds",
+    "step", "rung", "loss", "loss_increase", "kl", "tokens", "train_loss", "learning_rate", "gradient_norm",
+    "tokens_per_second", "seconds",
     "checkpoint_path", "data_position", "collapsed_loss", "relaxed_dir", "relaxation_steps", "weights_digest",
     "best_step", "best_loss", "best_kl", "best_dir", "pooled", "timestamp",
 )  # fmt: skip
 """What is kept of a report for each rung."""
 NOT_REPORTED = {"trial_id", "recipe", "kv_ratio", "learning_rate", "seconds", "status", "rungs", "error", "error_log",
-                "run_id", "choices", "relaxation"}  # fmt: skip
+                "run_id", "choices", "relaxation", "label", "name", "started", "ended"}  # fmt: skip
 """Fields that no report of a trial sets directly."""
 
 
@@ -41,6 +42,8 @@ class TrialRecord:
     `copy_of`: the first trial that leads to the same model; this one was not trained, its scores are those of that one.
     `notes`: what its training met and went on from (out of memory, a damaged checkpoint).
     `conversion_cost`: what the conversion took before any training (`orchestrator.conversion.steps.cost`).
+    `label` and `name`: what its recipe and itself are called where people read (`orchestrator.storage.trial_names`).
+    `started`, `ended`: in seconds since 1970, where the journal tells.
     `similarity`: of the heads that share, before and after alignment (`search_spaces.similarity.sharing_similarity`).
     """
 
@@ -70,6 +73,14 @@ class TrialRecord:
     conversion_cost: dict[str, float] | None = None
     notes: list[str] = field(default_factory=list)
     copy_of: str | None = None
+    label: str = ""
+    name: str = ""
+    started: float | None = None
+    ended: float | None = None
+
+    def __post_init__(self) -> None:
+        self.label = self.label or self.recipe
+        self.name = self.name or f"{self.label} · {percent(self.kv_ratio)}"
 
     @classmethod
     def of(cls, trial_id: str, config: Mapping[str, Any]) -> TrialRecord:

@@ -1,4 +1,4 @@
-"""MLflow, and the only file that knows of it. The driver is the single writer.
+"""MLflow; only this file and `logged_model.py` know of it. The driver is the single writer.
 
 One parent run a search, one child a trial (by the tag `mlflow.parentRunId`), one level; `orchestrator.tracking.sync`
 keeps them up to date. Metrics are series over training steps; plans, pictures and reports are artifacts; checkpoints
@@ -8,16 +8,21 @@ are recorded by place and SHA-256.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
+from urllib.request import url2pathname
 
 from attention.messages import reason
 from orchestrator.storage.records import COPY, DONE, ENDED, FAILED, KILLED, RUNNING, STOPPED, WAITING
+from orchestrator.tracking.logged_model import MLMODEL
 
 ERROR_LENGTH = 4000
 PARAM_LENGTH = 500
@@ -32,11 +37,26 @@ REFUSED = (
 )
 """Answers of a store that another try would get again."""
 SECRETS = "token|key|secret|passw|sig|credential|auth"
-METRICS = ("loss", "loss_increase", "kl", "train_loss", "tokens", "tokens_per_second", "seconds")
+KIND = "mlflow.experimentKind"
+"""Tag of an experiment by which MLflow's page opens it on its runs; without it, it asks, or opens it on traces."""
+TRAINING = "custom_model_development"
+ABOUT = "Searches of Headfold: a run a search, with a child for each trial and each promotion."
 
 
 class TrackingError(ValueError):
     """A tracking store that cannot be used. The message names its address (without credentials) and the remedy."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A text that a run has used: what for (`context`: train, eval or calibration), its `source`, the `digest` of its
+    tokens, how many `tokens` and how many in a `sequence_length`."""
+
+    context: str
+    source: str
+    digest: str
+    tokens: int
+    sequence_length: int
 
 
 def redact(text: str) -> str:
@@ -78,11 +98,14 @@ class Tracker:
             known = client.get_experiment_by_name(experiment)
             if known is None:
                 location = None if uri else (Path(storage).absolute() / "mlartifacts").as_uri()
-                identity = client.create_experiment(experiment, artifact_location=location)
+                about = {KIND: TRAINING, "mlflow.note.content": ABOUT}
+                identity = client.create_experiment(experiment, artifact_location=location, tags=about)
             else:
                 identity = known.experiment_id
                 if known.lifecycle_stage == "deleted":
                     client.restore_experiment(identity)
+                if KIND not in known.tags:  # of an earlier version; what somebody has chosen stays
+                    client.set_experiment_tag(identity, KIND, TRAINING)
         except Exception as error:
             raise TrackingError(
                 f"tracking.uri: cannot use the MLflow store at {redact(address)}: {reason(error, redact)}; leave it "
@@ -90,12 +113,20 @@ class Tracker:
             ) from None
         return cls(address, identity, client)
 
-    def start(self, name: str, *, parent: str | None = None, tags: Mapping[str, Any] | None = None) -> str:
-        """Start a run and return its id. `parent` makes it a child of that run."""
+    def start(
+        self,
+        name: str,
+        *,
+        parent: str | None = None,
+        tags: Mapping[str, Any] | None = None,
+        at: float | None = None,
+    ) -> str:
+        """Start a run and return its id. `parent` makes it a child of that run; `at`: when, in s since 1970 (now)."""
         labels = {key: str(value) for key, value in (tags or {}).items()}
         if parent:
             labels["mlflow.parentRunId"] = parent
-        return self.client.create_run(self.experiment_id, run_name=name, tags=labels).info.run_id
+        when = None if at is None else int(1000 * at)
+        return self.client.create_run(self.experiment_id, start_time=when, run_name=name, tags=labels).info.run_id
 
     def params(self, run_id: str, params: Mapping[str, Any]) -> None:
         """Log parameters; sections are flattened to dotted keys. None is left out."""
@@ -119,6 +150,19 @@ class Tracker:
         if metrics:
             self.client.log_batch(run_id, metrics=metrics)
 
+    def datasets(self, run_id: str, datasets: Sequence[Dataset]) -> None:
+        """Log the texts that a run has used; a store takes equal ones once."""
+        from mlflow.entities import Dataset as Entity
+        from mlflow.entities import DatasetInput, InputTag
+
+        inputs = []
+        for text in datasets:
+            profile = json.dumps({"num_tokens": text.tokens, "sequence_length": text.sequence_length})
+            source = json.dumps({"uri": redact(text.source)})
+            entity = Entity(f"{text.context}: {_last_part(text.source)}", text.digest, "text", source, profile=profile)
+            inputs.append(DatasetInput(entity, [InputTag("mlflow.data.context", text.context)]))
+        self.client.log_inputs(run_id, datasets=inputs)
+
     def tags(self, run_id: str, tags: Mapping[str, Any]) -> None:
         for key, value in tags.items():
             self.client.set_tag(run_id, key, redact(str(value))[:ERROR_LENGTH])
@@ -129,10 +173,13 @@ class Tracker:
     def file(self, run_id: str, path: str | Path) -> None:
         self.client.log_artifact(run_id, str(path))
 
-    def set_status(self, run_id: str, status: str) -> None:
-        """Of a run, by one of the states of `orchestrator.storage.records`; one that goes on is no longer ended."""
-        change = self.client.set_terminated if status in ENDED else self.client.update_run
-        change(run_id, STATUS[status])
+    def set_status(self, run_id: str, status: str, at: float | None = None) -> None:
+        """Of a run, by one of the states of `orchestrator.storage.records`; one that goes on is no longer ended. `at`:
+        when it ended, in s since 1970 (now)."""
+        if status in ENDED:
+            self.client.set_terminated(run_id, STATUS[status], None if at is None else int(1000 * at))
+        else:
+            self.client.update_run(run_id, STATUS[status])
 
     def children(self, run_id: str) -> list[Any]:
         """The child runs of a run."""
@@ -171,12 +218,41 @@ class Tracker:
                 if known.tags.get("folder") == place:
                     return str(known.version)
             labels = {key: str(value) for key, value in tags.items()} | {"folder": place}
-            source = place
-            if self.uri.startswith(("http://", "https://")):  # a server takes no bare local folder
+            server, model, source = self.uri.startswith(("http://", "https://")), None, place
+            if (Path(folder) / MLMODEL).is_file():
+                model, source = self._logged_model(name, Path(folder), run_id, labels, upload=server)
+            elif server:  # which takes no bare local folder
                 self.client.log_artifacts(run_id, place, "model")
                 source = f"{self.client.get_run(run_id).info.artifact_uri}/model"
             made = self.client.create_model_version(name, source, run_id=run_id, tags=labels, description=description)
+            if model is not None:
+                versions = [{"name": name, "version": made.version}]
+                self.client.set_logged_model_tags(model.model_id, {"mlflow.modelVersions": json.dumps(versions)})
             return str(made.version)
+
+    def _logged_model(
+        self, name: str, folder: Path, run_id: str, tags: dict[str, str], upload: bool
+    ) -> tuple[Any, str]:
+        """The logged model of a run, made once, and where a version of it is loaded from. Its weights are uploaded to a
+        server; a store on this machine has links to them, and a place to write notes to that is not the checkpoint."""
+        from mlflow.entities import LoggedModelOutput
+
+        mine = f"source_run_id = '{run_id}'"
+        known = [m for m in self.client.search_logged_models([self.experiment_id], mine) if m.tags.get("folder")]
+        named = re.sub(r"[/:.%\"']", "-", name)
+        model = next((m for m in known if m.tags["folder"] == str(folder)), None) or self.client.create_logged_model(
+            self.experiment_id, named, source_run_id=run_id, tags=tags, model_type="transformers"
+        )
+        source = model.artifact_location
+        if upload:
+            self.client.log_model_artifacts(model.model_id, str(folder))
+        else:
+            local = urlparse(source).scheme in ("", "file")
+            source = str(_linked(Path(url2pathname(urlparse(source).path)), folder) if local else folder)
+        if model.model_id not in {m.model_id for m in self.client.get_run(run_id).outputs.model_outputs}:
+            self.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
+        self.client.finalize_logged_model(model.model_id, "READY")
+        return model, source
 
     def holder(self, name: str, alias: str) -> str | None:
         """The version that an alias points to; None if it points nowhere. Raises TrackingError."""
@@ -207,6 +283,25 @@ def is_away(error: Exception) -> bool:
         return error.error_code not in REFUSED
     of = type(error).__module__.partition(".")[0]
     return isinstance(error, OSError) or of in ("requests", "urllib3", "sqlalchemy")
+
+
+def _linked(place: Path, folder: Path) -> Path:
+    """Fill `place` with hard links to the files of a folder: MLflow follows no link that leads out of it. On another
+    file system, or one without links: the folder itself."""
+    try:
+        for one in (path for path in folder.rglob("*") if path.is_file()):
+            link = place / one.relative_to(folder)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            if not link.exists():
+                link.hardlink_to(one)
+    except OSError:
+        return folder
+    return place
+
+
+def _last_part(source: str) -> str:
+    """What a text is called: `stdlib`, or the last part of a path."""
+    return redact(source).rstrip("/").rpartition("/")[2]
 
 
 def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

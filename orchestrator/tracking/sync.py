@@ -13,15 +13,15 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from attention.messages import reason
 from orchestrator.storage.records import ENDED, RUNNING
-from orchestrator.tracking.runs import STATUS, Tracker, TrackingError, is_away, redact
+from orchestrator.tracking.runs import STATUS, Dataset, Tracker, TrackingError, is_away, redact
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,8 @@ Key = tuple[tuple[str, str], ...]
 class Run:
     """What MLflow is to hold of one run. `tags`: it is found by those of FOUND_BY. `points`: values of metrics, each
     with its `step` and `time` (seconds since 1970). `files`: artifacts; one that is not there is left out. `status`
-    None: as it is. `run_id`: of a search's own run, if it is known."""
+    None: as it is. `run_id`: of a search's own run, if it is known. `started`, `ended`: in seconds since 1970, where
+    that is known; else it is when the store is told."""
 
     name: str
     tags: dict[str, Any]
@@ -48,7 +49,10 @@ class Run:
     points: list[dict[str, Any]] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=dict)
     files: list[Path] = field(default_factory=list)
+    datasets: Sequence[Dataset] = ()
     run_id: str | None = None
+    started: float | None = None
+    ended: float | None = None
 
     @property
     def key(self) -> Key:
@@ -57,6 +61,19 @@ class Run:
     @property
     def digest(self) -> str:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all runs of a search have in common; a run's own tags, params and datasets come first."""
+
+    tags: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[str, Any] = field(default_factory=dict)
+    datasets: Sequence[Dataset] = ()
+
+    def completed(self, run: Run) -> Run:
+        tags, params = {**self.tags, "mlflow.runName": run.name, **run.tags}, {**self.params, **run.params}
+        return replace(run, tags=tags, params=params, datasets=run.datasets or self.datasets)
 
 
 def key_of(tags: Mapping[str, Any]) -> Key:
@@ -80,8 +97,10 @@ class MlflowSync:
     `connect` opens the store, and raises TrackingError if it is away.
     """
 
-    def __init__(self, connect: Callable[[], Tracker], parent: Run, tracker: Tracker | None = None) -> None:
-        self._connect, self._tracker = connect, tracker
+    def __init__(
+        self, connect: Callable[[], Tracker], parent: Run, tracker: Tracker | None = None, shared: Shared | None = None
+    ) -> None:
+        self._connect, self._tracker, self._shared = connect, tracker, shared or Shared()
         self._parent = parent.key
         self._runs: dict[Key, _Known] = {}
         self._waiting: dict[Key, _Known] = {}
@@ -102,6 +121,7 @@ class MlflowSync:
 
     def put(self, run: Run) -> str | None:
         """Bring one run up to date, and all that wait. Its id; None as long as the store is away."""
+        run = self._shared.completed(run)
         with self._lock:
             known = self._waiting[run.key] = self._runs.setdefault(run.key, _Known(run))
             known.wanted = run
@@ -152,6 +172,8 @@ class MlflowSync:
         if known.digest == digest:
             return
         sends = {"params": partial(tracker.params, run_id, run.params)}
+        if run.datasets:
+            sends["datasets"] = partial(tracker.datasets, run_id, run.datasets)
         sends |= {f"point {point!r}": partial(tracker.log, run_id, point) for point in run.points}
         sends |= {f"tag {key} {value}": partial(tracker.tags, run_id, {key: value}) for key, value in run.tags.items()}
         sends |= {f"text {file} {text}": partial(tracker.text, run_id, text, file) for file, text in run.texts.items()}
@@ -161,7 +183,7 @@ class MlflowSync:
         for what, send in sends.items():
             self._send_once(known, what, send)
         if run.status is not None and known.status != STATUS[run.status]:
-            tracker.set_status(run_id, run.status)
+            tracker.set_status(run_id, run.status, run.ended)
             known.status = STATUS[run.status]
         known.digest = digest
         if run.status in ENDED:
@@ -192,12 +214,16 @@ class MlflowSync:
             run_there = self._children.get(run.key)
         tags = dict(run.key)
         if run_there is None:
-            run_id = tracker.start(run.name, parent=None if is_parent else self.parent_id, tags=tags)
+            tags["mlflow.runName"] = run.name
+            parent = None if is_parent else self.parent_id
+            run_id = tracker.start(run.name, parent=parent, tags=tags, at=run.started)
             known.status = STATUS[RUNNING]
         else:
             run_id, known.status, tags = run_there.info.run_id, run_there.info.status, run_there.data.tags
             if run_there.data.params:
                 known.sent.add("params")  # all in one go; and they never change
+            if run_there.inputs.dataset_inputs:
+                known.sent.add("datasets")
             if run.status is None or known.status == STATUS[run.status]:
                 known.digest = tags.get(DONE_TAG)
         known.sent |= {f"tag {name} {value}" for name, value in tags.items()}

@@ -247,6 +247,8 @@ class _Worker(WorkerShare):
             "tokens": self.earlier_tokens + step * self.tokens_a_step,
             "tokens_per_second": self._speed(),
             "train_loss": train_loss,
+            "learning_rate": self.engine.last_rate,
+            "gradient_norm": self.engine.gradient_norm,
             "data_position": self.stream.state_dict()["position"],
             "first_step_at": self.first_step_at,
         }

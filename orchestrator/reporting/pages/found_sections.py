@@ -67,7 +67,7 @@ def found_sections(
         kept = _uneven_plans(folder, rows)
         return [*_arm_sections(rows, original), *promotion, *_measured_sections(candidates), kept,
                 *_course_sections(candidates), every]  # fmt: skip
-    best = {f"{t.recipe} {percent(ratio)}": t.trial_id for ratio, t in best_per_budget(candidates).items()}
+    best = {t.name: t.trial_id for t in best_per_budget(candidates).values()}
     kept = _kept_heads("best trial of each budget", _plans(folder, best))
     return [Section("Trials", tables=[table], wide=True), *promotion, curves, kept,
             *_measured_sections(candidates), *_course_sections(candidates)]  # fmt: skip
@@ -99,7 +99,7 @@ def _drawn(title: str, figure: Figure | None, caption: str) -> Section:
 
 def _uneven_plans(folder: SearchFolder, rows: Sequence[Row]) -> Section:
     """Of the arms whose layers keep different counts of heads."""
-    ids = {f"{r['recipe']} {percent(r['kv_ratio'])}": r["trial_ids"][0] for r in rows if r["trial_ids"]}
+    ids = {f"{r['label']} · {percent(r['kv_ratio'])}": r["trial_ids"][0] for r in rows if r["trial_ids"]}
     uneven = {
         name: plan
         for name, plan in _plans(folder, ids).items()

@@ -91,9 +91,9 @@ def _build_page(
 
 def _lead(candidates: Sequence[TrialRecord], original: Mapping[str, Any], models: Sequence[Mapping[str, Any]]) -> str:
     """The original model, and what came of the search, in two sentences."""
-    bests = {ratio: (t.recipe, t.loss - original["loss"]) for ratio, t in best_per_budget(candidates).items()}
+    bests = {ratio: (t.label, t.loss - original["loss"]) for ratio, t in best_per_budget(candidates).items()}
     if models:
-        bests = {m["kv_ratio"]: (m["recipe"], m["loss_increase"]) for m in models}
+        bests = {m["kv_ratio"]: (m["label"], m["loss_increase"]) for m in models}
     told = [f"{percent(ratio)} of the KV cache: {number(up, '+.3f')} by {name}" for ratio, (name, up) in bests.items()]
     what = "Promoted" if models else "Best trials"
     name = Path(str(original.get("model", "the model"))).name
@@ -109,10 +109,10 @@ def _front_section(
     """The picture of the search: what was lost against what is kept."""
     done = [e for e in entries if e.get("status") == PROMOTED]
     points = [
-        f"{t.kv_bytes_per_token:,} bytes {number(t.loss - original['loss'], '+.3f')} ({t.recipe})"
+        f"{t.kv_bytes_per_token:,} bytes {number(t.loss - original['loss'], '+.3f')} ({t.label})"
         for t in records.front(candidates, timed=False)[:MOST_TOLD]
     ]
-    promoted = [f"{e['recipe']} {percent(e['kv_ratio'])}: {number(e.get('loss'))}" for e in done]
+    promoted = [f"{e.get('name') or e['recipe']}: {number(e.get('loss'))}" for e in done]
     alt = (
         f"Increase of the held-out loss, on a logarithmic axis, against KV bytes a token. Original model: "
         f"{original['loss']:.3f} at {original['kv_bytes_per_token']:,} bytes. Front, from the smallest cache on: "
@@ -126,7 +126,7 @@ def _again_section(folder: SearchFolder, trials: Sequence[TrialRecord]) -> Secti
     """Of each point of the front: what it was, its digests, and the command that makes it again."""
     points = [
         {
-            "summary": f"{t.recipe}, {percent(t.kv_ratio)} of the checkpoint's KV: {number(t.loss)}",
+            "summary": f"{t.name}: {number(t.loss)}",
             "facts": {
                 "learning rate": f"{t.learning_rate:g}",
                 "seed": UNTOLD if t.seed is None else str(t.seed),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bad_checkpoint_inputs import EVALUATIONS, TRAININGS
 from bad_conversion_inputs import CONVERSIONS, ESTIMATES, EXPORTS, INSPECTIONS
 from bad_input import Bad
-from bad_search_inputs import GENERAL, PROMOTIONS, REPORTS, SEARCHES, WATCHES
+from bad_search_inputs import GENERAL, PAGES, PROMOTIONS, REPORTS, SEARCHES, WATCHES
 
 BY_VERB: dict[str, tuple[Bad, ...]] = {
     "any verb": GENERAL,
@@ -15,6 +15,7 @@ BY_VERB: dict[str, tuple[Bad, ...]] = {
     "train": TRAININGS,
     "evaluate": EVALUATIONS,
     "watch": WATCHES,
+    "ui": PAGES,
     "promote": PROMOTIONS,
     "export": EXPORTS,
     "inspect": INSPECTIONS,

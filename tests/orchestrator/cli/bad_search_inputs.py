@@ -106,6 +106,25 @@ SEARCHES = (
     Bad("a search to resume of a former version", f"{S} --resume", FORMER, writes(f"{SEARCH}/journal.jsonl", OLD)),
 )
 
+PAGES = (
+    Bad("no search to show", "ui", ("search",)),
+    Bad("the storage of a search to show", "ui runs", ("runs", "folder of a search")),
+    Bad("a port that is none", f"ui {SEARCH} --port 70000", ("--port", "70000")),
+    Bad("a search that MLflow was never told of", f"ui {SEARCH}", ("no runs in MLflow",)),
+    Bad(
+        "a search whose MLflow store has gone",
+        f"ui {SEARCH}",
+        ("mlflow.db", "found none", "report.html"),
+        writes(f"{SEARCH}/state.json", '{"tracking": "sqlite:////nowhere/mlflow.db"}'),
+    ),
+    Bad(
+        "a search whose tracking address has lost its password",
+        f"ui {SEARCH}",
+        ("password", "MLFLOW_TRACKING_URI"),
+        writes(f"{SEARCH}/state.json", '{"tracking": "postgresql://***@db/x"}'),
+    ),
+)
+
 WATCHES = (
     Bad("no search to watch", "watch", ("search",)),
     Bad("a search that is not there", "watch none", ("none", "folder of a search")),

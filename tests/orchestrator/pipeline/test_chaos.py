@@ -272,7 +272,7 @@ def check_mlflow(place: Arena) -> None:
     assert ended == {t.trial_id: "FAILED" for t in records.values() if t.status == FAILED}
     assert sorted(run.data.tags["trial_id"] for run in trials) == sorted(records)
     for run in trials:
-        points = tracker.client.get_metric_history(run.info.run_id, "loss")
+        points = tracker.client.get_metric_history(run.info.run_id, "eval_loss")
         wanted = [(r["step"], r["loss"]) for r in records[run.data.tags["trial_id"]].rungs]
         assert sorted((p.step, p.value) for p in points) == wanted
     kinds = sorted(run.data.tags["headfold.kind"] for run in children if run not in trials)

@@ -48,6 +48,7 @@ from trainers.evaluation import evaluate
 from trainers.text.data import read_sequences, write_sequences
 
 HALF = LayerPlan((0, 0, 1, 1), (0, 0, 1, 1))
+ARTIFACTS = {"gate.yaml", "lineage.json", "plan.json", "README.md"}
 APART = LayerPlan((0, 0, 1, 1), (0, 1, 0, 1))
 
 
@@ -336,8 +337,9 @@ def test_the_best_measured_step_is_shipped(
     assert {key: candidate[key] for key in told} == told
     assert candidate["checks"]["untrained_loss"] == losses[0] and candidate["lineage"]["data"]["steps"] == best
     run = tracker.client.get_run(candidate["run_id"])
-    metrics = ("untrained_loss", "best_loss", "best_step", "last_loss", "baseline_loss", "original_loss")
-    assert [run.data.metrics[name] for name in metrics] == [losses[0], min(losses), best, 2.249, 2.8, 2.0]
+    losses_told = ("untrained", "best", "last", "baseline", "original")
+    metrics = [*(f"{which}_eval_loss" for which in losses_told), "best_step"]
+    assert [run.data.metrics[name] for name in metrics] == [losses[0], min(losses), 2.249, 2.8, 2.0, best]
     assert tracker.client.get_model_version_by_alias("small", "kv50").tags["shipped"] == what
     console.print_promotion(state)
     printed = capsys.readouterr().out
@@ -502,7 +504,7 @@ def test_a_version_tells_where_it_comes_from(
     beside = read_json(Path(candidate["exported"]) / "lineage.json")
     assert beside["plan"]["digest"] == plan(HALF).digest and beside["promotion"]["run"] == candidate["run_id"]
     run = tracker.client.get_run(candidate["run_id"])
-    assert {f.path for f in tracker.client.list_artifacts(candidate["run_id"])} == {"gate.yaml", "lineage.json"}
+    assert {f.path for f in tracker.client.list_artifacts(candidate["run_id"])} == ARTIFACTS
     assert (run.data.tags["gate"], run.data.tags["version"]) == (PROMOTED, "1")
     assert run.data.tags["trained_digest"] == expected["trained_digest"]
 

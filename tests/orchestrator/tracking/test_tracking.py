@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import shutil
@@ -24,7 +25,7 @@ from orchestrator.cluster.session import last_error
 from orchestrator.search.callbacks import SearchLog, progress_line
 from orchestrator.search.resume import error_of
 from orchestrator.storage import records
-from orchestrator.storage.journal import END, REPORT, TRIAL, Journal, load_trials
+from orchestrator.storage.journal import END, REPORT, TRIAL, Journal, load_trials, read_events
 from orchestrator.tracking.runs import Tracker, TrackingError, default_uri, redact
 from orchestrator.tracking.sync import MlflowSync, parent_run
 
@@ -108,11 +109,17 @@ def test_a_search_is_one_parent_with_a_child_for_each_trial(tracker: Tracker, tm
         "t2": records.STOPPED,
         "t3": records.FAILED,
     }
-    series = tracker.client.get_metric_history(children["t1"].info.run_id, "loss")
+    series = tracker.client.get_metric_history(children["t1"].info.run_id, "eval_loss")
     assert [(point.step, point.value) for point in series] == [(0, 2.8), (5, 2.4)]
     assert children["t1"].data.params["recipe"] == "headfold"
     assert children["t1"].data.params["choices.grouping"] == "exact"
     assert children["t1"].data.metrics["kv_bytes_per_token"] == 2048
+    assert children["t1"].data.metrics["eval_loss_delta"] == pytest.approx(0.4)
+    assert children["t1"].data.metrics["perplexity"] == pytest.approx(math.exp(2.4))
+    assert children["t1"].info.run_name == "headfold · 25%"
+    journaled = {e["event"]: e["time"] for e in read_events(log.journal.path) if e.get("trial") == "t1"}
+    times = children["t1"].info.start_time, children["t1"].info.end_time
+    assert times == (int(1000 * journaled[TRIAL]), int(1000 * journaled[END]))
     assert children["t3"].data.tags["error"] == "ValueError: no such thing"
 
 

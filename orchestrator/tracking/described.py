@@ -1,0 +1,94 @@
+"""What MLflow is to hold of the trials of a search, and of all its runs."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.schema import SearchConfig
+from orchestrator.storage import records
+from orchestrator.storage.paths import SearchFolder
+from orchestrator.storage.records import TrialRecord, percent, read_json
+from orchestrator.tracking.metrics import point
+from orchestrator.tracking.runs import Dataset
+from orchestrator.tracking.sync import Run, Shared
+from search_spaces.recipes.recipe import AXES
+from trainers.text.data import SPLITS
+from trainers.text.token_sets import is_complete, read_sequences
+
+DIGITS = 16
+"""Hexadecimal digits of a dataset's digest; MLflow takes 36."""
+NOTE = "mlflow.note.content"
+FACTS = (
+    *("kv_bytes_per_token", "cache_bytes_measured", "parameters", "actual_kv_ratio", "decode_seconds_per_token"),
+    "calibration_loss",
+)
+"""Of a trial's record, what goes to its first point."""
+
+
+def shared_of(config: SearchConfig, folder: SearchFolder, files: Mapping[str, Path], base_model: str | None) -> Shared:
+    """Of all runs of a search. `files`: its token sets, by split; `base_model`: what the original is called."""
+    tags = {"mlflow.source.name": read_json(folder.state).get("command", "headfold"), "mlflow.source.type": "LOCAL"}
+    with contextlib.suppress(OSError, KeyError, ImportError):  # a user id without a name, as in a container
+        tags["mlflow.user"] = getpass.getuser()
+    if version := read_json(folder.versions).get("headfold"):
+        tags["headfold.version"] = version
+    params = {"base_model": base_model, "batch_size": config.train.batch_size, "seed": config.search.seed}
+    return Shared(tags, params, datasets_of(config, {split: files[split] for split in SPLITS}))
+
+
+def datasets_of(config: SearchConfig, files: Mapping[str, Path | str], promotion: bool = False) -> list[Dataset]:
+    """The texts of a run, as far as they are tokenised. `files`: token sets by train, eval and calibration; of a
+    `promotion` that for training may be its own."""
+    found = []
+    for split, file in files.items():
+        if is_complete(file):
+            source = config.data.section(split)[0]
+            if promotion and split == "train" and (fresh := config.promotion.data) is not None:
+                source = fresh.source or config.data.source
+            text = read_sequences(file)
+            rows, length = text.shape
+            found.append(Dataset(split, source, text.digest[:DIGITS], rows * length, length))
+    return found
+
+
+def trial_run(record: TrialRecord, folder: Path) -> Run:
+    """Of a trial of the search in `folder`."""
+    tags: dict[str, Any] = {"trial_id": record.trial_id, "headfold.kind": "trial", NOTE: _note(record, folder)}
+    if record.status not in (records.RUNNING, records.WAITING):
+        ended = {"headfold.status": record.status, "error": record.error, "copy_of": record.copy_of}
+        tags |= {name: value for name, value in ended.items() if value is not None}
+    points, files = [], []
+    for place, rung in enumerate(record.rungs):
+        values, at = dict(rung), (rung["step"], rung["timestamp"])
+        if place == 0:
+            tags["plan_digest"] = record.plan_digest
+            means = (record.similarity or {}).get("means", {})
+            values |= {name: getattr(record, name) for name in FACTS}
+            values |= {f"similarity_{k}": value for k, value in means.items()}
+            files = [folder / "trials" / record.trial_id / name for name in ("plan.json", "recipe.json")]
+        if place == 1 and record.relaxation:
+            values["remaining_distance"] = record.remaining_distance
+            for one in record.relaxation:
+                points.append(point({f"relaxation_{k}": v for k, v in one.items()}, one["step"], rung["timestamp"]))
+        points.append(point(values, *at))
+    run = Run(record.name, tags, record.status, params_of(record), points, {}, files)
+    return replace(run, started=record.started, ended=record.ended)
+
+
+def params_of(record: TrialRecord) -> dict[str, Any]:
+    """Of a trial, and of its promotion."""
+    params = {"recipe": record.label, "kv_ratio": record.kv_ratio, "learning_rate": record.learning_rate}
+    seed = {} if record.seed is None else {"seed": record.seed}
+    return params | seed | {"choices": record.choices}
+
+
+def _note(record: TrialRecord, folder: Path) -> str:
+    parts = {axis: record.choices.get(axis) for axis in AXES}
+    told = ", ".join(f"{axis} {part}" for axis, part in parts.items() if part not in (None, "none"))
+    what = f"Trial `{record.trial_id}` of search `{folder.name}`: {record.label} at {percent(record.kv_ratio)}"
+    return f"{what} of the checkpoint's KV cache.\n\n{told}"

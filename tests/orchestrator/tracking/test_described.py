@@ -1,0 +1,137 @@
+"""What MLflow is told of a search: names of metrics, params, texts, times, and how its page opens."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from orchestrator.config.schema import SearchConfig, parse_config
+from orchestrator.storage.paths import SearchFolder
+from orchestrator.storage.records import DONE, TrialRecord, write_json
+from orchestrator.tracking.described import shared_of, trial_run
+from orchestrator.tracking.metrics import METRICS, best_point, point
+from orchestrator.tracking.runs import KIND, TRAINING, Tracker
+from orchestrator.tracking.sync import MlflowSync, parent_run
+from trainers.text.token_sets import write_sequences
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def tracker(tmp_path: Path, empty_store: Path) -> Tracker:
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    return Tracker.open(None, "tests", tmp_path)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> SearchConfig:
+    data = {"source": "stdlib", "train": {"tokens": 64, "source": "texts/train.txt"}, "sequence_length": 8}
+    search = {"recipes": ["gqa"], "kv_ratios": [0.5], "baseline": "gqa", "seed": 3}
+    return parse_config({"name": "small", "model": {"path": "m"}, "data": data, "search": search})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> SearchFolder:
+    folder = SearchFolder.fresh(tmp_path, "small")
+    write_json(folder.state, {"command": "headfold search small.yaml"})
+    write_json(folder.versions, {"headfold": "1.2"})
+    return folder
+
+
+def texts(folder: Path) -> dict[str, Path]:
+    files = {split: folder / split for split in ("train", "eval", "calibration")}
+    for number, file in enumerate(files.values(), 2):
+        write_sequences(torch.arange(8 * number).view(number, 8), file)
+    return files
+
+
+def test_the_field_s_names_and_only_numbers_that_the_table_knows() -> None:
+    report = {"loss": 2.0, "loss_increase": 0.5, "kl": 0.1, "tokens": 64, "gradient_norm": 1.5, "learning_rate": 1e-3}
+    report |= {"train_loss": 2.5, "batch_loss": 3.0, "tokens_per_second": 9.0, "kv_bytes_per_token": 64}
+    noise = {"data_position": 7, "rung": 1, "seconds": 3.0, "pooled": True, "checkpoint_path": "x", "task_a_acc": 0.5}
+    assert point(report | noise, 4, 5.0) == {
+        "eval_loss": 2.0,
+        "eval_loss_delta": 0.5,
+        "eval_kl": 0.1,
+        "perplexity": math.exp(2.0),
+        "train_loss": 2.5,
+        "train_loss_step": 3.0,
+        "train_tokens": 64,
+        "tokens_per_second": 9.0,
+        "learning_rate": 1e-3,
+        "grad_norm": 1.5,
+        "kv_bytes_per_token": 64,
+        "task_a_acc": 0.5,
+        "step": 4,
+        "time": 5.0,
+    }
+    assert "perplexity" not in point({"loss": math.inf}, 0, 0.0) | point({"loss": 1e4}, 0, 0.0)
+    best = {"best_eval_loss_kv12.5": 2.5, "best_eval_loss_delta_kv12.5": 0.5, "step": 0, "time": 1.0}
+    assert best_point({0.125: 2.5}, 2.0, 0, 1.0) == best
+
+
+def test_the_page_opens_on_runs(tmp_path: Path, tracker: Tracker) -> None:
+    made = tracker.client.get_experiment(tracker.experiment_id)
+    assert made.tags[KIND] == TRAINING and "run a search" in made.tags["mlflow.note.content"]
+    older = tracker.client.create_experiment("of an earlier version")
+    assert Tracker.open(None, "of an earlier version", tmp_path).experiment_id == older
+    assert tracker.client.get_experiment(older).tags[KIND] == TRAINING
+    tracker.client.set_experiment_tag(older, KIND, "genai_development")  # somebody's choice
+    Tracker.open(None, "of an earlier version", tmp_path)
+    assert tracker.client.get_experiment(older).tags[KIND] == "genai_development"
+
+
+def test_the_kind_is_one_that_mlflow_s_page_knows() -> None:
+    import mlflow.server
+
+    scripts = Path(mlflow.server.__file__).parent / "js" / "build" / "static" / "js"
+    assert any(f'"{TRAINING}"' in script.read_text(errors="ignore") for script in scripts.glob("*.js"))
+
+
+def test_every_run_has_params_texts_and_where_it_comes_from(
+    config: SearchConfig, folder: SearchFolder, tracker: Tracker, tmp_path: Path
+) -> None:
+    shared = shared_of(config, folder, texts(tmp_path / "data"), "stdlib-llama")
+    sync = MlflowSync(lambda: tracker, parent_run(folder.root), shared=shared)
+    record = TrialRecord("t1", "gqa", 0.5, 1e-3, {"fusion": "mean", "alignment": "none"}, DONE, seed=7)
+    record.rungs = [{"step": 0, "loss": 2.5, "timestamp": 10.0}]
+    run_id = sync.put(trial_run(record, folder.root))
+    for run in map(tracker.client.get_run, (sync.parent_id, run_id)):
+        assert run.data.tags["mlflow.source.name"] == "headfold search small.yaml"
+        assert run.data.tags["headfold.version"] == "1.2"
+        assert (run.data.params["base_model"], run.data.params["batch_size"]) == ("stdlib-llama", "8")
+        used = {one.tags[0].value: one.dataset for one in run.inputs.dataset_inputs}
+        assert {split: json.loads(text.profile)["num_tokens"] for split, text in used.items()} == {
+            "train": 16,
+            "eval": 24,
+            "calibration": 32,
+        }
+        assert used["train"].name == "train: train.txt" and json.loads(used["eval"].source) == {"uri": "stdlib"}
+        assert len({text.digest for text in used.values()}) == 3
+    told: Any = tracker.client.get_run(run_id).data
+    params = {"recipe": "gqa", "kv_ratio": "0.5", "seed": "7", "learning_rate": "0.001", "choices.fusion": "mean"}
+    assert params.items() <= told.params.items()
+    assert told.tags["mlflow.note.content"].endswith("fusion mean") and "`t1`" in told.tags["mlflow.note.content"]
+
+
+def test_a_run_is_renamed_when_there_is_another_of_its_name(tracker: Tracker, folder: SearchFolder) -> None:
+    sync = MlflowSync(lambda: tracker, parent_run(folder.root))
+    record = TrialRecord("t1", "gqa", 0.5, 1e-3, {})
+    run_id = sync.put(trial_run(record, folder.root))
+    record.name = "gqa · 50% · seed 1"
+    assert sync.put(trial_run(record, folder.root)) == run_id
+    assert tracker.client.get_run(run_id).info.run_name == "gqa · 50% · seed 1"
+
+
+def test_the_table_of_the_docs_is_the_table(tmp_path: Path) -> None:
+    text = (REPOSITORY / "docs" / "trials.md").read_text(encoding="utf-8")
+    section = text.partition("## In MLflow")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE))))
+    assert named == {*METRICS.values(), "perplexity"}
