@@ -32,6 +32,7 @@ def demo(
         return
     settings = load_config(config, [f"model.path={model}", f"storage={storage}", *(overrides or [])])
     from orchestrator.pipeline import search as run_search
+    from orchestrator.reporting.promoted_models import promoted_models
 
     print(f"demo: searching {config}, results in {settings.storage}", flush=True)
     outcome = run_search(settings, resume=resume)
@@ -44,18 +45,19 @@ def demo(
         return
     print("demo: loading the export with plain transformers, in a process that cannot import Headfold", flush=True)
     subprocess.run([sys.executable, str(shipped(READER)), exported], check=True)
-    _load_in_llama_cpp(Path(exported), Path(settings.storage) / "gguf")
+    best = promoted_models(outcome.promotion)[0]  # by its recipe, often one with a head count of its own in each layer
+    _load_in_llama_cpp(Path(best["path"]), best["label"], Path(settings.storage) / "gguf")
     print(f"demo: exported checkpoint  {exported}")
 
 
-def _load_in_llama_cpp(exported: Path, out: Path) -> None:
+def _load_in_llama_cpp(promoted: Path, recipe: str, out: Path) -> None:
     from orchestrator.serving.export import export_checkpoint
     from orchestrator.serving.tables import print_check
 
     engine = find_spec("xllamacpp") is not None
     loaded = "loaded there and compared" if engine else "not loaded there, for lack of it: pip install xllamacpp"
-    print(f"demo: the same model as one file for llama.cpp, {loaded}", flush=True)
-    record: dict[str, Any] = export_checkpoint(exported, "gguf", out, check=engine, overwrite=True)
+    print(f"demo: the best model of the smallest cache, by {recipe}, as one file for llama.cpp, {loaded}", flush=True)
+    record: dict[str, Any] = export_checkpoint(promoted, "gguf", out, check=engine, overwrite=True)
     print(record["format_note"])
     if record["check"]:
         print_check(record["check"])

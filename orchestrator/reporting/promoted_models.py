@@ -16,9 +16,10 @@ Model = dict[str, Any]
 
 
 def promoted_models(promotion: Mapping[str, Any]) -> list[Model]:
-    """Of each candidate of `promotion.json` that was promoted: trial_id, recipe, label (the recipe as it is shown), kv_ratio, loss, loss_increase (nats a
-    token), perplexity, kv_bytes_per_token, `path` of the checkpoint, `version` in the registry, and `serve`
-    (`serve_commands.ways_to_serve`). The smallest cache first, among equals the lowest loss."""
+    """Of each candidate of `promotion.json` that was promoted: trial_id, recipe, label (the recipe as it is shown),
+    kv_ratio, loss, loss_increase (nats a token), perplexity, kv_bytes_per_token, `path` of the checkpoint, `version` in
+    the registry, and `serve` (`serve_commands.ways_to_serve`). The smallest cache first, among equals the lowest
+    loss."""
     done = [c for c in promotion.get("candidates", {}).values() if c.get("status") == PROMOTED]
     return [_model(c) for c in sorted(done, key=_rank)]
 
