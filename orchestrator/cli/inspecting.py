@@ -28,7 +28,7 @@ def inspect(
     out: Annotated[Path, typer.Option(help="The page.")] = Path("inspection.html"),
     overrides: options.Overrides = None,
     cache: Annotated[
-        Path | None, typer.Option(help="Folder where measurements are kept (default: headfold in the user's cache).")
+        Path | None, typer.Option(help="Folder where measurements are kept (default: in the user's cache).")
     ] = None,
     json: options.JsonFile = None,
     calibration_data: options.CalibrationData = "stdlib",

@@ -16,7 +16,7 @@ from orchestrator.main import app
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = sorted(
-    [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "examples").glob("*.md")],
+    [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md"), *(REPOSITORY / "examples").glob("*.md")],
 )
 VERBS = get_command(app).commands  # type: ignore[attr-defined]
 TOP = ["attention", "search_spaces", "trainers", "orchestrator", "tests", "docs", "configs", "examples", "benchmarks"]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from bad_checkpoint_inputs import EVALUATIONS, TRAININGS
 from bad_conversion_inputs import CONVERSIONS, ESTIMATES, EXPORTS, INSPECTIONS
+from bad_first_inputs import DEMOS, FIRST_CONFIGS
 from bad_input import Bad
 from bad_search_inputs import GENERAL, PAGES, PROMOTIONS, REPORTS, SEARCHES, WATCHES
 
 BY_VERB: dict[str, tuple[Bad, ...]] = {
     "any verb": GENERAL,
+    "demo": DEMOS,
+    "init": FIRST_CONFIGS,
     "search": SEARCHES,
     "convert": CONVERSIONS,
     "estimate": ESTIMATES,

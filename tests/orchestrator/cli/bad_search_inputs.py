@@ -103,6 +103,7 @@ SEARCHES = (
         f"{S} search.kv_ratios=[0.25] --resume",
         ("--resume", "search", "same settings"),
     ),
+    Bad("a search to resume and to rehearse at once", f"{S} --resume --dry-run", ("dry_run", "--resume")),
     Bad("a search to resume of a former version", f"{S} --resume", FORMER, writes(f"{SEARCH}/journal.jsonl", OLD)),
 )
 

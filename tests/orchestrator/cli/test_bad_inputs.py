@@ -137,6 +137,7 @@ def _page(rows: dict[str, str]) -> str:
 
 def _row(bad: Bad, ran: Ran, folder: Path) -> str:
     message = " ".join(ran.err.partition("headfold: ")[2].split()).replace(str(folder), "FOLDER")
+    message = message.replace(f"{PAGE.parents[1]}/", "")  # of what comes along
     message = re.sub(r"cluster has \d+", "cluster has N", message)
     if len(message) > LONGEST:
         message = message[:LONGEST].rstrip() + " ..."

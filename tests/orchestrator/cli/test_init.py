@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,20 +66,6 @@ def test_the_first_line_names_a_schema_that_is_there(place: Path, demo_dir: Path
     schema = Path(written.splitlines()[0].partition("$schema=")[2])
     assert json.loads(schema.read_text())["title"] == "Headfold search"
     assert list(place.iterdir()) == []
-
-
-def test_refusals(place: Path, demo_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copytree(demo_dir, place / "single")
-    config = json.loads((place / "single" / "config.json").read_text())
-    (place / "single" / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 1}))
-    for arguments, said in [
-        (["none"], "none"),
-        (["single"], "1 KV head a layer already"),
-        ([demo_dir, "--out", "single"], "single"),
-        ([demo_dir, "--out", "no/where.yaml"], "cannot write to 'no/where.yaml'"),
-    ]:
-        assert run_here("init", *arguments) == 2
-        assert said in capsys.readouterr().err
 
 
 def first(kv_heads: int, parameters: float, place: Place, demo: HeadGeometry, source: str = "texts") -> SearchConfig:
