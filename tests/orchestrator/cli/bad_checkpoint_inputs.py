@@ -206,3 +206,28 @@ TRAININGS = (
     ),
     Bad("training without a tokenizer", f"{T} ...", ("tokenizer", "model"), removes("model/tokenizer.json")),
 )
+
+F = "finetune --model model --steps 2 --learning-rate 1e-3 --out trained"
+FINETUNINGS = (
+    Bad(
+        "fine-tuning of nothing",
+        "finetune --model none --steps 2 --learning-rate 1e-3 --out trained ...",
+        ("model", "none"),
+    ),
+    Bad("a part of the weights that is none", f"{F} --tuning some ...", ("train.tuning", "some", "kv")),
+    Bad("a tuning that has an option", f"{F} --set train.tuning=kv ...", ("train.tuning", "--tuning")),
+    Bad("distillation from nothing", f"{F} --set train.distillation=kl ...", ("train.distillation", "--original")),
+    Bad("an original model that is not there", f"{F} --original none ...", ("original", "none")),
+    Bad("composition in a fine-tuning", f"{F} --set composition.rank=2 ...", ("composition",)),
+    Bad("fine-tuning on texts that are not there", f"{F} ... --train-data none.txt", ("none.txt",)),
+    Bad(
+        "fine-tuning over its model",
+        "finetune --model model --steps 2 --learning-rate 1e-3 --out model ...",
+        ("model",),
+    ),
+    Bad(
+        "fine-tuning over other work",
+        "finetune --model model --steps 2 --learning-rate 1e-3 --out work ...",
+        ("work",),
+    ),
+)

@@ -21,6 +21,7 @@ ELLIPSIS = {
     "inspect": f"--data texts/notes.txt --calibration-tokens 64 {EVALUATED}",
     "evaluate": EVALUATED,
     "train": f"--train-data texts/notes.txt {EVALUATED}",
+    "finetune": f"--train-data texts/notes.txt {EVALUATED}",
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bad_checkpoint_inputs import EVALUATIONS, TRAININGS
+from bad_checkpoint_inputs import EVALUATIONS, FINETUNINGS, TRAININGS
 from bad_conversion_inputs import CONVERSIONS, ESTIMATES, EXPORTS, INSPECTIONS
 from bad_first_inputs import DEMOS, FIRST_CONFIGS
 from bad_input import Bad
@@ -16,6 +16,7 @@ BY_VERB: dict[str, tuple[Bad, ...]] = {
     "convert": CONVERSIONS,
     "estimate": ESTIMATES,
     "train": TRAININGS,
+    "finetune": FINETUNINGS,
     "evaluate": EVALUATIONS,
     "watch": WATCHES,
     "ui": PAGES,
