@@ -194,12 +194,36 @@ def _default(parameter: Any) -> str:
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 
+# ---- notebook ------------------------------------------------------------------------------------------------------
+
+
+def notebook() -> str:
+    """The page of the Python functions as a notebook: text and code in turn, without what the code prints."""
+    page = (DOCS / "python.md").read_text(encoding="utf-8")
+    page = re.sub(r"```text\n.*?```\n", "", page, flags=re.DOTALL)
+    page = re.sub(r"\[([^\]]+)\]\((?!https?:|#)([^)]+)\)", r"\1 (docs/\2)", page)
+    cells = []
+    for number, part in enumerate(re.split(r"```python\n(.*?)```\n", page, flags=re.DOTALL)):
+        source = part.strip().splitlines(keepends=True)
+        kind: dict[str, Any] = {"cell_type": "markdown"}
+        if number % 2:
+            kind = {"cell_type": "code", "execution_count": None, "outputs": []}
+        if source:
+            cells.append({**kind, "id": f"cell-{number}", "metadata": {}, "source": source})
+    kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    return json.dumps({"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}, indent=1) + "\n"
+
+
+# ---- all -----------------------------------------------------------------------------------------------------------
+
+
 def pages() -> dict[str, str]:
     """Content of each file by its path in docs/."""
     return {
         "config.schema.json": json.dumps(schema(), indent=1, ensure_ascii=False) + "\n",
         "reference/config.md": config_page(),
         "reference/commands.md": commands_page(),
+        "python.ipynb": notebook(),
     }
 
 

@@ -48,6 +48,19 @@ def test_load_exported_cannot_import_the_project(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
+def test_curve_compares_recipes(tmp_path: Path) -> None:
+    sizes = ["--tokens", "2048", "--recipes", "gqa,least_squares"]
+    done = _run(str(EXAMPLES / "curve.py"), str(DEMO), *sizes, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = [line.split() for line in done.stdout.splitlines()[1:]]
+    assert [(recipe, size) for recipe, size, _ in found] == [
+        (recipe, size) for recipe in ("gqa", "least_squares") for size in ("2,048", "1,024")
+    ]
+    losses = {(recipe, size): float(loss) for recipe, size, loss in found}
+    assert losses["least_squares", "1,024"] < losses["gqa", "1,024"]
+
+
+@pytest.mark.extended
 def test_train_demo_makes_a_checkpoint(tmp_path: Path) -> None:
     script = str(EXAMPLES / "train_demo.py")
     sizes = ["--steps", "2", "--tokens", "40000", "--eval-tokens", "4096"]

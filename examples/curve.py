@@ -1,0 +1,34 @@
+"""Loss against KV bytes of several recipes, from Python: what `headfold convert --kv-ratio 0.5,0.25` does, side by side.
+
+    python examples/curve.py examples/stdlib-llama
+    python examples/curve.py /models/my-llama --recipes gqa,headfold_layers --text texts.jsonl
+
+Nothing is saved; `convert_curve` takes a folder for that.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from orchestrator.conversion.several_ratios import convert_curve
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Loss against KV bytes of several recipes.")
+    parser.add_argument("model", help="folder or hub name of a checkpoint")
+    parser.add_argument("--recipes", default="gqa,headfold_gqa")
+    parser.add_argument("--kv-ratios", default="0.5,0.25")
+    parser.add_argument("--text", default="stdlib", help="to calibrate and to measure on")
+    parser.add_argument("--tokens", type=int, default=16_384)
+    given = parser.parse_args()
+    ratios = [float(ratio) for ratio in given.kv_ratios.split(",")]
+    texts = {"calibration_data": given.text, "eval_data": given.text}
+    sizes = {"calibration_tokens": given.tokens, "eval_tokens": given.tokens}
+    print(f"{'recipe':<16} {'bytes per token':>15} {'loss increase':>13}")
+    for recipe in given.recipes.split(","):
+        for point in convert_curve(given.model, recipe, ratios, **texts, **sizes)["points"]:
+            print(f"{recipe:<16} {point['kv_bytes_per_token']:>15,} {point['loss_increase']:>+13.4f}")
+
+
+if __name__ == "__main__":
+    main()
