@@ -1,4 +1,4 @@
-"""Loss against KV bytes of several recipes, from Python: what `headfold convert --kv-ratio 0.5,0.25` does, side by side.
+"""Loss against KV bytes of several recipes, from Python: `headfold convert --kv-ratio 0.5,0.25`, side by side.
 
     python examples/curve.py examples/stdlib-llama
     python examples/curve.py /models/my-llama --recipes gqa,headfold_layers --text texts.jsonl
