@@ -6,7 +6,9 @@
 Writes, from the newest search in that storage: the report (`report-wide.png`, `report-narrow.png`, `report-dark.png`:
 what is seen on top), the picture of the front (`front.png`), the page of `headfold inspect` of its model
 (`inspect.png`; made anew unless `--inspection` names one), MLflow as it opens for somebody who has never been there
-(`mlflow-runs.png`, `mlflow-charts.png`), and the terminal as the search begins, goes on and ends (`terminal-*.svg`).
+(`mlflow-cold.png`), with the trials (`mlflow-runs.png`) and their losses (`mlflow-charts.png`), and the terminal as the
+search begins, goes on and ends (`terminal-*.svg`).
+
 Needs a `chromium` on the path (on Debian: the package of that name) and the extra `dev`.
 """
 
@@ -80,20 +82,39 @@ def shoot_inspection(browser: Browser, model: str, page: Path | None, out: Path)
 
 
 def shoot_mlflow(browser: Browser, search: SearchFolder, out: Path) -> None:
-    """The runs of a search, and their curves, in a browser that knows nothing of MLflow yet."""
-    client = MlflowClient(tracking_uri=f"sqlite:///{search.storage.resolve() / 'mlflow.db'}")
-    experiment = client.get_run(read_json(search.state)["parent_run"]).info.experiment_id
-    with mlflow_server(search.storage.resolve() / "mlflow.db") as server:
-        for name, mode in (("mlflow-runs", "TABLE"), ("mlflow-charts", "CHART")):
-            page = browser.new_context(viewport={"width": 1600, "height": 1000}).new_page()
-            page.goto(f"{server}/#/experiments/{experiment}/runs?compareRunsMode={mode}")
-            page.get_by_text(search.root.name, exact=False).first.wait_for(timeout=1000 * WAIT_S)
-            if mode == "CHART":
-                page.locator(".js-plotly-plot").first.wait_for(timeout=1000 * WAIT_S)
+    """The runs of a search in a browser that knows nothing of MLflow yet: as they open, with the search's trials after
+    a click on its [+], and their curves."""
+    store = search.storage.resolve() / "mlflow.db"
+    run = MlflowClient(tracking_uri=f"sqlite:///{store}").get_run(read_json(search.state)["parent_run"])
+    with mlflow_server(store) as server:
+        runs = f"{server}/#/experiments/{run.info.experiment_id}/runs"
+        page = browser.new_page(viewport={"width": 1600, "height": 1000})
+        page.set_default_timeout(1000 * WAIT_S)
+
+        def keep(name: str) -> None:
             page.wait_for_timeout(4000)  # charts further down, animations
             page.screenshot(path=out / f"{name}.png")
-            page.context.close()
             print(out / f"{name}.png")
+
+        page.goto(runs)
+        row = page.get_by_role("row").filter(has_text=str(run.info.run_name))
+        row.first.wait_for()
+        keep("mlflow-cold")
+        page.locator(ASSISTANT).click()
+        page.locator(EXPAND).first.click()
+        page.locator(CHILD).first.wait_for()
+        keep("mlflow-runs")
+        page.goto(f"{runs}?compareRunsMode=CHART")
+        page.get_by_placeholder("Search metric charts").fill("loss")
+        page.locator(".js-plotly-plot .trace").first.wait_for(state="attached")
+        keep("mlflow-charts")
+        page.close()
+
+
+# Of MLflow 3.17: what a person clicks on, and a row that stands below another.
+ASSISTANT = "button[data-component-id='mlflow.assistant.chat_panel.close']"
+EXPAND = "button[data-component-id*='runnamecellrenderer']"
+CHILD = "[role=row].ag-row >> nth=1"
 
 
 @contextlib.contextmanager
