@@ -27,7 +27,7 @@ Stat = tuple[str, str, str]
 def model_part(model: Mapping[str, Any], entry: Mapping[str, Any], original: Mapping[str, Any]) -> Part:
     """A promoted model (`promoted_models`), its entry in `promotion.json`, and the record of the original model."""
     measured = {key: _named(found) for key, found in entry.get("measured", {}).items()}
-    name = f"{model['recipe']}, {percent(model['kv_ratio'])} of the KV cache"
+    name = f"{model['label']}, {percent(model['kv_ratio'])} of the KV cache"
     stats = [*_quality(model, entry, original), *_sequences(model, original)]
     tasks = [tasks_table(measured["tasks"])] if measured.get("tasks") else []
     return Part(
