@@ -33,7 +33,11 @@ from playwright.sync_api import Browser, sync_playwright
 from rich.console import Console
 from rich.text import Text
 
+from orchestrator.reporting.figures.drawing import save_png
+from orchestrator.reporting.figures.search import front_figure
 from orchestrator.reporting.pages.report_page import write_report
+from orchestrator.storage import records
+from orchestrator.storage.journal import load_trials
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import read_json
 
@@ -43,7 +47,7 @@ REPORTS = {
     "report-narrow": (390, 1700, "light"),
     "report-dark": (1600, 1000, "dark"),
 }
-COLUMNS, ROWS = 132, 34
+COLUMNS, ROWS = 150, 34
 """Of the terminal; of its lines the last are shown."""
 PROGRESS, TRIALS = r"\[[\d:]+\] \d+/\d+ trials", r"Trials \("
 
@@ -78,12 +82,18 @@ def shoot_inspection(browser: Browser, model: str, page: Path | None, out: Path)
         shoot(browser, made.resolve().as_uri(), out / "inspect.png", 1600, 1250)
 
 
+def draw_front(search: SearchFolder, out: Path) -> None:
+    promoted = [c for c in read_json(search.promotion)["candidates"].values() if c["status"] == "promoted"]
+    trials = records.without_probes(load_trials(search.root))
+    print(save_png(front_figure(trials, read_json(search.original), promoted), out))
+
+
 # ---- MLflow ----------------------------------------------------------------------------------------------------------
 
 
-def shoot_mlflow(browser: Browser, search: SearchFolder, out: Path) -> None:
+def shoot_mlflow(browser: Browser, search: SearchFolder, charts: str, out: Path) -> None:
     """The runs of a search in a browser that knows nothing of MLflow yet: as they open, with the search's trials after
-    a click on its [+], and their curves."""
+    a click on its [+], and the curves whose metrics `charts` finds."""
     store = search.storage.resolve() / "mlflow.db"
     run = MlflowClient(tracking_uri=f"sqlite:///{store}").get_run(read_json(search.state)["parent_run"])
     with mlflow_server(store) as server:
@@ -105,7 +115,7 @@ def shoot_mlflow(browser: Browser, search: SearchFolder, out: Path) -> None:
         page.locator(CHILD).first.wait_for()
         keep("mlflow-runs")
         page.goto(f"{runs}?compareRunsMode=CHART")
-        page.get_by_placeholder("Search metric charts").fill("loss")
+        page.get_by_placeholder("Search metric charts").fill(charts)
         page.locator(".js-plotly-plot .trace").first.wait_for(state="attached")
         keep("mlflow-charts")
         page.close()
@@ -192,6 +202,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "images", help="folder of the pictures")
     parser.add_argument("--log", type=Path, help="what the search has printed (default: terminal.log in the storage)")
     parser.add_argument("--inspection", type=Path, help="a page that `headfold inspect` has written")
+    parser.add_argument("--charts", default="loss", help="regular expression of the metrics whose curves are shown")
     given = parser.parse_args()
     executable = shutil.which("chromium") or sys.exit("needs a browser: install the package chromium")
     log = given.log or given.storage / "terminal.log"
@@ -202,11 +213,11 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     for name, lines in terminal.items():
         draw_terminal(lines, f"headfold search, as it {name.replace('-', ' ')}", given.out / f"terminal-{name}.svg")
-    shutil.copyfile(search.root / "front.png", given.out / "front.png")
+    draw_front(search, given.out / "front.png")
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
         shoot_reports(browser, search, given.out)
-        shoot_mlflow(browser, search, given.out)
+        shoot_mlflow(browser, search, given.charts, given.out)
         shoot_inspection(browser, read_json(search.original)["model"], given.inspection, given.out)
         browser.close()
 
