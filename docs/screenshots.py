@@ -6,7 +6,9 @@
 Writes, from the newest search in that storage: the report (`report-wide.png`, `report-narrow.png`, `report-dark.png`:
 what is seen on top), the picture of the front (`front.png`), the page of `headfold inspect` of its model
 (`inspect.png`; made anew unless `--inspection` names one), MLflow as it opens for somebody who has never been there
-(`mlflow-runs.png`, `mlflow-charts.png`), and the terminal as the search begins, goes on and ends (`terminal-*.svg`).
+(`mlflow-cold.png`), with the trials (`mlflow-runs.png`) and their losses (`mlflow-charts.png`), and the terminal as the
+search begins, goes on and ends (`terminal-*.svg`).
+
 Needs a `chromium` on the path (on Debian: the package of that name) and the extra `dev`.
 """
 
@@ -31,7 +33,11 @@ from playwright.sync_api import Browser, sync_playwright
 from rich.console import Console
 from rich.text import Text
 
+from orchestrator.reporting.figures.drawing import save_png
+from orchestrator.reporting.figures.search import front_figure
 from orchestrator.reporting.pages.report_page import write_report
+from orchestrator.storage import records
+from orchestrator.storage.journal import load_trials
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import read_json
 
@@ -41,7 +47,7 @@ REPORTS = {
     "report-narrow": (390, 1700, "light"),
     "report-dark": (1600, 1000, "dark"),
 }
-COLUMNS, ROWS = 132, 34
+COLUMNS, ROWS = 150, 34
 """Of the terminal; of its lines the last are shown."""
 PROGRESS, TRIALS = r"\[[\d:]+\] \d+/\d+ trials", r"Trials \("
 
@@ -76,24 +82,49 @@ def shoot_inspection(browser: Browser, model: str, page: Path | None, out: Path)
         shoot(browser, made.resolve().as_uri(), out / "inspect.png", 1600, 1250)
 
 
+def draw_front(search: SearchFolder, out: Path) -> None:
+    promoted = [c for c in read_json(search.promotion)["candidates"].values() if c["status"] == "promoted"]
+    trials = records.without_probes(load_trials(search.root))
+    print(save_png(front_figure(trials, read_json(search.original), promoted), out))
+
+
 # ---- MLflow ----------------------------------------------------------------------------------------------------------
 
 
-def shoot_mlflow(browser: Browser, search: SearchFolder, out: Path) -> None:
-    """The runs of a search, and their curves, in a browser that knows nothing of MLflow yet."""
-    client = MlflowClient(tracking_uri=f"sqlite:///{search.storage.resolve() / 'mlflow.db'}")
-    experiment = client.get_run(read_json(search.state)["parent_run"]).info.experiment_id
-    with mlflow_server(search.storage.resolve() / "mlflow.db") as server:
-        for name, mode in (("mlflow-runs", "TABLE"), ("mlflow-charts", "CHART")):
-            page = browser.new_context(viewport={"width": 1600, "height": 1000}).new_page()
-            page.goto(f"{server}/#/experiments/{experiment}/runs?compareRunsMode={mode}")
-            page.get_by_text(search.root.name, exact=False).first.wait_for(timeout=1000 * WAIT_S)
-            if mode == "CHART":
-                page.locator(".js-plotly-plot").first.wait_for(timeout=1000 * WAIT_S)
+def shoot_mlflow(browser: Browser, search: SearchFolder, charts: str, out: Path) -> None:
+    """The runs of a search in a browser that knows nothing of MLflow yet: as they open, with the search's trials after
+    a click on its [+], and the curves whose metrics `charts` finds."""
+    store = search.storage.resolve() / "mlflow.db"
+    run = MlflowClient(tracking_uri=f"sqlite:///{store}").get_run(read_json(search.state)["parent_run"])
+    with mlflow_server(store) as server:
+        runs = f"{server}/#/experiments/{run.info.experiment_id}/runs"
+        page = browser.new_page(viewport={"width": 1600, "height": 1000})
+        page.set_default_timeout(1000 * WAIT_S)
+
+        def keep(name: str) -> None:
             page.wait_for_timeout(4000)  # charts further down, animations
             page.screenshot(path=out / f"{name}.png")
-            page.context.close()
             print(out / f"{name}.png")
+
+        page.goto(runs)
+        row = page.get_by_role("row").filter(has_text=str(run.info.run_name))
+        row.first.wait_for()
+        keep("mlflow-cold")
+        page.locator(ASSISTANT).click()
+        page.locator(EXPAND).first.click()
+        page.locator(CHILD).first.wait_for()
+        keep("mlflow-runs")
+        page.goto(f"{runs}?compareRunsMode=CHART")
+        page.get_by_placeholder("Search metric charts").fill(charts)
+        page.locator(".js-plotly-plot .trace").first.wait_for(state="attached")
+        keep("mlflow-charts")
+        page.close()
+
+
+# Of MLflow 3.17: what a person clicks on, and a row that stands below another.
+ASSISTANT = "button[data-component-id='mlflow.assistant.chat_panel.close']"
+EXPAND = "button[data-component-id*='runnamecellrenderer']"
+CHILD = "[role=row].ag-row >> nth=1"
 
 
 @contextlib.contextmanager
@@ -171,6 +202,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "images", help="folder of the pictures")
     parser.add_argument("--log", type=Path, help="what the search has printed (default: terminal.log in the storage)")
     parser.add_argument("--inspection", type=Path, help="a page that `headfold inspect` has written")
+    parser.add_argument("--charts", default="loss", help="regular expression of the metrics whose curves are shown")
     given = parser.parse_args()
     executable = shutil.which("chromium") or sys.exit("needs a browser: install the package chromium")
     log = given.log or given.storage / "terminal.log"
@@ -181,11 +213,11 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     for name, lines in terminal.items():
         draw_terminal(lines, f"headfold search, as it {name.replace('-', ' ')}", given.out / f"terminal-{name}.svg")
-    shutil.copyfile(search.root / "front.png", given.out / "front.png")
+    draw_front(search, given.out / "front.png")
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
         shoot_reports(browser, search, given.out)
-        shoot_mlflow(browser, search, given.out)
+        shoot_mlflow(browser, search, given.charts, given.out)
         shoot_inspection(browser, read_json(search.original)["model"], given.inspection, given.out)
         browser.close()
 

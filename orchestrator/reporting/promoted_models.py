@@ -33,7 +33,7 @@ def _model(candidate: Mapping[str, Any]) -> Model:
     loss, original = candidate.get("loss"), candidate.get("original_loss")
     path = candidate.get("model")
     return {
-        "label": candidate.get("label") or candidate.get("recipe"),
+        "label": candidate.get("label") or candidate["recipe"],
         **{name: candidate.get(name) for name in ("trial_id", "recipe", "kv_ratio", "kv_bytes_per_token", "version")},
         "loss": loss,
         "loss_increase": None if loss is None or original is None else loss - original,

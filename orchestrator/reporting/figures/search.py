@@ -97,7 +97,7 @@ def _scatter(
 def _size_ticks(axes: Any, sizes: Collection[int], own: int, most: int) -> None:
     """A logarithmic axis of KV bytes, with a tick at each size and its share of the original's, if they are few."""
     axes.set_xscale("log", base=2)
-    axes.margins(x=0.12)
+    axes.margins(x=0.16)
     places = sorted(sizes)
     while len(places) > most:
         places = [*places[:-1:2], places[-1]] if len(places) > 2 * most else [*places[: most - 1], places[-1]]

@@ -91,10 +91,12 @@ def _build_page(
 
 def _lead(candidates: Sequence[TrialRecord], original: Mapping[str, Any], models: Sequence[Mapping[str, Any]]) -> str:
     """The original model, and what came of the search, in two sentences."""
-    bests = {ratio: (t.label, t.loss - original["loss"]) for ratio, t in best_per_budget(candidates).items()}
+    bests = [(ratio, t.label, t.loss - original["loss"]) for ratio, t in best_per_budget(candidates).items()]
     if models:
-        bests = {m["kv_ratio"]: (m["label"], m["loss_increase"]) for m in models}
-    told = [f"{percent(ratio)} of the KV cache: {number(up, '+.3f')} by {name}" for ratio, (name, up) in bests.items()]
+        bests = [(m["kv_ratio"], m["label"], m["loss_increase"]) for m in models]
+    told = [
+        f"{percent(ratio)} of the KV cache: {number(increase, '+.3f')} by {name}" for ratio, name, increase in bests
+    ]
     what = "Promoted" if models else "Best trials"
     name = Path(str(original.get("model", "the model"))).name
     return (
