@@ -224,7 +224,8 @@ class Tracker:
             elif server:  # which takes no bare local folder
                 self.client.log_artifacts(run_id, place, "model")
                 source = f"{self.client.get_run(run_id).info.artifact_uri}/model"
-            made = self.client.create_model_version(name, source, run_id=run_id, tags=labels, description=description)
+            told = {"run_id": run_id, "tags": labels, "description": description, "model_id": model and model.model_id}
+            made = self.client.create_model_version(name, source, **told)
             if model is not None:
                 versions = [{"name": name, "version": made.version}]
                 self.client.set_logged_model_tags(model.model_id, {"mlflow.modelVersions": json.dumps(versions)})

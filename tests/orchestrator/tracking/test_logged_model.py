@@ -10,6 +10,7 @@ from typing import Any
 import mlflow
 import pytest
 import torch
+from mlflow_at import mlflow_at
 from transformers import AutoModelForCausalLM
 
 from attention.io import checkpoint
@@ -35,22 +36,16 @@ def tracker(tmp_path: Path, empty_store: Path) -> Tracker:
     return Tracker.open(None, "tests", tmp_path)
 
 
-def test_a_version_is_loaded_from_the_store_by_mlflow(
-    tracker: Tracker, exported: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_is_loaded_from_the_store_by_mlflow(tracker: Tracker, exported: Path) -> None:
     run_id = tracker.start("promotion")
     version = tracker.register("demo", exported, run_id, tags={"gate": "passed"}, description="x")
     tracker.point("demo", "kv25", version)
-    before = mlflow.get_tracking_uri()
-    mlflow.set_tracking_uri(tracker.uri)
-    try:
+    with mlflow_at(tracker.uri):
         parts: Any = mlflow.transformers.load_model(f"models:/demo/{version}", return_type="components")
         pipeline: Any = mlflow.pyfunc.load_model("models:/demo@kv25")
         (text,) = pipeline.predict(["import os\n"], params={"max_new_tokens": 4})
         (logged,) = tracker.client.search_logged_models([tracker.experiment_id])
         again: Any = mlflow.transformers.load_model(f"models:/{logged.model_id}", return_type="components")
-    finally:
-        mlflow.set_tracking_uri(before)
     stock = AutoModelForCausalLM.from_pretrained(exported)
     tokens = torch.arange(12).view(1, 12)
     for model in (parts["model"], again["model"]):
