@@ -20,8 +20,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import mlflow
 import pytest
+from mlflow import artifacts
+from mlflow import transformers as flavour
 from mlflow_at import mlflow_at
 
 from orchestrator.cluster.session import last_error
@@ -29,8 +30,9 @@ from orchestrator.search.callbacks import SearchLog, progress_line
 from orchestrator.search.resume import error_of
 from orchestrator.storage import records
 from orchestrator.storage.journal import END, REPORT, TRIAL, Journal, load_trials, read_events
+from orchestrator.tracking.errors import TrackingError, redact
 from orchestrator.tracking.logged_model import write_mlmodel
-from orchestrator.tracking.runs import Tracker, TrackingError, default_uri, redact
+from orchestrator.tracking.runs import Tracker, default_uri
 from orchestrator.tracking.sync import MlflowSync, parent_run
 
 
@@ -141,6 +143,7 @@ def test_relaxation_and_similarity_are_metrics_of_the_trial(tracker: Tracker, tm
     series = tracker.client.get_metric_history(run.info.run_id, "relaxation_own_share")
     assert [(point.step, point.value) for point in series] == [(1, 1.0), (2, 0.5)]
     assert run.data.metrics["relaxation_train_loss"] == 3.75
+    assert not {"relaxation_step", "relaxation_steps", "best_eval_loss"} & run.data.metrics.keys()
 
 
 def test_an_interrupted_search_is_taken_up_in_the_same_runs(tracker: Tracker, tmp_path: Path) -> None:
@@ -178,7 +181,7 @@ def test_a_version_is_registered_once_and_read_back_by_its_alias(tracker: Tracke
     version = tracker.client.get_model_version_by_alias("demo", "kv25")
     assert version.tags["gate"] == "passed"
     with mlflow_at(tracker.uri):
-        found = mlflow.artifacts.download_artifacts("models:/demo@kv25")
+        found = artifacts.download_artifacts("models:/demo@kv25")
     assert (Path(found) / "config.json").read_text() == "{}"
     other = tracker.register("demo", folder, tracker.start("later promotion"), **settings)
     assert other == "2"
@@ -311,7 +314,7 @@ def test_a_server_takes_runs_artifacts_and_versions(tmp_path: Path, empty_store:
         (logged,) = tracker.client.search_logged_models([tracker.experiment_id])
         assert (str(logged.status), json.loads(logged.tags["mlflow.modelVersions"])[0]["version"]) == ("READY", version)
         with mlflow_at(address):
-            loaded: Any = mlflow.transformers.load_model(f"models:/demo/{version}", return_type="components")
+            loaded: Any = flavour.load_model(f"models:/demo/{version}", return_type="components")
         assert loaded["model"].config.model_type == "llama"
         assert not (tmp_path / "storage" / "mlflow.db").exists()
     finally:
