@@ -102,7 +102,7 @@ for verb in (
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    from orchestrator.tracking.runs import redact
+    from orchestrator.tracking.errors import redact
 
     print(f"headfold: {redact(message)}", file=sys.stderr)
     sys.exit(code)

@@ -49,8 +49,9 @@ from orchestrator.storage.paths import SearchFolder, in_ray_job, storage_path
 from orchestrator.storage.records import best_per_budget, read_json, waits_for, write_json
 from orchestrator.storage.trust import warn_of_pickles
 from orchestrator.tracking.described import shared_of
+from orchestrator.tracking.errors import redact
 from orchestrator.tracking.metrics import best_point, point
-from orchestrator.tracking.runs import Tracker, default_uri, redact
+from orchestrator.tracking.runs import Tracker, default_uri
 from orchestrator.tracking.sync import MlflowSync, Run, parent_run
 
 PACKAGES = ("torch", "transformers", "ray", "deepspeed", "optuna", "mlflow", "datasets", "numpy", "headfold")

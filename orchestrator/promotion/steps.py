@@ -36,9 +36,10 @@ from orchestrator.search.prepare import SearchSession
 from orchestrator.storage import records
 from orchestrator.storage.records import TrialRecord, write_json
 from orchestrator.tracking.described import NOTE, datasets_of, params_of
+from orchestrator.tracking.errors import TrackingError
 from orchestrator.tracking.logged_model import write_mlmodel
 from orchestrator.tracking.metrics import point
-from orchestrator.tracking.runs import Dataset, TrackingError
+from orchestrator.tracking.runs import Dataset
 from orchestrator.tracking.sync import Run
 from trainers.jobs.checkpoints import CheckpointStore
 

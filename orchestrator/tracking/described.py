@@ -13,7 +13,7 @@ from orchestrator.config.schema import SearchConfig
 from orchestrator.storage import records
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import TrialRecord, percent, read_json
-from orchestrator.tracking.metrics import point
+from orchestrator.tracking.metrics import METRICS, point
 from orchestrator.tracking.runs import Dataset
 from orchestrator.tracking.sync import Run, Shared
 from search_spaces.recipes.recipe import AXES
@@ -64,7 +64,7 @@ def trial_run(record: TrialRecord, folder: Path) -> Run:
         tags |= {name: value for name, value in ended.items() if value is not None}
     points, files = [], []
     for place, rung in enumerate(record.rungs):
-        values, at = dict(rung), (rung["step"], rung["timestamp"])
+        values = {key: value for key, value in rung.items() if key in METRICS and not key.startswith("best_")}
         if place == 0:
             tags["plan_digest"] = record.plan_digest
             means = (record.similarity or {}).get("means", {})
@@ -74,8 +74,9 @@ def trial_run(record: TrialRecord, folder: Path) -> Run:
         if place == 1 and record.relaxation:
             values["remaining_distance"] = record.remaining_distance
             for one in record.relaxation:
-                points.append(point({f"relaxation_{k}": v for k, v in one.items()}, one["step"], rung["timestamp"]))
-        points.append(point(values, *at))
+                measured = {f"relaxation_{key}": value for key, value in one.items() if key != "step"}
+                points.append(point(measured, one["step"], rung["timestamp"]))
+        points.append(point(values, rung["step"], rung["timestamp"]))
     run = Run(record.name, tags, record.status, params_of(record), points, {}, files)
     return replace(run, started=record.started, ended=record.ended)
 

@@ -9,10 +9,6 @@ from __future__ import annotations
 from importlib.metadata import version
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
-from attention.io.checkpoint import load_config
-
 MLMODEL = "MLmodel"
 TOKENIZER = "tokenizer_config.json"
 PACKAGES = ("torch", "transformers", "accelerate")
@@ -25,6 +21,9 @@ def write_mlmodel(folder: str | Path, base_model: str) -> bool:
     from mlflow import pyfunc
     from mlflow.models import Model, ModelSignature
     from mlflow.types.schema import ColSpec, Schema
+    from transformers import AutoTokenizer
+
+    from attention.io.checkpoint import load_config
 
     folder = Path(folder)
     if not (folder / TOKENIZER).is_file():

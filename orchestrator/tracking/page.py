@@ -11,8 +11,9 @@ from pathlib import Path
 from orchestrator.config.parsing import ConfigError
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import read_json
+from orchestrator.tracking.errors import redact
 from orchestrator.tracking.mlflow_server import HOST, SQLITE, taken
-from orchestrator.tracking.runs import Tracker, default_uri, redact
+from orchestrator.tracking.runs import Tracker, default_uri
 
 SERVER = ("http://", "https://")
 

@@ -1,4 +1,4 @@
-"""MLflow; only this file and `logged_model.py` know of it. The driver is the single writer.
+"""MLflow; only this file, `registry.py`, `logged_model.py` and `errors.py` know of it. The driver is the single writer.
 
 One parent run a search, one child a trial (by the tag `mlflow.parentRunId`), one level; `orchestrator.tracking.sync`
 keeps them up to date. Metrics are series over training steps; plans, pictures and reports are artifacts; checkpoints
@@ -7,44 +7,28 @@ are recorded by place and SHA-256.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
-import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
-from urllib.request import url2pathname
 
 from attention.messages import reason
 from orchestrator.storage.records import COPY, DONE, ENDED, FAILED, KILLED, RUNNING, STOPPED, WAITING
-from orchestrator.tracking.logged_model import MLMODEL
+from orchestrator.tracking.errors import TrackingError, is_away, redact
+from orchestrator.tracking.registry import Registry
 
 ERROR_LENGTH = 4000
 PARAM_LENGTH = 500
 STATUS = {DONE: "FINISHED", STOPPED: "FINISHED", COPY: "FINISHED", FAILED: "FAILED", KILLED: "KILLED"}
 STATUS |= {RUNNING: "RUNNING", WAITING: "RUNNING"}
-REFUSED = (
-    "INVALID_PARAMETER_VALUE",
-    "RESOURCE_DOES_NOT_EXIST",
-    "RESOURCE_ALREADY_EXISTS",
-    "BAD_REQUEST",
-    "INVALID_STATE",
-)
-"""Answers of a store that another try would get again."""
-SECRETS = "token|key|secret|passw|sig|credential|auth"
 KIND = "mlflow.experimentKind"
 """Tag of an experiment by which MLflow's page opens it on its runs; without it, it asks, or opens it on traces."""
 TRAINING = "custom_model_development"
 ABOUT = "Searches of Headfold: a run a search, with a child for each trial and each promotion."
-
-
-class TrackingError(ValueError):
-    """A tracking store that cannot be used. The message names its address (without credentials) and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +41,6 @@ class Dataset:
     digest: str
     tokens: int
     sequence_length: int
-
-
-def redact(text: str) -> str:
-    """Hide the user information of every URI in a text, and the values of parameters that are named like a secret."""
-    hidden = re.sub(r"(?<=://)[^/\s]+@", "***@", text)
-    return re.sub(rf"([?&;][\w.-]*(?:{SECRETS})[\w.-]*=)[^&;\s'\"]+", r"\1***", hidden, flags=re.IGNORECASE)
 
 
 def default_uri(storage: str | Path) -> str:
@@ -81,7 +59,7 @@ def open_client(uri: str) -> Any:
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
-class Tracker:
+class Tracker(Registry):
     """Writes the runs of one experiment. `open` is for the driver alone: several processes at first use corrupt a new
     sqlite store for good."""
 
@@ -206,97 +184,6 @@ class Tracker:
             runs += page
             if not (token := page.token):
                 return runs
-
-    def register(self, name: str, folder: str | Path, run_id: str, *, tags: Mapping[str, Any], description: str) -> str:
-        """Register a checkpoint folder as a version of the model `name`, with its tags; once for each run. Returns the
-        version. Raises TrackingError if the store refuses."""
-        with self._registry(name):
-            if not self.client.search_registered_models(f"name = '{name}'"):
-                self.client.create_registered_model(name)
-            place = str(folder)
-            for known in self.client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'"):
-                if known.tags.get("folder") == place:
-                    return str(known.version)
-            labels = {key: str(value) for key, value in tags.items()} | {"folder": place}
-            server, model, source = self.uri.startswith(("http://", "https://")), None, place
-            if (Path(folder) / MLMODEL).is_file():
-                model, source = self._logged_model(name, Path(folder), run_id, labels, upload=server)
-            elif server:  # which takes no bare local folder
-                self.client.log_artifacts(run_id, place, "model")
-                source = f"{self.client.get_run(run_id).info.artifact_uri}/model"
-            made = self.client.create_model_version(name, source, run_id=run_id, tags=labels, description=description)
-            if model is not None:
-                versions = [{"name": name, "version": made.version}]
-                self.client.set_logged_model_tags(model.model_id, {"mlflow.modelVersions": json.dumps(versions)})
-            return str(made.version)
-
-    def _logged_model(
-        self, name: str, folder: Path, run_id: str, tags: dict[str, str], upload: bool
-    ) -> tuple[Any, str]:
-        """The logged model of a run, made once, and where a version of it is loaded from. Its weights are uploaded to a
-        server; a store on this machine has links to them, and a place to write notes to that is not the checkpoint."""
-        from mlflow.entities import LoggedModelOutput
-
-        mine = f"source_run_id = '{run_id}'"
-        known = [m for m in self.client.search_logged_models([self.experiment_id], mine) if m.tags.get("folder")]
-        named = re.sub(r"[/:.%\"']", "-", name)
-        model = next((m for m in known if m.tags["folder"] == str(folder)), None) or self.client.create_logged_model(
-            self.experiment_id, named, source_run_id=run_id, tags=tags, model_type="transformers"
-        )
-        source = model.artifact_location
-        if upload:
-            self.client.log_model_artifacts(model.model_id, str(folder))
-        else:
-            local = urlparse(source).scheme in ("", "file")
-            source = str(_linked(Path(url2pathname(urlparse(source).path)), folder) if local else folder)
-        if model.model_id not in {m.model_id for m in self.client.get_run(run_id).outputs.model_outputs}:
-            self.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
-        self.client.finalize_logged_model(model.model_id, "READY")
-        return model, source
-
-    def holder(self, name: str, alias: str) -> str | None:
-        """The version that an alias points to; None if it points nowhere. Raises TrackingError."""
-        with self._registry(name):
-            version = self.client.get_registered_model(name).aliases.get(alias)
-        return None if version is None else str(version)
-
-    def point(self, name: str, alias: str, version: str) -> None:
-        """Let an alias point to a version, in one step: there is no moment without it. Raises TrackingError."""
-        with self._registry(name):
-            self.client.set_registered_model_alias(name, alias, version)
-
-    @contextlib.contextmanager
-    def _registry(self, name: str) -> Iterator[None]:
-        from mlflow.exceptions import MlflowException
-
-        try:
-            yield
-        except MlflowException as error:
-            raise TrackingError(f"the registry at {redact(self.uri)} refused {name}: {reason(error, redact)}") from None
-
-
-def is_away(error: Exception) -> bool:
-    """Whether a store could not be reached or could not work, as against having refused."""
-    from mlflow.exceptions import MlflowException
-
-    if isinstance(error, MlflowException):
-        return error.error_code not in REFUSED
-    of = type(error).__module__.partition(".")[0]
-    return isinstance(error, OSError) or of in ("requests", "urllib3", "sqlalchemy")
-
-
-def _linked(place: Path, folder: Path) -> Path:
-    """Fill `place` with hard links to the files of a folder: MLflow follows no link that leads out of it. On another
-    file system, or one without links: the folder itself."""
-    try:
-        for one in (path for path in folder.rglob("*") if path.is_file()):
-            link = place / one.relative_to(folder)
-            link.parent.mkdir(parents=True, exist_ok=True)
-            if not link.exists():
-                link.hardlink_to(one)
-    except OSError:
-        return folder
-    return place
 
 
 def _last_part(source: str) -> str:

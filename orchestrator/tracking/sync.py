@@ -21,7 +21,8 @@ from typing import Any
 
 from attention.messages import reason
 from orchestrator.storage.records import ENDED, RUNNING
-from orchestrator.tracking.runs import STATUS, Dataset, Tracker, TrackingError, is_away, redact
+from orchestrator.tracking.errors import TrackingError, is_away, redact
+from orchestrator.tracking.runs import STATUS, Dataset, Tracker
 
 logger = logging.getLogger(__name__)
 

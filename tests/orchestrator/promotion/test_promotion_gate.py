@@ -41,7 +41,8 @@ from orchestrator.search.trial import TrialContext
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import DONE, TrialRecord, read_json, write_json
-from orchestrator.tracking.runs import Tracker, TrackingError
+from orchestrator.tracking.errors import TrackingError
+from orchestrator.tracking.runs import Tracker
 from orchestrator.tracking.sync import MlflowSync, parent_run
 from search_spaces.recipes.recipes import recipe
 from trainers.evaluation import evaluate

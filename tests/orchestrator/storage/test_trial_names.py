@@ -30,7 +30,7 @@ def test_rates_and_seeds_are_told_where_there_are_several() -> None:
 
 
 def test_drawn_recipes_are_told_by_what_they_differ_in() -> None:
-    own = {"allocation": "uniform", "grouping": "exact", "fusion": "least_squares"}
+    own: dict[str, Any] = {"allocation": "uniform", "grouping": "exact", "fusion": "least_squares"}
     one, other = trial("joint-1", **own), trial("joint-2", **own | {"grouping": "merge"})
     assert named(one) == ["joint · uniform, least squares · 25%"]
     assert named(one, other, trial("gqa")) == ["joint · exact · 25%", "joint · merge · 25%", "gqa · 25%"]
@@ -41,7 +41,7 @@ def test_drawn_recipes_are_told_by_what_they_differ_in() -> None:
 
 
 def test_of_equal_words_other_choices_and_parameters_are_told() -> None:
-    own = {"allocation": "uniform", "grouping": "exact", "fusion": "mean"}
+    own: dict[str, Any] = {"allocation": "uniform", "grouping": "exact", "fusion": "mean"}
     one = trial("joint-1", **own, alignment="none", settings={"fusion.ridge": 0.1})
     aligned = trial("joint-2", **own, alignment="procrustes", settings={"fusion.ridge": 0.1})
     ridge = trial("joint-3", **own, alignment="none", settings={"fusion.ridge": 0.25})

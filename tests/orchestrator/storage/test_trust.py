@@ -15,7 +15,7 @@ from orchestrator.storage import records
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import TrialRecord
 from orchestrator.storage.trust import doubts, warn_of_pickles
-from orchestrator.tracking.runs import redact
+from orchestrator.tracking.errors import redact
 
 
 @pytest.fixture

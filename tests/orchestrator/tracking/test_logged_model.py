@@ -7,14 +7,17 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import mlflow
 import pytest
 import torch
+from mlflow import MlflowException, pyfunc
+from mlflow import transformers as flavour
+from mlflow_at import mlflow_at
 from transformers import AutoModelForCausalLM
 
 from attention.io import checkpoint
+from orchestrator.tracking.errors import TrackingError
 from orchestrator.tracking.logged_model import MLMODEL, write_mlmodel
-from orchestrator.tracking.runs import Tracker, TrackingError
+from orchestrator.tracking.runs import Tracker
 
 DEMO = Path(__file__).resolve().parents[3] / "examples" / "stdlib-llama"
 
@@ -35,22 +38,16 @@ def tracker(tmp_path: Path, empty_store: Path) -> Tracker:
     return Tracker.open(None, "tests", tmp_path)
 
 
-def test_a_version_is_loaded_from_the_store_by_mlflow(
-    tracker: Tracker, exported: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_is_loaded_from_the_store_by_mlflow(tracker: Tracker, exported: Path) -> None:
     run_id = tracker.start("promotion")
     version = tracker.register("demo", exported, run_id, tags={"gate": "passed"}, description="x")
     tracker.point("demo", "kv25", version)
-    before = mlflow.get_tracking_uri()
-    mlflow.set_tracking_uri(tracker.uri)
-    try:
-        parts: Any = mlflow.transformers.load_model(f"models:/demo/{version}", return_type="components")
-        pipeline: Any = mlflow.pyfunc.load_model("models:/demo@kv25")
+    with mlflow_at(tracker.uri):
+        parts: Any = flavour.load_model(f"models:/demo/{version}", return_type="components")
+        pipeline: Any = pyfunc.load_model("models:/demo@kv25")
         (text,) = pipeline.predict(["import os\n"], params={"max_new_tokens": 4})
         (logged,) = tracker.client.search_logged_models([tracker.experiment_id])
-        again: Any = mlflow.transformers.load_model(f"models:/{logged.model_id}", return_type="components")
-    finally:
-        mlflow.set_tracking_uri(before)
+        again: Any = flavour.load_model(f"models:/{logged.model_id}", return_type="components")
     stock = AutoModelForCausalLM.from_pretrained(exported)
     tokens = torch.arange(12).view(1, 12)
     for model in (parts["model"], again["model"]):
@@ -65,7 +62,7 @@ def test_a_logged_model_is_made_once_and_weights_are_stored_once(
     made = tracker.client.create_model_version
 
     def killed(*arguments: Any, **named: Any) -> None:
-        raise mlflow.MlflowException("killed here")
+        raise MlflowException("killed here")
 
     monkeypatch.setattr(tracker.client, "create_model_version", killed)
     with pytest.raises(TrackingError):

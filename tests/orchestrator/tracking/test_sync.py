@@ -14,7 +14,8 @@ import pytest
 
 from orchestrator.storage.records import DONE, KILLED, RUNNING
 from orchestrator.tracking import sync
-from orchestrator.tracking.runs import Tracker, TrackingError
+from orchestrator.tracking.errors import TrackingError
+from orchestrator.tracking.runs import Tracker
 from orchestrator.tracking.sync import MlflowSync, Run, parent_run
 
 AWAY = ConnectionError("nobody there")

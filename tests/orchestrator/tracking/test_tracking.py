@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import pickle
@@ -20,13 +21,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mlflow import artifacts
+from mlflow import transformers as flavour
+from mlflow_at import mlflow_at
 
 from orchestrator.cluster.session import last_error
 from orchestrator.search.callbacks import SearchLog, progress_line
 from orchestrator.search.resume import error_of
 from orchestrator.storage import records
 from orchestrator.storage.journal import END, REPORT, TRIAL, Journal, load_trials, read_events
-from orchestrator.tracking.runs import Tracker, TrackingError, default_uri, redact
+from orchestrator.tracking.errors import TrackingError, redact
+from orchestrator.tracking.logged_model import write_mlmodel
+from orchestrator.tracking.runs import Tracker, default_uri
 from orchestrator.tracking.sync import MlflowSync, parent_run
 
 
@@ -137,6 +143,7 @@ def test_relaxation_and_similarity_are_metrics_of_the_trial(tracker: Tracker, tm
     series = tracker.client.get_metric_history(run.info.run_id, "relaxation_own_share")
     assert [(point.step, point.value) for point in series] == [(1, 1.0), (2, 0.5)]
     assert run.data.metrics["relaxation_train_loss"] == 3.75
+    assert not {"relaxation_step", "relaxation_steps", "best_eval_loss"} & run.data.metrics.keys()
 
 
 def test_an_interrupted_search_is_taken_up_in_the_same_runs(tracker: Tracker, tmp_path: Path) -> None:
@@ -173,10 +180,8 @@ def test_a_version_is_registered_once_and_read_back_by_its_alias(tracker: Tracke
     assert tracker.holder("demo", "kv25") == first
     version = tracker.client.get_model_version_by_alias("demo", "kv25")
     assert version.tags["gate"] == "passed"
-    import mlflow
-
-    mlflow.set_registry_uri(tracker.uri)
-    found = mlflow.artifacts.download_artifacts("models:/demo@kv25", tracking_uri=tracker.uri)
+    with mlflow_at(tracker.uri):
+        found = artifacts.download_artifacts("models:/demo@kv25")
     assert (Path(found) / "config.json").read_text() == "{}"
     other = tracker.register("demo", folder, tracker.start("later promotion"), **settings)
     assert other == "2"
@@ -302,6 +307,15 @@ def test_a_server_takes_runs_artifacts_and_versions(tmp_path: Path, empty_store:
         found = tracker.client.get_model_version_by_alias("demo", "kv25")
         assert found.source.startswith("mlflow-artifacts:/")
         assert {f.path for f in tracker.client.list_artifacts(run)} == {"model", "note.txt"}
+        exported = tmp_path / "exported-2"
+        shutil.copytree(Path(__file__).resolve().parents[3] / "examples" / "stdlib-llama", exported)
+        assert write_mlmodel(exported, "stdlib-llama")
+        version = tracker.register("demo", exported, tracker.start("another promotion"), **settings)
+        (logged,) = tracker.client.search_logged_models([tracker.experiment_id])
+        assert (str(logged.status), json.loads(logged.tags["mlflow.modelVersions"])[0]["version"]) == ("READY", version)
+        with mlflow_at(address):
+            loaded: Any = flavour.load_model(f"models:/demo/{version}", return_type="components")
+        assert loaded["model"].config.model_type == "llama"
         assert not (tmp_path / "storage" / "mlflow.db").exists()
     finally:
         os.killpg(server.pid, signal.SIGTERM)
