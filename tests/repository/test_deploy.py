@@ -3,6 +3,7 @@ dashboard: that it draws what is exported, all of it, and in the form that Ray's
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import tomllib
@@ -44,6 +45,8 @@ def test_the_image_has_ray_as_locked_and_all_packages() -> None:
     assert all((REPOSITORY / name).exists() for name in names)
     assert {pattern.rstrip("*") for pattern in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]} <= names
     assert {"pyproject.toml", PROJECT["project"]["readme"], "configs"} <= names
+    for file in itertools.chain(*PROJECT["tool"]["setuptools"]["data-files"].values()):  # else pip cannot build there
+        assert names & {file, *map(str, Path(file).parents)}, file
 
 
 def test_the_dashboard_draws_every_gauge_and_nothing_else() -> None:
