@@ -18,7 +18,8 @@ from search_spaces.grouping.subsets import exact_partition
 WANTED = {"walk", "grouping", "calibration", "conversion", "decode-layer", "decode-model", "relaxations", "composition"}
 
 
-LONG = ("worker-pool", "memory", "memory-limits", "moments", "real-width", "texts")  # clusters, processes, calibrations
+# Clusters, processes, calibrations
+LONG = ("worker-pool", "estimates", "memory", "memory-limits", "moments", "real-width", "texts")
 
 
 @pytest.mark.parametrize(
