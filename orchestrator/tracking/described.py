@@ -32,7 +32,9 @@ FACTS = (
 
 def shared_of(config: SearchConfig, folder: SearchFolder, files: Mapping[str, Path], base_model: str | None) -> Shared:
     """Of all runs of a search. `files`: its token sets, by split; `base_model`: what the original is called."""
-    tags = {"mlflow.source.name": read_json(folder.state).get("command", "headfold"), "mlflow.source.type": "LOCAL"}
+    command = read_json(folder.state).get("command", "headfold search")
+    # The page shows what follows the last / of a source, as if it were a file
+    tags = {"mlflow.source.name": "headfold search", "mlflow.source.type": "LOCAL", "headfold.command": command}
     with contextlib.suppress(OSError, KeyError, ImportError):  # a user id without a name, as in a container
         tags["mlflow.user"] = getpass.getuser()
     if version := read_json(folder.versions).get("headfold"):

@@ -15,6 +15,8 @@ from orchestrator.tracking.errors import redact
 from orchestrator.tracking.mlflow_server import HOST, SQLITE, taken
 from orchestrator.tracking.runs import Tracker, default_uri
 
+WORKFLOW = "workflowType=machine_learning"
+"""Without it a browser that has never seen the page opens an experiment of whatever kind on its traces."""
 SERVER = ("http://", "https://")
 
 
@@ -49,7 +51,7 @@ def serve_page(folder: SearchFolder, port: int) -> None:
     experiment = (folder.stored().get("tracking") or {}).get("experiment") or "headfold"
     if not address.startswith(SERVER) and taken(port):
         raise ConfigError(f"--port: {port} is taken on this machine; give another one, e.g. --port {port + 1}")
-    place = f"/#/experiments/{Tracker.open(address, experiment, folder.storage).experiment_id}"
+    place = f"/#/experiments/{Tracker.open(address, experiment, folder.storage).experiment_id}/runs?{WORKFLOW}"
     if address.startswith(SERVER):
         print(f"MLflow runs already: {redact(address).rstrip('/')}{place}")
         return

@@ -104,7 +104,8 @@ def test_every_run_has_params_texts_and_where_it_comes_from(
     record.rungs = [{"step": 0, "loss": 2.5, "timestamp": 10.0}]
     run_id = sync.put(trial_run(record, folder.root))
     for run in map(tracker.client.get_run, (sync.parent_id, run_id)):
-        assert run.data.tags["mlflow.source.name"] == "headfold search small.yaml"
+        assert run.data.tags["mlflow.source.name"] == "headfold search"
+        assert run.data.tags["headfold.command"] == "headfold search small.yaml"
         assert run.data.tags["headfold.version"] == "1.2"
         assert (run.data.params["base_model"], run.data.params["batch_size"]) == ("stdlib-llama", "8")
         used = {one.tags[0].value: one.dataset for one in run.inputs.dataset_inputs}

@@ -68,7 +68,9 @@ def test_the_page_shows_the_search_until_it_is_interrupted(folder: SearchFolder)
     try:
         assert page.stdout is not None
         said = page.stdout.readline()
-        assert re.search(rf"http://127.0.0.1:{port}/#/experiments/{tracker.experiment_id} ", said)
+        assert re.search(
+            rf"http://127.0.0.1:{port}/#/experiments/{tracker.experiment_id}/runs\?workflowType=machine_learning ", said
+        )
         deadline = time.monotonic() + 200
         while time.monotonic() < deadline:
             with (
