@@ -39,9 +39,8 @@ def timed(arguments: Sequence[str]) -> tuple[float, float]:
     """Seconds and peak resident GiB of a command of its own. Raises RuntimeError if it fails."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
     command = [sys.executable, "-m", "orchestrator.main", *arguments]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    started = time.perf_counter()
-    process = subprocess.Popen(command, env=environment, cwd=DEMO.parents[1], **quiet)
+    none, started = subprocess.DEVNULL, time.perf_counter()
+    process = subprocess.Popen(command, env=environment, cwd=DEMO.parents[1], stdout=none, stderr=none)
     _, status, usage = os.wait4(process.pid, 0)
     seconds, process.returncode = time.perf_counter() - started, os.waitstatus_to_exitcode(status)
     if process.returncode:
