@@ -172,7 +172,7 @@ def announce(
             f"available; {other}; fewer calibration tokens or another machine would do"
         )
     free = math.inf if out is None else disk_free(Path(out))
-    if disk > free:
+    if 0 < free < disk:  # none at all is free where nothing can be written, which is told as that
         raise ConfigError(
             f"out: the result does not fit: it takes about {_giga(disk)}, and {_giga(free)} are free at {str(out)!r}; "
             "free some, or give another folder"

@@ -217,7 +217,7 @@ FINETUNINGS = (
     Bad("a part of the weights that is none", f"{F} --tuning some ...", ("train.tuning", "some", "kv")),
     Bad("a tuning that has an option", f"{F} --set train.tuning=kv ...", ("train.tuning", "--tuning")),
     Bad("distillation from nothing", f"{F} --set train.distillation=kl ...", ("train.distillation", "--original")),
-    Bad("an original model that is not there", f"{F} --original none ...", ("original", "none")),
+    Bad("a model to learn from that is not there", f"{F} --original none ...", ("original", "none")),
     Bad("composition in a fine-tuning", f"{F} --set composition.rank=2 ...", ("composition",)),
     Bad("fine-tuning on texts that are not there", f"{F} ... --train-data none.txt", ("none.txt",)),
     Bad(
