@@ -52,6 +52,14 @@ COLUMNS, ROWS = 150, 34
 PROGRESS, TRIALS = r"\[[\d:]+\] \d+/\d+ trials", r"Trials \("
 
 
+ROOT = Path(__file__).resolve().parents[1]
+"""Left out of paths on pictures: where this checkout lies is nobody's matter."""
+SHORTEN = """root => {
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let node = walk.nextNode(); node; node = walk.nextNode()) node.data = node.data.replaceAll(root, "");
+}"""
+
+
 # ---- pages -----------------------------------------------------------------------------------------------------------
 
 
@@ -59,6 +67,7 @@ def shoot(browser: Browser, url: str, out: Path, width: int, height: int, scheme
     """What a page shows on top."""
     page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
     page.goto(url)
+    page.evaluate(SHORTEN, f"{ROOT}/")
     page.screenshot(path=out)
     page.close()
     print(out)
@@ -209,7 +218,7 @@ def main() -> None:
     if not log.is_file():
         sys.exit(f"no {log}: keep what the search prints with `make demo 2>&1 | tee {log}`, or name it with --log")
     search = newest(given.storage)
-    terminal = moments(log.read_text(encoding="utf-8"))
+    terminal = moments(log.read_text(encoding="utf-8").replace(f"{ROOT}/", ""))
     given.out.mkdir(parents=True, exist_ok=True)
     for name, lines in terminal.items():
         draw_terminal(lines, f"headfold search, as it {name.replace('-', ' ')}", given.out / f"terminal-{name}.svg")

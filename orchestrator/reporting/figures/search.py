@@ -53,9 +53,12 @@ def front_figure(
     best = front(trials, timed=False)
     places = [(t.kv_bytes_per_token, axis.at(t.loss - original["loss"])) for t in best]
     handles["front"] = axes.plot(*zip(*places, strict=True), color=INK, lw=1, zorder=2)[0] if places else None
+    lowest = {p["kv_bytes_per_token"]: p for p in sorted(after, key=lambda p: -p["loss"])}  # these have their numbers
     for p in after:
         place = (p["kv_bytes_per_token"], axis.at(p["loss"] - original["loss"]))
         handles["promoted"] = axes.scatter(*place, s=170, facecolors="none", edgecolors=INK, linewidths=1.6, zorder=4)
+        if p is not lowest[p["kv_bytes_per_token"]]:
+            continue
         increase = p["loss"] - original["loss"]
         beside = {"xytext": (11, -4)} if axis.is_none(increase) else {"xytext": (0, -20), "ha": "center"}
         axes.annotate(f"{increase:+.3f}", place, textcoords="offset points", fontsize=10, weight="bold", **beside)
