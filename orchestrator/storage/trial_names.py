@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from orchestrator.storage.records import TrialRecord, family, percent
-from search_spaces.recipes.recipe import CHOSEN
 
 T = TypeVar("T")
 
@@ -21,6 +20,9 @@ FIRST = ("allocation", "grouping", "fusion")
 """Axes that a drawn recipe is told by, where the drawn ones differ on them; on others only to tell equal ones apart."""
 ALONE = ("allocation", "fusion")
 """Where they differ on none of those."""
+SIDES = ("together", "by")
+"""Choices that are told with their name: yes and no, keys and values say nothing alone."""
+NO_CHOICE = {"name", "settings"}
 
 
 def name_trials(trials: Iterable[TrialRecord]) -> None:
@@ -57,14 +59,15 @@ def _labels(choices: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 def _tell_apart(equal: Sequence[str], choices: Mapping[str, Mapping[str, Any]], told: dict[str, list[str]]) -> None:
     """Add what recipes of equal words differ in: choices first, then parameters, until no two are the same."""
     flat = {recipe: {**choices[recipe], **choices[recipe].get("settings", {})} for recipe in equal}
-    knobs = sorted({key for one in flat.values() for key in one if "." in key})
-    for field in (*CHOSEN, *knobs):
+    fields = {key for one in flat.values() for key in one} - NO_CHOICE
+    for field in sorted(fields, key=lambda field: ("." in field, field in SIDES, field)):
         if len({tuple(told[recipe]) for recipe in equal}) == len(equal):
             return
         if len({repr(flat[recipe].get(field)) for recipe in equal}) > 1:
             for recipe in equal:
                 word = _word(flat[recipe].get(field))
-                told[recipe].append(word if field in CHOSEN[:-2] and word != "none" else f"{_word(field)} {word}")
+                alone = "." not in field and field not in SIDES and word != "none"
+                told[recipe].append(word if alone else f"{_word(field)} {word}")
 
 
 def _equal(items: Iterable[T], key: Callable[[T], Any]) -> list[list[T]]:

@@ -21,7 +21,7 @@ def demo_context(demo_model, demo_tokenizer) -> PlanningContext:
     """8 sequences of 128 tokens for calibration, 2 others for whole-model scores."""
     text = "\n".join(inspect.getsource(module) for module in (argparse, ast))
     tokens = torch.tensor(demo_tokenizer(text)["input_ids"][: 10 * 128]).view(10, 128)
-    calibration = calibrate(demo_model, tokens[:8], progress=lambda done, total: None)
+    calibration = calibrate(demo_model, tokens[:8])
     geometry = geometry_of(demo_model.config)
     return PlanningContext(geometry, lift(demo_model), calibration, demo_model, tokens[8:])
 
@@ -33,7 +33,7 @@ def make_context(tiny_model):
     def make(family: str = "llama", *, seed: int = 0, **config: int) -> PlanningContext:
         model = tiny_model(family, seed=seed, **config)
         tokens = torch.from_numpy(np.random.default_rng(seed).integers(0, 64, (4, 24)))
-        calibration = calibrate(model, tokens, progress=lambda done, total: None)
+        calibration = calibrate(model, tokens)
         return PlanningContext(geometry_of(model.config), lift(model), calibration, model, tokens[:2])
 
     return make

@@ -16,6 +16,7 @@ from head_references import Seen, activations, as_mha, lifted, watch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from attention import progress
 from attention.calibration import collecting, store
 from attention.calibration.calibration import calibrate, calibration_digest, weights_of
 from attention.calibration.moments import LayerStatistics, packed, unpacked
@@ -24,6 +25,7 @@ from attention.calibration.store import META, Calibration, CalibrationError
 from attention.conversion.conversion import convert
 from attention.families import family_of, geometry_of
 from attention.plan import AttentionPlan, LayerPlan
+from attention.progress import Stage
 
 CASES = {
     "llama": {},
@@ -189,12 +191,12 @@ def test_the_model_is_left_as_it_was(tiny_model: Tiny, tiny_tokens: Tensor, monk
     before = {name: value.clone() for name, value in model.state_dict().items()}
     calibrate(model, tiny_tokens)
 
-    def stop(done: int, total: int) -> None:
-        if done:
-            raise KeyboardInterrupt
+    def stop(stage: Stage, count: int) -> None:
+        raise KeyboardInterrupt
 
+    monkeypatch.setattr(Stage, "step", stop)
     with pytest.raises(KeyboardInterrupt):
-        calibrate(model, tiny_tokens, batch_size=4, progress=stop)
+        calibrate(model, tiny_tokens, batch_size=4)
     assert model.training and model.config._attn_implementation == "sdpa"
     assert not any(module._forward_pre_hooks for module in model.modules())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -210,13 +212,16 @@ def test_the_size_is_the_one_that_is_estimated(mixed: Mixed, tiny_model: Tiny, t
     assert held == geometry.num_layers * layer_bytes(geometry, 96, mixed)
 
 
-def test_progress_counts_sequences(tiny_model: Tiny, tiny_tokens: Tensor, capsys: pytest.CaptureFixture[str]) -> None:
-    steps: list[tuple[int, int]] = []
-    calibrate(tiny_model("llama"), tiny_tokens, batch_size=5, progress=lambda done, total: steps.append((done, total)))
-    assert steps == [(0, 12), (5, 12), (10, 12), (12, 12)]
-    assert not capsys.readouterr().err
+def test_progress_counts_sequences(
+    tiny_model: Tiny, tiny_tokens: Tensor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "SAY_SECONDS", 0)
     calibrate(tiny_model("llama"), tiny_tokens, batch_size=5)
-    assert "12/12 sequences" in capsys.readouterr().err
+    assert not capsys.readouterr().err, "a library is silent unless it is asked"
+    with progress.shown():
+        calibrate(tiny_model("llama"), tiny_tokens, batch_size=5)
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("calibrating: ")]
+    assert [line.split(",")[0] for line in told] == [f"calibrating: {n} of 12 sequences" for n in (5, 10, 12)]
 
 
 # ---- files --------------------------------------------------------------------------------------------------------

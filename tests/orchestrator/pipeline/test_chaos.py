@@ -34,6 +34,7 @@ SEARCH = [
     "name=chaos",
     "search.kv_ratios=[0.25]",
     "promotion.steps=2",
+    "promotion.top=1",
     *LITTLE,
 ]
 SMALL = [

@@ -70,7 +70,7 @@ def test_an_engine_that_is_not_there_is_told_and_its_folder_written(
     seen = examined(demo_dir, demo_model, tmp_path, "vllm", *map(layer, COUNTS))
     assert seen.reasons == [] and (Path(str(seen.served)) / "config.json").is_file()
     assert seen.checks["engine"].startswith("not checked: ")
-    assert "headfold_layers 50%: vllm not loaded in its engine" in capsys.readouterr().out
+    assert "headfold_layers · 50%: vllm not loaded in its engine" in capsys.readouterr().out
 
 
 def test_a_plan_that_the_engine_does_not_hold_is_refused(

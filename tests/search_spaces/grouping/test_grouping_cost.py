@@ -265,7 +265,7 @@ def test_thirty_two_heads_beat_merging_and_neighbours(kind: str, equal_sizes: bo
     model = tiny_model("llama", num_attention_heads=32, num_key_value_heads=32, head_dim=16, hidden_size=256)
     tokens = torch.randint(0, 64, (8, 32), generator=torch.Generator().manual_seed(0))
     heads, geometry = lift(model)[0], geometry_of(model.config)
-    statistics = calibrate(model, tokens, progress=lambda done, total: None).layers[0]
+    statistics = calibrate(model, tokens).layers[0]
     rng = np.random.default_rng(0)
     made = {"key": KeyCost, "value": ValueCost}
     cost = GroupCost(made[kind](heads, statistics, geometry).cost) if kind in made else clustered(32, rng)
@@ -320,6 +320,6 @@ def test_the_effort_of_a_price_is_that_of_its_matrices(tiny_model: Any) -> None:
     model = tiny_model("llama")
     heads, geometry = lift(model)[0], geometry_of(model.config)
     tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
-    statistics = calibrate(model, tokens, progress=lambda done, total: None).layers[0]
+    statistics = calibrate(model, tokens).layers[0]
     value = ValueCost(heads, statistics, geometry)
     assert value.effort(4) == 8 * value.effort(2) == 10 * (4 * geometry.head_dim) ** 3

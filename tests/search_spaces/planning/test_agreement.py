@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from attention import progress
 from attention.calibration.calibration import calibrate
 from attention.conversion.conversion import convert, lift
 from attention.families import geometry_of
@@ -35,15 +36,17 @@ def test_ranks_agree_or_not() -> None:
     assert Agreement(0, "key", moves, (-1.0,) * 4, (1.0, 0.5, 0.4, 0.2)).spearman is None
 
 
-def test_every_site_is_measured_both_ways(demo_context) -> None:
+def test_every_site_is_measured_both_ways(
+    demo_context, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """On the demo checkpoint the cheap ranks of keys follow the full ones; the moves are scored as anywhere else."""
     context = replace(demo_context, sequences=demo_context.sequences[:1], _trials={})
-    told: list[tuple[int, int]] = []
-    found = agreement(
-        context, np.random.default_rng(0), moves=8, tokens=512, progress=lambda done, total: told.append((done, total))
-    )
+    monkeypatch.setattr(progress, "SAY_SECONDS", 0)
+    with progress.shown():
+        found = agreement(context, np.random.default_rng(0), moves=8, tokens=512)
     assert [(a.layer, a.side) for a in found] == [(layer, side) for layer in range(4) for side in ("key", "value")]
-    assert told[-1] == (64, 64) and len(told) == 64
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split(",")[0] for line in told] == [f"scoring moves both ways: {n} of 64 moves" for n in range(1, 65)]
     keys = [a.spearman for a in found if a.side == "key"]
     assert np.mean(keys) > 0.3  # type: ignore[arg-type]
     pooled = recipe("gqa")

@@ -140,7 +140,7 @@ def test_estimates_follow_what_is_measured(demo_dir: Path, demo_tokenizer: PreTr
     model = checkpoint.load(demo_dir, torch.float32)
     tokens = load_sequences("stdlib", demo_tokenizer, split="calibration", tokens=4096, sequence_length=128)
     geometry = geometry_of(model.config)
-    calibration = calibrate(model, tokens, progress=lambda done, total: None)
+    calibration = calibrate(model, tokens)
     context = PlanningContext(geometry, lift(model), calibration, model, tokens)
     chosen, found = recipe("least_squares", together=False, refinement="none"), {MEASURED: [], ESTIMATED: []}
     for layer in range(geometry.num_layers):

@@ -117,7 +117,7 @@ def test_the_same_plan_in_any_process(tmp_path: Path) -> None:
         "from search_spaces.recipes.recipes import recipe\n"
         "from search_spaces.space.space import JointSpace\n"
         "tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 32, (3, 16)))\n"
-        "calibration = calibrate(model, tokens, progress=lambda done, total: None)\n"
+        "calibration = calibrate(model, tokens)\n"
         "geometry = geometry_of(config)\n"
         "context = PlanningContext(geometry, lift(model), calibration, model, tokens)\n"
         "for name in ('asymgqa', 'align', 'headfold'):\n"
@@ -276,7 +276,7 @@ def test_every_objective_prefers_a_group_of_copies(name: str, sides: tuple[str, 
 
     identity = AttentionPlan.identity(1, 4, 8)
     model = assemble(context.model, identity, [copied]).eval()
-    calibration = calibrate(model, context.sequences, progress=lambda done, total: None)
+    calibration = calibrate(model, context.sequences)
     copy = PlanningContext(geometry_of(model.config), lift(model), calibration, model, context.sequences)
     chosen = recipe("asymgqa")
     similarity = sum(copy.similarity(chosen, 0, side) for side in sides)
