@@ -19,6 +19,7 @@ from orchestrator.reporting.figures import drawing, inspection
 from orchestrator.reporting.inspection_tables import RECIPE_COLUMNS, lead, print_inspection, recipe_table
 from orchestrator.reporting.pages.inspection_page import build_page
 from search_spaces.planning.context import PlanningContext
+from search_spaces.recipes.recipes import RECIPES
 
 SMALL: dict[str, Any] = {
     "kv_ratios": [0.5, 0.3],
@@ -41,6 +42,7 @@ def texts(little_text: str) -> None:
 def test_what_is_told_of_the_demo_checkpoint(
     demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setitem(RECIPES, "headfold_gqa", RECIPES["headfold_gqa"].with_changes(**{"refinement.fit_steps": 24}))
     record = inspect_checkpoint(demo_dir, cache_dir=tmp_path, **SMALL)
     assert json.loads(json.dumps(record)) == record
     keys, values = ({layer["layer"]: layer[side] for layer in record["sensitivity"]} for side in ("key", "value"))

@@ -80,7 +80,7 @@ def test_the_same_command_does_nothing_twice(whole: dict[str, Any], models: dict
     assert (out / "config.json").read_text() == text
 
 
-@pytest.mark.parametrize("tuning", ["kv", "lora"])
+@pytest.mark.parametrize("tuning", ["kv", pytest.param("lora", marks=pytest.mark.extended)])
 def test_a_part_of_the_weights_on_the_command_line(
     ray_cluster: None, models: dict[str, Path], tmp_path: Path, tuning: str
 ) -> None:
