@@ -20,6 +20,9 @@ from search_spaces.planning.context import PLANNING_BATCH
 GROUPING, FUSING = 100.0, 270.0
 """Operations of grouping and of least-squares fusion for each cubed row of the matrices that they solve, at the speed
 of a matrix product: as measured on a layer of Llama-3-8B's shape (`benchmarks/LOG.md`)."""
+FITTING = 2.0
+"""A step of a local fit against its matrix products: attention weights, their gradients and Adam besides, as measured
+at hidden sizes of 256 to 1,024 (`python -m benchmarks estimates`)."""
 START_SECONDS = 10.0  # libraries and texts
 
 
@@ -46,7 +49,7 @@ def operations(conversion: Conversion, size: Size, tokens: int) -> float:
         passes += c.used_tokens * (4.0 * size.attention + 2.0 * features * (features + g.hidden_size)) + features**3
     if c.recipe.refinement == "fit_heal":
         knobs = c.recipe.knobs("refinement")
-        passes += knobs["fit_steps"] * knobs["fit_batch"] * c.sequence_length * 6.0 * size.attention
+        passes += FITTING * knobs["fit_steps"] * knobs["fit_batch"] * c.sequence_length * 6.0 * size.attention
     return g.num_layers * passes + 2 * 2.0 * c.eval_tokens * size.embedding
 
 
@@ -59,7 +62,7 @@ def planning_operations(conversion: Conversion, size: Size, forward: float) -> f
         min(own["fit_steps"], c.recipe.knobs("refinement").get("fit_steps", 0)) * PLANNING_BATCH * c.sequence_length
     )
     checked = min(c.used_tokens, FIT_TOKENS) / 8
-    once = 2.0 * size.attention * (3 * fitted + 2 * checked) + 2.0 * checked * c.geometry.hidden_size**2
+    once = 2.0 * size.attention * (FITTING * 3 * fitted + 2 * checked) + 2.0 * checked * c.geometry.hidden_size**2
     return counts * 2 * once + c.used_tokens * forward
 
 
@@ -71,10 +74,10 @@ def available_bytes(device: torch.device = CPU) -> int:
 
 
 def matmul_rate(dtype: torch.dtype, size: int = 1024) -> float:
-    """Operations a second of a matrix product in `dtype` here, from three of them."""
-    a = torch.ones(size, size, dtype=dtype)
-    torch.mm(a, a)
-    started = time.perf_counter()
-    for _ in range(3):
+    """Operations a second of a matrix product in `dtype` here: the fastest of ten, as others may be held up."""
+    a, seconds = torch.ones(size, size, dtype=dtype), []
+    for _ in range(10):
+        started = time.perf_counter()
         torch.mm(a, a)
-    return 3 * 2.0 * size**3 / max(time.perf_counter() - started, 1e-9)
+        seconds.append(time.perf_counter() - started)
+    return 2.0 * size**3 / max(min(seconds), 1e-9)
