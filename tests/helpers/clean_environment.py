@@ -45,8 +45,9 @@ class CleanEnvironment:
         venv.create(made.folder, with_pip=True)
         wheel = build_wheel(folder)
         (packages,) = made.folder.glob("lib/python*/site-packages")
-        (packages / "third_party.pth").write_text(sysconfig.get_path("purelib") + "\n")
         subprocess.run([made.bin / "pip", "install", "--quiet", "--no-deps", "--no-index", wheel], check=True)
+        # Only now: pip would see the editable Headfold of the same version there, and install none
+        (packages / "third_party.pth").write_text(sysconfig.get_path("purelib") + "\n")
         return made
 
     @property
