@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,10 @@ def build_wheel(out: Path) -> Path:
     return wheel
 
 
+def without(environment: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
+    return {key: value for key, value in environment.items() if key not in names}
+
+
 @dataclass(frozen=True)
 class CleanEnvironment:
     """A virtual environment in `folder` with Headfold's wheel."""
@@ -45,8 +50,9 @@ class CleanEnvironment:
         venv.create(made.folder, with_pip=True)
         wheel = build_wheel(folder)
         (packages,) = made.folder.glob("lib/python*/site-packages")
-        subprocess.run([made.bin / "pip", "install", "--quiet", "--no-deps", "--no-index", wheel], check=True)
-        # Only now: pip would see the editable Headfold of the same version there, and install none
+        # pip would find the editable Headfold of the same version on these paths, and install none
+        install = [made.bin / "pip", "install", "--quiet", "--no-deps", "--no-index", wheel]
+        subprocess.run(install, env=without(os.environ, OF_TESTS), check=True)
         (packages / "third_party.pth").write_text(sysconfig.get_path("purelib") + "\n")
         return made
 
@@ -58,7 +64,7 @@ class CleanEnvironment:
         self, *command: str | Path, cwd: Path, minutes: float = 15, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         """A command with this environment's programs first, and nothing of the checkout on Python's path."""
-        clean = {key: value for key, value in os.environ.items() if key not in OF_TESTS}
+        clean = without(os.environ, OF_TESTS)
         clean |= {"PATH": f"{self.bin}{os.pathsep}{clean['PATH']}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         clean |= {"RAY_worker_niceness": "0"}  # of other tests' processes beside these none is nice
         given = [*map(str, command)]
