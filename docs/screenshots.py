@@ -6,8 +6,8 @@
 Writes, from the newest search in that storage: the report (`report-wide.png`, `report-narrow.png`, `report-dark.png`:
 what is seen on top), the picture of the front (`front.png`), the page of `headfold inspect` of its model
 (`inspect.png`; made anew unless `--inspection` names one), MLflow as it opens for somebody who has never been there
-(`mlflow-cold.png`), with the trials (`mlflow-runs.png`) and their losses (`mlflow-charts.png`), and the terminal as the
-search begins, goes on and ends (`terminal-*.svg`).
+(`mlflow-cold.png`), with the trials (`mlflow-runs.png`) and as `headfold ui` opens it (`mlflow-charts.png`), and the
+terminal as the search begins, goes on and ends (`terminal-*.svg`).
 
 Needs a `chromium` on the path (on Debian: the package of that name) and the extra `dev`.
 """
@@ -40,6 +40,7 @@ from orchestrator.storage import records
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import read_json
+from orchestrator.tracking.runs import Tracker
 
 WAIT_S = 120.0
 REPORTS = {
@@ -100,9 +101,9 @@ def draw_front(search: SearchFolder, out: Path) -> None:
 # ---- MLflow ----------------------------------------------------------------------------------------------------------
 
 
-def shoot_mlflow(browser: Browser, search: SearchFolder, charts: str, out: Path) -> None:
+def shoot_mlflow(browser: Browser, search: SearchFolder, out: Path) -> None:
     """The runs of a search in a browser that knows nothing of MLflow yet: as they open, with the search's trials after
-    a click on its [+], and the curves whose metrics `charts` finds."""
+    a click on its [+], and the view that `headfold ui` opens."""
     store = search.storage.resolve() / "mlflow.db"
     run = MlflowClient(tracking_uri=f"sqlite:///{store}").get_run(read_json(search.state)["parent_run"])
     with mlflow_server(store) as server:
@@ -123,8 +124,8 @@ def shoot_mlflow(browser: Browser, search: SearchFolder, charts: str, out: Path)
         page.locator(EXPAND).first.click()
         page.locator(CHILD).first.wait_for()
         keep("mlflow-runs")
-        page.goto(f"{runs}?compareRunsMode=CHART")
-        page.get_by_placeholder("Search metric charts").fill(charts)
+        page.goto(f"{server}{Tracker(server, run.info.experiment_id).share_view(run.info.run_id)}")
+        page.locator(NOTICE).click()
         page.locator(".js-plotly-plot .trace").first.wait_for(state="attached")
         keep("mlflow-charts")
         page.close()
@@ -132,6 +133,7 @@ def shoot_mlflow(browser: Browser, search: SearchFolder, charts: str, out: Path)
 
 # Of MLflow 3.17: what a person clicks on, and a row that stands below another.
 ASSISTANT = "button[data-component-id='mlflow.assistant.chat_panel.close']"
+NOTICE = "button[data-component-id='mlflow.experiment_page.shared_view.dismiss']"
 EXPAND = "button[data-component-id*='runnamecellrenderer']"
 CHILD = "[role=row].ag-row >> nth=1"
 
@@ -211,7 +213,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "images", help="folder of the pictures")
     parser.add_argument("--log", type=Path, help="what the search has printed (default: terminal.log in the storage)")
     parser.add_argument("--inspection", type=Path, help="a page that `headfold inspect` has written")
-    parser.add_argument("--charts", default="loss", help="regular expression of the metrics whose curves are shown")
     given = parser.parse_args()
     executable = shutil.which("chromium") or sys.exit("needs a browser: install the package chromium")
     log = given.log or given.storage / "terminal.log"
@@ -226,7 +227,7 @@ def main() -> None:
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
         shoot_reports(browser, search, given.out)
-        shoot_mlflow(browser, search, given.charts, given.out)
+        shoot_mlflow(browser, search, given.out)
         shoot_inspection(browser, read_json(search.original)["model"], given.inspection, given.out)
         browser.close()
 

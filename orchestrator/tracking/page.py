@@ -15,8 +15,7 @@ from orchestrator.tracking.errors import redact
 from orchestrator.tracking.mlflow_server import HOST, SQLITE, taken
 from orchestrator.tracking.runs import Tracker, default_uri
 
-WORKFLOW = "workflowType=machine_learning"
-"""Without it a browser that has never seen the page opens an experiment of whatever kind on its traces."""
+NOT_YET = "{!r} has no runs in MLflow yet: the search has not begun"
 SERVER = ("http://", "https://")
 
 
@@ -25,7 +24,7 @@ def store_of(folder: SearchFolder) -> str:
     not known."""
     address = read_json(folder.state).get("tracking") if folder.state.is_file() else None
     if address is None:
-        raise ConfigError(f"{str(folder.root)!r} has no runs in MLflow yet: the search has not begun")
+        raise ConfigError(NOT_YET.format(str(folder.root)))
     if "***" in address:
         address = os.environ.get("MLFLOW_TRACKING_URI")
         if address is None:
@@ -51,7 +50,10 @@ def serve_page(folder: SearchFolder, port: int) -> None:
     experiment = (folder.stored().get("tracking") or {}).get("experiment") or "headfold"
     if not address.startswith(SERVER) and taken(port):
         raise ConfigError(f"--port: {port} is taken on this machine; give another one, e.g. --port {port + 1}")
-    place = f"/#/experiments/{Tracker.open(address, experiment, folder.storage).experiment_id}/runs?{WORKFLOW}"
+    tracker, parent = Tracker.open(address, experiment, folder.storage), read_json(folder.state).get("parent_run")
+    if parent is None:
+        raise ConfigError(NOT_YET.format(str(folder.root)))
+    place = tracker.share_view(parent)
     if address.startswith(SERVER):
         print(f"MLflow runs already: {redact(address).rstrip('/')}{place}")
         return

@@ -18,6 +18,7 @@ from typing import Any
 
 from attention.messages import reason
 from orchestrator.storage.records import COPY, DONE, ENDED, FAILED, KILLED, RUNNING, STOPPED, WAITING
+from orchestrator.tracking import view
 from orchestrator.tracking.errors import TrackingError, is_away, redact
 from orchestrator.tracking.registry import Registry
 
@@ -90,6 +91,17 @@ class Tracker(Registry):
                 "out for a sqlite store in the storage folder"
             ) from None
         return cls(address, identity, client)
+
+    def share_view(self, parent: str) -> str:
+        """Keep a view of the search whose run is `parent`, and return what the address of MLflow's page ends with to
+        show it. Raises TrackingError if the store cannot be written."""
+        try:
+            self.client.set_experiment_tag(self.experiment_id, view.tag_of(parent), view.view_of(parent))
+        except Exception as error:
+            raise TrackingError(
+                f"cannot write to the MLflow store at {redact(self.uri)}: {reason(error, redact)}"
+            ) from None
+        return f"/#/experiments/{self.experiment_id}/runs?{view.link_of(parent)}"
 
     def start(
         self,

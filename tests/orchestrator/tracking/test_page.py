@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from playwright.sync_api import sync_playwright
 
 from orchestrator.cluster.session import free_port
 from orchestrator.config.parsing import ConfigError
 from orchestrator.storage.journal import Journal
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import write_json
+from orchestrator.storage.records import read_json, write_json
 from orchestrator.tracking.page import serve_page, store_of
 from orchestrator.tracking.runs import Tracker
 
@@ -58,31 +60,67 @@ def test_a_port_that_is_taken_is_refused(folder: SearchFolder) -> None:
             serve_page(folder, other.getsockname()[1])
 
 
+def test_a_search_without_a_run_is_told(folder: SearchFolder) -> None:
+    with pytest.raises(ConfigError, match="has no runs in MLflow yet"):
+        serve_page(folder, free_port())
+
+
+@contextlib.contextmanager
+def shown(folder: SearchFolder) -> Iterator[tuple[str, str]]:
+    """`headfold ui` of a search: the address of its server and that of the view it tells. Interrupted at the end, when
+    nothing of it may be left."""
+    port = free_port()
+    command = [sys.executable, "-m", "orchestrator.main", "ui", str(folder.root), "--port", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ)
+    server = f"http://127.0.0.1:{port}"
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline().split()
+        deadline = time.monotonic() + 200
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{server}/health", timeout=5):
+                break
+            time.sleep(0.3)
+        yield server, said[1]
+        tree = psutil.Process(process.pid).children(recursive=True)
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 0
+    assert tree and psutil.wait_procs(tree, timeout=20)[1] == []
+
+
 @pytest.mark.slow
 def test_the_page_shows_the_search_until_it_is_interrupted(folder: SearchFolder) -> None:
     tracker = Tracker.open(None, "mine", folder.storage)
     run_id = tracker.start("a run of mine")
-    port = free_port()
-    command = [sys.executable, "-m", "orchestrator.main", "ui", str(folder.root), "--port", str(port)]
-    page = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ)
-    try:
-        assert page.stdout is not None
-        said = page.stdout.readline()
-        assert re.search(
-            rf"http://127.0.0.1:{port}/#/experiments/{tracker.experiment_id}/runs\?workflowType=machine_learning ", said
-        )
-        deadline = time.monotonic() + 200
-        while time.monotonic() < deadline:
-            with (
-                contextlib.suppress(OSError),
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5),
-            ):
-                break
-            time.sleep(0.3)
-        there = Tracker.open(f"http://127.0.0.1:{port}", "mine", folder.storage)
+    write_json(folder.state, read_json(folder.state) | {"parent_run": run_id})
+    with shown(folder) as (server, address):
+        view = f"workflowType=machine_learning&compareRunsMode=CHART&viewStateShareKey={run_id}"
+        assert address == f"{server}/#/experiments/{tracker.experiment_id}/runs?{view}"
+        there = Tracker.open(server, "mine", folder.storage)
         assert there.client.get_run(run_id).info.run_name == "a run of mine"
-        tree = psutil.Process(page.pid).children(recursive=True)
-    finally:
-        page.send_signal(signal.SIGINT)
-        assert page.wait(timeout=60) == 0
-    assert tree and psutil.wait_procs(tree, timeout=20)[1] == []
+        tags = there.client.get_experiment(tracker.experiment_id).tags
+        assert run_id in json.loads(tags[f"mlflow.sharedViewState.{run_id}"])["searchFilter"]
+
+
+@pytest.mark.extended
+def test_a_browser_shows_the_loss_increase_over_the_bytes_of_the_cache(folder: SearchFolder) -> None:
+    """One that has never seen MLflow, and of the trials of this search alone."""
+    executable = shutil.which("chromium") or shutil.which("google-chrome")
+    if executable is None:
+        pytest.skip("no chromium here: install the package of that name (Debian: apt install chromium)")
+    tracker = Tracker.open(None, "mine", folder.storage)
+    mine, another = (tracker.start(name) for name in ("mine", "another"))
+    for parent, name, size in ((mine, "gqa 50%", 2), (mine, "gqa 25%", 1), (another, "not mine", 1)):
+        numbers = {"eval_loss": 4.0 - size, "eval_loss_delta": 3.0 - size, "kv_bytes_per_token": size}
+        tracker.log(tracker.start(name, parent=parent), numbers | {"step": 0, "time": 1.0})
+    write_json(folder.state, read_json(folder.state) | {"parent_run": mine})
+    with shown(folder) as (_, address), sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1600, "height": 1000})
+        page.goto(address)
+        page.locator(".js-plotly-plot .scatterlayer .point").first.wait_for(state="attached", timeout=100_000)
+        text = page.inner_text("body")
+        browser.close()
+    assert "Loss and KV cache" in text, text
+    assert "gqa 50%" in text and "gqa 25%" in text and "not mine" not in text
