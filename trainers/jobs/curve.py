@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Curve:
         parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.model.parameters())
         self._flops = 6.0 * parameters  # a token's, forward and back; the products of attention are left out
         self._written, self._tokens, self._seconds = 0.0, 0, 0.0
+        node_use()  # a share of CPU time is that since the call before
 
     def add(self, step: int, loss: float, tokens: int, seconds: float) -> None:
         """After a step of `tokens` tokens that took `seconds`."""
@@ -45,6 +47,7 @@ class Curve:
         self._written, speed = time.time(), self._tokens / self._seconds
         line = {"step": step, "time": self._written, "batch_loss": loss, "tokens_per_second": speed}
         line |= {"learning_rate": self._engine.last_rate, "gradient_norm": self._engine.gradient_norm}
+        line |= node_use()
         if (peak := peak_flops()) is not None:
             line["mfu"] = speed * self._flops / (peak * self._workers)
         with self._file.open("a", encoding="utf-8") as stream:
@@ -62,6 +65,15 @@ def read_curve(folder: Path) -> list[dict[str, Any]]:
             line = json.loads(text)
             lines[line["step"]] = line
     return [lines[step] for step in sorted(lines)]
+
+
+def node_use() -> dict[str, float]:
+    """Of the node of this process: CPU in percent of all, memory in MB, and that of the process's GPU."""
+    used = {"cpu_percent": psutil.cpu_percent(), "memory_megabytes": psutil.virtual_memory().used / 1e6}
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        used["gpu_memory_megabytes"] = (total - free) / 1e6
+    return used
 
 
 def peak_flops() -> float | None:

@@ -134,5 +134,5 @@ def test_a_run_is_renamed_when_there_is_another_of_its_name(tracker: Tracker, fo
 def test_the_table_of_the_docs_is_the_table(tmp_path: Path) -> None:
     text = (REPOSITORY / "docs" / "trials.md").read_text(encoding="utf-8")
     section = text.partition("## In MLflow")[2].partition("\n## ")[0]
-    named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE))))
+    named = set(re.findall(r"`([\w/]+)`", "".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE))))
     assert named == {*METRICS.values(), "perplexity"}

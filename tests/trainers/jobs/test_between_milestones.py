@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from test_carrying import PLAN, Alone
@@ -90,6 +91,7 @@ def test_the_curve_is_there_before_the_first_milestone(
     (line,) = read_curve(folder)
     assert (line["step"], line["learning_rate"]) == (1, job.settings.rate(0, MILESTONES[-1]))
     assert line["gradient_norm"] > 0 and line["tokens_per_second"] > 0 and math.isfinite(line["batch_loss"])
+    assert 0 <= line["cpu_percent"] <= 100 and 100 < line["memory_megabytes"] < psutil.virtual_memory().total / 1e6
     with (folder / "curve.jsonl").open("a") as stream:
         stream.write('{"step": 2, "ti')  # what a kill leaves
     run_job(job, Alone())
