@@ -49,7 +49,10 @@ def main(words: list[str] | None = None) -> None:
     for name in given.names or [b.name for b in known.values() if given.quick or given.device in b.devices]:
         print(f"benchmarks: {name}: {known[name].title}", file=sys.stderr, flush=True)
         began = time.perf_counter()
-        results[name] = list(known[name].run(scale))
+        results[name] = []
+        for row in known[name].run(scale):
+            results[name].append(row)
+            print(table({name: [row]}).splitlines()[-1], file=sys.stderr, flush=True)
         print(f"benchmarks: {name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
     print(table(results))
     if given.json is not None:
