@@ -5,7 +5,7 @@ Legend: B sequences, T tokens, D model dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -68,6 +68,62 @@ def layer_of(model: PreTrainedModel, module: nn.Module) -> nn.Module:
     """The decoder layer that holds an attention module."""
     path = next(name for name, candidate in model.named_modules() if candidate is module)
     return model.get_submodule(path.rpartition(".")[0])
+
+
+class Streams:
+    """The hidden states `[B, T, D]` that enter one decoder layer of `model`, for each batch of `sequences [N, T]`.
+
+    Layers are best asked for in ascending order: those below run once, and only what enters the present one is kept.
+    Going back to a lower one starts again from the embeddings. `modules`: the attention module of each layer.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, modules: Sequence[nn.Module], sequences: Tensor, batch_size: int
+    ) -> None:
+        self.model, self.modules = model, modules
+        self.layers = [layer_of(model, module) for module in modules]
+        self.batches = sequences.split(batch_size)
+        self._restart()
+
+    def _restart(self) -> None:
+        self._layer = 0
+        self._streams: Sequence[Tensor | None] = [None] * len(self.batches)
+
+    @torch.no_grad()
+    def advance(self, layer: int) -> None:
+        """Bring all batches to the entrance of `layer`, through the layers below as they are now."""
+        if layer < self._layer:
+            self._restart()
+        if layer == self._layer:
+            return
+        reached: list[Tensor] = []
+        for index, batch in enumerate(self.batches):
+            with self.entering(index):
+                reached.append(run_to(self.model, self.layers[layer], batch, through=False).stream.clone())
+        self._layer, self._streams = layer, reached
+
+    @contextmanager
+    def entering(self, index: int) -> Iterator[None]:
+        """Within, a run of the model on batch `index` begins at the layer that was advanced to."""
+        stream = self._streams[index]
+        if stream is None:
+            yield
+            return
+
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            return entered_by(stream, args, kwargs)
+
+        # The stock forward is shadowed on the instances only, and shown again afterwards.
+        hook = self.layers[self._layer].register_forward_pre_hook(enter, with_kwargs=True)
+        below = self.layers[: self._layer]
+        for skipped in below:
+            skipped.forward = lambda hidden_states, *args, **kwargs: hidden_states
+        try:
+            yield
+        finally:
+            hook.remove()
+            for skipped in below:
+                del skipped.forward
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from attention.conversion.conversion import convert
 from attention.conversion.refinement.local import (
     FIT_RATE,
     FIT_TOKENS,
+    FitTexts,
     LayerTask,
     fit_module,
     output_errors,
@@ -156,9 +158,12 @@ class PlanningContext:
         """What a layer is fitted to; only the last one asked for is kept."""
         if layer not in self._tasks:
             self._tasks.clear()
-            used = self.measured_on(FIT_TOKENS)
-            self._tasks[layer] = LayerTask.of(self.model, layer, used, PLANNING_BATCH)  # type: ignore[arg-type]
+            self._tasks[layer] = LayerTask.of(self._fit_texts, layer)
         return self._tasks[layer]
+
+    @cached_property
+    def _fit_texts(self) -> FitTexts:
+        return FitTexts.of(self.model, self.measured_on(FIT_TOKENS), PLANNING_BATCH)  # type: ignore[arg-type]
 
     def _metric(self, layer: int, tokens: int) -> Tensor:
         if self.output_metrics is not None:

@@ -6,11 +6,8 @@ Legend: T tokens, D model dim. Only what enters the layer that is being tried is
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +20,7 @@ from attention.modeling.grouped import attach
 from attention.modeling.losses import language_modelling, mean_loss
 from attention.modeling.modeling import plan_of
 from attention.modeling.predictions import mean_cost
-from attention.modeling.running import entered_by, layer_of, run_to
+from attention.modeling.running import Streams
 from attention.plan import LayerPlan
 
 
@@ -43,15 +40,12 @@ class LayerTrials:
         self.geometry = geometry_of(self.model.config)
         self.heads = LiftedHeads(model)  # of the model given: those of the copy may be views of what is written to
         self.modules = list(self.family.attention_modules(self.model))
-        self.layers = [layer_of(self.model, module) for module in self.modules]
-        self.batches = sequences.split(batch_size)
-        self._below = 0  # the layer that `_streams` enter
-        self._streams: Sequence[Tensor | None] = [None] * len(self.batches)
+        self.streams = Streams(self.model, self.modules, sequences, batch_size)
 
     @cached_property
     def base(self) -> float:
         """The loss as it is, in nats a token."""
-        return self._loss(0, [None] * len(self.batches))
+        return self._loss()
 
     def increase(self, layer: int, heads: LayerHeads) -> float:
         """How much the loss in nats a token increases with these lifted `heads` in `layer`; the model is as before
@@ -63,10 +57,10 @@ class LayerTrials:
                 f"{heads.v.shape[0]}; expand the heads first"
             )
         base = self.base  # before anything is written
-        self._advance(layer)
+        self.streams.advance(layer)
         try:
             self._write(layer, heads)
-            return self._loss(layer, self._streams) - base
+            return self._loss() - base
         finally:
             self._write(layer, own)
 
@@ -86,45 +80,11 @@ class LayerTrials:
         self.family.write(self.modules[layer], heads.to(self.model.device))
 
     @torch.no_grad()
-    def _loss(self, start: int, streams: Sequence[Tensor | None]) -> float:
-        """Mean next-token loss, run from `start` on, which `streams` enter."""
+    def _loss(self) -> float:
+        """Mean next-token loss, run from the layer that the streams have reached."""
 
-        def loss(batch: Tensor, stream: Tensor | None) -> Tensor:
-            with self._from(start, stream):
+        def loss(index: int, batch: Tensor) -> Tensor:
+            with self.streams.entering(index):
                 return mean_cost(self.model, batch.to(self.model.device), language_modelling)
 
-        return mean_loss((loss(b, s), b) for b, s in zip(self.batches, streams, strict=True))
-
-    @torch.no_grad()
-    def _advance(self, layer: int) -> None:
-        """Bring the kept streams to the entrance of `layer`."""
-        if layer < self._below:
-            self._below, self._streams = 0, [None] * len(self.batches)
-        if layer == self._below:
-            return
-        states: list[Tensor] = []
-        for batch, stream in zip(self.batches, self._streams, strict=True):
-            with self._from(self._below, stream):
-                states.append(run_to(self.model, self.layers[layer], batch, through=False).stream.clone())
-        self._below, self._streams = layer, states
-
-    @contextmanager
-    def _from(self, start: int, stream: Tensor | None) -> Iterator[None]:
-        """Layers below `start` hand on what they get, and `start` gets `stream`."""
-        if start == 0 or stream is None:
-            yield
-            return
-
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            return entered_by(stream, args, kwargs)
-
-        # The stock forward is shadowed on the instances only, and shown again afterwards.
-        hook = self.layers[start].register_forward_pre_hook(enter, with_kwargs=True)
-        for skipped in self.layers[:start]:
-            skipped.forward = lambda hidden_states, *args, **kwargs: hidden_states
-        try:
-            yield
-        finally:
-            hook.remove()
-            for skipped in self.layers[:start]:
-                del skipped.forward
+        return mean_loss((loss(i, b), b) for i, b in enumerate(self.streams.batches))

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from attention.modeling.grouped import NAME, grouped_attention
-from attention.modeling.running import entering, layer_of, run_to
+from attention.modeling.running import Streams, entering, run_to
 
 RECORDING = "headfold_recording"
 _mixed: dict[nn.Module, Tensor] = {}
@@ -60,22 +60,25 @@ def _recording_mixed(model: PreTrainedModel) -> Iterator[None]:
 
 
 @torch.no_grad()
-def recorded(model: PreTrainedModel, module: nn.Module, sequences: Tensor, batch_size: int) -> Iterator[Record]:
-    """Run `sequences [N, T]` up to and including the attention `module`, one `Record` a batch. Nothing above runs."""
-    streams: list[Tensor] = []
+def recorded(streams: Streams, layer: int) -> Iterator[Record]:
+    """Run each batch of `streams` up to and including the attention of `layer`, one `Record` a batch. Nothing above
+    runs, and what lies below only as far as `streams` has not run it yet."""
+    entered: list[Tensor] = []
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        streams.append(entering(args, kwargs))
+        entered.append(entering(args, kwargs))
 
-    hook = layer_of(model, module).register_forward_pre_hook(enter, with_kwargs=True)
-    try:
-        with _recording_mixed(model):
-            for batch in sequences.split(batch_size):
-                call = run_to(model, module, batch)
-                yield Record(*call, streams.pop(), _mixed.get(module))
-                _mixed.clear()
-    finally:
-        hook.remove()
+    module = streams.modules[layer]
+    streams.advance(layer)
+    for index, batch in enumerate(streams.batches):
+        with _recording_mixed(streams.model), streams.entering(index):
+            hook = streams.layers[layer].register_forward_pre_hook(enter, with_kwargs=True)  # sees what enters it so
+            try:
+                call = run_to(streams.model, module, batch)
+                record = Record(*call, entered.pop(), _mixed.get(module))
+            finally:
+                hook.remove()
+        yield record
 
 
 def held_out(sequences: Tensor) -> tuple[Tensor, Tensor]:

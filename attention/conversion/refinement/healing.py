@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.axes import Knob
@@ -18,8 +18,10 @@ from attention.conversion.refinement.refine import REFINEMENT, LayerFit
 from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.modeling.modeling import plan_of
+from attention.modeling.running import Streams
 from attention.progress import stage
 
+Models = tuple[Streams, ...]  # the original model and the converted one, on the same sequences
 HEAL_KNOBS = (
     Knob("ridge", "log_float", "pull towards the present weights, relative to the features' power", 1e-8, 1.0),
     Knob("carry", "float", "share of the error of the layers below that the refit also tries to undo", 0.0, 1.0),
@@ -47,18 +49,10 @@ def _features(record: Record, bias: bool) -> Tensor:
     return torch.cat([z, torch.ones_like(z[:, :1])], 1) if bias else z
 
 
-def _moments(
-    models: tuple[PreTrainedModel, PreTrainedModel],
-    modules: tuple[nn.Module, nn.Module],
-    sequences: Tensor,
-    carry: float,
-    bias: bool,
-    batch_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _moments(models: Models, layer: int, carry: float, bias: bool) -> tuple[Tensor, Tensor, Tensor]:
     """`Z^T Z [F, F]`, `Z^T Y [F, D]` and `sum Y^2`, Y = the original's attention + carry x (stream difference)."""
     zz = zy = yy = torch.zeros((), dtype=torch.float64)
-    pairs = zip(*(recorded(m, a, sequences, batch_size) for m, a in zip(models, modules, strict=True)), strict=True)
-    for original, converted in pairs:
+    for original, converted in zip(*(recorded(streams, layer) for streams in models), strict=True):
         z = _features(converted, bias)
         y = original.output.double() + carry * (original.stream.double() - converted.stream.double())
         y = y.flatten(0, 1)
@@ -77,35 +71,25 @@ def ridge_refit(weight: Tensor, zz: Tensor, zy: Tensor, ridge: float) -> Tensor:
     return weight + torch.linalg.solve(zz + penalty, zy - zz @ weight)
 
 
-def heal_layer(
-    models: tuple[PreTrainedModel, PreTrainedModel],
-    sequences: Tensor,
-    layer: int,
-    number: int,
-    ridge: float,
-    carry: float,
-    batch_size: int,
-) -> LayerFit:
-    """Refit one layer's output projection in the second of `models` (original, converted) in place, if that helps on
-    held-out sequences. `number`: of the layer in its checkpoint. Raises ValueError for shared output projections."""
-    converted = models[1]
+def heal_layer(fit: Models, check: Models, layer: int, number: int, ridge: float, carry: float) -> LayerFit:
+    """Refit one layer's output projection of the converted model in place, if that helps on the sequences of `check`.
+    `number`: of the layer in its checkpoint. Raises ValueError for shared output projections."""
+    converted, module = fit[1].model, fit[1].modules[layer]
     if shares := plan_of(converted).output_shares:
         raise ValueError(
             f"a refit of one layer's output projection would change the {len(shares)} heads that share theirs in other "
             "layers; train the whole model, or leave sharing.output false"
         )
     family, geometry = family_of(converted.config), geometry_of(converted.config)
-    modules = tuple(family_of(m.config).attention_modules(m)[layer] for m in models)
-    fit, check = held_out(sequences)
-    heads = family.read(modules[1], geometry)
-    common = (carry, heads.o_bias is not None, batch_size)
-    zz, zy, _ = _moments(models, modules, fit, *common)  # type: ignore[arg-type]
+    heads = family.read(module, geometry)
+    bias = heads.o_bias is not None
+    zz, zy, _ = _moments(fit, layer, carry, bias)
     weight = _weight(heads)
     fitted = ridge_refit(weight, zz, zy, ridge)
-    checked = _moments(models, modules, check, *common)  # type: ignore[arg-type]
+    checked = _moments(check, layer, carry, bias)
     result = LayerFit("heal", number, _error(weight, *checked), _error(fitted, *checked))
     if result.kept:
-        family.write(modules[1], _with_weight(heads, fitted))
+        family.write(module, _with_weight(heads, fitted))
     return result
 
 
@@ -126,10 +110,11 @@ def heal(
     batch_size: int = 8,
 ) -> tuple[LayerFit, ...]:
     """Refit every layer's output projection, from the first layer to the last."""
-    models, layers = (original, converted), range(geometry_of(converted.config).num_layers)
-    fits = []
+    layers, fits = range(geometry_of(converted.config).num_layers), []
+    both = [(model, family_of(model.config).attention_modules(model)) for model in (original, converted)]
+    fit, check = (tuple(Streams(*model, part, batch_size) for model in both) for part in held_out(sequences))
     with stage("refitting output projections", len(layers), "layers") as told:
         for layer in layers:
-            fits.append(heal_layer(models, sequences, layer, first + layer, ridge, carry, batch_size))
+            fits.append(heal_layer(fit, check, layer, first + layer, ridge, carry))
             told.step()
     return tuple(fits)

@@ -25,7 +25,7 @@ from attention.conversion.refinement.parallel import ONE_AT_A_TIME, each_layer
 from attention.conversion.refinement.refine import REFINEMENT, LayerFit, Work
 from attention.families import family_of
 from attention.modeling.modeling import plan_of
-from attention.modeling.running import entered_by, entering
+from attention.modeling.running import Streams, entered_by, entering
 from attention.progress import stage
 
 FIT_RATE, FIT_BATCH, FIT_TOKENS = 0.5, 2, 32_768
@@ -59,21 +59,34 @@ class LayerTask:
         return self.example.output.shape[0]
 
     @classmethod
-    def of(cls, original: PreTrainedModel, layer: int, sequences: Tensor, batch: int) -> LayerTask:
-        """Run `original` up to `layer` on `sequences` `[N, T]`, of which a part is kept for the check."""
-        module = family_of(original.config).attention_modules(original)[layer]
+    def of(cls, texts: FitTexts, layer: int) -> LayerTask:
+        """Run the original model up to `layer` on its texts."""
+        records = records_in_float(texts.fit, layer)
+        inputs = torch.cat([entering(record.args, record.kwargs) for record in records])
+        targets = torch.cat([record.output for record in records])
+        return cls(inputs, targets, records[0], records_in_float(texts.check, layer))
+
+
+@dataclass(frozen=True)
+class FitTexts:
+    """Text in batches of one size, run through the original model: what layers are fitted on, and judged by."""
+
+    fit: Streams
+    check: Streams
+
+    @classmethod
+    def of(cls, original: PreTrainedModel, sequences: Tensor, batch: int) -> FitTexts:
+        """Of `sequences` `[N, T]` a part is kept for the check."""
+        modules = family_of(original.config).attention_modules(original)
         fit, check = held_out(sequences)
         batch = min(batch, len(fit))
         whole = fit[: len(fit) // batch * batch]
-        records = records_in_float(original, module, whole, batch)
-        inputs = torch.cat([entering(record.args, record.kwargs) for record in records])
-        targets = torch.cat([record.output for record in records])
-        return cls(inputs, targets, records[0], records_in_float(original, module, check, batch))
+        return cls(*(Streams(original, modules, part, batch) for part in (whole, check)))
 
 
-def records_in_float(model: PreTrainedModel, module: nn.Module, sequences: Tensor, batch: int) -> tuple[Record, ...]:
+def records_in_float(streams: Streams, layer: int) -> tuple[Record, ...]:
     """`attention.conversion.refinement.capture.recorded`, in float32."""
-    return tuple(_in_float(record) for record in recorded(model, module, sequences, batch))
+    return tuple(_in_float(record) for record in recorded(streams, layer))
 
 
 def _float(value: Any) -> Any:
@@ -193,18 +206,11 @@ def _train(
 
 
 def fit_layer(
-    models: tuple[PreTrainedModel, PreTrainedModel],
-    sequences: Tensor,
-    layer: int,
-    number: int,
-    steps: int,
-    rate: float,
-    batch: int,
+    converted: PreTrainedModel, texts: FitTexts, layer: int, number: int, steps: int, rate: float
 ) -> LayerFit:
-    """Train one attention layer of the second of `models` (original, converted), in float32, and put it in place if
+    """Train one attention layer of `converted`, in float32, towards the original's on `texts`, and put it in place if
     that helps on held-out sequences. `number`: of the layer in its checkpoint, by which it is seeded. Raises ValueError
     for a model with shared heads, whose weights serve other layers as well."""
-    original, converted = models
     if shares := plan_of(converted).head_shares:
         raise ValueError(
             f"a local fit trains each layer alone, and {len(shares)} heads of this model are shared among layers; "
@@ -212,7 +218,7 @@ def fit_layer(
         )
     module = family_of(converted.config).attention_modules(converted)[layer]
     with ONE_AT_A_TIME:
-        task = LayerTask.of(original, layer, sequences, batch)
+        task = LayerTask.of(texts, layer)
     copied = copy.deepcopy(module).float().eval()
     before, after, work = fit_module(copied, task, steps, rate, torch.Generator().manual_seed(number))
     result = LayerFit("fit", number, before, after, work)
@@ -243,12 +249,12 @@ def fit_heal(
     **knobs: Any,
 ) -> tuple[LayerFit, ...]:
     """Local fit of every layer, small ones side by side, then heal from the first layer to the last."""
-    models, used = (original, converted), sequences[: max(2, fit_tokens // sequences.shape[1])]
+    texts = FitTexts.of(original, sequences[: max(2, fit_tokens // sequences.shape[1])], fit_batch)
     modules = family_of(converted.config).attention_modules(converted)
     largest = max(sum(p.numel() for p in module.parameters()) for module in modules)
 
     def fit(layer: int) -> LayerFit:
-        fitted = fit_layer(models, used, layer, first + layer, fit_steps, fit_rate, fit_batch)
+        fitted = fit_layer(converted, texts, layer, first + layer, fit_steps, fit_rate)
         told.step()
         return fitted
 

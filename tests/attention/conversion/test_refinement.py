@@ -15,10 +15,11 @@ from attention.calibration.calibration import calibrate
 from attention.conversion.conversion import convert
 from attention.conversion.refinement.capture import held_out, recorded
 from attention.conversion.refinement.healing import ridge_refit
-from attention.conversion.refinement.local import LayerTask, fit_module, layer_error
+from attention.conversion.refinement.local import FitTexts, LayerTask, fit_module, layer_error
 from attention.conversion.refinement.parallel import SMALL, each_layer
 from attention.conversion.refinement.refine import REFINEMENT, refine
 from attention.families import family_of
+from attention.modeling.running import Streams
 from attention.plan import AttentionPlan, LayerPlan
 
 FAMILIES = ["gemma2", "gpt2", "gpt_oss", "llama", "qwen3"]  # soft caps, positions of their own, sinks, none, norms
@@ -88,7 +89,7 @@ def test_nothing_is_kept_that_does_not_help(name: str, tiny_model: Tiny, tokens:
 def test_a_fit_falls_back_to_the_best_state_it_met(tiny_model: Tiny, tokens: Tensor) -> None:
     original, converted = pair(tiny_model, tokens, "llama")
     module = family_of(converted.config).attention_modules(converted)[0]
-    task = LayerTask.of(original, 0, tokens, 2)
+    task = LayerTask.of(FitTexts.of(original, tokens, 2), 0)
     before, after, work = fit_module(module, task, 12, 100.0, torch.Generator().manual_seed(0))
     assert layer_error(module, task.check) == pytest.approx(after)
     assert after <= before
@@ -112,14 +113,14 @@ def test_a_half_precision_model_is_fitted_in_single_precision(tiny_model: Tiny, 
 
 def test_the_task_holds_what_the_layer_sees_and_gives(tiny_model: Tiny, tokens: Tensor) -> None:
     model = tiny_model("llama").requires_grad_(False)
-    module = family_of(model.config).attention_modules(model)[1]
-    task = LayerTask.of(model, 1, tokens, 4)
+    modules = family_of(model.config).attention_modules(model)
+    task = LayerTask.of(FitTexts.of(model, tokens, 4), 1)
     fit, check = held_out(tokens)
     assert task.inputs.shape == (len(fit) // 4 * 4, 24, 32)
-    whole = next(recorded(model, module, fit[:4], 4))
+    whole = next(recorded(Streams(model, modules, fit[:4], 4), 1))
     torch.testing.assert_close(task.targets[:4], whole.output)
     assert sum(len(record.output) for record in task.check) == len(check)
-    assert layer_error(module, task.check) < 1e-12
+    assert layer_error(modules[1], task.check) < 1e-12
 
 
 def test_ridge_refit_is_least_squares_pulled_to_the_present_weights() -> None:
