@@ -16,7 +16,7 @@ def inspect(
     kv_heads: options.KVHeads = None,
     recipe: Annotated[str, typer.Option(help="Recipe whose grouping and fusion the single places get.")] = "headfold",
     compare: Annotated[
-        str | None, typer.Option(help="Recipes to convert by, e.g. gqa,headfold; 'none' converts by none.")
+        str | None, typer.Option(help="Recipes to convert by (default: gqa,headfold), or 'none'.")
     ] = None,
     counts: Annotated[
         str | None,

@@ -37,7 +37,9 @@ from search_spaces.similarity.sharing import similarity_pairs
 from search_spaces.site import SIDES
 from trainers.evaluation import CachedTeacher, evaluate
 
-COMPARED = ("gqa", "asymgqa", "align", "least_squares", "headfold")
+COMPARED = ("gqa", "headfold")
+FIT_STEPS = "refinement.fit_steps"
+SHORT_FIT = 120  # steps a layer in the place of a conversion's 480: most of the way, in a quarter of the time
 MANY_HEADS = 16  # above it only head counts that are powers of two are measured, unless others are asked for
 
 
@@ -61,7 +63,8 @@ def inspect_checkpoint(
     `recipe` says. `similarity`: mean cosines of the stored heads of a layer, `raw` and `aligned`, `[U, U]`. `budgets`:
     what the knapsack on these increases makes of each ratio (of the checkpoint's own KV cache). `recipes`: held-out
     loss of the model converted by each recipe of `compare` at each ratio, before any refinement or training, and under
-    `refined` that after its refinement, where it has one: what `convert` makes.
+    `refined` that after a refinement of `fit_steps` steps a layer (SHORT_FIT if `recipe_settings` do not say), where it
+    has one: `convert` makes `fit_steps_of_convert`, and ends lower.
     `agreement`: Spearman of the layer-output score's ranks with those of the loss, if asked for. A ratio that a recipe
     cannot meet stands for the largest budget below it; `kv_ratio_asked` and `kv_ratio` tell both.
 
@@ -127,7 +130,14 @@ def sensitivity_recipe(
     counts = counts or ("any" if geometry.num_kv_heads <= MANY_HEADS else "powers_of_two")
     apart = {"together": False, "allocation": "knapsack", "relaxation": "none"}
     knobs = {"allocation.counts": counts, "allocation.finalists": 1}
-    return named_recipe(name, **(apart | knobs | dict(settings or {})))
+    chosen = named_recipe(name, **(apart | knobs | dict(settings or {})))
+    return chosen if FIT_STEPS in (settings or {}) else shortly_refined(chosen, SHORT_FIT)
+
+
+def shortly_refined(whole: Recipe, steps: int) -> Recipe:
+    """The recipe with at most so many steps of local fit a layer."""
+    own = dict(whole.settings).get(FIT_STEPS, 0)
+    return whole.with_changes(**{FIT_STEPS: steps}) if own > steps else whole
 
 
 def untrained(name: str) -> Recipe:
@@ -206,14 +216,21 @@ def _recipes(recipes: dict[str, Recipe], plans: dict[float, AttentionPlan], sour
                     ratio = nearest_budget(recipes[name], asked, context.geometry)
                     plan = make_plan(recipes[name], ratio, context, np.random.default_rng(request.seed))
                 entry |= _size(plan, request) | _scored(recipes[name], plan, source, teacher)
-                whole = request.recipe if name == request.recipe.name else RECIPES[name]
+                whole = request.recipe if name == request.recipe.name else _as_long(RECIPES[name], request.recipe)
                 if whole.refinement != "none":
-                    entry["refined"] = _scored(whole, plan, source, teacher)
+                    steps = {"fit_steps": whole.knobs("refinement").get("fit_steps", 0)}
+                    usual = {"fit_steps_of_convert": RECIPES[name].knobs("refinement").get("fit_steps", 0)}
+                    entry["refined"] = _scored(whole, plan, source, teacher) | steps | usual
             except ValueError as error:  # one recipe that does not fit this checkpoint must not cost the others
                 entry["why_not"] = str(error)
             entries.append(entry | {"seconds": time.perf_counter() - began})
             told.step()
     return entries
+
+
+def _as_long(whole: Recipe, other: Recipe) -> Recipe:
+    """`whole`, refined no longer than `other` is."""
+    return shortly_refined(whole, dict(other.settings).get(FIT_STEPS, SHORT_FIT))
 
 
 def _scored(recipe: Recipe, plan: AttentionPlan, source: Source, teacher: CachedTeacher) -> dict[str, Any]:

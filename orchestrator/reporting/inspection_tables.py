@@ -8,7 +8,7 @@ from typing import Any
 from attention.progress import clock
 from orchestrator.reporting.comparison import OF_THE_CHECKPOINT, UNTOLD
 from orchestrator.reporting.console import console
-from orchestrator.reporting.figures.inspection import as_converted
+from orchestrator.reporting.figures.inspection import as_converted, refinement_told
 from orchestrator.reporting.tables import Table
 from orchestrator.storage.records import number, percent, unmet
 
@@ -30,9 +30,8 @@ def lead(record: Mapping[str, Any]) -> str:
         text += f" Most sensitive: the {side}s of layer {layer} ({increase:+.2f} with one head)."
     for laid_out in record["budgets"]:
         if (best := best_entry(record, laid_out["kv_ratio_asked"])) is not None:
-            refined = " with its refinement" if "refined" in best else ""
             text += f" {percent(laid_out['kv_ratio_asked'])} of the checkpoint's KV{unmet(laid_out)}: "
-            text += f"{as_converted(best)['loss_increase']:+.3f} by {best['recipe']}{refined}."
+            text += f"{as_converted(best)['loss_increase']:+.3f} by {best['recipe']}{refinement_told(best)}."
     return text
 
 
@@ -52,7 +51,7 @@ def worst_places(record: Mapping[str, Any]) -> list[tuple[float, str, int]]:
 
 
 def recipe_table(record: Mapping[str, Any]) -> Table:
-    """Every recipe at every KV ratio, as `convert` makes it; the lowest loss of each ratio marked."""
+    """Every recipe at every KV ratio, refined where it says so; the lowest loss of each ratio marked."""
     rows, marked = [], set()
     for index, entry in enumerate(record["recipes"]):
         numbers = ["cannot", *["-"] * 5]
@@ -101,7 +100,7 @@ def print_inspection(record: Mapping[str, Any]) -> None:
         )
     columns = (OF_THE_CHECKPOINT, "bytes/token", "sum", "layers from the first")
     out.print(Table(columns, rows).for_terminal(), "\n")
-    out.print("Each recipe as convert makes it, before training, on held-out text (* lowest of its budget):")
+    out.print("Each recipe before any training, on held-out text (* lowest of its budget):")
     out.print(recipe_table(record).for_terminal(star=True))
     for entry in record["recipes"]:
         if "why_not" in entry:

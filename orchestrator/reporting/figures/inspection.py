@@ -146,5 +146,13 @@ def recipes_figure(record: Mapping[str, Any]) -> Figure | None:
 
 
 def as_converted(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The scores of what `convert` makes by the recipe of an entry: after its refinement, if it has one."""
+    """The scores of an entry: after its refinement, if its recipe has one."""
     return entry.get("refined", entry)
+
+
+def refinement_told(entry: Mapping[str, Any]) -> str:
+    """How long the model of an entry was refined, in words; empty if it was not."""
+    if (refined := entry.get("refined")) is None:
+        return ""
+    steps, usual = refined["fit_steps"], refined["fit_steps_of_convert"]
+    return f", refined in {steps} steps a layer" + (f" (convert: {usual})" if usual > steps else "")

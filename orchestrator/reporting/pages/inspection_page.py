@@ -10,7 +10,7 @@ from typing import Any
 from attention.plan import AttentionPlan
 from attention.progress import clock
 from orchestrator.reporting.figures import inspection, search
-from orchestrator.reporting.figures.inspection import as_converted
+from orchestrator.reporting.figures.inspection import as_converted, refinement_told
 from orchestrator.reporting.inspection_tables import agreement_table, best_entry, lead, recipe_table, worst_places
 from orchestrator.reporting.pages.page import Part, Picture, Section, render_page
 from orchestrator.reporting.tables import Table, facts_table
@@ -32,9 +32,9 @@ PAIRS = (
     "calibration tokens."
 )
 RECIPES = (
-    "The whole checkpoint converted by each recipe as the verb convert does it, with its refinement and before any "
-    "training: increase of the loss on held-out text, on a logarithmic axis. Groups of equal size serve as plain GQA "
-    "anywhere; the other recipes may need this package to run."
+    "The whole checkpoint converted by each recipe, refined where the recipe says so (in fewer steps than convert "
+    "makes, which ends a little lower for it), before any training: increase of the loss on held-out text, on a "
+    "logarithmic axis. Groups of equal size serve as plain GQA anywhere; other recipes may need this package to run."
 )
 AGREEMENT = (
     "The same exchanges of two heads scored twice: by the error of the layer's own output, which is cheap, and by the "
@@ -79,10 +79,10 @@ def _cost_sections(record: Mapping[str, Any]) -> list[Section]:
     stats = []
     for asked in dict.fromkeys(budget["kv_ratio_asked"] for budget in record["budgets"]):
         if (best := best_entry(record, asked)) is not None:
-            scores, refined = as_converted(best), ", refined" if "refined" in best else ""
+            scores = as_converted(best)
             stats += [
                 (f"{percent(best['kv_ratio'])} of the KV cache", f"{scores['loss_increase']:+.3f}",
-                 f"loss increase by {best['recipe']}{refined}"),
+                 f"loss increase by {best['recipe']}{refinement_told(best)}"),
                 (f"perplexity at {percent(best['kv_ratio'])}", number(math.exp(scores["loss"]), ".2f"),
                  f"original {math.exp(record['original_loss']):.2f}"),
                 (f"KV bytes a token at {percent(best['kv_ratio'])}", f"{best['kv_bytes_per_token']:,}",
