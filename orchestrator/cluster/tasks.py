@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -10,28 +9,25 @@ import ray
 import torch
 from ray.exceptions import RayTaskError
 
-from attention.progress import clock
+from attention.progress import stage
 
-SAY_SECONDS = 60.0
 T = TypeVar("T")
 
 
 def on_cluster(options: Mapping[str, Any], what: str, work: Callable[..., T], *arguments: Any) -> T:
     """`work(*arguments)` in a Ray task with these options (`placement.task_options`); raises what it raises.
 
-    `what` names it in the line that says, once a minute, that it is not over. A task that loses its node starts again
-    on another. Without Ray, as in a notebook, it is carried out in this process.
+    `what` names it in the line that says, every few seconds, that it is not over. A task that loses its node starts
+    again on another. Without Ray, as in a notebook, it is carried out in this process.
     """
     if not ray.is_initialized():
         return work(*arguments)
     # On CPUs nothing else runs meanwhile: it has the threads that this process would have
     threads = None if options["num_gpus"] else torch.get_num_threads()
     task: Any = ray.remote(**options, max_retries=3)(_carry_out)
-    reference, started = task.remote(threads, work, arguments), time.monotonic()
-    while not ray.wait([reference], timeout=SAY_SECONDS)[0]:
-        print(f"{what}: waits or runs since {clock(time.monotonic() - started)}", flush=True)
     try:
-        return ray.get(reference)
+        with stage(what):
+            return ray.get(task.remote(threads, work, arguments))
     except RayTaskError as error:
         raise error.cause from None  # without Ray's trace around what a user can mend
 

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from attention.io import checkpoint
+from attention.progress import Stage, stage
 from orchestrator.cluster.placement import task_options
 from orchestrator.cluster.tasks import on_cluster
 from orchestrator.promotion.gate import check_candidate
@@ -76,11 +77,14 @@ class PromotionSteps:
             with contextlib.suppress(OSError):  # the address of its checkpoints is away: the next time
                 for entry in entries[training.trial.trial_id]:
                     self._tell(entry)
+                told.to(sum(one.reached() - one.start for one in trainings))
 
+        told = Stage("full trainings")
         for training in (t for t in trainings if t.job is not None):
             going_on(training)  # the run is there before the training is
         try:
-            run_all(trainings, self.session, done, going_on)
+            with stage("full trainings", sum(one.total - one.start for one in trainings), "steps") as told:
+                run_all(trainings, self.session, done, going_on)
         except (KeyboardInterrupt, SystemExit):
             for entry in (entry for mine in entries.values() for entry in mine if entry.status == PENDING):
                 self.session.mlflow.put(replace(self.run_of(entry), status=records.KILLED))

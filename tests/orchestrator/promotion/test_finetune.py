@@ -62,7 +62,7 @@ def test_the_best_step_is_kept_in_the_dtype_of_the_model(whole: dict[str, Any], 
     assert measured["loss"] == pytest.approx(record["loss"], abs=2e-2)  # rounded to bfloat16
     before = evaluate_checkpoint(models["converted"], eval_tokens=1024, sequence_length=32, speed_tokens=4)
     assert before["loss"] == pytest.approx(record["loss_before"], abs=1e-4)
-    assert "step 8/12: held-out loss" in whole["told"][2]
+    assert "training: 8 of 12 steps, " in whole["told"][2]
 
 
 def test_the_same_command_does_nothing_twice(whole: dict[str, Any], models: dict[str, Path]) -> None:
