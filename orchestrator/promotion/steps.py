@@ -179,7 +179,7 @@ class PromotionSteps:
         entry.lineage = lineage_of(entry, self.trials[entry.trial_id], digests, self.session)
         if entry.model is not None:
             write_json(Path(entry.model) / LINEAGE, entry.lineage)
-            if entry.plain and not entry.reasons:
+            if not entry.reasons:
                 write_mlmodel(entry.model, str(base_of(entry.lineage["model"]["path"])["base"]))
             for written in filter(None, (entry.model, entry.served)):
                 if not entry.reasons:
