@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -31,13 +31,14 @@ def clock(seconds: float) -> str:
 
 class Stage:
     """How far a stage has come, of `total` things called `unit`; None: it cannot be counted. Threads may share one.
-    `note`: what else its line says."""
+    `note`: what else its line says; `detail`: asked for it each time, as for what goes on in other processes."""
 
     def __init__(
         self, label: str, total: int | None = None, unit: str = "", start: float = 0, screen: _Screen | None = None
     ) -> None:
         self.label, self.total, self.unit, self.start = label, total, unit, start
         self.done, self.note, self._screen = float(start), "", screen
+        self.detail: Callable[[], str] | None = None
         self._lock, self._began = threading.Lock(), time.monotonic()
         self._stepped = self._began
 
@@ -71,7 +72,7 @@ class Stage:
         if self.total is None or made <= 0:
             return None
         each = (self._stepped - self._began) / made
-        under_way = min(each, now - self._stepped)  # one that takes longer is taken to end now
+        under_way = min(0.75 * each, now - self._stepped)  # one that takes longer has a quarter to come
         return max(0.0, each * (self.total - self.done) - under_way)
 
     def __str__(self) -> str:
@@ -81,14 +82,20 @@ class Stage:
             parts.append(f"{clock(self.left)} left")
         elif since >= 1 or not parts:
             parts.append(f"{clock(since)} so far")
-        return f"{self.label}: {', '.join(parts)}{self.note and f'; {self.note}'}"
+        told = [", ".join(parts), self.note, self.detail() if self.detail else ""]
+        return f"{self.label}: {'; '.join(filter(None, told))}"
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 class _Screen:
-    """Where the stages of a verb are shown: the newest that is open."""
+    """Where the stages of a verb are shown: the newest that is open. `say`: takes its line every so many seconds."""
 
-    def __init__(self, label: str) -> None:
+    def __init__(self, label: str, say: Callable[[str], None], every: float) -> None:
         self._told, self._lock = time.monotonic(), threading.Lock()
+        self._say, self._every = say, every
         self.stages = [Stage(label)]
         self.bar: Progress | None = None
 
@@ -98,15 +105,15 @@ class _Screen:
             if self.bar is not None:
                 for task in self.bar.task_ids:
                     self.bar.update(task, description=str(stage), completed=stage.done)
-            elif time.monotonic() - self._told >= SAY_SECONDS:
+            elif time.monotonic() - self._told >= self._every:
                 self._told = time.monotonic()
-                print(stage, file=sys.stderr, flush=True)
+                self._say(str(stage))
 
     @contextmanager
     def opened(self, stage: Stage) -> Iterator[None]:
         self.stages.append(stage)
         try:
-            if stage.total is None or not sys.stderr.isatty():
+            if stage.total is None or self._say is not _print or not sys.stderr.isatty():
                 yield
                 return
             columns = (BarColumn(bar_width=24), TextColumn("{task.description}"))
@@ -127,9 +134,10 @@ _screen: ContextVar[_Screen | None] = ContextVar("screen", default=None)
 
 
 @contextmanager
-def shown(label: str) -> Iterator[None]:
-    """While the body runs, show the stages that it opens, and where it has none that it, called `label`, is at work."""
-    screen, ended = _Screen(label), threading.Event()
+def shown(label: str, say: Callable[[str], None] = _print, every: float | None = None) -> Iterator[None]:
+    """While the body runs, show the stages that it opens, and where it has none that it, called `label`, is at work.
+    `say`: takes the lines, one in `every` seconds, where they do not go to stderr."""
+    screen, ended = _Screen(label, say, SAY_SECONDS if every is None else every), threading.Event()
     watcher = threading.Thread(target=screen.watch, args=(ended,), name="progress", daemon=True)
     token = _screen.set(screen)
     watcher.start()

@@ -9,6 +9,7 @@ from typing import Any
 from ray.tune import Callback
 
 from attention.progress import Stage
+from orchestrator.cluster.relay import progress_of
 from orchestrator.reporting.status import tokens_per_second
 from orchestrator.storage import records as results
 from orchestrator.storage.journal import INTERRUPT, RUN, Journal
@@ -17,6 +18,8 @@ from orchestrator.storage.trial_names import name_trials
 from orchestrator.tracking import gauges
 from orchestrator.tracking.described import trial_run
 from orchestrator.tracking.sync import MlflowSync
+
+SHOWN = 3  # trials whose planning the progress tells of
 
 
 class SearchLog(Callback):
@@ -48,6 +51,14 @@ class SearchLog(Callback):
         each = self.journal.history.rungs
         behind = (each if r.status in results.ENDED else len(r.rungs) for r in self.records.values())
         return sum(behind), each * self.expected
+
+    def planning(self) -> str:
+        """How far trials are that plan, convert and measure, a few of them."""
+        trials = self.journal.history.records  # by a thread of its own, which gives no names
+        running = [r for r in list(trials.values()) if r.status == results.RUNNING and not r.rungs]
+        folder = self.journal.path.parent / "trials"
+        lines = [(r.name, progress_of(str(folder / r.trial_id))) for r in running[:SHOWN]]
+        return "; ".join(f"{name}: {line}" for name, line in lines if line)
 
     def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
         self._track(self.records[trial.trial_id])

@@ -68,6 +68,7 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
     behind, rungs_of_all = log.rungs
     try:
         with stage("trials", rungs_of_all, "rungs", start=behind) as log.told:
+            log.told.detail = log.planning
             tuner.fit()
     except Exception as error:
         if journal.failed is None and not disk_failed(error):

@@ -105,7 +105,7 @@ def test_the_time_left_runs_down_within_a_step_and_never_below_the_steps_to_come
         at.now += 6
         assert told.left == pytest.approx(24.0)
         at.now += 60
-        assert told.left == pytest.approx(20.0)
+        assert told.left == pytest.approx(22.5)
 
 
 def test_what_workers_take_to_start_does_not_count(at: Clock) -> None:
