@@ -50,12 +50,12 @@ def source_tags(verb: str, command: str) -> dict[str, str]:
 
 def search_note(config: SearchConfig, folder: SearchFolder) -> str:
     """The description of the run of a search."""
-    recipes, ratios = ", ".join(config.search.recipes), ", ".join(percent(ratio) for ratio in config.search.kv_ratios)
-    return (
-        f"Search `{folder.root.name}` on `{Path(config.model.path).name}`: recipes {recipes} at {ratios} of the "
-        f"checkpoint's KV cache. Each trial and each promotion is a run below it.\n\nTrials by loss and KV bytes: "
-        f"`headfold ui {folder.root}`"
-    )
+    search, model = config.search, Path(config.model.path).name
+    recipes = ", ".join(arm.name for arm in search.recipes)
+    sizes = [percent(ratio) for ratio in search.kv_ratios] or [f"{heads} KV heads" for heads in search.kv_heads]
+    what = f"Search `{folder.root.name}` on `{model}`: {recipes} at {', '.join(sizes)} of the checkpoint's KV cache"
+    below = "Each trial and each promotion is a run below it; loss over KV bytes of all:"
+    return f"{what}.\n\n{below} `headfold ui {folder.root}`"
 
 
 def dataset_of(split: str, source: str, file: Path | str) -> Dataset:
