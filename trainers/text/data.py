@@ -170,8 +170,8 @@ class TextCut:
         held_out = f"; one document in {HOLD_OUT} is held out" if apart else ""
         return DataError(
             f"{self.source}: {self.split} needs {wanted} sequences of {length} tokens ({wanted * length}), found "
-            f"{tokens // length} ({tokens} tokens in {documents} documents{held_out}); ask for fewer tokens or give more "
-            "text"
+            f"{tokens // length} ({tokens} tokens in {documents} documents{held_out}); ask for fewer tokens or give "
+            "more text"
         )
 
 
