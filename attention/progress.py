@@ -119,7 +119,7 @@ class _Screen:
             columns = (BarColumn(bar_width=24), TextColumn("{task.description}"))
             told = Console(stderr=True)
             with Progress(*columns, console=told, transient=True, redirect_stdout=sys.stdout.isatty()) as self.bar:
-                self.bar.add_task(str(stage), total=stage.total, completed=stage.start)
+                self.bar.add_task(str(stage), total=stage.total, completed=int(stage.start))
                 yield
         finally:
             self.bar = None
