@@ -1,4 +1,5 @@
-"""What `headfold estimate` says against what conversions take: seconds of the whole command, and its peak memory.
+"""What `headfold estimate` says against what conversions take: seconds of the whole command, its peak memory, and the
+bytes that it writes.
 
     python -m benchmarks estimates --threads 2 [--quick]
 
@@ -22,6 +23,12 @@ from benchmarks.memory import DEMO, GIGA, NARROW, random_checkpoint, verbs
 from benchmarks.models import llama
 from benchmarks.report import Row, Scale, benchmark
 
+EXAMPLE = DEMO.parent / "prose-code-qwen3"
+"""Of another family and other text, with grouped queries."""
+EXAMPLE_RUNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("headfold_gqa", "0.5", ()),
+    ("headfold_layers", "0.5", ()),
+)
 WIDER = {"num_attention_heads": 16, "head_dim": 64, "intermediate_size": 2816, "vocab_size": 8192}
 DEMO_RUNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("gqa", "0.5", ()),
@@ -54,6 +61,7 @@ def estimates(scale: Scale) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         runs = [("demo", DEMO, *run) for run in scale.pick(DEMO_RUNS[:1], DEMO_RUNS)]
+        runs += [("Qwen3 example", EXAMPLE, *run) for run in scale.pick((), EXAMPLE_RUNS)]
         for name, sizes in scale.pick((), (("random, hidden 512", NARROW), ("random, hidden 1024", WIDER))):
             random_checkpoint(llama(2, sizes, tie_word_embeddings=False), folder / name)
             runs.append((name, folder / name, "headfold_gqa", "0.5", ("--layerwise",)))
@@ -64,7 +72,10 @@ def estimates(scale: Scale) -> Iterator[Row]:
             verbs(["estimate", *same, *sizes, "--json", str(folder / "said.json")])
             said = json.loads((folder / "said.json").read_text(encoding="utf-8"))
             way = ["--layerwise"] if layerwise else ["--no-layerwise"]
-            seconds, peak = timed(["convert", *same, *sizes, *way, "--out", str(folder / f"out-{number}")])
+            out = folder / f"out-{number}"
+            seconds, peak = timed(["convert", *same, *sizes, *way, "--out", str(out)])
             what = f"{name}: {recipe} {ratio}{' ' + ' '.join(options) if options else ''}"
             yield Row(f"{what}, time", seconds, said["seconds"], "s")
             yield Row(f"{what}, memory", peak, said["layerwise" if layerwise else "resident"] / GIGA, "GiB")
+            written = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+            yield Row(f"{what}, disk", written / 2**20, said["disk"] / 2**20, "MiB")

@@ -50,7 +50,7 @@ REPORTS = {
 }
 COLUMNS, ROWS = 150, 34
 """Of the terminal; of its lines the last are shown."""
-PROGRESS, TRIALS = r"\[[\d:]+\] \d+/\d+ trials", r"Trials \("
+PROGRESS, TRIALS = r"trials: \d+ of \d+ rungs", r"Trials \("
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -6,6 +6,7 @@ work with 1, an interruption with 130.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -70,8 +71,9 @@ def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
     def called(**given: Any) -> None:
         from attention.progress import shown
 
+        works = verb.__name__ not in ("ui", "watch")  # which show something until they are stopped
         try:
-            with shown():
+            with shown(verb.__name__) if works else contextlib.nullcontext():
                 verb(**given)
         except KeyboardInterrupt as stop:
             out, left = given.get("out"), "nothing was written"

@@ -48,7 +48,7 @@ from orchestrator.storage.mirror import is_remote, mirrored
 from orchestrator.storage.paths import SearchFolder, in_ray_job, storage_path
 from orchestrator.storage.records import best_per_budget, read_json, waits_for, write_json
 from orchestrator.storage.trust import warn_of_pickles
-from orchestrator.tracking.described import shared_of
+from orchestrator.tracking.described import NOTE, search_note, shared_of
 from orchestrator.tracking.errors import redact
 from orchestrator.tracking.metrics import best_point, point
 from orchestrator.tracking.runs import Tracker, default_uri
@@ -220,7 +220,8 @@ def _run_of(config: SearchConfig, folder: SearchFolder, status: str) -> Run:
         "points": points,
         "files": files,
     }
-    return parent_run(folder.root, **of_run)
+    run = parent_run(folder.root, **of_run)
+    return replace(run, tags=run.tags | {NOTE: search_note(config, folder)})
 
 
 def _keep_id(folder: SearchFolder, mlflow: MlflowSync) -> None:

@@ -17,6 +17,8 @@ from ray._private.utils import get_num_cpus
 from ray.autoscaler._private.kuberay.autoscaling_config import _HEAD_GROUP_NAME, AutoscalingConfigProducer
 from ray.autoscaler.v2.schema import ClusterStatus
 from ray.autoscaler.v2.sdk import get_cluster_status
+from ray.exceptions import RayError
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 ON_HEAD = "node:__internal_head__"
 """Ray's resource of the head node alone."""
@@ -35,6 +37,28 @@ def accelerator_of_machine() -> str | None:
 def free_on_nodes() -> list[dict[str, float]]:
     """Resources that nobody uses, node by node."""
     return list(state.state.available_resources_per_node().values())
+
+
+# ---- its store of keys and values ------------------------------------------------------------------------------------
+
+NAMESPACE = b"headfold"
+
+
+def store_line(key: str, line: str) -> None:
+    """Keep a line for all processes of the cluster; an empty one is forgotten. A head node that is away is not waited
+    for."""
+    with contextlib.suppress(RayError, RuntimeError):
+        if line:
+            _internal_kv_put(key.encode(), line.encode(), namespace=NAMESPACE)
+        else:
+            _internal_kv_del(key.encode(), namespace=NAMESPACE)
+
+
+def stored_line(key: str) -> str:
+    """What is kept under a key; empty without it."""
+    with contextlib.suppress(RayError, RuntimeError):
+        return (_internal_kv_get(key.encode(), namespace=NAMESPACE) or b"").decode()
+    return ""
 
 
 # ---- the autoscaler --------------------------------------------------------------------------------------------------

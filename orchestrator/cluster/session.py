@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from attention.progress import stage
 from orchestrator.cluster.room import Nodes, capacity
 from orchestrator.storage.paths import in_ray_job
 
@@ -49,7 +50,8 @@ def connected() -> Iterator[list[Nodes]]:
         yield capacity()
         return
     earlier = os.environ.get(DASHBOARD)
-    start()
+    with stage("starting Ray"):
+        start()
     try:
         yield capacity()
     finally:

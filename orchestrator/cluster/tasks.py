@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -10,33 +10,34 @@ import ray
 import torch
 from ray.exceptions import RayTaskError
 
-from attention.progress import clock
+from attention.progress import stage
+from orchestrator.cluster.relay import progress_of, relayed
 
-SAY_SECONDS = 60.0
 T = TypeVar("T")
 
 
 def on_cluster(options: Mapping[str, Any], what: str, work: Callable[..., T], *arguments: Any) -> T:
     """`work(*arguments)` in a Ray task with these options (`placement.task_options`); raises what it raises.
 
-    `what` names it in the line that says, once a minute, that it is not over. A task that loses its node starts again
-    on another. Without Ray, as in a notebook, it is carried out in this process.
+    `what` names it in the line that says, every few seconds, how far it is. A task that loses its node starts again on
+    another. Without Ray, as in a notebook, it is carried out in this process.
     """
     if not ray.is_initialized():
         return work(*arguments)
     # On CPUs nothing else runs meanwhile: it has the threads that this process would have
     threads = None if options["num_gpus"] else torch.get_num_threads()
     task: Any = ray.remote(**options, max_retries=3)(_carry_out)
-    reference, started = task.remote(threads, work, arguments), time.monotonic()
-    while not ray.wait([reference], timeout=SAY_SECONDS)[0]:
-        print(f"{what}: waits or runs since {clock(time.monotonic() - started)}", flush=True)
+    key = uuid.uuid4().hex
     try:
-        return ray.get(reference)
+        with stage(what) as told:
+            told.detail = lambda: progress_of(key)
+            return ray.get(task.remote(threads, key, work, arguments))
     except RayTaskError as error:
         raise error.cause from None  # without Ray's trace around what a user can mend
 
 
-def _carry_out(threads: int | None, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _carry_out(threads: int | None, key: str, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     if threads is not None:
         torch.set_num_threads(threads)
-    return work(*arguments)
+    with relayed(key, "at work"):
+        return work(*arguments)

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from attention.io import checkpoint
+from attention.progress import Stage, stage
 from orchestrator.cluster.placement import task_options
 from orchestrator.cluster.tasks import on_cluster
 from orchestrator.promotion.gate import check_candidate
@@ -76,11 +77,14 @@ class PromotionSteps:
             with contextlib.suppress(OSError):  # the address of its checkpoints is away: the next time
                 for entry in entries[training.trial.trial_id]:
                     self._tell(entry)
+                told.to(sum(one.reached() - one.start for one in trainings))
 
+        told = Stage("full trainings")
         for training in (t for t in trainings if t.job is not None):
             going_on(training)  # the run is there before the training is
         try:
-            run_all(trainings, self.session, done, going_on)
+            with stage("full trainings", sum(one.total - one.start for one in trainings), "steps") as told:
+                run_all(trainings, self.session, done, going_on)
         except (KeyboardInterrupt, SystemExit):
             for entry in (entry for mine in entries.values() for entry in mine if entry.status == PENDING):
                 self.session.mlflow.put(replace(self.run_of(entry), status=records.KILLED))
@@ -175,7 +179,7 @@ class PromotionSteps:
         entry.lineage = lineage_of(entry, self.trials[entry.trial_id], digests, self.session)
         if entry.model is not None:
             write_json(Path(entry.model) / LINEAGE, entry.lineage)
-            if entry.plain and not entry.reasons:
+            if not entry.reasons:
                 write_mlmodel(entry.model, str(base_of(entry.lineage["model"]["path"])["base"]))
             for written in filter(None, (entry.model, entry.served)):
                 if not entry.reasons:

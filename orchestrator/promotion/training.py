@@ -98,6 +98,10 @@ class Training:
         lines = read_curve(Path(self.job.storage_path) / self.job.run_name)
         return [line | {"step": line["step"] + self.before} for line in lines]
 
+    def reached(self) -> int:
+        """The newest step that is known of it."""
+        return max((line["step"] for line in (*self.reports(), *self.curve())), default=self.start)
+
     def newest_step(self) -> int:
         """The step of its newest checkpoint; -1 without one, and where their address is away."""
         with contextlib.suppress(OSError):

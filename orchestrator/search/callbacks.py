@@ -1,15 +1,15 @@
-"""What the driver does while Tune runs: write MLflow, show the progress line, set Ray's gauges."""
+"""What the driver does while Tune runs: write MLflow, show the progress, set Ray's gauges."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from typing import Any
 
 from ray.tune import Callback
 
-from attention.progress import clock
+from attention.progress import Stage
+from orchestrator.cluster.relay import progress_of
 from orchestrator.reporting.status import tokens_per_second
 from orchestrator.storage import records as results
 from orchestrator.storage.journal import INTERRUPT, RUN, Journal
@@ -19,14 +19,17 @@ from orchestrator.tracking import gauges
 from orchestrator.tracking.described import trial_run
 from orchestrator.tracking.sync import MlflowSync
 
+SHOWN = 3  # trials whose planning the progress tells of
+
 
 class SearchLog(Callback):
-    """Keeps MLflow's child runs (`mlflow` None: no MLflow) and the progress line of `expected` trials up to date."""
+    """Keeps MLflow's child runs (`mlflow` None: no MLflow) and the progress of `expected` trials up to date. `told`:
+    where that is shown; it counts the rungs that are behind."""
 
     def __init__(self, journal: Journal, mlflow: MlflowSync | None, expected: int, original_loss: float) -> None:
         self.journal, self.mlflow = journal, mlflow
         self.expected, self.original_loss = expected, original_loss
-        self.started = time.time()
+        self.told = Stage("trials")
         self._shown, self._named = 0.0, 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -41,6 +44,21 @@ class SearchLog(Callback):
             name_trials(trials.values())
             self._named = len(trials)
         return trials
+
+    @property
+    def rungs(self) -> tuple[int, int]:
+        """How many are behind and how many there are; a trial that has ended has all its rungs behind it."""
+        each = self.journal.history.rungs
+        behind = (each if r.status in results.ENDED else len(r.rungs) for r in self.records.values())
+        return sum(behind), each * self.expected
+
+    def planning(self) -> str:
+        """How far trials are that plan, convert and measure, a few of them."""
+        trials = self.journal.history.records  # by a thread of its own, which gives no names
+        running = [r for r in list(trials.values()) if r.status == results.RUNNING and not r.rungs]
+        folder = self.journal.path.parent / "trials"
+        lines = [(r.name, progress_of(str(folder / r.trial_id))) for r in running[:SHOWN]]
+        return "; ".join(f"{name}: {line}" for name, line in lines if line)
 
     def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
         self._track(self.records[trial.trial_id])
@@ -81,8 +99,7 @@ class SearchLog(Callback):
         increases = {ratio: best.loss - self.original_loss for ratio, best in best_so_far(records).items()}
         gauges.tell_trials(search, (record.status for record in records), increases)
         gauges.tell(gauges.BEHIND, self.mlflow.waiting if self.mlflow else 0, search=search)
-        line = progress_line(records, self.expected, self.journal.history.rungs, self.original_loss, now - self.started)
-        print(f"\r\x1b[2K{line}" if sys.stderr.isatty() else f"{line}\n", end="", file=sys.stderr, flush=True)
+        self.told.to(self.rungs[0], progress_note(records, self.expected, self.original_loss))
 
 
 def best_so_far(records: list[TrialRecord]) -> dict[float, TrialRecord]:
@@ -94,20 +111,17 @@ def best_so_far(records: list[TrialRecord]) -> dict[float, TrialRecord]:
     return best
 
 
-def progress_line(records: list[TrialRecord], expected: int, rungs: int, original_loss: float, elapsed: float) -> str:
-    """Trials done, running, stopped, failed; the best so far; the time left, from the share of rungs behind us."""
+def progress_note(records: list[TrialRecord], expected: int, original_loss: float) -> str:
+    """Trials done, running, stopped, failed; the best so far; the speed."""
     count = Counter(record.status for record in records)
-    ended = sum(count[status] for status in results.ENDED)
     states = [f"{count[results.DONE]} done, {count[results.RUNNING]} running, {count[results.STOPPED]} stopped"]
     rare = {results.WAITING: "waiting", results.COPY: "the same as another", results.FAILED: "failed"}
     states += [f"{count[status]} {words}" for status, words in rare.items() if count[status]]
-    parts = [f"{ended}/{expected} trials", ", ".join(states)]
+    states += [f"{expected - len(records)} to come"] if expected > len(records) else []
+    parts = [", ".join(states)]
     if best := best_so_far(records):
         increases = (f"{percent(k)} {r.loss - original_loss:+.3f} ({r.label})" for k, r in sorted(best.items())[::-1])
         parts.append(f"smallest loss increase by share of the checkpoint's KV: {', '.join(increases)}")
     if rate := tokens_per_second(records):
         parts.append(f"{compact(rate)} tokens/s")
-    behind = sum(1.0 if r.status in results.ENDED else len(r.rungs) / rungs for r in records)
-    if 0 < behind < expected:
-        parts.append(f"{clock(elapsed * (expected - behind) / behind)} left")
-    return f"[{clock(elapsed)}] " + " | ".join(parts)
+    return "; ".join(parts)

@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from attention.io.precision import cast_weights
+from attention.progress import stage
 from attention.ratios import own_heads
 from orchestrator.cluster.placement import Demand, task_options, worker_options
 from orchestrator.cluster.room import capacity, slots
@@ -243,13 +244,14 @@ def measure_on_workers(tasks: Sequence[CurveTask], context: TrialContext, option
     trials, which say why."""
     if not tasks:
         return
-    print(f"increases of the loss: {len(tasks)} layers to measure", flush=True)
     remote: Any = ray.remote(max_retries=1, **options)(measure_layer)
     waiting = [remote.remote(task, context, max(1, int(options["num_cpus"]))) for task in tasks]
-    while waiting:
-        done, waiting = ray.wait(waiting, num_returns=1)
-        try:
-            ray.get(done)
-        except RayError as error:
-            print(f"increases of the loss: {str(error).strip().splitlines()[-1]}", flush=True)
-        print(f"increases of the loss: {len(tasks) - len(waiting)} of {len(tasks)} layers done", flush=True)
+    with stage("measuring increases of the loss", len(tasks), "layers") as told:
+        while waiting:
+            done, waiting = ray.wait(waiting, num_returns=1)
+            try:
+                ray.get(done)
+            except RayError as error:
+                print(f"increases of the loss: {str(error).strip().splitlines()[-1]}", flush=True)
+            told.step()
+    print(f"increases of the loss: {len(tasks)} layers measured", flush=True)

@@ -27,6 +27,7 @@ from attention.plan import AttentionPlan
 from attention.ratios import own_heads
 from orchestrator.cluster.placement import run_task
 from orchestrator.cluster.pool_client import train
+from orchestrator.cluster.relay import relayed
 from orchestrator.cluster.session import ray_train_intervals
 from orchestrator.config.schema import DECODE
 from orchestrator.conversion import dha_distances, loading
@@ -191,9 +192,9 @@ def run_trial(config: dict[str, Any], context: TrialContext) -> None:
     facts = known_facts(candidate, folder)
     if facts is None:
         if trains and context.task is not None:  # its GPUs are free again when the workers start
-            facts = run_task(context.task, untrained_facts, candidate, context, folder)
+            facts = run_task(context.task, watched_facts, candidate, context, folder)
         else:
-            facts = untrained_facts(candidate, context, folder)
+            facts = watched_facts(candidate, context, folder)
         if trains:
             facts["work_digest"] = work_digest(training_job(context, folder, candidate, ""), folder)
         if math.isfinite(facts["loss"]):
@@ -205,6 +206,12 @@ def run_trial(config: dict[str, Any], context: TrialContext) -> None:
         kept = {k: v for k, v in facts.items() if k not in OF_RUNG_0}
         rungs = ReportRungs(context, kept, before)
         train(context.pool, job, rungs.tell, lambda: [ForwardRungs(rungs)])
+
+
+def watched_facts(candidate: Candidate, context: TrialContext, folder: Path) -> dict[str, Any]:
+    """`untrained_facts`, with how far they are for the driver to show."""
+    with relayed(str(folder), "planning"):
+        return untrained_facts(candidate, context, folder)
 
 
 def trained(candidate: Candidate, rungs: Sequence[int]) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from ray import tune
 from ray.tune import Callback
 
+from attention.progress import stage
 from orchestrator.cluster.placement import Demand, task_options
 from orchestrator.cluster.room import Room
 from orchestrator.cluster.session import last_error
@@ -64,8 +65,11 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
     _quiet(session.parallel)
     callbacks = [log, Cleaning(config, folder, history)]
     tuner = _tuner(session, JournaledSearch(copying, decided, journal), decided, callbacks, log.expected)
+    behind, rungs_of_all = log.rungs
     try:
-        tuner.fit()
+        with stage("trials", rungs_of_all, "rungs", start=behind) as log.told:
+            log.told.detail = log.planning
+            tuner.fit()
     except Exception as error:
         if journal.failed is None and not disk_failed(error):
             raise

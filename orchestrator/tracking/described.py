@@ -32,15 +32,37 @@ FACTS = (
 
 def shared_of(config: SearchConfig, folder: SearchFolder, files: Mapping[str, Path], base_model: str | None) -> Shared:
     """Of all runs of a search. `files`: its token sets, by split; `base_model`: what the original is called."""
-    command = read_json(folder.state).get("command", "headfold search")
-    # The page shows what follows the last / of a source, as if it were a file
-    tags = {"mlflow.source.name": "headfold search", "mlflow.source.type": "LOCAL", "headfold.command": command}
-    with contextlib.suppress(OSError, KeyError, ImportError):  # a user id without a name, as in a container
-        tags["mlflow.user"] = getpass.getuser()
+    tags = source_tags("search", read_json(folder.state).get("command", "headfold search"))
     if version := read_json(folder.versions).get("headfold"):
         tags["headfold.version"] = version
     params = {"base_model": base_model, "batch_size": config.train.batch_size, "seed": config.search.seed}
     return Shared(tags, params, datasets_of(config, {split: files[split] for split in SPLITS}))
+
+
+def source_tags(verb: str, command: str) -> dict[str, str]:
+    """Who made a run, and with what."""
+    # The page shows what follows the last / of a source, as if it were a file
+    tags = {"mlflow.source.name": f"headfold {verb}", "mlflow.source.type": "LOCAL", "headfold.command": command}
+    with contextlib.suppress(OSError, KeyError, ImportError):  # a user id without a name, as in a container
+        tags["mlflow.user"] = getpass.getuser()
+    return tags
+
+
+def search_note(config: SearchConfig, folder: SearchFolder) -> str:
+    """The description of the run of a search."""
+    search, model = config.search, Path(config.model.path).name
+    recipes = ", ".join(arm.name for arm in search.recipes)
+    sizes = [percent(ratio) for ratio in search.kv_ratios] or [f"{heads} KV heads" for heads in search.kv_heads]
+    what = f"Search `{folder.root.name}` on `{model}`: {recipes} at {', '.join(sizes)} of the checkpoint's KV cache"
+    below = "Each trial and each promotion is a run below it; loss over KV bytes of all:"
+    return f"{what}.\n\n{below} `headfold ui {folder.root}`"
+
+
+def dataset_of(split: str, source: str, file: Path | str) -> Dataset:
+    """A text that is tokenised in `file`."""
+    text = read_sequences(file)
+    rows, length = text.shape
+    return Dataset(split, source, text.digest[:DIGITS], rows * length, length)
 
 
 def datasets_of(config: SearchConfig, files: Mapping[str, Path | str], promotion: bool = False) -> list[Dataset]:
@@ -52,9 +74,7 @@ def datasets_of(config: SearchConfig, files: Mapping[str, Path | str], promotion
             source = config.data.section(split)[0]
             if promotion and split == "train" and (fresh := config.promotion.data) is not None:
                 source = fresh.source or config.data.source
-            text = read_sequences(file)
-            rows, length = text.shape
-            found.append(Dataset(split, source, text.digest[:DIGITS], rows * length, length))
+            found.append(dataset_of(split, source, file))
     return found
 
 

@@ -1,17 +1,21 @@
-"""A checkpoint for stock transformers as a model of MLflow: a file `MLmodel` and a few small ones beside its weights.
+"""A checkpoint as a model of MLflow: a file `MLmodel` and a few small ones beside its weights.
 
-`mlflow.transformers.load_model` and `mlflow.pyfunc.load_model` then load the folder itself, from wherever it lies, and
-the weights are stored once. MLflow's own `save_model` would write them again, in a folder below.
+`mlflow.pyfunc.load_model`, and for a stock format `mlflow.transformers.load_model`, then load the folder itself, from
+wherever it lies, and the weights are stored once. MLflow's own `save_model` would write them again, in a folder below.
 """
 
 from __future__ import annotations
 
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 MLMODEL = "MLmodel"
 TOKENIZER = "tokenizer_config.json"
 PACKAGES = ("torch", "transformers", "accelerate")
+LOADER = "orchestrator.tracking.pyfunc_model"
+"""Of Headfold's own format, which MLflow has no flavour for."""
+NEW_TOKENS = 64  # that a prediction makes unless it is asked for others
 TASK = {"task": "text-generation", "instance_type": "TextGenerationPipeline"}
 
 
@@ -20,28 +24,39 @@ def write_mlmodel(folder: str | Path, base_model: str) -> bool:
     tokenizer, which no pipeline takes."""
     from mlflow import pyfunc
     from mlflow.models import Model, ModelSignature
-    from mlflow.types.schema import ColSpec, Schema
-    from transformers import AutoTokenizer
+    from mlflow.types.schema import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 
     from attention.io.checkpoint import load_config
+    from attention.modeling.modeling import PREFIX
 
     folder = Path(folder)
     if not (folder / TOKENIZER).is_file():
         return False
-    config, tokenizer = load_config(folder), AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    tokenizer.save_pretrained(folder / "components" / "tokenizer")  # the one place where MLflow looks for it
-    of_tokenizer = {"components": ["tokenizer"], "tokenizer_type": type(tokenizer).__name__}
-    of_model = {"pipeline_model_type": (config.architectures or [""])[0], "torch_dtype": f"{config.dtype}"}
-    place = {"model_binary": ".", "source_model_name": base_model}
-    text = Schema([ColSpec("string")])
-    model = Model(signature=ModelSignature(text, text))
+    config, text = load_config(folder), Schema([ColSpec("string")])
+    own = config.model_type.startswith(PREFIX)
+    params = ParamSchema([ParamSpec("max_new_tokens", DataType.long, NEW_TOKENS)])
+    model = Model(signature=ModelSignature(text, text, params))
     model.model_size_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    model.add_flavor("transformers", transformers_version=version("transformers"), code=None, **TASK, **of_model,
-                     **of_tokenizer, **place)  # fmt: skip
-    pyfunc.add_to_model(model, loader_module="mlflow.transformers", python_env="python_env.yaml")
+    if not own:
+        _add_stock_flavour(model, folder, config, base_model)
+    loader = LOADER if own else "mlflow.transformers"
+    pyfunc.add_to_model(model, loader_module=loader, python_env="python_env.yaml")
     packages = [f"{name}=={version(name).partition('+')[0]}" for name in ("mlflow", *PACKAGES)]
+    packages += ["headfold"] if own else []
     (folder / "requirements.txt").write_text("".join(f"{package}\n" for package in packages), encoding="utf-8")
     python = "dependencies:\n- -r requirements.txt\n"
     (folder / "python_env.yaml").write_text(python, encoding="utf-8")
     model.save(str(folder / MLMODEL))
     return True
+
+
+def _add_stock_flavour(model: Any, folder: Path, config: Any, base_model: str) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer.save_pretrained(folder / "components" / "tokenizer")  # the one place where MLflow looks for it
+    of_tokenizer = {"components": ["tokenizer"], "tokenizer_type": type(tokenizer).__name__}
+    of_model = {"pipeline_model_type": (config.architectures or [""])[0], "torch_dtype": f"{config.dtype}"}
+    place = {"model_binary": ".", "source_model_name": base_model}
+    model.add_flavor("transformers", transformers_version=version("transformers"), code=None, **TASK, **of_model,
+                     **of_tokenizer, **place)  # fmt: skip

@@ -29,7 +29,7 @@ STATUS |= {RUNNING: "RUNNING", WAITING: "RUNNING"}
 KIND = "mlflow.experimentKind"
 """Tag of an experiment by which MLflow's page opens it on its runs; without it, it asks, or opens it on traces."""
 TRAINING = "custom_model_development"
-ABOUT = "Searches of Headfold: a run a search, with a child for each trial and each promotion."
+ABOUT = "Searches of Headfold: a run a search, with a child for each trial and each promotion. Trainings: a run each."
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Tracker(Registry):
         return self._all(f"tags.`mlflow.parentRunId` = '{run_id}'")
 
     def search_run(self, run_id: str | None, tags: Mapping[str, str]) -> Any:
-        """The run of a search: that with an id, or else with these tags; None if there is none."""
+        """The run of a search, or of a training: that with an id, or else with these tags; None if there is none."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -186,7 +186,7 @@ class Tracker(Registry):
             if is_away(error):
                 raise
         # Compared here: the store's own filter has no way to write a folder with a quote in its name
-        runs = self._all("tags.`headfold.kind` = 'search'")
+        runs = self._all(f"tags.`headfold.kind` = '{tags['headfold.kind']}'")
         return next((run for run in runs if tags.items() <= run.data.tags.items()), None)
 
     def _all(self, which: str) -> list[Any]:

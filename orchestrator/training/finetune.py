@@ -49,7 +49,7 @@ class FineTuneSection(Section):
 class FineTuning(TrainingTask):
     """A training of a checkpoint, checked. `original`: what is distilled from; `dtype`: of the trained checkpoint."""
 
-    RUN, MARK = "finetune", "finetune.json"
+    RUN, MARK, VERB = "finetune", "finetune.json", "finetune"
 
     model: str
     original: str | None
@@ -63,6 +63,10 @@ class FineTuning(TrainingTask):
     def title(self) -> str:
         what = {"full": "all weights", "lora": "adapters", "kv": "keys and values"}[self.settings.tuning]
         return f"{what} of {Path(self.model).name}"
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return plan_of_config(checkpoint.load_config(self.model)).kv_bytes_per_token(DTYPES[self.dtype])
 
     def make(self, eval_file: Path) -> dict[str, Any]:
         """The loss before; the files of a hub model come here too, before any worker asks for them."""

@@ -55,7 +55,7 @@ class TrainSection(Section):
 class Scratch(TrainingTask):
     """A training from scratch, checked."""
 
-    RUN, MARK = "scratch", "scratch.json"
+    RUN, MARK, VERB = "scratch", "scratch.json", "train"
 
     architecture: str
     recipe: Recipe
@@ -68,6 +68,10 @@ class Scratch(TrainingTask):
     @property
     def title(self) -> str:
         return self.recipe
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.plan.kv_bytes_per_token(torch.float32)  # of which its weights are
 
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "plan": self.plan.to_dict()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -16,7 +17,7 @@ from typing import Any, ClassVar
 
 from attention.io import checkpoint
 from attention.io.replacing import check_folder
-from attention.progress import clock
+from attention.progress import Stage, clock, stage
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.room import concurrency
 from orchestrator.cluster.session import connected
@@ -27,10 +28,14 @@ from orchestrator.conversion.estimates.sizes import Size
 from orchestrator.search.estimate import in_hours, training_rate
 from orchestrator.search.trial import prepare_process
 from orchestrator.search.validation import local_nodes, starts_ray
+from orchestrator.storage import records
 from orchestrator.storage.mirror import is_remote
 from orchestrator.storage.paths import storage_path
 from orchestrator.storage.records import compact, read_json, write_json
+from orchestrator.tracking.described import dataset_of
+from orchestrator.training.tracked import TrackedTraining
 from trainers.jobs.checkpoints import CheckpointStore
+from trainers.jobs.curve import read_curve
 from trainers.jobs.worker import TrainJob, run_training
 from trainers.settings import TrainSettings
 from trainers.text.data import TextCut, token_set
@@ -49,6 +54,7 @@ class TrainingTask:
 
     RUN: ClassVar[str]
     MARK: ClassVar[str]
+    VERB: ClassVar[str]
     WORDS: ClassVar[str] = "a training"
 
     settings: TrainSettings
@@ -69,6 +75,11 @@ class TrainingTask:
     @property
     def title(self) -> str:
         """What is trained, in a word or two."""
+        raise NotImplementedError
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of the model, in the dtype that it is written in."""
         raise NotImplementedError
 
     def make(self, eval_file: Path) -> dict[str, Any]:
@@ -166,7 +177,7 @@ class TrainingTask:
         with connected() as nodes:
             concurrency(nodes, self.demand)
             job = self._prepared()
-            with self._told(progress):
+            with self._told(progress, self._tracked(job)):
                 metrics = run_training(job)
         return self.remember(**after(metrics), finished=True)
 
@@ -211,26 +222,55 @@ class TrainingTask:
         )
 
     @contextmanager
-    def _told(self, progress: Progress) -> Iterator[None]:
-        """While the body runs, tell each milestone as it comes, those of an earlier start as well."""
+    def _told(self, progress: Progress, tracked: TrackedTraining) -> Iterator[None]:
+        """While the body runs, show how far it has come, and tell each milestone as it comes, those of an earlier start
+        as well; MLflow too."""
         ended = threading.Event()
 
-        def watch() -> None:
-            shown, last_look = 0, False
+        def watch(told: Stage) -> None:
+            shown, started, last_look = 0, time.time(), False
             while not last_look:
                 last_look = ended.wait(POLL_SECONDS)
                 points = self.reports()
                 for point in points[shown:]:
                     progress(_line(point, self.steps))
                 shown = len(points)
+                lines = read_curve(self.folder / "train" / self.RUN)
+                curve = [line["step"] for line in lines if line["time"] > started]
+                if curve and told.start < curve[0]:
+                    told.begin(curve[0])  # until its first step workers and libraries have started
+                told.to(max([point["step"] for point in points] + curve, default=0))
+                tracked.tell(self._points())
 
-        watcher = threading.Thread(target=watch, daemon=True)
-        watcher.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            watcher.join()
+        before = max((point["step"] for point in self.reports()), default=0)
+        with stage("training", self.steps, "steps", start=before) as told:
+            watcher = threading.Thread(target=watch, args=(told,), daemon=True)
+            watcher.start()
+            status = records.FAILED
+            try:
+                yield
+                status = records.DONE
+            except (KeyboardInterrupt, SystemExit):
+                status = records.KILLED
+                raise
+            finally:
+                ended.set()
+                watcher.join()
+                tracked.tell(self._points(), status)
+
+    def _tracked(self, job: TrainJob) -> TrackedTraining:
+        """Its run in MLflow."""
+        texts = {"train": (self.train_data, job.train_file), "eval": (self.eval_data, job.eval_file)}
+        own = {"base_model": Path(self.source).name, "steps": self.steps, "sequence_length": self.sequence_length}
+        params = own | self.settings.model_dump(mode="json")
+        datasets = [dataset_of(split, *text) for split, text in texts.items()]
+        return TrackedTraining(self.VERB, self.out, self.title, params, datasets)
+
+    def _points(self) -> list[dict[str, Any]]:
+        """What was measured: before the first step, at the milestones, and every few seconds in between."""
+        lines = [*self.reports(), *read_curve(self.folder / "train" / self.RUN)]
+        first: dict[str, Any] = {"step": 0, "time": self.mark.stat().st_ctime, "loss": self.known.get("loss_before")}
+        return [first | {"kv_bytes_per_token": self.kv_bytes_per_token}, *lines]
 
     def measured(self) -> list[dict[str, Any]]:
         """Of each milestone what is shown of it."""
@@ -238,12 +278,11 @@ class TrainingTask:
 
 
 def _line(point: dict[str, Any], steps: int) -> str:
-    step = point["step"]
-    left = point["seconds"] * (steps - step) / step
-    end = f"{clock(left)} left" if step < steps else f"done in {clock(point['seconds'])}"
+    step, seconds = point["step"], point["seconds"]
+    end = f"{clock(seconds * (steps - step) / step)} left" if step < steps else f"in {clock(seconds)}"
     return (
-        f"step {step}/{steps}: held-out loss {point['loss']:.3f}, training loss {point['train_loss']:.3f}, "
-        f"{point['tokens_per_second']:.0f} tokens/s, {end}"
+        f"training: {step} of {steps} steps, {end}; held-out loss {point['loss']:.3f}, training loss "
+        f"{point['train_loss']:.3f}, {point['tokens_per_second']:.0f} tokens/s"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -36,7 +37,7 @@ def test_nothing_is_shown_unless_it_is_asked_for(at: Clock, capsys: pytest.Captu
 
 
 def test_a_log_gets_a_line_every_ten_seconds(at: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    with shown(), stage("fitting layers", 10, "layers") as told:
+    with shown("convert"), stage("fitting layers", 10, "layers") as told:
         for _ in range(10):
             at.now += 4
             told.step()
@@ -50,13 +51,16 @@ def test_a_log_gets_a_line_every_ten_seconds(at: Clock, capsys: pytest.CaptureFi
 def test_what_was_done_before_does_not_make_it_seem_faster(at: Clock) -> None:
     with stage("tokenising", 100, "tokens", start=80) as told:
         assert str(told) == "tokenising: 80 of 100 tokens"
+        at.now += 3
+        assert str(told) == "tokenising: 80 of 100 tokens, 0:03 so far"
+        at.now -= 3
         at.now += 10
         told.to(90)
         assert told.left == pytest.approx(10.0)
 
 
 def test_a_stage_within_another_is_not_shown(at: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    with shown():
+    with shown("convert"):
         with stage("outer", 2, "layers") as outer:
             with stage("inner", 1, "steps") as inner:
                 at.now += 20
@@ -69,6 +73,48 @@ def test_a_stage_within_another_is_not_shown(at: Clock, capsys: pytest.CaptureFi
         "outer: 1 of 2 layers, 0:20 left",
         "after: 1 of 2 layers, 0:20 left",
     ]
+
+
+def test_a_stage_within_one_that_cannot_be_counted_is_shown(at: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with shown("search"), stage("original model"), stage("calibrating", 2, "sequences") as told:
+        at.now += 20
+        told.step()
+    assert capsys.readouterr().err == "calibrating: 1 of 2 sequences, 0:20 left\n"
+
+
+def test_a_log_is_never_silent_for_long(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """However long a step takes, and also where nobody has opened a stage."""
+    monkeypatch.setattr(progress, "SAY_SECONDS", 1.0)
+    monkeypatch.setattr(progress, "LOOK_SECONDS", 0.05)
+    with shown("convert"):
+        time.sleep(1.3)
+        with stage("calibrating", 4, "layers"):
+            time.sleep(1.3)
+        with stage("starting Ray"):
+            time.sleep(1.3)
+    said = capsys.readouterr().err.splitlines()
+    for line, words in zip(said, ("convert: 0:0", "calibrating: 0 of 4 layers", "starting Ray: 0:0"), strict=True):
+        assert line.startswith(words)
+
+
+def test_the_time_left_runs_down_within_a_step_and_never_below_the_steps_to_come(at: Clock) -> None:
+    with stage("fitting layers", 4, "layers") as told:
+        at.now += 10
+        told.step()
+        assert told.left == pytest.approx(30.0)
+        at.now += 6
+        assert told.left == pytest.approx(24.0)
+        at.now += 60
+        assert told.left == pytest.approx(22.5)
+
+
+def test_what_workers_take_to_start_does_not_count(at: Clock) -> None:
+    with stage("training", 11, "steps") as told:
+        at.now += 100
+        told.begin(1)
+        at.now += 2
+        told.to(2)
+        assert told.left == pytest.approx(18.0)
 
 
 def test_threads_may_share_a_stage() -> None:
@@ -85,7 +131,7 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm-256color")
-    with shown(), stage("fitting layers", 3, "layers") as told:
+    with shown("convert"), stage("fitting layers", 3, "layers") as told:
         for _ in range(3):
             told.step()
     assert "fitting layers: 3 of 3 layers" in screen.getvalue()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attention.progress import Stage, stage
-from trainers.text.corpora import Corpus, DataError, resolve
+from trainers.text.corpora import HOLD_OUT, Corpus, DataError, resolve
 from trainers.text.token_sets import (
     FORMAT,
     SHARD_TOKENS,
@@ -166,9 +166,12 @@ class TextCut:
 
     def _too_few(self, tokens: int, documents: int) -> DataError:
         wanted, length = self.sequences, self.sequence_length
+        apart = self.split == "eval" and not self.corpus.wholly_held_out
+        held_out = f"; one document in {HOLD_OUT} is held out" if apart else ""
         return DataError(
             f"{self.source}: {self.split} needs {wanted} sequences of {length} tokens ({wanted * length}), found "
-            f"{tokens // length} ({tokens} tokens in {documents} documents); ask for fewer tokens or give more text"
+            f"{tokens // length} ({tokens} tokens in {documents} documents{held_out}); ask for fewer tokens or give "
+            "more text"
         )
 
 

@@ -218,7 +218,7 @@ def test_progress_counts_sequences(
     monkeypatch.setattr(progress, "SAY_SECONDS", 0)
     calibrate(tiny_model("llama"), tiny_tokens, batch_size=5)
     assert not capsys.readouterr().err, "a library is silent unless it is asked"
-    with progress.shown():
+    with progress.shown("convert"):
         calibrate(tiny_model("llama"), tiny_tokens, batch_size=5)
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("calibrating: ")]
     assert [line.split(",")[0] for line in told] == [f"calibrating: {n} of 12 sequences" for n in (5, 10, 12)]

@@ -16,6 +16,7 @@ from attention.modeling.modeling import plan_of
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import ConfigError
 from orchestrator.evaluation.evaluate import evaluate_checkpoint
+from orchestrator.tracking.runs import default_uri, open_client
 from orchestrator.training.finetune import check, finetune_checkpoint
 
 UNEVEN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)
@@ -46,7 +47,11 @@ def whole(ray_cluster: None, models: dict[str, Path], tmp_path_factory: pytest.T
     """The converted model, learning from the stock one: its record, its folder `out`, and the lines it `told`."""
     out, told = tmp_path_factory.mktemp("whole") / "out", list[str]()
     more = {"original": models["stock"], "progress": told.append}
-    return {"record": finetune_checkpoint(models["converted"], out, **more, **ASKED), "out": out, "told": told}
+    store = default_uri(out.parent)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", store)
+        record = finetune_checkpoint(models["converted"], out, **more, **ASKED)
+    return {"record": record, "out": out, "told": told, "store": store}
 
 
 def test_the_best_step_is_kept_in_the_dtype_of_the_model(whole: dict[str, Any], models: dict[str, Path]) -> None:
@@ -62,7 +67,25 @@ def test_the_best_step_is_kept_in_the_dtype_of_the_model(whole: dict[str, Any], 
     assert measured["loss"] == pytest.approx(record["loss"], abs=2e-2)  # rounded to bfloat16
     before = evaluate_checkpoint(models["converted"], eval_tokens=1024, sequence_length=32, speed_tokens=4)
     assert before["loss"] == pytest.approx(record["loss_before"], abs=1e-4)
-    assert "step 8/12: held-out loss" in whole["told"][2]
+    assert "training: 8 of 12 steps, " in whole["told"][2]
+
+
+def test_its_run_is_in_the_mlflow_store_that_the_environment_names(whole: dict[str, Any]) -> None:
+    client, record = open_client(whole["store"]), whole["record"]
+    (run,) = client.search_runs([client.get_experiment_by_name("headfold").experiment_id])
+    assert (run.info.run_name, run.info.status) == ("out · all weights of converted", "FINISHED")
+    losses = [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, "eval_loss")]
+    measured = [(0, record["loss_before"]), *((point["step"], point["loss"]) for point in record["milestones"])]
+    assert sorted(losses) == [(step, pytest.approx(loss)) for step, loss in measured]
+    assert {"train_loss", "perplexity", "eval_kl", "tokens_per_second", "learning_rate", "grad_norm"} <= {
+        *run.data.metrics
+    }
+    assert run.data.metrics["kv_bytes_per_token"] == UNEVEN.kv_bytes_per_token(torch.bfloat16)
+    params = {"base_model": "converted", "tuning": "full", "steps": "12", "seed": "0", "learning_rate": "0.003"}
+    assert params.items() <= run.data.params.items() and "batch_size" in run.data.params
+    assert {made.dataset.name for made in run.inputs.dataset_inputs} == {"train: stdlib", "eval: stdlib"}
+    assert str(whole["out"]) in run.data.tags["mlflow.note.content"]
+    assert run.data.tags["mlflow.source.name"] == "headfold finetune"
 
 
 def test_the_same_command_does_nothing_twice(whole: dict[str, Any], models: dict[str, Path]) -> None:

@@ -184,7 +184,7 @@ def test_a_training_is_measured_saved_and_not_done_twice(whole: dict[str, Any], 
     assert record["milestones"][-1]["loss"] == record["loss"] < record["milestones"][0]["loss"] - 0.05
     assert record["tokens"] == 60 * 8 * 32
     assert len(told) == 1 + 10
-    assert "step 12/60: held-out loss" in told[2]
+    assert "training: 12 of 60 steps, " in told[2]
     assert "left" in told[2]
     model = checkpoint.load(out)
     assert plan_of(model).composition == Composition(rank=1)

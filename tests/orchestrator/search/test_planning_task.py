@@ -48,7 +48,7 @@ def run(context: TrialContext, name: str, **changes: Any) -> tuple[Any, dict[str
 
 
 def tasks() -> int:
-    return len(list_tasks(filters=[("name", "=", "untrained_facts")]))
+    return len(list_tasks(filters=[("name", "=", "watched_facts")]))
 
 
 def test_a_task_comes_to_what_the_trials_own_process_does(context: TrialContext) -> None:

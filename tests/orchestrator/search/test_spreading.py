@@ -69,7 +69,7 @@ def test_tasks_leave_what_one_process_leaves(
     )  # fmt: skip
     tasks = curve_tasks([Candidate(KNAPSACK, 0.5, 1e-3)], 4)
     measure_on_workers(tasks, base, {"num_cpus": 1})
-    assert "4 of 4 layers done" in capsys.readouterr().out
+    assert "increases of the loss: 4 layers measured" in capsys.readouterr().out
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from journals import write_journal
 
-from orchestrator.search.callbacks import progress_line
+from orchestrator.search.callbacks import progress_note
 from orchestrator.storage import records
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.records import TrialRecord, best_per_budget, front, ranked
@@ -122,4 +122,4 @@ def test_probes_are_no_candidates_for_anything() -> None:
 
 def test_the_progress_line_tells_of_trials_that_wait_at_their_rung() -> None:
     trials = [record("a", 0.5, 2.5, status=records.WAITING)]
-    assert "0 running, 0 stopped, 1 waiting" in progress_line(trials, 2, 3, 2.0, 1.0)
+    assert "0 running, 0 stopped, 1 waiting" in progress_note(trials, 2, 2.0)

@@ -15,7 +15,7 @@ import torch
 from orchestrator.config.schema import SearchConfig, parse_config
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import DONE, TrialRecord, write_json
-from orchestrator.tracking.described import shared_of, trial_run
+from orchestrator.tracking.described import search_note, shared_of, trial_run
 from orchestrator.tracking.metrics import METRICS, best_point, point
 from orchestrator.tracking.runs import KIND, TRAINING, Tracker
 from orchestrator.tracking.sync import MlflowSync, parent_run
@@ -120,6 +120,12 @@ def test_every_run_has_params_texts_and_where_it_comes_from(
     params = {"recipe": "gqa", "kv_ratio": "0.5", "seed": "7", "learning_rate": "0.001", "choices.fusion": "mean"}
     assert params.items() <= told.params.items()
     assert told.tags["mlflow.note.content"].endswith("fusion mean") and "`t1`" in told.tags["mlflow.note.content"]
+
+
+def test_the_description_of_a_search_tells_recipes_and_sizes(config: SearchConfig, folder: SearchFolder) -> None:
+    told = search_note(config, folder)
+    assert all(arm.name in told for arm in config.search.recipes) and "on `m`" in told
+    assert f"`headfold ui {folder.root}`" in told
 
 
 def test_a_run_is_renamed_when_there_is_another_of_its_name(tracker: Tracker, folder: SearchFolder) -> None:

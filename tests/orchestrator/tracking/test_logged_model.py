@@ -14,7 +14,9 @@ from mlflow import transformers as flavour
 from mlflow_at import mlflow_at
 from transformers import AutoModelForCausalLM
 
+from attention.conversion.conversion import convert
 from attention.io import checkpoint
+from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.tracking.errors import TrackingError
 from orchestrator.tracking.logged_model import MLMODEL, write_mlmodel
 from orchestrator.tracking.runs import Tracker
@@ -97,6 +99,20 @@ def test_the_folder_is_still_one_that_headfold_wrote_whole(exported: Path) -> No
     weights = exported / "model.safetensors"
     assert weights.read_bytes() == (DEMO / "model.safetensors").read_bytes()
     assert list(exported.rglob("*.safetensors")) == [weights]
+
+
+def test_our_own_format_is_loaded_by_pyfunc(tracker: Tracker, tmp_path: Path) -> None:
+    """As the best of a search often is: with head counts of its own in each layer."""
+    stock = checkpoint.load(DEMO)
+    layers = tuple(LayerPlan((0, 0, 0, 0, 1, 1, 2, 3), tuple(range(8))) for _ in range(4))
+    checkpoint.save(convert(stock, AttentionPlan(layers, 32)), tmp_path / "headfold", DEMO)
+    assert write_mlmodel(tmp_path / "headfold", "stdlib-llama")
+    version = tracker.register("demo", tmp_path / "headfold", tracker.start("x"), tags={}, description="x")
+    with mlflow_at(tracker.uri):
+        pipeline: Any = pyfunc.load_model(f"models:/demo/{version}")
+        short, long = (pipeline.predict(["import os\n"], params={"max_new_tokens": count})[0] for count in (2, 9))
+    assert short.startswith("import os\n") and long.startswith("import os\n") and len(long) > len(short)
+    assert "cache Headfold has made smaller" in tracker.client.get_registered_model("demo").description
 
 
 def test_without_a_tokenizer_there_is_no_pipeline(tmp_path: Path) -> None:

@@ -1,0 +1,39 @@
+"""Progress of a Ray task, shown by whoever waits for it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from attention import progress
+from attention.progress import stage
+from orchestrator.cluster import relay
+from orchestrator.cluster.relay import progress_of
+from orchestrator.cluster.tasks import on_cluster
+
+OPTIONS = {"num_cpus": 0.5, "num_gpus": 0}
+
+
+def work(seconds: float) -> str:
+    with stage("calibrating", 4, "layers") as told:
+        told.step()
+        time.sleep(seconds)
+    return "done"
+
+
+def test_the_stage_of_a_task_is_shown_where_it_is_waited_for(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "SAY_SECONDS", 0.5)
+    with progress.shown("search"):
+        assert on_cluster(OPTIONS, "original model", work, 3 * relay.EVERY_SECONDS) == "done"
+    assert "so far; calibrating: 1 of 4 layers, " in capsys.readouterr().err
+
+
+def test_nothing_is_kept_of_what_has_ended(ray_cluster: None) -> None:
+    with relay.relayed("mine", "planning"):
+        relay.store_line("mine", "half done")
+        assert progress_of("mine") == "half done"
+    assert progress_of("mine") == ""
+    assert progress_of("nobody's") == ""
