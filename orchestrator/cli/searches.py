@@ -73,7 +73,7 @@ def _split(words: list[str], resume: bool) -> tuple[list[str], str | None]:
 def promote(
     search: Annotated[Path, typer.Argument(help="Folder of a search, e.g. runs/demo/demo.")],
     trial: Annotated[list[str] | None, typer.Option(help="Trial id to promote; may be given several times.")] = None,
-    top: Annotated[int | None, typer.Option(min=1, help="Promote the K best at each budget.")] = None,
+    top: Annotated[int | None, typer.Option(min=1, help="Promote the K best at each KV ratio.")] = None,
     dry_run: options.DryRun = False,
     json: options.JsonFile = None,
 ) -> None:
@@ -121,7 +121,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="HTML file; report.html in the folder by default.")] = None,
     json: options.JsonFile = None,
 ) -> None:
-    """Write one self-contained page: front, comparison over seeds, trials, rungs, head budgets."""
+    """Write one self-contained page: front, comparison over seeds, trials, rungs, heads kept."""
     from orchestrator.reporting.console import print_comparison
     from orchestrator.reporting.pages.report_page import write_report
     from orchestrator.storage.outputs import check_results

@@ -213,7 +213,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> SearchConfig
     """Read a YAML file and apply `key=value` overrides (dotted keys, YAML values). Raises ConfigError."""
     file = Path(path)
     if not file.is_file():
-        raise ConfigError(f"no configuration file at {str(path)!r}; see configs/ for examples")
+        raise ConfigError(f"no configuration file at {str(path)!r}; `headfold init MODEL` writes one")
     record = read_sections(file)
     for override in overrides:
         apply_override(record, override)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attention.progress import Stage, stage
-from trainers.text.corpora import Corpus, DataError, resolve
+from trainers.text.corpora import HOLD_OUT, Corpus, DataError, resolve
 from trainers.text.token_sets import (
     FORMAT,
     SHARD_TOKENS,
@@ -166,9 +166,12 @@ class TextCut:
 
     def _too_few(self, tokens: int, documents: int) -> DataError:
         wanted, length = self.sequences, self.sequence_length
+        there = tokens // length
+        fewer = f"ask for at most {there * length} tokens or give" if there else "give"
+        apart = f" (about one document in {HOLD_OUT} is held out to measure on)" if self.split == "eval" else ""
         return DataError(
             f"{self.source}: {self.split} needs {wanted} sequences of {length} tokens ({wanted * length}), found "
-            f"{tokens // length} ({tokens} tokens in {documents} documents); ask for fewer tokens or give more text"
+            f"{there} ({tokens} tokens in {documents} documents); {fewer} more text{apart}"
         )
 
 

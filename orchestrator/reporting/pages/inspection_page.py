@@ -23,7 +23,7 @@ SENSITIVITY = (
 )
 BUDGETS = (
     "Key heads and value heads kept in each layer when the places above are weighed against each other: the least sum "
-    "of increases for the budget. Dark: many. A conversion also tries plans nearer to an even one."
+    "of increases at this KV ratio. Dark: many. A conversion also tries plans nearer to an even one."
 )
 PAIRS = (
     "Each square is one pair of KV heads of a layer; red: they point the same way, blue: opposite ways, white: nothing "
@@ -60,7 +60,7 @@ def build_page(record: Mapping[str, Any]) -> str:
     alike = Picture(inspection.pairs_figure(record), f"A map of colours for each layer. {pairs}", pairs)
     heads = [
         Section("Where the loss is sensitive", picture=sensitive),
-        Section("Heads kept at each budget", picture=kept),
+        Section("Heads kept at each KV ratio", picture=kept),
         Section("Which heads are alike", picture=alike),
     ]
     if record["agreement"]:
@@ -92,7 +92,7 @@ def _cost_sections(record: Mapping[str, Any]) -> list[Section]:
         return []
     alt = f"Loss increase of each recipe. {RECIPES} The table of recipes has the numbers."
     return [
-        Section("Best of each budget", stats=stats),
+        Section("Best at each KV ratio", stats=stats),
         Section("What each recipe costs", picture=Picture(compared, alt, RECIPES)),
         Section("Recipes", tables=[recipe_table(record)], wide=True),
     ]

@@ -64,7 +64,8 @@ def _quality(model: Mapping[str, Any], entry: Mapping[str, Any], original: Mappi
     if (baseline := entry.get("baseline_loss")) is not None:
         step, steps = entry.get("best_step"), entry.get("steps")
         stats.append(("loss of the baseline", number(baseline), f"{baseline - original['loss']:+.3f}, trained as long"))
-        stats.append(("training steps", f"{step}", f"the best of {steps}"))
+        remark = f"the best of {steps}" if step else f"{steps} more made it no better"
+        stats.append(("training steps", f"{step}", remark))
     return stats
 
 
