@@ -63,7 +63,7 @@ def train(
         options.rehearsed(check(architecture, out, **settings).rehearse(overwrite))
         return
     record = train_from_scratch(architecture, out, progress=_say, overwrite=overwrite, **settings)
-    print(f"held-out loss {record['loss']:.3f} nats a token after {record['tokens']} tokens")
+    print(f"held-out loss {record['loss']:.3f} nats per token after {record['tokens']} tokens")
     if answers := record.get("answers"):
         right = f"{answers['accuracy']:.1%} right, perplexity {answers['perplexity']:.2f}"
         print(f"answers to {answers['count']} examples: {right}")
@@ -130,7 +130,7 @@ def finetune(
         return
     record = finetune_checkpoint(model, out, progress=_say, overwrite=overwrite, **settings)
     change = f"{record['loss_before']:.3f} before, {record['loss']:.3f} at step {record['best_step']}, which is kept"
-    print(f"held-out loss in nats a token: {change}")
+    print(f"held-out loss in nats per token: {change}")
     if not record["better"]:
         print("warning: no measured step is better than the model was; try a lower --learning-rate or more text")
     print(f"checkpoint: {record['out']}")

@@ -70,7 +70,7 @@ class PromotionSection(Section):
     checkpoint_minutes: PositiveFloat = 30.0
     """Minutes after which there is a checkpoint at the latest."""
     margin: float = Field(default=0.0, ge=0)
-    """By how many nats a token the loss must be below the baseline's."""
+    """By how many nats per token the loss must be below the baseline's."""
     logit_tolerance: PositiveFloat = 1e-4
     """How far logits of the exported checkpoint may be from the trained model's."""
     tasks: Annotated[list[str], AfterValidator(distinct)] = Field(default=[])

@@ -166,5 +166,5 @@ def _check_logits(
     served = plan_of(back).kv_bytes_per_token(loading.dtype_of(context.dtype))
     if entry.kv_bytes_per_token != served:
         entry.reasons.append(
-            f"the exported checkpoint serves {served} KV bytes a token, planned were {entry.kv_bytes_per_token}"
+            f"the exported checkpoint serves {served} KV bytes per token, planned were {entry.kv_bytes_per_token}"
         )

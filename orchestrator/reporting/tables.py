@@ -177,5 +177,5 @@ def _shipped(candidate: Mapping[str, Any]) -> str:
     checks = candidate.get("checks", {})
     shown = checks.get("engine", "")
     if "engine_kv_bytes_per_token" in checks:
-        shown += f" loads it with {checks['engine_kv_bytes_per_token']:g} KV bytes a token"
+        shown += f" loads it with {checks['engine_kv_bytes_per_token']:g} KV bytes per token"
     return f"{told}; for {checks.get('target')} in {candidate['served']} ({shown})"

@@ -32,7 +32,7 @@ NOT_REPORTED = {"trial_id", "recipe", "kv_ratio", "learning_rate", "seconds", "s
 class TrialRecord:
     """One candidate and its scores.
 
-    `rungs` holds one mapping for each rung reached: step (training steps so far), loss (held-out, nats a token),
+    `rungs` holds one mapping for each rung reached: step (training steps so far), loss (held-out, nats per token),
     increase (over the original model), kl (to it), tokens (trained on), seconds and what else the trial reported.
     `kv_bytes_per_token` is of the plan in the model's dtype; `cache_bytes_measured` of a prefill of `cache_tokens`.
     `decode_seconds_per_token`: of its plan in the engine, where the search measures that.

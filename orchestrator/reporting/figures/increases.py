@@ -10,7 +10,7 @@ from matplotlib.ticker import LogLocator
 
 from orchestrator.reporting.figures.drawing import FAINT
 
-INCREASE = "loss increase, nats a token"
+INCREASE = "loss increase, nats per token"
 LEAST, MOST = 1e-4, 1.0  # nats: the axis begins no lower, and begins below MOST
 NONE = "0 or less"
 

@@ -39,7 +39,7 @@ RECIPES = (
 AGREEMENT = (
     "The same exchanges of two heads scored twice: by the error of the layer's own output, which is cheap, and by the "
     "loss of the whole model. Rank: Spearman's correlation, 1 for the same order, 0 for no relation. Spread: "
-    "largest minus smallest loss in nats a token; where it is tiny, the order of the losses is mostly noise."
+    "largest minus smallest loss in nats per token; where it is tiny, the order of the losses is mostly noise."
 )
 
 
@@ -85,7 +85,7 @@ def _cost_sections(record: Mapping[str, Any]) -> list[Section]:
                  f"loss increase by {best['recipe']}{refined}"),
                 (f"perplexity at {percent(best['kv_ratio'])}", number(math.exp(scores["loss"]), ".2f"),
                  f"original {math.exp(record['original_loss']):.2f}"),
-                (f"KV bytes a token at {percent(best['kv_ratio'])}", f"{best['kv_bytes_per_token']:,}",
+                (f"KV bytes per token at {percent(best['kv_ratio'])}", f"{best['kv_bytes_per_token']:,}",
                  f"original {record['kv_bytes_per_token']:,}"),
             ]  # fmt: skip
     if (compared := inspection.recipes_figure(record)) is None:

@@ -100,8 +100,8 @@ def _lead(candidates: Sequence[TrialRecord], original: Mapping[str, Any], models
     what = "Promoted" if models else "Best trials"
     name = Path(str(original.get("model", "the model"))).name
     return (
-        f"Original model {name}: {original['loss']:.3f} nats a token held out, {original['kv_bytes_per_token']:,} KV "
-        f"bytes a token. {len(candidates)} trials. {what}: {'; '.join(told) or 'none'}."
+        f"Original model {name}: {original['loss']:.3f} nats per token held out, {original['kv_bytes_per_token']:,} KV "
+        f"bytes per token. {len(candidates)} trials. {what}: {'; '.join(told) or 'none'}."
     )
 
 
@@ -116,7 +116,7 @@ def _front_section(
     ]
     promoted = [f"{e.get('name') or e['recipe']}: {number(e.get('loss'))}" for e in done]
     alt = (
-        f"Increase of the held-out loss, on a logarithmic axis, against KV bytes a token. Original model: "
+        f"Increase of the held-out loss, on a logarithmic axis, against KV bytes per token. Original model: "
         f"{original['loss']:.3f} at {original['kv_bytes_per_token']:,} bytes. Front, from the smallest cache on: "
         f"{'; '.join(points) or 'none'}. Promoted: {'; '.join(promoted) or 'none'}."
     )
