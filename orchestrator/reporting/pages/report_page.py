@@ -27,8 +27,9 @@ MOST_POINTS = 30  # of the front, of which the page says how to make them again
 MOST_TOLD = 12  # points of a picture that its description names
 
 FRONT = (
-    "Every trial at its last rung; the ring is a promoted model after its full training. The upright axis is "
-    "logarithmic; what is not above the original model stands in the band below, the best of each size with its number."
+    "Every trial at its last rung; a ring is a promoted model at the best step of its full training, which may be the "
+    "untrained conversion. The upright axis is logarithmic; what is not above the original model stands in the band "
+    "below, the best of each size with its number."
 )
 
 AGAIN = (
@@ -95,7 +96,8 @@ def _lead(candidates: Sequence[TrialRecord], original: Mapping[str, Any], models
     if models:
         bests = [(m["kv_ratio"], m["label"], m["loss_increase"]) for m in models]
     told = [
-        f"{percent(ratio)} of the KV cache: {number(increase, '+.3f')} by {name}" for ratio, name, increase in bests
+        f"{percent(ratio)} of the KV cache: loss {number(increase, '+.3f')} by {label}"
+        for ratio, label, increase in bests
     ]
     what = "Promoted" if models else "Best trials"
     name = Path(str(original.get("model", "the model"))).name
