@@ -40,7 +40,7 @@ def convert(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
 ) -> None:
-    """Convert one checkpoint, without a cluster and without training; prints the loss before and after."""
+    """Convert one checkpoint, without training. Needs no cluster, and prints the loss before and after."""
     from orchestrator.config.schema import ConfigError
     from orchestrator.conversion.convert import convert_checkpoint
     from orchestrator.conversion.estimates.estimate import announce
@@ -129,7 +129,7 @@ def export(
     overwrite: options.Overwrite = False,
     json: options.JsonFile = None,
 ) -> None:
-    """Write a checkpoint in a format that engines load: exact or not, KV bytes before and after."""
+    """Write a checkpoint in a format that engines load. Tells whether it is exact, and KV bytes before and after."""
     from orchestrator.serving.export import export_checkpoint
     from orchestrator.serving.tables import print_check
     from orchestrator.storage.outputs import check_results

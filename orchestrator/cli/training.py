@@ -40,7 +40,7 @@ def train(
     seed: options.Seed = 0,
     device: options.Device = "auto",
 ) -> None:
-    """Train from random weights, with Ray Train and DeepSpeed; run again, it goes on where it was stopped."""
+    """Train a model from random weights. With Ray Train and DeepSpeed; run again, it goes on where it was stopped."""
     from orchestrator.storage.outputs import check_results
     from orchestrator.training.scratch import check, train_from_scratch
 
@@ -104,7 +104,7 @@ def finetune(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
 ) -> None:
-    """Continue training a checkpoint on your text, with Ray Train and DeepSpeed; run again, it goes on."""
+    """Continue training a checkpoint on your text. With Ray Train and DeepSpeed; run again, it goes on."""
     from orchestrator.storage.outputs import check_results
     from orchestrator.training.finetune import check, finetune_checkpoint
 
