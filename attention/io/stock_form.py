@@ -24,10 +24,12 @@ def format_of(folder: str | Path, dtype: Any) -> dict[str, Any]:
     plan = plan_of_config(config)
     if not config.model_type.startswith(PREFIX):
         readers = _readers(config, plan)
-        software = " and ".join(filter(None, (", ".join(readers[:-1]), readers[-1])))
+        folder = [software for software in readers if software != ALL[2]]
+        load = f"{' and '.join(folder)} load{'s' * (len(folder) == 1)} it"
+        if len(folder) < len(readers):  # as the one file that it reads
+            load += f", and {ALL[2]} after `headfold export --target gguf`"
         name = family_of(config).model_class.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
-        note = f"a stock {name} checkpoint: {software} load{'s' * (len(readers) == 1)} it"
-        return {"format": "stock", "loads_in": list(readers), "format_note": note}
+        return {"format": "stock", "loads_in": list(readers), "format_note": f"a stock {name} checkpoint: {load}"}
     note = f"Headfold's own format ({_reason(plan)}), which stock software does not load"
     way_out = _way_out(config, plan, dtype)
     return {"format": "headfold", "loads_in": ["headfold"], "format_note": f"{note}; {way_out}"}

@@ -209,7 +209,7 @@ def test_the_dtype_is_that_of_the_config_or_else_of_the_files(tiny_model: Tiny, 
 @pytest.mark.parametrize(
     ("family", "plan", "loads_in", "said"),
     [
-        ("llama", UNIFORM, ["transformers", "vLLM", "llama.cpp"], "a stock Llama checkpoint"),
+        ("llama", UNIFORM, ["transformers", "vLLM", "llama.cpp"], "transformers and vLLM load it, and llama.cpp after"),
         ("phi", UNIFORM, ["transformers", "vLLM"], "a stock Phi checkpoint: transformers and vLLM load it"),
         ("opt", None, ["transformers", "vLLM"], "a stock OPT checkpoint: transformers and vLLM load it"),
         ("llama", LAYERED, ["headfold"], "different numbers of KV heads.*at the same 192 KV bytes.*gguf.*vllm"),
