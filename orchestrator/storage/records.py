@@ -100,6 +100,13 @@ class TrialRecord:
         return value if value is not None and math.isfinite(value) else math.inf
 
     @property
+    def lowest_loss(self) -> float:
+        """Held-out loss at the best rung reached, which may be that before training; infinite before the first. That of
+        a conversion which a relaxation never trains from is left out."""
+        losses = (rung.get("loss") for rung in self.rungs if not rung.get("pooled"))
+        return min((x for x in losses if x is not None and math.isfinite(x)), default=self.loss)
+
+    @property
     def remaining_distance(self) -> float | None:
         """What PostShare's pull has left of the squared distance of the pairs; None without one that has ended."""
         return self.relaxation[-1].get("distance") if self.relaxation else None

@@ -248,11 +248,12 @@ def test_the_progress_line_tells_done_running_stopped_best_and_time_left(tmp_pat
     log.on_trial_result(0, [], trial(1), report(5, 2.1))
     log.on_trial_complete(0, [], trial(1))
     log.on_trial_result(0, [], trial(2), report(0, 3.0))
+    log.on_trial_result(0, [], trial(2), report(5, 3.5))  # training made it worse: the smallest so far stays
     log.on_trial_complete(0, [], trial(2))
     line = progress_line(list(log.records.values()), 4, 2, 2.0, 60.0)
     assert "2/4 trials" in line
     assert "1 done, 1 running, 1 stopped" in line
-    assert "smallest loss increase by share of the checkpoint's KV: 50% +0.100 (headfold)" in line
+    assert "smallest loss increase so far by share of the checkpoint's KV: 50% +0.100 (headfold)" in line
     assert "25% +1.000" in line
     assert "1:00 left" in line
 
