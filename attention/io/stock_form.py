@@ -24,9 +24,9 @@ def format_of(folder: str | Path, dtype: Any) -> dict[str, Any]:
     plan = plan_of_config(config)
     if not config.model_type.startswith(PREFIX):
         readers = _readers(config, plan)
-        folder = [software for software in readers if software != ALL[2]]
-        load = f"{' and '.join(folder)} load{'s' * (len(folder) == 1)} it"
-        if len(folder) < len(readers):  # as the one file that it reads
+        direct = [software for software in readers if software != ALL[2]]
+        load = f"{' and '.join(direct)} load{'s' * (len(direct) == 1)} it"
+        if len(direct) < len(readers):  # as the one file that it reads
             load += f", and {ALL[2]} after `headfold export --target gguf`"
         name = family_of(config).model_class.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
         return {"format": "stock", "loads_in": list(readers), "format_note": f"a stock {name} checkpoint: {load}"}

@@ -244,11 +244,10 @@ def test_the_progress_line_tells_done_running_stopped_best_and_time_left(tmp_pat
     log = log_of(None, tmp_path, None, expected=4)
     for number, budget in ((1, 0.5), (2, 0.25), (3, 0.25)):
         log.on_trial_start(0, [], trial(number, budget=budget))
-    log.on_trial_result(0, [], trial(1), report(0, 2.3))
-    log.on_trial_result(0, [], trial(1), report(5, 2.1))
+    log.on_trial_result(0, [], trial(1), report(0, 2.1))
+    log.on_trial_result(0, [], trial(1), report(5, 2.3))  # training made it worse: the smallest so far stays
     log.on_trial_complete(0, [], trial(1))
     log.on_trial_result(0, [], trial(2), report(0, 3.0))
-    log.on_trial_result(0, [], trial(2), report(5, 3.5))  # training made it worse: the smallest so far stays
     log.on_trial_complete(0, [], trial(2))
     line = progress_line(list(log.records.values()), 4, 2, 2.0, 60.0)
     assert "2/4 trials" in line
