@@ -89,7 +89,7 @@ $(VLLM)/.installed: $(STAMP)
 docs: $(STAMP) ## the references of docs/ from the code, and the documentation as a site in build/site
 	@$(BIN)/python docs/reference.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo "docs: build/site/index.html"
+	@echo "docs: build/site/index.html; with search: $(PYTHON) -m http.server --bind 127.0.0.1 --directory build/site"
 
 lint: $(STAMP) ## style, types and the import rule between the packages
 	@echo "lint: ruff"

@@ -66,5 +66,5 @@ def own_cache(geometry: HeadGeometry, dtype: Any = None) -> str:
     words = f"the checkpoint has {heads} KV head{'s' * (heads > 1)} a layer{shared}, {geometry.num_layers} layers"
     name = str(dtype).removeprefix("torch.")
     if name in BYTES:
-        words += f", {own_heads(geometry) * geometry.head_dim * BYTES[name]:,} KV bytes a token in {name}"
+        words += f", {own_heads(geometry) * geometry.head_dim * BYTES[name]:,} KV bytes per token in {name}"
     return words

@@ -24,7 +24,7 @@ DEMO = Path(__file__).resolve().parents[1] / "examples" / "stdlib-llama"
 BEGIN, END = "<!-- engines: made by `make engines` -->", "<!-- engines: end -->"
 TARGETS = {"transformers": "transformers", "vLLM": "vllm", "llama.cpp": "gguf"}
 HEAD = (
-    "| plan (KV heads of the four layers) | engine | target, written as | KV heads held | bytes a token: promised | "
+    "| plan (KV heads of the four layers) | engine | target, written as | KV heads held | bytes per token: promised | "
     "reported | tokens in 1 GiB | same tokens | log-probabilities differ by |\n|---|---|---|---|---|---|---|---|---|\n"
 )
 

@@ -126,7 +126,7 @@ def train(
     finally:
         ray.shutdown()
     speed = f"{metrics['tokens_per_second']:.0f} tokens a second"
-    print(f"held-out loss {metrics['loss']:.3f} nats a token after {metrics['tokens']} tokens, {speed}")
+    print(f"held-out loss {metrics['loss']:.3f} nats per token after {metrics['tokens']} tokens, {speed}")
     print(f"checkpoint: {out / 'trained'}")
 
 

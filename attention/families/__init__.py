@@ -75,8 +75,9 @@ def family_of(config: Any) -> Family:
     if model_type not in families():
         if (text := getattr(config, "text_config", None)) is not None:
             raise ValueError(_multimodal(model_type, getattr(text, "model_type", None)))
+        known = sorted(families())  # a name that is nearly one of them is another architecture and no misspelling
         raise ValueError(
-            f"{one_of('model type', sorted(families()), model_type)}; see CONTRIBUTING.md for how to add a family"
+            f"model type must be one of {known}, got {model_type!r}; see CONTRIBUTING.md for how to add a family"
         )
     return families()[model_type]
 

@@ -21,7 +21,7 @@ from attention.families import family_of, geometry_of
 from attention.io import weights
 from attention.io.files import honour_umask, sha256, write_whole
 from attention.io.replacing import DIGESTS, digests, parents_made, recover, resolved, swap, unused
-from attention.io.sources import CheckpointError, only_cached
+from attention.io.sources import NOT_REACHED, CheckpointError, only_cached
 from attention.io.stock_files import put_tokenizer, write_both_forms
 from attention.messages import reason
 from attention.modeling import modeling
@@ -226,6 +226,7 @@ def load(
 def load_config(source: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The config of a local folder or hub name. Raises CheckpointError if there is none."""
     modeling.register()
+    cached = False
     try:
         if Path(source).name and Path(source).parent.exists():
             recover(Path(source))
@@ -236,9 +237,10 @@ def load_config(source: str | Path, *, trust_remote_code: bool = False) -> Any:
     except Exception as error:  # a config.json may hold anything, and its class may stumble over it in any way
         if (Path(source) / "config.json").is_file():
             raise CheckpointError(f"{str(Path(source) / 'config.json')!r} cannot be used: {reason(error)}") from None
+        why = NOT_REACHED.format(source) if cached else reason(error)
         raise CheckpointError(
             f"no checkpoint at {str(source)!r}: expected a folder with config.json and safetensors, or a hub name; "
-            f"{reason(error)}"
+            f"{why}"
         ) from None
 
 

@@ -162,10 +162,10 @@ def check_cache(plan: AttentionPlan, held: Held, name: str, dtype: str) -> None:
     before, after = plan.kv_bytes_per_token(dtype), held.bytes_per_token(dtype)
     if after > before:
         raise LargerCacheError(
-            f"target {name} takes {after} KV bytes a token, the plan {before}: {widest_layers(plan)}, of which each "
+            f"target {name} takes {after} KV bytes per token, the plan {before}: {widest_layers(plan)}, of which each "
             "takes a KV head there, and a format with one count for all layers has as many in every layer. Convert "
-            "with a recipe whose keys and values share groups (headfold_gqa, align, gqa), or accept the larger cache: "
-            "--allow-larger-cache"
+            "with a recipe of one count for all layers (headfold_gqa, align, gqa), let --target auto find a format "
+            "that holds this plan, or accept the larger cache: --allow-larger-cache"
         )
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+NOT_REACHED = (
+    "there is no such folder, and the hub cannot be reached (no network, or HF_HUB_OFFLINE is set) nor has this "
+    "machine a copy of it: check the name, or fetch it where there is a network (hf download {})"
+)
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 
 
@@ -28,7 +32,8 @@ def is_folder(source: str | Path) -> bool:
         return True
     wanted = "expected a folder with config.json and safetensors, or a hub name"
     if name and path.exists():
-        raise CheckpointError(f"no checkpoint at {name!r}: it is a file; {wanted}")
+        gguf = "; a GGUF file is not read: give the checkpoint that it was made from" if path.suffix == ".gguf" else ""
+        raise CheckpointError(f"no checkpoint at {name!r}: it is a file; {wanted}{gguf}")
     first = name.split("/")[0]
     if not HUB_NAME.fullmatch(name):
         raise CheckpointError(f"no checkpoint at {name!r}: there is no folder of that name; {wanted}")

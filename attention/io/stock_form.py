@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from attention.families import family_of
 from attention.io.checkpoint import load_config
-from attention.io.targets import TargetError, kv_bytes_in
+from attention.io.targets import TargetError, kv_bytes_in, targets
 from attention.io.targets._gguf.architectures import OF_FAMILY
 from attention.io.targets._pairs import widths_of
 from attention.modeling.modeling import PREFIX, plan_of_config
@@ -23,11 +24,13 @@ def format_of(folder: str | Path, dtype: Any) -> dict[str, Any]:
     plan = plan_of_config(config)
     if not config.model_type.startswith(PREFIX):
         readers = _readers(config, plan)
-        software = " and ".join(filter(None, (", ".join(readers[:-1]), readers[-1])))
+        direct = [software for software in readers if software != ALL[2]]
+        load = f"{' and '.join(direct)} load{'s' * (len(direct) == 1)} it"
+        if len(direct) < len(readers):  # as the one file that it reads
+            load += f", and {ALL[2]} after `headfold export --target gguf`"
         name = family_of(config).model_class.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
-        note = f"a stock {name} checkpoint: {software} load{'s' * (len(readers) == 1)} it"
-        return {"format": "stock", "loads_in": list(readers), "format_note": note}
-    note = f"Headfold's own format ({_reason(plan)}): attention.io.checkpoint.load loads it, stock software does not"
+        return {"format": "stock", "loads_in": list(readers), "format_note": f"a stock {name} checkpoint: {load}"}
+    note = f"Headfold's own format ({_reason(plan)}), which stock software does not load"
     way_out = _way_out(config, plan, dtype)
     return {"format": "headfold", "loads_in": ["headfold"], "format_note": f"{note}; {way_out}"}
 
@@ -58,15 +61,16 @@ def _reason(plan: AttentionPlan) -> str:
 
 
 def _way_out(config: Any, plan: AttentionPlan, dtype: Any) -> str:
-    before = plan.kv_bytes_per_token(dtype)
-    for target in ("gqa", "phi"):
-        try:
-            after = kv_bytes_in(target, config, plan, dtype)
-        except TargetError:
-            continue
-        cost = (
-            f"at {after} KV bytes a token instead of {before}" if after != before else f"at the same {after} KV bytes"
-        )
-        larger = " --allow-larger-cache" if after > before else ""
-        return f"`headfold export --target {target}{larger}` lowers it to a stock one, {cost}"
+    """The targets that hold the plan in its own bytes; else the stock one that takes more."""
+    before, takes = plan.kv_bytes_per_token(dtype), {}
+    for name in targets():
+        with suppress(TargetError):
+            takes[name] = kv_bytes_in(name, config, plan, dtype)
+    if exact := [name for name, after in takes.items() if after <= before]:
+        ways = ", ".join(f"--target {name} ({', '.join(targets()[name].engines)})" for name in exact)
+        return f"`headfold export` writes it at the same {before} KV bytes per token with {ways}"
+    for name in ("gqa", "phi"):
+        if name in takes:
+            more = f"{takes[name]} KV bytes per token instead of {before}"
+            return f"`headfold export --target {name} --allow-larger-cache` lowers it to a stock one, at {more}"
     return "no stock format holds this plan"

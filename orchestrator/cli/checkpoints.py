@@ -40,7 +40,7 @@ def convert(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
 ) -> None:
-    """Convert one checkpoint, without a cluster and without training; prints the loss before and after."""
+    """Convert one checkpoint, without training. Needs no cluster, and prints the loss before and after."""
     from orchestrator.config.schema import ConfigError
     from orchestrator.conversion.convert import convert_checkpoint
     from orchestrator.conversion.estimates.estimate import announce
@@ -89,7 +89,7 @@ def convert(
         print(
             f"{recipe} at {percent(point['kv_ratio'])} of the checkpoint's KV cache{unmet(point)}: held-out loss "
             f"{point['original_loss']:.3f} before, {point['loss']:.3f} after ({point['loss_increase']:+.3f} nats a "
-            f"token), KL {point['kl']:.3f}; {point['kv_bytes_per_token']} KV bytes a token, "
+            f"token), KL {point['kl']:.3f}; {point['kv_bytes_per_token']} KV bytes per token, "
             f"{point['kv_bytes_per_token_original']} before"
         )
         for note in (*([point["format_note"]] if out is not None else []), *point.get("notes", ())):
@@ -129,7 +129,7 @@ def export(
     overwrite: options.Overwrite = False,
     json: options.JsonFile = None,
 ) -> None:
-    """Write a checkpoint in a format that engines load: exact or not, KV bytes before and after."""
+    """Write a checkpoint in a format that engines load. Tells whether it is exact, and KV bytes before and after."""
     from orchestrator.serving.export import export_checkpoint
     from orchestrator.serving.tables import print_check
     from orchestrator.storage.outputs import check_results
@@ -142,7 +142,7 @@ def export(
     original = record["kv_bytes_per_token_original"]
     print(
         f"{record['model_type']} in {out}: {'exact' if record['exact'] else 'not exact'}, largest logit difference "
-        f"{record['max_logit_difference']:.2g}; KV bytes a token {record['kv_bytes_per_token_before']} before, "
+        f"{record['max_logit_difference']:.2g}; KV bytes per token {record['kv_bytes_per_token_before']} before, "
         f"{record['kv_bytes_per_token_after']} after"
         + ("" if original is None else f" ({percent(record['kv_bytes_per_token_after'] / original)} of the original's)")
     )

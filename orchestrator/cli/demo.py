@@ -21,7 +21,7 @@ def demo(
     resume: Annotated[bool, typer.Option("--resume", help="Continue a demo that was stopped.")] = False,
     path: Annotated[bool, typer.Option("--path", help="Print the folder of that checkpoint, and end.")] = False,
 ) -> None:
-    """Search, promote and export on the checkpoint that comes along, then load the export in transformers and
+    """Search, promote and export on a small checkpoint. It comes along; the export is loaded in transformers and
     llama.cpp."""
     from orchestrator.config.schema import load_config
     from orchestrator.storage.shipped import shipped

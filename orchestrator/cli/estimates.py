@@ -38,7 +38,7 @@ def estimate(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
 ) -> None:
-    """Say what a search or a conversion will take before it runs: tokens, hours, peak memory, disk."""
+    """Say what a search or a conversion will take. Before it runs: tokens, hours, peak memory, disk."""
     from orchestrator.config.schema import ConfigError
     from orchestrator.storage.outputs import check_results
 

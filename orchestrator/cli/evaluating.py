@@ -61,7 +61,7 @@ def evaluate(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
 ) -> None:
-    """Held-out loss, KL to the original, KV bytes planned and allocated, prefill and decode speed; where asked for,
+    """Measure a checkpoint beside its original. Held-out loss, KL, KV bytes planned and allocated, speed; where asked,
     tasks, generated text and long contexts."""
     from orchestrator.config.schema import ConfigError
     from orchestrator.evaluation.evaluate import evaluate_checkpoint, rehearse_evaluation

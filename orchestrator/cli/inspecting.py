@@ -40,7 +40,7 @@ def inspect(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
 ) -> None:
-    """Which heads matter and which are alike, what budgets would keep, what recipes would cost: one page."""
+    """Show which heads matter, and what recipes cost: one page. Also which are alike, and what each layer keeps."""
     from orchestrator.conversion.inspection import COMPARED, inspect_checkpoint
     from orchestrator.conversion.request import asked_ratios
     from orchestrator.reporting.inspection_tables import print_inspection

@@ -28,7 +28,7 @@ def search(
     dry_run: options.DryRun = False,
     json: options.JsonFile = None,
 ) -> None:
-    """Run a search: baselines, trials, Pareto front, promotion, report."""
+    """Run a search: trials, front, promotion, report."""
     from orchestrator.config.schema import ConfigError, load_config
 
     changes, named = _split(overrides or [], resume)
@@ -73,11 +73,11 @@ def _split(words: list[str], resume: bool) -> tuple[list[str], str | None]:
 def promote(
     search: Annotated[Path, typer.Argument(help="Folder of a search, e.g. runs/demo/demo.")],
     trial: Annotated[list[str] | None, typer.Option(help="Trial id to promote; may be given several times.")] = None,
-    top: Annotated[int | None, typer.Option(min=1, help="Promote the K best at each budget.")] = None,
+    top: Annotated[int | None, typer.Option(min=1, help="Promote the K best at each KV ratio.")] = None,
     dry_run: options.DryRun = False,
     json: options.JsonFile = None,
 ) -> None:
-    """Continue the chosen trials to the full training, pass the gate, register. Finished steps are not repeated."""
+    """Train chosen trials fully, pass the gate, register. Finished steps are not repeated."""
     from orchestrator.promotion.promote import promote_search
     from orchestrator.storage.outputs import check_results
 
@@ -101,7 +101,7 @@ def watch(
         Path | None, typer.Option("--json", help="Look once, write one JSON object to this file; - prints it alone.")
     ] = None,
 ) -> None:
-    """Watch a search: front so far, trials by state, tokens a second, what is spent and left. Reads files only."""
+    """Watch a search: trials, front so far, spent and left. Reads files only."""
     import json as encoder
 
     from orchestrator.reporting import status
@@ -121,7 +121,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="HTML file; report.html in the folder by default.")] = None,
     json: options.JsonFile = None,
 ) -> None:
-    """Write one self-contained page: front, comparison over seeds, trials, rungs, head budgets."""
+    """Write one page of a search: promoted models, front, trials. It needs no other file, and no network."""
     from orchestrator.reporting.console import print_comparison
     from orchestrator.reporting.pages.report_page import write_report
     from orchestrator.storage.outputs import check_results
@@ -137,7 +137,7 @@ def ui(
     search: Annotated[Path, typer.Argument(help="Folder of a search, e.g. runs/demo/demo.")],
     port: Annotated[int, typer.Option(min=1, max=65535, help="Of this machine's loopback address.")] = 5000,
 ) -> None:
-    """Open a search's runs in MLflow, at http://127.0.0.1:PORT, until Ctrl-C."""
+    """Open a search's runs in MLflow. At http://127.0.0.1:PORT, until Ctrl-C."""
     from orchestrator.storage.paths import SearchFolder
     from orchestrator.tracking.page import serve_page
 

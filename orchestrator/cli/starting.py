@@ -22,7 +22,7 @@ def init(
         int | None, typer.Option(min=1, help="GiB of memory of each (default: of those here; 80 where there is none).")
     ] = None,
 ) -> None:
-    """Write a first configuration for a checkpoint, commented; `headfold search FILE --dry-run` checks it."""
+    """Write a first configuration for a checkpoint. Commented; `headfold search FILE --dry-run` checks it."""
     from orchestrator.config.first import FirstConfig, Place
     from orchestrator.config.parsing import ConfigError, read_yaml
     from orchestrator.config.schema import parse_config

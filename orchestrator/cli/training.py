@@ -40,7 +40,7 @@ def train(
     seed: options.Seed = 0,
     device: options.Device = "auto",
 ) -> None:
-    """Train from random weights, with Ray Train and DeepSpeed; run again, it goes on where it was stopped."""
+    """Train a model from random weights. With Ray Train and DeepSpeed; run again, it goes on where it was stopped."""
     from orchestrator.storage.outputs import check_results
     from orchestrator.training.scratch import check, train_from_scratch
 
@@ -63,7 +63,7 @@ def train(
         options.rehearsed(check(architecture, out, **settings).rehearse(overwrite))
         return
     record = train_from_scratch(architecture, out, progress=_say, overwrite=overwrite, **settings)
-    print(f"held-out loss {record['loss']:.3f} nats a token after {record['tokens']} tokens")
+    print(f"held-out loss {record['loss']:.3f} nats per token after {record['tokens']} tokens")
     if answers := record.get("answers"):
         right = f"{answers['accuracy']:.1%} right, perplexity {answers['perplexity']:.2f}"
         print(f"answers to {answers['count']} examples: {right}")
@@ -104,7 +104,7 @@ def finetune(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
 ) -> None:
-    """Continue training a checkpoint on your text, with Ray Train and DeepSpeed; run again, it goes on."""
+    """Continue training a checkpoint on your text. With Ray Train and DeepSpeed; run again, it goes on."""
     from orchestrator.storage.outputs import check_results
     from orchestrator.training.finetune import check, finetune_checkpoint
 
@@ -130,7 +130,7 @@ def finetune(
         return
     record = finetune_checkpoint(model, out, progress=_say, overwrite=overwrite, **settings)
     change = f"{record['loss_before']:.3f} before, {record['loss']:.3f} at step {record['best_step']}, which is kept"
-    print(f"held-out loss in nats a token: {change}")
+    print(f"held-out loss in nats per token: {change}")
     if not record["better"]:
         print("warning: no measured step is better than the model was; try a lower --learning-rate or more text")
     print(f"checkpoint: {record['out']}")

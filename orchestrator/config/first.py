@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attention.geometry import HeadGeometry
+from attention.io.targets.vllm import LLAMA_LIKE
 from orchestrator.config.parsing import ConfigError
 
 BILLION = 1_000_000_000
@@ -45,6 +46,7 @@ class FirstConfig:
         lasts, promoted = self.steps
         tokens = (lasts[-1] + promoted) * self.batch * length
         exact = "exact, " if g.num_kv_heads <= EXACT else ""
+        layers = "headfold_layers, " if g.family in LLAMA_LIKE else ""  # those that vLLM holds in their own bytes
         return f"""\
 # yaml-language-server: $schema={self.schema}
 # A first search for {self.model}: {g.family}, {size} parameters in {self.dtype}, {g.num_layers} layers,
@@ -65,7 +67,7 @@ data:
 
 search:
   searcher: optuna
-  recipes: [gqa, headfold_gqa, align]    # the baseline first
+  recipes: [gqa, headfold_gqa, {layers}align]    # the baseline first
   {self.kept}
   learning_rates: [{"1.0e-5, 3.0e-5" if self.parameters >= BILLION else "1.0e-4, 3.0e-4"}]    # each recipe at its best
   num_samples: 4    # candidates that the searcher draws after the named ones, from this space:

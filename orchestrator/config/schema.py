@@ -70,7 +70,7 @@ class PromotionSection(Section):
     checkpoint_minutes: PositiveFloat = 30.0
     """Minutes after which there is a checkpoint at the latest."""
     margin: float = Field(default=0.0, ge=0)
-    """By how many nats a token the loss must be below the baseline's."""
+    """By how many nats per token the loss must be below the baseline's."""
     logit_tolerance: PositiveFloat = 1e-4
     """How far logits of the exported checkpoint may be from the trained model's."""
     tasks: Annotated[list[str], AfterValidator(distinct)] = Field(default=[])
@@ -213,7 +213,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> SearchConfig
     """Read a YAML file and apply `key=value` overrides (dotted keys, YAML values). Raises ConfigError."""
     file = Path(path)
     if not file.is_file():
-        raise ConfigError(f"no configuration file at {str(path)!r}; see configs/ for examples")
+        raise ConfigError(f"no configuration file at {str(path)!r}; `headfold init MODEL` writes one")
     record = read_sections(file)
     for override in overrides:
         apply_override(record, override)

@@ -183,7 +183,7 @@ def _cache_bytes(model: PreTrainedModel, rows: Tensor) -> int:
 def score(
     head: Head, original: Tensor, converted: Tensor, tokens: Tensor, rounded: Head | None = None
 ) -> dict[str, float]:
-    """Held-out losses and KL in nats a token, from the streams `[N, T, D]` that leave the last layer, of `tokens`
+    """Held-out losses and KL in nats per token, from the streams `[N, T, D]` that leave the last layer, of `tokens`
     `[N, T]`. `rounded`: the head of the converted model, where it is another. Sums in float64, as in `evaluate`."""
     totals = torch.zeros(3, dtype=torch.float64)
     for rows in torch.arange(len(tokens)).split(max(1, positions_at_once(head.vocabulary) // tokens.shape[1])):

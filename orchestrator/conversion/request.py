@@ -186,7 +186,7 @@ class ConversionRequest:
     ) -> dict[str, Any]:
         """The result of a conversion to `plan`, of which `kv_ratio` was asked for, with calibration on `sequences`.
 
-        `measured`: losses and KL in nats a token, and what else only a model tells; `out`: where it was saved.
+        `measured`: losses and KL in nats per token, and what else only a model tells; `out`: where it was saved.
         """
         return {
             "model": self.model,

@@ -26,7 +26,7 @@ BASE_BYTES = "kv_bytes_per_token_original"
 CURVE, PICTURE = "curve.json", "curve.png"
 SHARED = ("model", "recipe", "original_loss", "eval_tokens", "calibration_tokens", "seed", "dtype", BASE_BYTES)
 OF_THE_CALL = ("model", "recipe", "original_loss")  # the same by `check_curve`, or up to SAME_LOSS
-SAME_LOSS = 1e-4  # nats a token, between two measurements of one model
+SAME_LOSS = 1e-4  # nats per token, between two measurements of one model
 
 
 def convert_curve(

@@ -36,7 +36,7 @@ def evaluate_checkpoint(
     device: str = "auto",
     speed_tokens: int = 32,
 ) -> dict[str, Any]:
-    """Held-out loss (nats a token), increase and KL against `original` if given, KV bytes planned and held, tokens a
+    """Held-out loss (nats per token), increase and KL against `original` if given, KV bytes planned and held, tokens a
     second.
 
     `baseline`: one more checkpoint, whose loss is measured too. `extras`, where asked for, are of all three.

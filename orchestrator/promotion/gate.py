@@ -101,9 +101,9 @@ def _check_loss(entry: Entry, config: SearchConfig) -> None:
     margin, baseline = config.promotion.margin, config.search.baseline
     entry.checks |= entry.compared | {"loss": entry.loss, "shipped": entry.shipped, "margin": margin}
     if entry.recipe == baseline:
-        entry.reasons.append(f"it is the baseline {entry.recipe} itself; nothing was better at this budget")
+        entry.reasons.append(f"it is the baseline {entry.recipe} itself; nothing was better at this KV ratio")
     elif entry.baseline_loss is None:
-        entry.reasons.append(f"there is no baseline {baseline} at this budget to compare with")
+        entry.reasons.append(f"there is no baseline {baseline} at this KV ratio to compare with")
     elif entry.loss is None or not math.isfinite(entry.loss):
         entry.reasons.append(f"held-out loss is {entry.loss}")
     elif not entry.loss < entry.baseline_loss - margin:
@@ -166,5 +166,5 @@ def _check_logits(
     served = plan_of(back).kv_bytes_per_token(loading.dtype_of(context.dtype))
     if entry.kv_bytes_per_token != served:
         entry.reasons.append(
-            f"the exported checkpoint serves {served} KV bytes a token, planned were {entry.kv_bytes_per_token}"
+            f"the exported checkpoint serves {served} KV bytes per token, planned were {entry.kv_bytes_per_token}"
         )

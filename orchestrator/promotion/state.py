@@ -19,7 +19,7 @@ BASELINE, CANDIDATE = "baseline", "candidate"
 class Entry:
     """One trial's way through the promotion: pending → trained → passed → registered → promoted.
 
-    Ends as refused by the gate, or failed in training. `steps` are cumulative; losses are held out, in nats a token;
+    Ends as refused by the gate, or failed in training. `steps` are cumulative; losses are held out, in nats per token;
     `reasons`: why refused or failed, or why not yet registered; `gate`: the outcome of each check by name.
 
     What is shipped is the best measured step: `loss`, `kl`, `folder` and `data_position` (sequences of the training

@@ -160,12 +160,12 @@ def _cache(export: Mapping[str, Any], facts: CardFacts) -> Table:
     rows = [("this model", f"{after:,}")] if after else []
     rows += [(f"{facts.base or 'base'}", f"{before:,}")] if after and before else []
     dtype = export.get("cache_dtype") or export.get("dtype")
-    return Table(("KV cache", f"bytes a token in {dtype}"), rows, intro="KV cache")
+    return Table(("KV cache", f"bytes per token in {dtype}"), rows, intro="KV cache")
 
 
 def _losses(facts: CardFacts) -> Table:
     rows = [(name, f"{loss:.3f}") for name, loss in facts.losses.items()]
-    return Table(("model", "held-out loss, nats a token"), rows, intro="Losses")
+    return Table(("model", "held-out loss, nats per token"), rows, intro="Losses")
 
 
 def _tasks(facts: CardFacts) -> Table:

@@ -52,7 +52,7 @@ def compare(trials: Sequence[TrialRecord], original: Mapping[str, Any]) -> list[
     recipe, label (the recipe as it is shown), kv_ratio, kv_bytes_per_token; learning_rate: the best, None if no rate
     has all seeds; seeds: how many it has; seeds_asked: how many it should have; steps, tokens: at which the row
     compares; last: whether that is the last rung that any trial has reached; loss and untrained (step 0): `{mean, sd,
-    n}` in nats a token; increase: mean loss over the original model; cost: mean of `TrialRecord.cost`;
+    n}` in nats per token; increase: mean loss over the original model; cost: mean of `TrialRecord.cost`;
     remaining_distance: `{mean, sd, n}` of what `TrialRecord` says of the pairs of a pull.
 
     curve: the best rate's `{step, tokens, mean, sd, n}` at each of its rungs; rungs: the same with the rate that is

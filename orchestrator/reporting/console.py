@@ -24,7 +24,7 @@ def console(width: int = 140) -> Console:
 
 def print_trials(trials: Sequence[TrialRecord], original: Mapping[str, Any]) -> None:
     out, table = console(), trial_table(trials, original, most=len(trials))
-    out.print(f"\nTrials (* on the front; the original model has {original['loss']:.3f} nats a token):")
+    out.print(f"\nTrials (* on the front; the original model has {original['loss']:.3f} nats per token):")
     out.print(table.for_terminal([name for name in table.columns if name not in PAGE_ONLY], star=True))
     for note in table.notes:
         out.print(note, markup=False)

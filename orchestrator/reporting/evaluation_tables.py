@@ -54,7 +54,7 @@ def recall_table(recall: Mapping[str, Mapping[str, Sequence[Mapping[str, float]]
 
 def print_worth(record: Mapping[str, Any]) -> None:
     """Loss, cache and speed, from a record of `headfold evaluate`."""
-    print(f"held-out loss {record['loss']:.3f} nats a token over {record['eval_tokens']} tokens")
+    print(f"held-out loss {record['loss']:.3f} nats per token over {record['eval_tokens']} tokens")
     for note in record.get("notes", ()):
         print(f"note: {note}")
     if record["original"] is not None:
@@ -66,7 +66,7 @@ def print_worth(record: Mapping[str, Any]) -> None:
         print(f"baseline {record['baseline_loss']:.3f}")
     print(
         f"KV cache: {percent(record['kv_ratio'])} of {record['kv_ratio_of']}; "
-        f"{record['kv_bytes_per_token']} bytes a token planned, "
+        f"{record['kv_bytes_per_token']} bytes per token planned, "
         f"{record['cache_bytes_measured']} held after {record['cache_tokens']} tokens"
     )
     if "decode_tokens_per_second" in record:
@@ -84,7 +84,7 @@ def print_extras(record: Mapping[str, Any]) -> None:
         out.print(tasks_table(record["tasks"]).for_terminal())
     if "long_context" in record:
         found = record["long_context"]
-        out.print("\nLoss by position, nats a token:")
+        out.print("\nLoss by position, nats per token:")
         out.print(position_table(found["loss_by_position"]).for_terminal())
         out.print(
             "\nRecall of a hidden line by its depth: share right of 4 values, what hiding adds to log-probability:"

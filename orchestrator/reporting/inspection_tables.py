@@ -19,20 +19,24 @@ RECIPE_COLUMNS = (
 
 
 def lead(record: Mapping[str, Any]) -> str:
-    """What the checkpoint is, where it is sensitive, and the best found, in two or three sentences."""
+    """The best conversion of each KV ratio, what the checkpoint is, and where it is sensitive, in a few sentences."""
+    told = []
+    for laid_out in record["budgets"]:
+        if (best := best_entry(record, laid_out["kv_ratio_asked"])) is not None:
+            told.append(
+                f"{percent(laid_out['kv_ratio_asked'])} of the checkpoint's KV{unmet(laid_out)}: loss "
+                f"{as_converted(best)['loss_increase']:+.3f} by {best['recipe']}{refinement_told(best)}."
+            )
     heads = f"{record['heads']} query heads over {record['kv_heads']} KV heads of {record['head_dim']}"
-    text = (
-        f"{record['family']}, {record['layers']} layers of {heads}: {record['kv_bytes_per_token']:,} KV bytes a token, "
-        f"held-out loss {record['original_loss']:.3f} nats a token."
+    told.append(
+        f"Original model: {record['family']}, {record['layers']} layers of {heads}, "
+        f"{record['kv_bytes_per_token']:,} KV bytes per token, held-out loss "
+        f"{record['original_loss']:.3f} nats per token."
     )
     if worst := worst_places(record):
         increase, side, layer = worst[0]
-        text += f" Most sensitive: the {side}s of layer {layer} ({increase:+.2f} with one head)."
-    for laid_out in record["budgets"]:
-        if (best := best_entry(record, laid_out["kv_ratio_asked"])) is not None:
-            text += f" {percent(laid_out['kv_ratio_asked'])} of the checkpoint's KV{unmet(laid_out)}: "
-            text += f"{as_converted(best)['loss_increase']:+.3f} by {best['recipe']}{refinement_told(best)}."
-    return text
+        told.append(f"Most sensitive: the {side}s of layer {layer} ({increase:+.2f} with one head).")
+    return " ".join(told)
 
 
 def best_entry(record: Mapping[str, Any], asked: float) -> Mapping[str, Any] | None:
@@ -68,7 +72,7 @@ def recipe_table(record: Mapping[str, Any]) -> Table:
             if entry is best_entry(record, entry["kv_ratio_asked"]):
                 marked.add(index)
         rows.append((entry["recipe"], percent(entry["kv_ratio_asked"]), *numbers, clock(entry["seconds"])))
-    return Table(RECIPE_COLUMNS, rows, frozenset(marked), "The lowest loss of each budget: bold.")
+    return Table(RECIPE_COLUMNS, rows, frozenset(marked), "The lowest loss at each KV ratio: bold.")
 
 
 def agreement_table(record: Mapping[str, Any]) -> Table:
@@ -100,7 +104,7 @@ def print_inspection(record: Mapping[str, Any]) -> None:
         )
     columns = (OF_THE_CHECKPOINT, "bytes/token", "sum", "layers from the first")
     out.print(Table(columns, rows).for_terminal(), "\n")
-    out.print("Each recipe before any training, on held-out text (* lowest of its budget):")
+    out.print("Each recipe before any training, on held-out text (* lowest at its KV ratio):")
     out.print(recipe_table(record).for_terminal(star=True))
     for entry in record["recipes"]:
         if "why_not" in entry:

@@ -106,7 +106,7 @@ def trial_table(trials: Sequence[TrialRecord], original: Mapping[str, Any], most
         rows = [(*row[:place], time, *row[place:]) for row, time in zip(rows, told, strict=True)]
     notes = []
     if left_out := len(candidates) - len(drawn):
-        notes.append(f"The best of each budget; {left_out} more are in journal.jsonl.")
+        notes.append(f"The best at each KV ratio; {left_out} more are in journal.jsonl.")
     if any(t.relaxes for t in drawn):
         notes.append(f"{records.POOLED_NOTE}.")
     if copies := sum(t.copy_of is not None for t in candidates):
@@ -132,7 +132,7 @@ def comparison_table(rows: Sequence[comparison.Row]) -> Table:
     for row in (row for row in rows if row["last"]):
         best[row["kv_ratio"]] = min(row["loss"]["mean"], best.get(row["kv_ratio"], math.inf))
     marked = frozenset(i for i, r in enumerate(rows) if r["last"] and r["loss"]["mean"] == best[r["kv_ratio"]])
-    intro = f"{comparison.footnote(rows)} The lowest mean of each budget: bold."
+    intro = f"{comparison.footnote(rows)} The lowest mean at each KV ratio: bold."
     return Table(comparison.COLUMNS, [comparison.cells(row) for row in rows], marked, intro)
 
 
@@ -177,5 +177,5 @@ def _shipped(candidate: Mapping[str, Any]) -> str:
     checks = candidate.get("checks", {})
     shown = checks.get("engine", "")
     if "engine_kv_bytes_per_token" in checks:
-        shown += f" loads it with {checks['engine_kv_bytes_per_token']:g} KV bytes a token"
+        shown += f" loads it with {checks['engine_kv_bytes_per_token']:g} KV bytes per token"
     return f"{told}; for {checks.get('target')} in {candidate['served']} ({shown})"

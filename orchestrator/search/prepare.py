@@ -56,7 +56,7 @@ class SearchSession:
 
 
 def prepare_original(config: SearchConfig, prepared: Prepared, folder: SearchFolder) -> dict[str, Any]:
-    """Score the original model (nats a token) and calibrate it, once a search; kept in `original.json`."""
+    """Score the original model (nats per token) and calibrate it, once a search; kept in `original.json`."""
     if folder.original.exists():
         return read_json(folder.original)
     path = locate_model(config.model.path, folder)
@@ -66,8 +66,8 @@ def prepare_original(config: SearchConfig, prepared: Prepared, folder: SearchFol
     given = path, dtype, device, prepared.geometry, prepared.files, prepared.cache / "calibration", rows, workers
     record = on_cluster(task_options(config), "original model", measure_original, *given)
     write_json(folder.original, record)
-    size = f"{record['kv_bytes_per_token']} KV bytes a token"
-    words = f"original model: held-out loss {record['loss']:.3f} nats a token, {size}"
+    size = f"{record['kv_bytes_per_token']} KV bytes per token"
+    words = f"original model: held-out loss {record['loss']:.3f} nats per token, {size}"
     print("; ".join([words, *record.get("notes", [])]), flush=True)
     return record
 

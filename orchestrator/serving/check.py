@@ -155,7 +155,7 @@ def _reasons(
             reasons.append(f"{run.how}: not one token was generated")
     if answer.kv_bytes_per_token != promised:
         reasons.append(
-            f"its cache takes {answer.kv_bytes_per_token:g} bytes a token in {answer.cache_dtype}, promised were "
+            f"its cache takes {answer.kv_bytes_per_token:g} bytes per token in {answer.cache_dtype}, promised were "
             f"{promised}"
         )
     return reasons

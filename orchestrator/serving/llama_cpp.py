@@ -80,7 +80,7 @@ def cells_for(promised: int, head_bytes: int) -> int:
     while cells * 2 * promised <= MOST and cells < 2**15:
         cells *= 2
     if STEP / cells >= head_bytes:
-        raise EngineError(f"a cache of {promised} bytes a token is too large to be measured from the log of llama.cpp")
+        raise EngineError(f"a cache of {promised} bytes per token is too large to be read from llama.cpp's log")
     return cells
 
 

@@ -22,7 +22,7 @@ def print_check(check: Mapping[str, Any]) -> None:
     out = console()
     out.print(table)
     out.print(
-        f"KV cache in {check['cache_dtype']}: {check['kv_bytes_per_token']:g} bytes a token by the engine's report, "
+        f"KV cache in {check['cache_dtype']}: {check['kv_bytes_per_token']:g} bytes per token by the engine's report, "
         f"{check['kv_bytes_per_token_promised']} promised; {check['capacity']:,} tokens in "
         f"{check['memory'] / 2**30:g} GiB",
         markup=False,

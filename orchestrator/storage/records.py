@@ -32,7 +32,7 @@ NOT_REPORTED = {"trial_id", "recipe", "kv_ratio", "learning_rate", "seconds", "s
 class TrialRecord:
     """One candidate and its scores.
 
-    `rungs` holds one mapping for each rung reached: step (training steps so far), loss (held-out, nats a token),
+    `rungs` holds one mapping for each rung reached: step (training steps so far), loss (held-out, nats per token),
     increase (over the original model), kl (to it), tokens (trained on), seconds and what else the trial reported.
     `kv_bytes_per_token` is of the plan in the model's dtype; `cache_bytes_measured` of a prefill of `cache_tokens`.
     `decode_seconds_per_token`: of its plan in the engine, where the search measures that.
@@ -98,6 +98,13 @@ class TrialRecord:
         """Held-out loss at the highest rung reached; infinite before the first and for a diverged trial."""
         value = self.last.get("loss")
         return value if value is not None and math.isfinite(value) else math.inf
+
+    @property
+    def lowest_loss(self) -> float:
+        """Held-out loss at the best rung reached, which may be that before training; infinite before the first. That of
+        a conversion which a relaxation never trains from is left out."""
+        losses = (rung.get("loss") for rung in self.rungs if not rung.get("pooled"))
+        return min((x for x in losses if x is not None and math.isfinite(x)), default=self.loss)
 
     @property
     def remaining_distance(self) -> float | None:

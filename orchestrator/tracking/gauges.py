@@ -18,7 +18,7 @@ TRIALS, BEST = "headfold_trials", "headfold_best_loss_increase"
 WAITS, BEHIND = "headfold_waits_for_nodes", "headfold_mlflow_runs_behind"
 GAUGES = {
     TRIALS: ("Trials of a search in a state", ("search", "state")),
-    BEST: ("Lowest held-out loss at a KV ratio minus that of the original model, nats a token", ("search", "kv_ratio")),
+    BEST: ("Lowest held-out loss at a KV ratio minus the original model's, nats per token", ("search", "kv_ratio")),
     WAITS: ("1 while a search waits for nodes, else 0", ("search",)),
     BEHIND: ("Runs of a search that MLflow may not have as they should be", ("search",)),
 }
@@ -37,7 +37,7 @@ def tell(name: str, value: float, **labels: str) -> None:
 
 
 def tell_trials(search: str, states: Iterable[str], increases: Mapping[float, float]) -> None:
-    """Of a search: the state of each trial, and the smallest increase of the loss (nats a token) at each KV ratio."""
+    """Of a search: the state of each trial, and the smallest increase of the loss (nats per token) at each KV ratio."""
     states = list(states)
     for state in (WAITING, RUNNING, *ENDED):
         tell(TRIALS, states.count(state), search=search, state=state)

@@ -35,7 +35,7 @@ METRICS = {
     "original_loss": "original_eval_loss",
     "original_kv_bytes_per_token": "original_kv_bytes_per_token",
 }
-"""By the name of the value in reports and records. Losses are held out, in nats a token, but for `train_loss` (mean
+"""By the name of the value in reports and records. Losses are held out, in nats per token, but for `train_loss` (mean
 since the last evaluation) and `train_loss_step` (of one batch); `eval_loss_delta` is over the original model."""
 OPEN = ("task_", "recall_at_", "similarity_", "relaxation_", "engine_", "loss_last_positions")
 """What the names begin with of values of which there are as many as somebody asks for."""

@@ -167,7 +167,7 @@ def train_from_scratch(
     initialisation, "transformer" does not. With one seed both start from the same weights, composition apart, and see
     the same text. `out` must be free, hold this very training, or with `overwrite` a checkpoint that we wrote; its
     `out.training` is never replaced by another. `progress` is told each milestone in words. Returns one record: losses
-    in nats a token at each milestone, tokens, tokens a second of training, parameters, seconds; measured on
+    in nats per token at each milestone, tokens, tokens a second of training, parameters, seconds; measured on
     `synthetic:NAME` also `answers`: accuracy and perplexity of the answers alone, over `count` examples and by task
     (paper 002, Table 5).
     """

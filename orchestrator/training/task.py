@@ -43,7 +43,7 @@ from trainers.text.data import TextCut, token_set
 OWN_OPTIONS = ("learning_rate", "seed")
 POLL_SECONDS = 0.5
 MEASURED = ("step", "loss", "train_loss", "tokens", "tokens_per_second", "seconds")
-"""Of a milestone: losses in nats a token, speed of the training alone, seconds with all that lies between."""
+"""Of a milestone: losses in nats per token, speed of the training alone, seconds with all that lies between."""
 Progress = Callable[[str], None]
 
 

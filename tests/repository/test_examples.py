@@ -69,7 +69,7 @@ def test_train_demo_makes_a_checkpoint(tmp_path: Path) -> None:
         done = _run(script, "--out", str(tmp_path / "made"), *sizes, cwd=tmp_path, OMP_NUM_THREADS="1", **own_ray)
         assert done.returncode == 0, done.stderr
         again = _run(script, "--out", str(tmp_path / "made"), *sizes, cwd=tmp_path)
-    loss = re.search(r"held-out loss ([\d.]+) nats a token after 16384 tokens", done.stdout)
+    loss = re.search(r"held-out loss ([\d.]+) nats per token after 16384 tokens", done.stdout)
     # An untrained model of 2,048 tokens starts at ln 2048 = 7.62; two steps must have taken it below.
     assert loss and 6.0 < float(loss[1]) < 7.5
 
@@ -91,7 +91,7 @@ def test_train_second_makes_a_checkpoint_of_another_family(tmp_path: Path) -> No
         own_ray = {"RAY_TMPDIR": ray_folder, "RAY_ADDRESS": "local"}
         done = _run(script, "--out", str(out), *sizes, cwd=tmp_path, OMP_NUM_THREADS="1", **own_ray)
     assert done.returncode == 0, done.stderr
-    loss = re.search(r"held-out loss ([\d.]+) nats a token after 8192 tokens", done.stdout)
+    loss = re.search(r"held-out loss ([\d.]+) nats per token after 8192 tokens", done.stdout)
     assert loss and 6.0 < float(loss[1]) < 7.6  # ln 2048 = 7.62 before the first step
     model = AutoModelForCausalLM.from_pretrained(out / "trained", dtype=torch.float32)
     assert type(model) is GPTNeoXForCausalLM
@@ -116,7 +116,7 @@ def test_train_third_makes_a_checkpoint_that_shares_its_heads(tmp_path: Path) ->
         script = str(EXAMPLES / "train_third.py")
         done = _run(script, "--out", str(out), *sizes, cwd=tmp_path, OMP_NUM_THREADS="1", **own_ray)
     assert done.returncode == 0, done.stderr
-    loss = re.search(r"held-out loss ([\d.]+) nats a token after 8192 tokens", done.stdout)
+    loss = re.search(r"held-out loss ([\d.]+) nats per token after 8192 tokens", done.stdout)
     assert loss and 6.0 < float(loss[1]) < 7.6  # ln 2048 = 7.62 before the first step
     model = AutoModelForCausalLM.from_pretrained(out / "trained", dtype=torch.float32)
     geometry = geometry_of(model.config)

@@ -180,6 +180,8 @@ def _open(corpus: Corpus) -> Any:
         names = [str(f) for f in corpus.files]
         return load_dataset(builder, data_files={"train": names}, split="train", streaming=True, **options)
     except Exception as error:  # the library raises a dozen types, of its own and of its HTTP client
+        if corpus.files and not any(file.stat().st_size for file in corpus.files):
+            raise DataError(f"{corpus.source}: expected text, and what it names is empty") from None
         raise DataError(
             f"{corpus.source}: cannot be opened as a data set: {type(error).__name__}: {reason(error)}; "
             "expected 'stdlib', local .txt, .jsonl, .json or .parquet, or a hub name that this machine can reach"
@@ -190,7 +192,10 @@ def _texts(stream: Any, text_field: str, corpus: Corpus) -> Iterator[str]:
     try:
         for row in stream:
             if text_field not in row:
-                raise DataError(f"{corpus.source}: expected a field {text_field!r}, got {sorted(row)}; set text_field")
+                raise DataError(
+                    f"{corpus.source}: expected a field {text_field!r}, got {sorted(row)}; "
+                    "rename the field, or set data.text_field in a search"
+                )
             text = row[text_field]
             if not isinstance(text, str):
                 raise DataError(f"{corpus.source}: field {text_field!r} must be text, got {type(text).__name__}")

@@ -166,12 +166,13 @@ class TextCut:
 
     def _too_few(self, tokens: int, documents: int) -> DataError:
         wanted, length = self.sequences, self.sequence_length
-        apart = self.split == "eval" and not self.corpus.wholly_held_out
-        held_out = f"; one document in {HOLD_OUT} is held out" if apart else ""
+        there = tokens // length
+        fewer = f"ask for at most {there * length} tokens or give" if there else "give"
+        held_out = self.split == "eval" and not self.corpus.wholly_held_out
+        apart = f" (about one document in {HOLD_OUT} is held out to measure on)" if held_out else ""
         return DataError(
             f"{self.source}: {self.split} needs {wanted} sequences of {length} tokens ({wanted * length}), found "
-            f"{tokens // length} ({tokens} tokens in {documents} documents{held_out}); ask for fewer tokens or give "
-            "more text"
+            f"{there} ({tokens} tokens in {documents} documents); {fewer} more text{apart}"
         )
 
 

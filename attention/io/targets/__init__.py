@@ -119,6 +119,6 @@ def best_target(config: Any, plan: AttentionPlan, dtype: torch.dtype | str) -> t
     best = min(held, key=lambda name: (held[name], -len(targets()[name].engines), name))
     for name in held.keys() - {best}:
         bytes_, engines = held[name], " and ".join(targets()[name].engines)
-        more = f"{bytes_} KV bytes a token instead of {held[best]}"
-        others[name] = more if bytes_ > held[best] else f"the same {bytes_} KV bytes a token, read by {engines}"
+        more = f"{bytes_} KV bytes per token instead of {held[best]}"
+        others[name] = more if bytes_ > held[best] else f"the same {bytes_} KV bytes per token, read by {engines}"
     return best, dict(sorted(others.items()))

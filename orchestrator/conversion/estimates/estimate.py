@@ -129,7 +129,7 @@ def describe(estimated: Estimate) -> Mapping[str, str]:
     largest = max(estimated.stages, key=lambda name: estimated.stages[name])
     return {
         "cache": f"{percent(estimated.kv_ratio)} of the checkpoint's{unmet(vars(estimated))}: "
-        f"{estimated.kv_bytes_per_token:,} of {estimated.kv_bytes_per_token_original:,} KV bytes a token",
+        f"{estimated.kv_bytes_per_token:,} of {estimated.kv_bytes_per_token_original:,} KV bytes per token",
         "in memory": f"{estimated.resident / giga:.1f} GiB",
         "layer by layer": f"{estimated.layerwise / giga:.1f} GiB (stage: {largest})"
         if estimated.layerwise_possible

@@ -30,7 +30,7 @@ TICKS = (0, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 @styled
 def bytes_figure(rows: Sequence[Row], original: Mapping[str, Any]) -> Figure:
-    """Increase of the held-out loss against KV bytes a token: one line an arm at its best rates, bars of one sd, arms
+    """Increase of the held-out loss against KV bytes per token: one line an arm at its best rates, bars of one sd, arms
     of one KV ratio a little apart sideways. Hollow: the row compares at an earlier rung than the others."""
     figure, axes = one_axes(5.2, KV_BYTES)
     arms = _arms(rows)
@@ -74,7 +74,7 @@ def _loss_increases(axes: Any, original: Mapping[str, Any], lowest: float, highe
     shown = [tick for tick in sorted({sign * tick for tick in TICKS for sign in (-1, 1)}) if low <= tick <= high]
     axes.set_yticks(shown, [f"{tick:+g}" if tick else "0" for tick in shown])
     axes.minorticks_off()
-    axes.set_ylabel(f"increase of held-out loss over {original['loss']:.3f}, nats a token")
+    axes.set_ylabel(f"increase of held-out loss over {original['loss']:.3f}, nats per token")
 
 
 @styled

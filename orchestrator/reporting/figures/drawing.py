@@ -57,7 +57,7 @@ STYLE: dict[Any, Any] = {
 }
 styled = matplotlib.rc_context(STYLE)
 """Decorates a function that draws."""
-KV_BYTES, LOSS = "KV cache, bytes a token", "held-out loss, nats a token"
+KV_BYTES, LOSS = "KV cache, bytes per token", "held-out loss, nats per token"
 """Labels of axes."""
 WIDTH, NARROW = 7.0, 3.9
 """Inches of a picture, and of one for a narrow page."""

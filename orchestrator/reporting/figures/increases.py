@@ -10,7 +10,7 @@ from matplotlib.ticker import LogLocator
 
 from orchestrator.reporting.figures.drawing import FAINT
 
-INCREASE = "loss increase, nats a token"
+INCREASE = "loss increase, nats per token"
 LEAST, MOST = 1e-4, 1.0  # nats: the axis begins no lower, and begins below MOST
 NONE = "0 or less"
 
@@ -46,7 +46,8 @@ class IncreaseAxis:
         )
         axis = axes.yaxis if which == "y" else axes.xaxis
         ticks = self._ticks()
-        axis.set_ticks([self.floor, *ticks], [NONE, *(f"+{x:g}" for x in ticks)])
+        none = NONE if which == "y" else NONE.replace(" or ", " or\n")  # beside each other, ticks want short words
+        axis.set_ticks([self.floor, *ticks], [none, *(f"+{x:g}" for x in ticks)])
         axis.set_ticks([], minor=True)
 
     def _ticks(self) -> list[float]:

@@ -58,7 +58,7 @@ def sensitivity_figure(record: Mapping[str, Any]) -> Figure:
         bar = figure.colorbar(image, ax=list(panels), pad=0.02, aspect=15 if len(layers) < 8 else 30)
         bar.ax.tick_params(labelsize=8)
         bar.ax.yaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        bar.set_label("increase, nats a token", fontsize=9)
+        bar.set_label("increase, nats per token", fontsize=9)
         bar.outline.set_visible(False)  # type: ignore[operator]
         return figure
 

@@ -26,8 +26,8 @@ KEPT = "The number in a cell counts the key heads, or the value heads, that a la
 
 BYTES = (
     "Each arm at its best learning rate: mean over seeds, bars of one standard deviation. The upright axis is "
-    "logarithmic but for its part next to 0; arms of one budget stand a little apart sideways, so that their bars can "
-    "be told from each other."
+    "logarithmic but for its part next to 0; arms of one KV ratio stand a little apart sideways, so that their bars "
+    "can be told from each other."
 )
 TOKENS = (
     "Mean over seeds at the best learning rate, with a band or bar of one standard deviation; the tokens of a "
@@ -40,8 +40,9 @@ SIMILARITY = (
     "rotary pair; values: any rotation)."
 )
 PROXY = (
-    "Of the trials that were trained to the last rung, by budget; rho is Spearman's rank correlation. Trials that were "
-    "stopped early are not among them, nor relaxations, of which rung 0 measures a model that they never train from: "
+    "Of the trials that were trained to the last rung, by KV ratio; rho is Spearman's rank correlation. Trials that "
+    "were stopped early are not among them, nor relaxations, of which rung 0 measures a model that they never "
+    "train from: "
 )
 TIMELINE = "A row a trial: pale until it is measured untrained, full while its workers train; a stroke is a rung."
 PHASES = (
@@ -68,7 +69,7 @@ def found_sections(
         return [*_arm_sections(rows, original), *promotion, *_measured_sections(candidates), kept,
                 *_course_sections(candidates), every]  # fmt: skip
     best = {t.name: t.trial_id for t in best_per_budget(candidates).values()}
-    kept = _kept_heads("best trial of each budget", _plans(folder, best))
+    kept = _kept_heads("best trial at each KV ratio", _plans(folder, best))
     return [Section("Trials", tables=[table], wide=True), *promotion, curves, kept,
             *_measured_sections(candidates), *_course_sections(candidates)]  # fmt: skip
 

@@ -23,7 +23,7 @@ SENSITIVITY = (
 )
 BUDGETS = (
     "Key heads and value heads kept in each layer when the places above are weighed against each other: the least sum "
-    "of increases for the budget. Dark: many. A conversion also tries plans nearer to an even one."
+    "of increases at this KV ratio. Dark: many. A conversion also tries plans nearer to an even one."
 )
 PAIRS = (
     "Each square is one pair of KV heads of a layer; red: they point the same way, blue: opposite ways, white: nothing "
@@ -39,7 +39,7 @@ RECIPES = (
 AGREEMENT = (
     "The same exchanges of two heads scored twice: by the error of the layer's own output, which is cheap, and by the "
     "loss of the whole model. Rank: Spearman's correlation, 1 for the same order, 0 for no relation. Spread: "
-    "largest minus smallest loss in nats a token; where it is tiny, the order of the losses is mostly noise."
+    "largest minus smallest loss in nats per token; where it is tiny, the order of the losses is mostly noise."
 )
 
 
@@ -60,7 +60,7 @@ def build_page(record: Mapping[str, Any]) -> str:
     alike = Picture(inspection.pairs_figure(record), f"A map of colours for each layer. {pairs}", pairs)
     heads = [
         Section("Where the loss is sensitive", picture=sensitive),
-        Section("Heads kept at each budget", picture=kept),
+        Section("Heads kept at each KV ratio", picture=kept),
         Section("Which heads are alike", picture=alike),
     ]
     if record["agreement"]:
@@ -85,14 +85,14 @@ def _cost_sections(record: Mapping[str, Any]) -> list[Section]:
                  f"loss increase by {best['recipe']}{refinement_told(best)}"),
                 (f"perplexity at {percent(best['kv_ratio'])}", number(math.exp(scores["loss"]), ".2f"),
                  f"original {math.exp(record['original_loss']):.2f}"),
-                (f"KV bytes a token at {percent(best['kv_ratio'])}", f"{best['kv_bytes_per_token']:,}",
+                (f"KV bytes per token at {percent(best['kv_ratio'])}", f"{best['kv_bytes_per_token']:,}",
                  f"original {record['kv_bytes_per_token']:,}"),
             ]  # fmt: skip
     if (compared := inspection.recipes_figure(record)) is None:
         return []
     alt = f"Loss increase of each recipe. {RECIPES} The table of recipes has the numbers."
     return [
-        Section("Best of each budget", stats=stats),
+        Section("Best at each KV ratio", stats=stats),
         Section("What each recipe costs", picture=Picture(compared, alt, RECIPES)),
         Section("Recipes", tables=[recipe_table(record)], wide=True),
     ]

@@ -60,11 +60,12 @@ def _quality(model: Mapping[str, Any], entry: Mapping[str, Any], original: Mappi
         ("perplexity", perplexity, f"original {math.exp(original['loss']):.2f}"),
     ]
     if kept:
-        stats.append(("KV cache, bytes a token", f"{kept:,}", f"{percent(round(kept / own, 4))}; original {own:,}"))
+        stats.append(("KV cache, bytes per token", f"{kept:,}", f"{percent(round(kept / own, 4))}; original {own:,}"))
     if (baseline := entry.get("baseline_loss")) is not None:
         step, steps = entry.get("best_step"), entry.get("steps")
         stats.append(("loss of the baseline", number(baseline), f"{baseline - original['loss']:+.3f}, trained as long"))
-        stats.append(("training steps", f"{step}", f"the best of {steps}"))
+        remark = f"the best of {steps}" if step else f"{steps} more made it no better"
+        stats.append(("training steps", f"{step}", remark))
     return stats
 
 
@@ -120,6 +121,6 @@ def _long_context(found: Mapping[str, Any] | None) -> list[Table]:
         return []
     recall = "Recall of a hidden line by context and depth: share right of four values, what hiding adds."
     return [
-        with_intro(position_table(found["loss_by_position"]), "Loss by position, nats a token."),
+        with_intro(position_table(found["loss_by_position"]), "Loss by position, nats per token."),
         with_intro(recall_table(found["recall"]), recall),
     ]

@@ -27,8 +27,9 @@ MOST_POINTS = 30  # of the front, of which the page says how to make them again
 MOST_TOLD = 12  # points of a picture that its description names
 
 FRONT = (
-    "Every trial at its last rung; the ring is a promoted model after its full training. The upright axis is "
-    "logarithmic; what is not above the original model stands in the band below, the best of each size with its number."
+    "Every trial at its last rung; a ring is a promoted model at the best step of its full training, which may be the "
+    "untrained conversion. The upright axis is logarithmic; what is not above the original model stands in the band "
+    "below, the best of each size with its number."
 )
 
 AGAIN = (
@@ -95,13 +96,14 @@ def _lead(candidates: Sequence[TrialRecord], original: Mapping[str, Any], models
     if models:
         bests = [(m["kv_ratio"], m["label"], m["loss_increase"]) for m in models]
     told = [
-        f"{percent(ratio)} of the KV cache: {number(increase, '+.3f')} by {name}" for ratio, name, increase in bests
+        f"{percent(ratio)} of the KV cache: loss {number(increase, '+.3f')} by {label}"
+        for ratio, label, increase in bests
     ]
     what = "Promoted" if models else "Best trials"
     name = Path(str(original.get("model", "the model"))).name
     return (
-        f"Original model {name}: {original['loss']:.3f} nats a token held out, {original['kv_bytes_per_token']:,} KV "
-        f"bytes a token. {len(candidates)} trials. {what}: {'; '.join(told) or 'none'}."
+        f"Original model {name}: {original['loss']:.3f} nats per token held out, {original['kv_bytes_per_token']:,} KV "
+        f"bytes per token. {len(candidates)} trials. {what}: {'; '.join(told) or 'none'}."
     )
 
 
@@ -116,7 +118,7 @@ def _front_section(
     ]
     promoted = [f"{e.get('name') or e['recipe']}: {number(e.get('loss'))}" for e in done]
     alt = (
-        f"Increase of the held-out loss, on a logarithmic axis, against KV bytes a token. Original model: "
+        f"Increase of the held-out loss, on a logarithmic axis, against KV bytes per token. Original model: "
         f"{original['loss']:.3f} at {original['kv_bytes_per_token']:,} bytes. Front, from the smallest cache on: "
         f"{'; '.join(points) or 'none'}. Promoted: {'; '.join(promoted) or 'none'}."
     )

@@ -112,7 +112,7 @@ class Storage:
         return Disk(parts, max(shared + checkpoints * s + going, kept + promoting), kept)
 
     def shortage(self, parallel: int) -> str | None:
-        """What to say where a search cannot fit: the numbers, and what would do. None where it can."""
+        """What to say where a search cannot fit: the numbers, and what helps. None where it can."""
         takes, free = self.disk(parallel), self.free
         if takes.most <= free:
             return None

@@ -1,4 +1,4 @@
-"""Whether the processes of a search fit the GPUs that they ask for, and what would do where one does not."""
+"""Whether the processes of a search fit the GPUs that they ask for, and what helps where one does not."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_accelerators(config: SearchConfig, problem: SearchProblem) -> None:
 
 
 def refused(needs: Needs) -> list[str]:
-    """A line for each process that does not fit: what it takes, of which what most, and what would do."""
+    """A line for each process that does not fit: what it takes, of which what most, and what helps."""
     return [_refusal(need, needs) for need in needs.all() if not need.fits]
 
 
@@ -50,7 +50,7 @@ def _refusal(need: Need, needs: Needs) -> str:
         would.append(f"{key}={min(larger, key=lambda kind: GIGABYTES[kind])}")
     return (
         f"{key}: {in_words(need.accelerator_type)}{share}, but the {need.process} takes "
-        f"{giga(need.total)}, {most}; what would do: {'; or '.join(would) or 'a smaller model'}"
+        f"{giga(need.total)}, {most}; what helps: {'; or '.join(would) or 'a smaller model'}"
     )
 
 

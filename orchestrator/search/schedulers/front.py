@@ -1,4 +1,4 @@
-"""Multi-objective asynchronous successive halving (MO-ASHA, Schmucker 2021) over held-out loss and KV bytes a token.
+"""Multi-objective asynchronous successive halving (MO-ASHA, Schmucker 2021) over held-out loss and KV bytes per token.
 
 Every trial stops to think at each rung: it is paused, its process goes to another trial, and it continues from its
 checkpoint when it advances. KV ratios share one bracket, since a trial with fewer bytes is never behind one with more

@@ -1,6 +1,6 @@
 """Tree-structured Parzen estimators over the joint space, by Optuna; the only file that knows of it.
 
-Two objectives, held-out loss and KV bytes a token (three where decode time is measured), so that the search spreads
+Two objectives, held-out loss and KV bytes per token (three where decode time is measured), so that the search spreads
 along the front and does not settle at one budget. Conditional decisions are asked for only where they come up (define
 by run).
 

@@ -234,7 +234,7 @@ def test_an_export_that_grows_the_cache_ends_with_2_and_both_numbers(
     options = ["export", source, "--target", "gqa", "--out", tmp_path / "out"]
     assert run_here(*options) == 2
     told = capfd.readouterr().err
-    assert all(said in told for said in ("512 KV bytes a token", "the plan 256", "--allow-larger-cache"))
+    assert all(said in told for said in ("512 KV bytes per token", "the plan 256", "--allow-larger-cache"))
     assert not (tmp_path / "out").exists()
     assert run_here(*options, "--allow-larger-cache") == 0
-    assert "a stock Llama checkpoint: transformers, vLLM and llama.cpp load it" in capfd.readouterr().out
+    assert "a stock Llama checkpoint: transformers and vLLM load it, and llama.cpp after" in capfd.readouterr().out

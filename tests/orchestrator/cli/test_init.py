@@ -33,11 +33,14 @@ def demo_geometry(demo_dir: Path) -> HeadGeometry:
     return geometry_of(checkpoint.load_config(demo_dir))
 
 
-@pytest.mark.parametrize(("family", "kv_heads", "ratios"), [("llama", 4, [0.5, 0.25]), ("qwen3", 2, [0.5])])
+@pytest.mark.parametrize(
+    ("family", "kv_heads", "ratios", "recipes"), [("llama", 4, [0.5, 0.25], 4), ("qwen3", 2, [0.5], 3)]
+)
 def test_the_result_passes_a_dry_run(
     family: str,
     kv_heads: int,
     ratios: list[float],
+    recipes: int,
     place: Path,
     tiny_model: Any,
     demo_tokenizer: Any,
@@ -51,8 +54,8 @@ def test_the_result_passes_a_dry_run(
     assert f"wrote {file.name}" in capsys.readouterr().out
     assert run_here("search", file, "--dry-run") == 0
     told = capsys.readouterr().out
-    # 3 recipes at 2 rates at each ratio, and 4 that are drawn
-    assert f"trials: {3 * 2 * len(ratios) + 4};" in told and told.endswith("nothing was written\n")
+    # each recipe at 2 rates at each ratio, and 4 that are drawn
+    assert f"trials: {recipes * 2 * len(ratios) + 4};" in told and told.endswith("nothing was written\n")
     config = parse_config(read_yaml(file.read_text()))
     assert config.search.kv_ratios == ratios and config.model.path == model.name
     assert sorted(path.name for path in place.iterdir()) == [model.name, file.name]

@@ -1,6 +1,6 @@
 """What the project's own recipes must reach on the demo checkpoint, with their defaults and without any training.
 
-Held-out loss on 16k tokens over that of the original model, in nats a token. Each number comes from one conversion.
+Held-out loss on 16k tokens over that of the original model, in nats per token. Each number comes from one conversion.
 """
 
 from __future__ import annotations

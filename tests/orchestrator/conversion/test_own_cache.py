@@ -109,7 +109,7 @@ def test_several_ratios_say_where_they_were_rounded_down(grouped: Path, capsys: 
     said = capsys.readouterr().out
     assert "50% of the checkpoint's KV cache (70% cannot be met exactly)" in said
     assert "25% of the checkpoint's KV cache:" in said
-    assert "128 KV bytes a token, 512 before" in said
+    assert "128 KV bytes per token, 512 before" in said
 
 
 def test_an_estimate_of_several_ratios_rounds_down_as_the_conversion_does(grouped: Path) -> None:
@@ -157,9 +157,9 @@ def test_every_verb_takes_lists_of_ratios_and_of_heads(
         (["--kv-heads", "0"], ["kv_heads: got 0", "1 to 3"]),
         (["--kv-heads", "2.5"], ["kv_heads", "whole number", "2.5"]),
         (["--kv-heads", "3"], ["0.75", "nearest kv_ratio that recipe gqa can meet is 0.5"]),
-        (["--kv-ratio", "1"], ["keeps the whole cache", "changes nothing", "give less than 1", "KV bytes a token"]),
+        (["--kv-ratio", "1"], ["keeps the whole cache", "changes nothing", "give less than 1", "KV bytes per token"]),
         (["--kv-ratio", "1.5"], ["1.5", "(0, 1]"]),
-        (["--kv-ratio", "0.3"], ["0.3", "4 KV heads a layer", "512 KV bytes a token in float32", "0.25 or 0.5"]),
+        (["--kv-ratio", "0.3"], ["0.3", "4 KV heads a layer", "512 KV bytes per token in float32", "0.25 or 0.5"]),
     ],
 )
 def test_refusals_are_in_the_same_terms(

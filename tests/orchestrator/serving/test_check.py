@@ -56,7 +56,7 @@ def test_the_verb_checks_and_keeps_what_it_found(
     assert check["kv_bytes_per_token"] == 2 * (4 + 1 + 4 + 1) * 32 * 4
     assert check["capacity"] == 2 * 2**30 // check["kv_bytes_per_token"]
     printed = capsys.readouterr().out
-    assert "8 of 8 prompts" in printed and "2560 bytes a token by the engine's report, 2560 promised" in printed
+    assert "8 of 8 prompts" in printed and "2560 bytes per token by the engine's report, 2560 promised" in printed
 
 
 def test_an_engine_that_is_not_there_is_told_before_any_work(
@@ -115,7 +115,7 @@ def test_other_weights_and_another_cache_are_found(
     export(tmp_path / "wider", "gguf", tmp_path / "gguf", demo_dir)
     reasons = _found(exported, tmp_path / "gguf")
     assert any("log-probabilities differ by up to" in told for told in reasons)
-    assert "its cache takes 4096 bytes a token in float32, promised were 2560" in reasons
+    assert "its cache takes 4096 bytes per token in float32, promised were 2560" in reasons
 
 
 @pytest.mark.parametrize(

@@ -244,15 +244,15 @@ def test_the_progress_tells_done_running_stopped_best_and_what_is_to_come(tmp_pa
     log = log_of(None, tmp_path, None, expected=4)
     for number, budget in ((1, 0.5), (2, 0.25), (3, 0.25)):
         log.on_trial_start(0, [], trial(number, budget=budget))
-    log.on_trial_result(0, [], trial(1), report(0, 2.3))
-    log.on_trial_result(0, [], trial(1), report(5, 2.1))
+    log.on_trial_result(0, [], trial(1), report(0, 2.1))
+    log.on_trial_result(0, [], trial(1), report(5, 2.3))  # training made it worse: the smallest so far stays
     log.on_trial_complete(0, [], trial(1))
     log.on_trial_result(0, [], trial(2), report(0, 3.0))
     log.on_trial_complete(0, [], trial(2))
     assert log.rungs == (4, 8)  # all of two trials that have ended, none of the one that has just begun
     line = progress_note(list(log.records.values()), 4, 2.0)
     assert "1 done, 1 running, 1 stopped, 1 to come" in line
-    assert "smallest loss increase by share of the checkpoint's KV: 50% +0.100 (headfold)" in line
+    assert "smallest loss increase so far by share of the checkpoint's KV: 50% +0.100 (headfold)" in line
     assert "25% +1.000" in line
 
 
