@@ -3,8 +3,8 @@ layers without rotary embedding, experts.
 
     python -m benchmarks families [--quick]
 
-A small model of each family is trained for about a minute on the standard library's code and its KV heads are halved. One
-seed; what such a model has learned of attention is little, and a large one may behave otherwise.
+A small model of each family is trained for some minutes on the standard library's code, and its KV heads are halved.
+One seed; what such a model has learned of attention is little, and a large one may behave otherwise.
 """
 
 from __future__ import annotations

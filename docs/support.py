@@ -1,5 +1,5 @@
-"""The table of supported families in README and docs/families.md, from what the code answers: `python docs/reference.py`
-writes it."""
+"""The table of supported families in README and docs/families.md, from what the code answers; `python
+docs/reference.py` writes it."""
 
 from __future__ import annotations
 
@@ -78,8 +78,16 @@ def row(config: Any) -> tuple[str, ...]:
     """What is said of a family: how keys are fused, whether layer by layer, and what each engine holds."""
     geometry = geometry_of(config)
     check_windows(config)
-    keys = "least squares under the norm" if geometry.whole_norm else "mean" if geometry.qk_norm else "least squares"
+    keys = _keys(geometry)
     return (keys, "yes", *(held(config, names) for names in ENGINES.values()))
+
+
+def _keys(geometry: HeadGeometry) -> str:
+    if geometry.keeps_signs:
+        return "mean, signs aligned"
+    if geometry.whole_norm:
+        return "least squares under the norm"
+    return "mean" if geometry.qk_norm else "least squares"
 
 
 def table() -> str:
