@@ -72,7 +72,8 @@ def families(scale: Scale) -> Iterator[Row]:
 
 def trained(name: str, text: Tensor, steps: int) -> PreTrainedModel:
     """A model of the family after some steps of AdamW on `text` `[N, T]`, the last of them at a falling rate."""
-    config, own = OWN[name]
+    config: Any = OWN[name][0]
+    own = OWN[name][1]
     settings = {key: value for key, value in (SHAPE | own).items() if value is not None or key == "pad_token_id"}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config(**settings), dtype=torch.float32).train()

@@ -3,7 +3,6 @@ docs/reference.py` writes it."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from attention.io.layers.windows import check_windows
 from attention.io.targets import TargetError, target
 from attention.plan import AttentionPlan, LayerPlan
 
-START, END = "<!-- support: written by docs/reference.py -->\n\n", "\n<!-- support: end -->"
+START, END = "<!-- support: written by docs/reference.py -->\n", "<!-- support: end -->"
 NAMES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "llama": [("Llama 1 to 3.x", {})],
     "mistral": [("Mistral", {"sliding_window": None})],
@@ -100,5 +99,9 @@ def table() -> str:
 
 
 def with_table(page: str) -> str:
-    """A page with the table as it is today."""
-    return re.sub(f"{re.escape(START)}.*?{re.escape(END)}", lambda _: f"{START}{table()}{END}", page, flags=re.DOTALL)
+    """A page with the table as it is today. Raises ValueError for one that has no place for it."""
+    before, start, rest = page.partition(START)
+    _, end, after = rest.partition(END)
+    if not (start and end):
+        raise ValueError(f"expected {START.strip()} and {END} on the page")
+    return f"{before}{START}\n{table()}\n{END}{after}"
