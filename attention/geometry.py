@@ -55,7 +55,8 @@ class HeadGeometry:
     """Counts, dims, rotary layout, existing KV map, biases and q/k norms of a checkpoint's attention.
 
     `qk_norm`: queries and keys are normalised after projection; `whole_norm`: over all heads of a layer together, not
-    head by head. `rotary_layers`: for each layer whether it rotates at all; None if all do.
+    head by head; `centred_norm`: their mean is taken off first, as by a layer norm. `rotary_layers`: for each layer
+    whether it rotates at all; None if all do.
     """
 
     family: str
@@ -73,7 +74,14 @@ class HeadGeometry:
     max_positions: int
     vocab_size: int
     whole_norm: bool = False
+    centred_norm: bool = False
     rotary_layers: tuple[bool, ...] | None = None
+
+    @property
+    def keeps_signs(self) -> bool:
+        """Whether signs of rotary pairs pass the norm of each head's queries and keys
+        (`attention.conversion.fusion.signs`)."""
+        return self.qk_norm and not self.whole_norm and not self.centred_norm
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_heads", "head_dim", "max_positions", "vocab_size"):

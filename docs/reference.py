@@ -1,5 +1,5 @@
-"""Write what docs/ holds of the code itself: the reference of the configuration, that of the commands, and the JSON
-schema for editors.
+"""Write what docs/ holds of the code itself: the reference of the configuration, that of the commands, the JSON schema
+for editors, and the table of supported families.
 
     python docs/reference.py
 
@@ -20,8 +20,9 @@ from typing import Any
 import yaml
 
 DOCS = Path(__file__).resolve().parent
-sys.path.insert(0, str(DOCS.parent))
+sys.path[:0] = [str(DOCS.parent), str(DOCS)]
 
+from support import with_table  # noqa: E402
 from typer.main import get_command  # noqa: E402
 
 from orchestrator.config.schema import SearchConfig  # noqa: E402
@@ -224,6 +225,7 @@ def pages() -> dict[str, str]:
         "reference/config.md": config_page(),
         "reference/commands.md": commands_page(),
         "python.ipynb": notebook(),
+        **{name: with_table((DOCS / name).read_text(encoding="utf-8")) for name in ("families.md", "../README.md")},
     }
 
 

@@ -119,7 +119,7 @@ TINY: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3": (Qwen3Config, {}),
     "qwen3_moe": (
         Qwen3MoeConfig,
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
     ),
     "smollm3": (SmolLM3Config, {"no_rope_layer_interval": 2}),
     "stablelm": (StableLmConfig, {"head_dim": None, "use_qkv_bias": True, "qk_layernorm": True}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from transformers import PhiConfig, PhiForCausalLM
@@ -11,7 +12,9 @@ from attention.geometry import HeadGeometry
 
 
 def geometry(config: Any) -> HeadGeometry:
-    return _separate.geometry(config, family="phi", qkv_bias=True, output_bias=True, qk_norm=bool(config.qk_layernorm))
+    norm = bool(config.qk_layernorm)
+    own = _separate.geometry(config, family="phi", qkv_bias=True, output_bias=True, qk_norm=norm)
+    return replace(own, centred_norm=norm)
 
 
 FAMILY = _separate.family(

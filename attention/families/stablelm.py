@@ -21,7 +21,8 @@ def geometry(config: Any) -> HeadGeometry:
     head_dim = config.hidden_size // config.num_attention_heads
     rotary = RotaryLayout(head_dim, int(head_dim * config.rope_parameters["partial_rotary_factor"]))
     bias, norm = bool(config.use_qkv_bias), bool(config.qk_layernorm)
-    return _separate.geometry_with(config, "stablelm", config.num_key_value_heads, rotary, bias, False, qk_norm=norm)
+    own = _separate.geometry_with(config, "stablelm", config.num_key_value_heads, rotary, bias, False, qk_norm=norm)
+    return replace(own, centred_norm=norm)
 
 
 def _weights(norms: Any) -> Tensor:

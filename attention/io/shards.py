@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from attention.io import checkpoint
+from attention.io.experts import published
 from attention.io.files import written_whole
 from attention.io.layers.windows import LazyWeights, stored_outer_names
 from attention.io.precision import STORED
@@ -104,7 +105,7 @@ def _check_names(folder: Path, config: PretrainedConfig) -> None:
         model = AutoModelForCausalLM.from_config(config)
     listed = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
     tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
-    wanted = set(model.state_dict()) - tied
+    wanted = set(published(model, {name: t for name, t in model.state_dict().items() if name not in tied}))
     if listed != wanted:
         raise ValueError(
             f"{folder} must hold the {len(wanted)} tensors of {type(model).__name__}; missing are "

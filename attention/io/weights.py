@@ -23,6 +23,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.initialization import no_init_weights
 from transformers.utils.loading_report import LoadStateDictInfo
 
+from attention.io.experts import Place, parts_of, stacked, stacks
 from attention.io.precision import STORED
 from attention.io.safetensors_files import Stored, WeightsError, listed, opened, stored_tensors
 
@@ -49,7 +50,7 @@ class Differences:
     surplus: frozenset[str]
 
 
-def check(source: str | Path, config: PretrainedConfig) -> dict[str, Stored]:
+def check(source: str | Path, config: PretrainedConfig) -> dict[str, Place]:
     """Where each tensor of the config's model lies, by the model's names; empty for a hub name.
 
     Headers alone are read, unless both of two tied matrices are stored: those are compared. Surplus tensors are told in
@@ -70,20 +71,24 @@ def check(source: str | Path, config: PretrainedConfig) -> dict[str, Stored]:
             f"{len(stored)} tensors in all; copy config.json and weights from one model"
         )
     model = _outline(folder, config)
-    places = _by_present_name(model, stored)
+    try:
+        places = _by_present_name(model, stored)
+    except WeightsError as error:
+        raise WeightsError(f"{folder}: {error}") from None
     if places is None:
-        return {}  # tensors that transformers puts together on loading: `check_loaded` sees what becomes of them
+        return {}  # tensors that transformers changes on loading: `check_loaded` sees what becomes of them
     _check_dtypes(folder, places, model.state_dict())
     for tied, root in model.all_tied_weights_keys.items():
         if tied in places and root in places:
-            _check_tie(folder, places[tied], places[root])
+            first, second = (parts_of(places[name])[0][0] for name in (tied, root))  # no expert is tied
+            _check_tie(folder, first, second)
         elif present := places.get(root) or places.get(tied):
             places |= {tied: present, root: present}
     _refuse(folder, model, _differences(model, places))
     return places
 
 
-def _differences(model: PreTrainedModel, places: Mapping[str, Stored]) -> Differences:
+def _differences(model: PreTrainedModel, places: Mapping[str, Place]) -> Differences:
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     stored = {name: place.shape for name, place in places.items()}
     wrong = {name: (stored[name], own) for name, own in shapes.items() if stored.get(name, own) != own}
@@ -144,23 +149,31 @@ def _outline(source: Path, config: PretrainedConfig) -> PreTrainedModel:
         ) from None
 
 
-def _by_present_name(model: PreTrainedModel, stored: Mapping[str, Stored]) -> dict[str, Stored] | None:
-    """Tensors under the names that transformers gives them on loading; None if it would also reshape some."""
+def _by_present_name(model: PreTrainedModel, stored: Mapping[str, Stored]) -> dict[str, Place] | None:
+    """Tensors under the names that transformers gives them on loading, experts put together; None if it would do more
+    to some. Raises WeightsError for experts that do not belong together."""
     state, mapping = model.state_dict(), get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    by_name = {}
+    of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    by_name: dict[str, Place] = {}
+    experts: dict[str, dict[str, list[Stored]]] = {}
     for name, place in stored.items():
-        present, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
-        if converted is not None:
-            return None
+        present, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if pattern is not None:
+            if not stacks(of_pattern[pattern]):
+                return None
+            experts.setdefault(present, {}).setdefault(pattern, []).append(place)
+            continue
         if present not in state and name in state:
             present = name
         by_name[present] = place
+    for present, matrices in experts.items():
+        by_name[present] = stacked(present, matrices, of_pattern[next(iter(matrices))].source_patterns)
     return by_name
 
 
-def _check_dtypes(folder: Path, places: Mapping[str, Stored], state: Mapping[str, torch.Tensor]) -> None:
+def _check_dtypes(folder: Path, places: Mapping[str, Place], state: Mapping[str, torch.Tensor]) -> None:
     odd = {
         name
         for name, place in places.items()

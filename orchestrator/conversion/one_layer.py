@@ -22,6 +22,7 @@ from attention.calibration.calibration import calibrate
 from attention.conversion import conversion
 from attention.families import geometry_of
 from attention.io.checkpoint import to_plain
+from attention.io.experts import published
 from attention.io.layers.windows import (
     Head,
     LazyWeights,
@@ -171,7 +172,7 @@ class LayerwiseConversion:
                 new = to_plain(new)
         prefix = layer_prefix(new)
         tensors = {name: t for name, t in new.state_dict().items() if name.startswith(prefix)}
-        return {of_layer(name, prefix, layer): tensor for name, tensor in tensors.items()}
+        return {of_layer(name, prefix, layer): tensor for name, tensor in published(new, tensors).items()}
 
 
 @torch.no_grad()

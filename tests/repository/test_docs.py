@@ -10,7 +10,6 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from attention.families import families
 from orchestrator.config.schema import parse_config
 from orchestrator.main import app
 
@@ -83,13 +82,6 @@ def test_what_is_missing_is_found(tmp_path: Path) -> None:
     assert missing_targets("run `make dinner`\nmake nothing now") == ["dinner", "nothing"]
     text = "`headfold fly`\n| `export DIR --wings 2` | x |\npython orchestrator/main.py search a.yaml \\\n  --gone\n"
     assert sorted(missing_verbs(text)) == ["export --wings", "fly", "search --gone"]
-
-
-def test_readme_names_every_family() -> None:
-    named = re.search(r"Supported families:(.*?)\.", (REPOSITORY / "README.md").read_text(), re.DOTALL)
-    assert named
-    words = {re.sub(r"[^a-z0-9]", "", re.sub(r"\(.*?\)", "", word).lower()) for word in named[1].split(",")}
-    assert words == {re.sub(r"[^a-z0-9]", "", name) for name in families()}
 
 
 def test_makefile_lists_every_target() -> None:

@@ -22,6 +22,7 @@ from attention.conversion.fusion.rank import (
     pair_energy,
     symmetric_root,
 )
+from attention.conversion.fusion.signs import signs, unit_gram
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 
@@ -84,9 +85,9 @@ class KeyCost(Cost):
     Queries and keys are taken as independent and, in a rotary pair, as of random relative phase. Rotary pairs: all but
     the leading eigenvalue of the query-weighted complex Gram. Free dims, and all dims without rotary embedding: the
     tail of the query-weighted real Gram; what is constant over keys drops out of the softmax and is left out. With a
-    norm on the queries and keys of each head nothing can be folded: the cost of the plain mean, where each head's norm
-    over tokens stands for its norm at each token and the norm's weights are left out. A norm over all heads at once
-    divides them by one number, so that heads are compared as elsewhere, times the norm's weights.
+    norm on the queries and keys of each head nothing but signs can be folded: the cost of the mean after them, where
+    each head's norm over tokens stands for its norm at each token and the norm's weights are left out. A norm over all
+    heads at once divides them by one number, so that heads are compared as elsewhere, times the norm's weights.
     """
 
     def __init__(self, heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeometry) -> None:
@@ -95,7 +96,9 @@ class KeyCost(Cost):
         heads = under_norm(heads) if geometry.whole_norm else heads
         gram = statistics.key_gram(heads)
         if self.qk_norm:
-            self.gram = torch.einsum("ijdd->ij", gram)
+            units = unit_gram(gram, self.layout)
+            self.gram = units if geometry.keeps_signs else units.sum(0, keepdim=True)
+            self.signed = geometry.keeps_signs
             self.energy = torch.einsum("hdd->h", statistics.query_moment.to(gram))
             return
         moment = statistics.query_gram(heads)
@@ -103,7 +106,9 @@ class KeyCost(Cost):
         self.free_gram, self.free_moment = free_parts(heads, statistics, geometry)
 
     def effort(self, members: int) -> float:
-        free = 0 if self.qk_norm else EIGEN * (members * len(self.layout.free)) ** 3
+        if self.qk_norm:
+            return EIGEN * len(self.gram) * members**3
+        free = EIGEN * (members * len(self.layout.free)) ** 3
         return free + EIGEN * self.layout.dims / 2 * members**3
 
     def _batch(self, groups: Tensor) -> Tensor:
@@ -132,7 +137,11 @@ class KeyCost(Cost):
 
     def _of_mean(self, groups: Tensor) -> Tensor:
         index = groups.to(self.gram.device)
-        gram = self.gram[index[:, :, None], index[:, None, :]]
+        gram = self.gram[:, index[:, :, None], index[:, None, :]]
+        if self.signed:
+            own_sign = signs(gram)
+            gram = gram * own_sign[..., :, None] * own_sign[..., None, :]
+        gram = gram.sum(0)
         tiny = torch.finfo(gram.dtype).tiny
         own = gram.diagonal(dim1=1, dim2=2).clamp_min(tiny)
         cosine = gram.mean(2) / (own * gram.mean((1, 2)).clamp_min(tiny)[:, None]).sqrt()

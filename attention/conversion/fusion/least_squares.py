@@ -17,6 +17,7 @@ from attention.calibration.moments import LayerStatistics, augmented
 from attention.conversion.fusion.costs import ValueCost, free_parts, under_norm
 from attention.conversion.fusion.pooled import Groups, check_lifted, mean_fuse
 from attention.conversion.fusion.rank import complex_gram, fit_complex, fit_real, pair_energy
+from attention.conversion.fusion.signs import with_signs
 from attention.geometry import HeadGeometry
 from attention.heads import KEY_SIDE, LayerHeads
 from attention.modeling.rotary import pair_maps
@@ -44,9 +45,10 @@ def least_squares_fuse(
     Values: the best shared head under the group's mean covariance of attention-mixed inputs, then each member's output
     columns refitted under its own, and `sweeps` rounds of both. Biases are one more input; an output bias takes up the
     means instead. Keys: in each rotary pair one shared complex key and one complex scale a member, folded into its
-    query; in free dims a shared key and a map a member; mean keys with a norm on the queries and keys of each head; for
-    a norm over all heads see `_under_whole_norm`. Shared heads have the root-mean-square norm of
-    their members. Raises ValueError without statistics or if the heads are not lifted.
+    query; in free dims a shared key and a map a member; with a norm on the queries and keys of each head mean keys,
+    after the signs that pass it (`attention.conversion.fusion.signs`); for a norm over all heads see
+    `_under_whole_norm`. Shared heads have the root-mean-square norm of their members. Raises ValueError without
+    statistics or if the heads are not lifted.
     """
     if statistics is None:
         raise ValueError("fusion=least_squares needs a calibration; pass the layer's statistics")
@@ -54,7 +56,8 @@ def least_squares_fuse(
     if geometry.whole_norm:
         keys = _under_whole_norm(heads, plan, statistics, geometry)
     elif geometry.qk_norm:
-        keys = mean_fuse(heads, plan)
+        turned = with_signs(heads, plan.key_groups, statistics, geometry) if geometry.keeps_signs else heads
+        keys = mean_fuse(turned, plan)
     else:
         keys = _fuse_keys(heads, plan.key_groups, statistics, geometry)
     values = _fuse_values(heads, plan.value_groups, statistics, sweeps)

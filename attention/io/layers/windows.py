@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from attention.families import family_of
+from attention.io.experts import Part, parts_of
 from attention.io.safetensors_files import Stored, WeightsError, opened
 from attention.io.weights import check, check_finite
 from attention.modeling.modeling import plan_of_config
@@ -44,8 +45,8 @@ class LazyWeights:
         self._places = check(self.folder, config)
         if not self._places:
             raise WeightsError(
-                f"{self.folder}: transformers puts tensors of a {config.model_type} together while it loads them (the "
-                "experts of an MLP), so that they cannot be read one by one; convert it in memory, without --layerwise"
+                f"{self.folder}: transformers changes tensors of a {config.model_type} while it loads them, so that "
+                "they cannot be read one by one; convert it in memory, without --layerwise"
             )
         self._rounding: torch.dtype | None = None
 
@@ -62,19 +63,26 @@ class LazyWeights:
     def __contains__(self, name: str) -> bool:
         return name in self._places
 
-    def _place(self, name: str) -> Stored:
+    def _parts(self, name: str) -> list[Part]:
         if name not in self._places:
             raise WeightsError(f"{self.folder} has no tensor {name!r}; its config describes none either")
-        return self._places[name]
+        return parts_of(self._places[name])
+
+    def _whole(self, name: str) -> Stored:
+        """Where a tensor lies that is no experts'."""
+        ((stored, _),) = self._parts(name)
+        return stored
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
         """Copy the named tensors into `targets`, in their dtype and on their device. Each file is opened once."""
-        places = {name: self._place(name) for name in targets}
-        for own in sorted({place.file for place in places.values()}):
+        by_file: dict[str, list[tuple[str, Tensor]]] = {}
+        for name, target in targets.items():
+            for stored, where in self._parts(name):
+                by_file.setdefault(stored.file, []).append((stored.name, target[where]))
+        for own in sorted(by_file):
             with opened(self.folder / own) as file:
-                for name, place in places.items():
-                    if place.file == own:
-                        self._copy(file.get_tensor(place.name), targets[name], name)
+                for name, target in by_file[own]:
+                    self._copy(file.get_tensor(name), target, name)
 
     @torch.no_grad()
     def _copy(self, source: Tensor, target: Tensor, name: str) -> None:
@@ -87,7 +95,7 @@ class LazyWeights:
 
     def rows(self, name: str, ids: Tensor) -> Tensor:
         """Rows `ids` (ascending) of a matrix; the others are not kept."""
-        place = self._place(name)
+        place = self._whole(name)
         parts = []
         with opened(self.folder / place.file) as file:
             part = file.get_slice(place.name)
@@ -101,13 +109,13 @@ class LazyWeights:
 
     def holds_only(self, names: Iterable[str], dtype: torch.dtype) -> bool:
         """Whether `dtype` can hold the named tensors without rounding."""
-        kinds = {self._place(name).dtype for name in names}
+        kinds = {stored.dtype for name in names for stored, _ in self._parts(name)}
         narrow = {"F16": torch.float16, "BF16": torch.bfloat16}
         return all(narrow.get(kind, torch.float32) == dtype or dtype == torch.float32 for kind in kinds)
 
     def one(self, name: str, dtype: torch.dtype) -> Tensor:
         """A whole tensor, floating-point ones in `dtype`, in memory of its own."""
-        place = self._place(name)
+        place = self._whole(name)
         with opened(self.folder / place.file) as file:
             tensor = file.get_tensor(place.name)
             check_finite(self.folder, {name: tensor})
@@ -262,7 +270,8 @@ def embed(
     model = empty(window_config(config, 0, len(ids)), dtype, device)
     table, head = _embedding_name(model), _output_name(model)
     state = model.state_dict()
-    needed = [n for n in outer_names(model) if n not in (table, head) and n in weights]
+    output = head.removesuffix("weight")  # its bias is as long as the whole vocabulary
+    needed = [n for n in outer_names(model) if n != table and not n.startswith(output) and n in weights]
     weights.read_into({name: state[name] for name in needed})
     state[table].copy_(weights.rows(table, ids))
     streams = torch.empty(*sequences.shape, model.config.hidden_size, dtype=dtype)

@@ -21,6 +21,7 @@ from attention.conversion.conversion import convert, lift
 from attention.conversion.fusion.costs import KeyCost, ValueCost
 from attention.conversion.fusion.least_squares import least_squares_fuse
 from attention.conversion.fusion.pooled import mean_fuse, norm_restored_fuse
+from attention.conversion.fusion.signs import signs, with_signs
 from attention.families import families, geometry_of
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
@@ -346,17 +347,48 @@ def test_key_errors_are_those_measured_on_tokens(case: str, tiny_model: Tiny, ti
         assert (error == 0) == (len(group) == 1)
 
 
-def test_keys_under_a_norm_are_averaged(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
-    model, geometry, calibration = ready(tiny_model, "qwen3", tiny_tokens)
-    heads, statistics = lifted(model)[1], calibration.layers[1]
+@pytest.mark.parametrize(("case", "signed"), [("qwen3", True), ("gemma3_text", True), ("phi", False)])
+def test_keys_under_a_norm_are_averaged(case: str, signed: bool, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    model = tiny_model(case, **({} if signed else {"qk_layernorm": True}))
+    geometry, statistics, heads = geometry_of(model.config), calibrate(model, tiny_tokens).layers[1], lifted(model)[1]
+    turned = with_signs(heads, PLAN.key_groups, statistics, geometry)
+    assert torch.equal(turned.k.abs(), heads.k.abs()) and not torch.equal(turned.k, heads.k)
+    same = [logits(with_heads(model, [lifted(model)[0], each]), tiny_tokens) for each in (heads, turned)]
+    assert (float((same[0] - same[1]).abs().max()) < 1e-4) == signed, "a layer norm takes off a mean, which has a sign"
     fused = least_squares_fuse(heads, PLAN, statistics, geometry)
-    assert torch.equal(fused.q, heads.q) and torch.equal(fused.k, mean_fuse(heads, PLAN).k)
-    # Parallel heads cost nothing whatever their length, since the norm takes it away; opposed ones the most.
+    start = turned if signed else heads
+    assert torch.equal(fused.q, start.q) and torch.equal(fused.k, mean_fuse(start, PLAN).k)
+    # Parallel heads cost nothing whatever their length, since the norm takes it away; opposed ones the most, but for
+    # signs.
     parallel = replace(heads, k=heads.k[:1] * torch.tensor([1.0, 2, 3, -1]).view(4, 1, 1))
+    if heads.k_bias is not None:
+        parallel = replace(parallel, k_bias=torch.zeros_like(heads.k_bias))
     cost = KeyCost(parallel, statistics, geometry)
     assert cost.cost((0, 1, 2)) == pytest.approx(0, abs=1e-4)
     against = statistics.query_moment[3].trace().item()  # 2 k and -k: the mean k / 2 points against the second
-    assert cost.cost((1, 3)) == pytest.approx(4 * against, rel=1e-3)
+    assert cost.cost((1, 3)) == pytest.approx(0 if signed else 4 * against, rel=1e-3, abs=1e-4)
+
+
+def test_signs_of_a_unit_are_the_best_of_all() -> None:
+    """Of few heads: against every choice. The first keeps its own."""
+    rows = torch.randn(50, 5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    gram = rows @ rows.mT
+    chosen = signs(gram)
+    every = torch.cartesian_prod(*[torch.tensor([1.0, -1.0], dtype=torch.float64)] * 4)
+    every = torch.cat([torch.ones(len(every), 1), every.double()], 1)
+    best = torch.einsum("si,nij,sj->ns", every, gram, every).amax(1)
+    found = torch.einsum("ni,nij,nj->n", chosen, gram, chosen)
+    assert (chosen[:, 0] == 1).all() and set(chosen.unique().tolist()) == {-1.0, 1.0}
+    assert (found > 0.85 * best).all() and (found > 0.999 * best).double().mean() > 0.9
+
+
+def test_signs_bring_keys_under_a_norm_nearer(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    model = tiny_model("qwen3")
+    calibration, plan = calibrate(model, tiny_tokens), AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 2, 3)),) * 2, 8)
+    wanted = logits(model, tiny_tokens)
+    made = (convert(model, plan, fusion=name, calibration=calibration) for name in ("least_squares", "mean"))
+    apart = [float((logits(one, tiny_tokens) - wanted).square().mean()) for one in made]
+    assert 0 < apart[0] < apart[1]
 
 
 # ---- least squares: slow references of the optimum ----------------------------------------------------------------

@@ -60,6 +60,8 @@ CASES = [
     ("qwen3", "gguf", "unequal", "qwen3"),
     ("qwen3", "gguf", "apart", "openelm"),
     ("gpt_neox", "gguf", "uniform", "phi2"),
+    ("mixtral", "gguf", "unequal", "llama"),
+    ("qwen3_moe", "gguf", "uniform", "qwen3moe"),
     extended("llama", "transformers", "layers", "head_maps_llama"),
     ("llama", "transformers", "apart", "head_maps_llama"),
     extended("qwen3", "transformers", "apart", "head_maps_qwen3"),

@@ -35,8 +35,10 @@ LLAMA = Architecture("llama", interleaved=True)
 OF_FAMILY = {
     "llama": LLAMA,
     "mistral": LLAMA,
+    "mixtral": LLAMA,
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
+    "qwen3_moe": Architecture("qwen3moe"),
     "gemma": Architecture("gemma"),
     "phi": Architecture("phi2", rms_norm=False),
     "gpt2": Architecture("gpt2", fused=True, rms_norm=False),
@@ -68,12 +70,25 @@ def check_supported(config: Any, plan: AttentionPlan) -> None:
         raise TargetError(f"target gguf takes a {family} of rope type {', '.join(known)}, got {kind}")
     if 0 < window_of(config) < geometry.max_positions:
         raise TargetError(f"target gguf has no sliding window, the model one of {window_of(config)} tokens")
-    if family in ("qwen3", "gemma") and geometry.query_bias:
+    if family in ("qwen3", "qwen3_moe", "gemma") and geometry.query_bias:
         raise TargetError(f"llama.cpp has no {family} with biases (attention_bias=true)")
     if family == "gemma" and not config.tie_word_embeddings:
         raise TargetError("llama.cpp has no gemma with an output matrix of its own (tie_word_embeddings=false)")
+    if family == "qwen3_moe":
+        _check_qwen3_moe(config)
     if family == "phi":
         _check_phi(geometry.qk_norm, plan)
+
+
+def _check_qwen3_moe(config: Any) -> None:
+    """llama.cpp's qwen3moe has experts in every layer, weighted so that those that are used sum to one."""
+    if config.mlp_only_layers or config.decoder_sparse_step != 1:
+        raise TargetError(
+            f"llama.cpp has no qwen3_moe with layers without experts (mlp_only_layers={config.mlp_only_layers}, "
+            f"decoder_sparse_step={config.decoder_sparse_step}); export to target vllm"
+        )
+    if not config.norm_topk_prob:
+        raise TargetError("llama.cpp has no qwen3_moe with norm_topk_prob=false; export to target vllm")
 
 
 def _check_phi(qk_norm: bool, plan: AttentionPlan) -> None:

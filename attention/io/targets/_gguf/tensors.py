@@ -38,23 +38,34 @@ def attention_names(model: PreTrainedModel) -> dict[str, int]:
     return {name: layers[id(module)] for name, module in model.named_modules() if id(module) in layers}
 
 
-def outside_attention(model: PreTrainedModel, form: Architecture) -> Iterator[tuple[str, str]]:
-    """Names of all stored tensors but the projections of attention: transformers' and llama.cpp's. Raises TargetError
-    for a tensor that the architecture has no place for."""
+def outside_attention(model: PreTrainedModel, form: Architecture) -> Iterator[tuple[str, Any, str]]:
+    """All stored tensors but the projections of attention: transformers' name, the part of it, llama.cpp's name. Raises
+    TargetError for a tensor that the architecture has no place for."""
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[form.name], model.config.num_hidden_layers)
     modules = attention_names(model)
     tied = model.config.tie_word_embeddings
-    for name in model.state_dict():
+    for name, tensor in model.state_dict().items():
         inside = next((m for m in modules if name.startswith(f"{m}.")), None)
         if inside is not None and "norm" not in name:
             continue
         if tied and name.startswith("lm_head."):
             continue
-        known = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if known is None:
-            raise TargetError(f"llama.cpp's {form.name} has no place for {name}; export to another target")
-        yield name, known
+        for part, called in _parts(name, tensor):
+            known = names.get_name(called, try_suffixes=(".weight", ".bias"))
+            if known is None:
+                raise TargetError(f"llama.cpp's {form.name} has no place for {name}; export to another target")
+            yield name, part, known if known.endswith((".weight", ".bias")) else f"{known}.weight"
+
+
+def _parts(name: str, tensor: Tensor) -> list[tuple[Any, str]]:
+    """What llama.cpp keeps apart of one tensor, and what each is called: gates and what they let pass of experts."""
+    stem, experts, last = name.rpartition(".experts.")
+    if not experts or last != "gate_up_proj":
+        return [(..., name)]
+    half = tensor.shape[1] // 2
+    rows = {"gate_proj": slice(half), "up_proj": slice(half, None)}
+    return [((slice(None), part), f"{stem}{experts}{one}") for one, part in rows.items()]
 
 
 def reshaped(name: str, tensor: Tensor, family: Family, back: bool = False) -> Tensor:
@@ -84,8 +95,8 @@ def layer_tensors(heads: LayerHeads, form: Architecture, layer: int) -> Iterator
 def tensors_of(model: PreTrainedModel, form: Architecture) -> Iterator[tuple[str, Tensor]]:
     """All tensors of a model, in float32."""
     family, geometry, state = family_of(model.config), geometry_of(model.config), model.state_dict()
-    for name, known in outside_attention(model, form):
-        yield known, reshaped(name, state[name], family)
+    for name, part, known in outside_attention(model, form):
+        yield known, reshaped(name, state[name][part], family)
     plan = plan_of(model)
     shapes = shapes_of(plan, form)
     for index, (module, layer) in enumerate(zip(family.attention_modules(model), plan.layers, strict=True)):
@@ -122,8 +133,8 @@ def fill(model: PreTrainedModel, stored: dict[str, Tensor], form: Architecture) 
     """Put the tensors of a file into an empty model of the same config. Raises ValueError for one that is missing, or
     whose padding is not what was written."""
     family, geometry, state = family_of(model.config), geometry_of(model.config), model.state_dict()
-    for name, known in outside_attention(model, form):
-        state[name].copy_(reshaped(name, stored[known], family, back=True))
+    for name, part, known in outside_attention(model, form):
+        state[name][part].copy_(reshaped(name, stored[known], family, back=True))
     model.tie_weights()
     d = geometry.head_dim
     for index, (module, layer) in enumerate(zip(family.attention_modules(model), plan_of(model).layers, strict=True)):

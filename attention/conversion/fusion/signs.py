@@ -1,0 +1,57 @@
+"""Signs of rotary pairs: all that may be turned beneath an RMS norm of the queries and keys of each head.
+
+Such a norm divides a head by one number and weighs its dims. A turn would mix dims of different weights; to negate both
+dims of a rotary pair, in a key and in the queries that read it, leaves every score as it was. Heads of a trained model
+often agree in a pair but for that sign, and a mean of them cancels.
+
+Legend: H heads, g members, d head dim, U units: rotary pairs, then single dims without rotary embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attention.calibration.moments import LayerStatistics
+from attention.conversion.fusion.rank import complex_gram
+from attention.geometry import HeadGeometry, RotaryLayout
+from attention.heads import LayerHeads
+
+
+def unit_gram(gram: Tensor, layout: RotaryLayout) -> Tensor:
+    """Inner products of heads in each unit, `[U, H, H]`, from the Gram of all dims `[H, H, d, d]`."""
+    free = torch.tensor(layout.free, dtype=torch.long, device=gram.device)
+    singles = gram.diagonal(dim1=2, dim2=3)[..., free].permute(2, 0, 1)
+    return torch.cat([complex_gram(gram, layout).real.to(singles), singles]) if layout.dims else singles
+
+
+def signs(gram: Tensor) -> Tensor:
+    """`[..., g, g]` -> 1 or -1 for each member `[..., g]`, with a large sum of s_i s_j gram_ij: those of the leading
+    eigenvector, then one head at a time while that adds most. The first member keeps its own."""
+    leading = torch.linalg.eigh(gram)[1][..., -1]
+    chosen = torch.where(leading * leading[..., :1] < 0, -1.0, 1.0).to(gram)
+    between = gram - torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1))
+    for _ in range(gram.shape[-1]):
+        gain = -chosen * (between @ chosen[..., None])[..., 0]
+        most, head = gain.max(-1, keepdim=True)
+        chosen = chosen.scatter(-1, head, torch.where(most > 0, -1.0, 1.0).to(gram) * chosen.gather(-1, head))
+    return chosen * chosen[..., :1]
+
+
+def with_signs(
+    heads: LayerHeads, groups: Sequence[Sequence[int]], statistics: LayerStatistics, geometry: HeadGeometry
+) -> LayerHeads:
+    """An equivalent layer of lifted heads, whose keys agree better within each group."""
+    layout = geometry.rotary
+    gram = unit_gram(statistics.key_gram(heads), layout)
+    turns = torch.ones(heads.num_heads, heads.head_dim, dtype=torch.float64, device=gram.device)
+    for group in groups:
+        index = torch.tensor(group, device=gram.device)
+        chosen = signs(gram[:, index[:, None], index]).T.double()  # [g, U]
+        pairs, singles = chosen[:, : layout.dims // 2], chosen[:, layout.dims // 2 :]
+        for dims, own in ((layout.first, pairs), (layout.second, pairs), (layout.free, singles)):
+            turns[index[:, None], torch.tensor(dims, dtype=torch.long, device=gram.device)] = own
+    turned = torch.diag_embed(turns)
+    return heads.mapped(q=turned, k=turned)
