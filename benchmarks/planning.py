@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attention.calibration.moments import LayerStatistics, packed
 from attention.conversion.fusion.costs import Cost, ValueCost
-from attention.conversion.fusion.estimates import LEADING, FewValueCosts, LeadingValueCost, PooledValueCost
+from attention.conversion.fusion.estimates import LEADING, LeadingValueCost, PooledValueCost
 from attention.heads import LayerHeads
 from benchmarks.report import Row, Scale, benchmark
 from search_spaces.costs import GroupCost
@@ -56,7 +56,7 @@ def by_ladder(layer: LayerHeads, statistics: LayerStatistics, equal_sizes: bool)
     heads, _, width = layer.v.shape
     pooled = PooledValueCost(layer, statistics)
     leading = LeadingValueCost(pooled, statistics, min(LEADING, int(SHARE * width)))
-    rungs = [group_cost(each) for each in (pooled, leading, FewValueCosts(layer, statistics))]
+    rungs = [group_cost(each) for each in (pooled, leading)]
     cost = GroupCost(rungs[-1].cost, estimates=[lambda rung=rung: rung for rung in rungs])
     problem = GroupingProblem(heads, heads // 4, objective=cost)
     return by_estimates(problem, np.random.default_rng(0), equal_sizes=equal_sizes)

@@ -6,6 +6,7 @@ Z `[N, F]` features of the converted model, Y `[N, D]` target, W `[F, D]` the ou
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -47,34 +48,42 @@ def _features(record: Record, bias: bool) -> Tensor:
     return torch.cat([z, torch.ones_like(z[:, :1])], 1) if bias else z
 
 
-def _moments(
+def _pairs(
     models: tuple[PreTrainedModel, PreTrainedModel],
     modules: tuple[nn.Module, nn.Module],
     sequences: Tensor,
     carry: float,
     bias: bool,
     batch_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`Z^T Z [F, F]`, `Z^T Y [F, D]` and `sum Y^2`, Y = the original's attention + carry x (stream difference)."""
-    zz = zy = yy = torch.zeros((), dtype=torch.float64)
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Z and Y = the original's attention + carry x (stream difference), a batch at a time."""
     pairs = zip(*(recorded(m, a, sequences, batch_size) for m, a in zip(models, modules, strict=True)), strict=True)
     for original, converted in pairs:
-        z = _features(converted, bias)
         y = original.output.double() + carry * (original.stream.double() - converted.stream.double())
-        y = y.flatten(0, 1)
-        zz, zy, yy = zz + z.T @ z, zy + z.T @ y, yy + (y * y).sum()
-    return zz, zy, yy
+        yield _features(converted, bias), y.flatten(0, 1)
 
 
-def _error(weight: Tensor, zz: Tensor, zy: Tensor, yy: Tensor) -> float:
-    """`|Z W - Y|^2 / |Y|^2` from the moments."""
-    return ((weight * (zz @ weight)).sum() - 2 * (weight * zy).sum() + yy).div(yy).item()
+def _moments(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """`Z^T Z [F, F]` and `Z^T Y [F, D]`."""
+    zz = zy = torch.zeros((), dtype=torch.float64)
+    for z, y in pairs:
+        zz, zy = zz + z.T @ z, zy + z.T @ y
+    return zz, zy
+
+
+def _errors(weights: Sequence[Tensor], pairs: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
+    """`|Z W - Y|^2 / |Y|^2` of each W."""
+    missed, power = torch.zeros(len(weights), dtype=torch.float64), 0.0
+    for z, y in pairs:
+        power += y.square().sum().item()
+        missed += torch.tensor([(z @ w - y).square().sum().item() for w in weights], dtype=torch.float64)
+    return (missed / power).tolist()
 
 
 def ridge_refit(weight: Tensor, zz: Tensor, zy: Tensor, ridge: float) -> Tensor:
     """argmin over V of `|Z V - Y|^2 + lambda |V - W|^2`, lambda = ridge x mean diagonal of `Z^T Z`."""
     penalty = ridge * zz.diagonal().mean() * torch.eye(len(zz), dtype=zz.dtype, device=zz.device)
-    return weight + torch.linalg.solve(zz + penalty, zy - zz @ weight)
+    return weight + torch.cholesky_solve(zy - zz @ weight, torch.linalg.cholesky(zz + penalty))
 
 
 def heal_layer(
@@ -99,11 +108,11 @@ def heal_layer(
     fit, check = held_out(sequences)
     heads = family.read(modules[1], geometry)
     common = (carry, heads.o_bias is not None, batch_size)
-    zz, zy, _ = _moments(models, modules, fit, *common)  # type: ignore[arg-type]
+    zz, zy = _moments(_pairs(models, modules, fit, *common))  # type: ignore[arg-type]
     weight = _weight(heads)
     fitted = ridge_refit(weight, zz, zy, ridge)
-    checked = _moments(models, modules, check, *common)  # type: ignore[arg-type]
-    result = LayerFit("heal", number, _error(weight, *checked), _error(fitted, *checked))
+    before, after = _errors([weight, fitted], _pairs(models, modules, check, *common))  # type: ignore[arg-type]
+    result = LayerFit("heal", number, before, after)
     if result.kept:
         family.write(modules[1], _with_weight(heads, fitted))
     return result
