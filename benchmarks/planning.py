@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,7 +69,12 @@ def planning(scale: Scale) -> Iterator[Row]:
 def of_keys(layer: LayerHeads, statistics: LayerStatistics) -> Grouping:
     """Groups of any size of keys that are rotated as Llama's."""
     heads, dim, width = layer.k.shape
-    sizes = {"hidden_size": width, "num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": dim}
+    sizes: dict[str, Any] = {
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": dim,
+    }
     cost = group_cost(KeyCost(layer, statistics, geometry_of(LlamaConfig(**sizes))))
     problem = GroupingProblem(heads, heads // 4, objective=cost)
     return merge_anneal(problem, np.random.default_rng(0), equal_sizes=False)
