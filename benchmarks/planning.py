@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from search_spaces.grouping.estimated import by_estimates
 from search_spaces.grouping.merge_anneal import merge_anneal
 from search_spaces.grouping.problem import Grouping, GroupingProblem
 
+Result = TypeVar("Result")
 FAMILIES, SHARED, TOPICS = 8, 0.7, 256
 SHARE = 3 / 16  # of all outputs are the leading combinations at 32 heads of 128, and so at the other shapes
 
@@ -95,7 +96,7 @@ def group_cost(cost: Cost) -> GroupCost:
     return GroupCost(cost.cost, lambda groups: cost.costs(groups).numpy())
 
 
-def timed(work: Callable[[], Grouping]) -> tuple[Grouping, float]:
+def timed(work: Callable[[], Result]) -> tuple[Result, float]:
     """Processor time: what other processes do hardly changes it."""
     started = time.process_time()
     return work(), time.process_time() - started
