@@ -82,3 +82,18 @@ class LayerHeads:
     def changed(self, names: Iterable[str], change: Callable[[Tensor], Tensor]) -> LayerHeads:
         """The tensors named, as far as they are there, each through `change`."""
         return replace(self, **{name: change(rows) for name in names if (rows := getattr(self, name)) is not None})
+
+
+def distinct(*parts: Tensor | None) -> tuple[list[int], Tensor]:
+    """The first of each set of equal heads, and for every head the number of its set. `parts` `[H, ...]`.
+
+    Where query heads share a head the lifted ones are equal: what is worked out of one holds for the others."""
+    given = [part for part in parts if part is not None]
+    first: list[int] = []
+    which: list[int] = []
+    for head in range(len(given[0])):
+        same = (n for n, other in enumerate(first) if all(torch.equal(part[head], part[other]) for part in given))
+        which.append(next(same, len(first)))
+        if which[-1] == len(first):
+            first.append(head)
+    return first, torch.tensor(which)

@@ -1,25 +1,31 @@
-"""Planning one wide layer: grouping its value heads by estimates of the cost, against the cost itself.
+"""Planning one wide layer: grouping its value heads by estimates of the cost, against the cost itself; and its keys.
 
     python -m benchmarks planning [--quick | --wide]
 
-32 heads of 32 by default, 32 heads of 128 with --wide: there the rival takes most of an hour, and 5 GB.
+32 heads of 32 by default. With --wide 32 heads of 128, in groups of any size only: the rival alone takes 2.1 GB and
+minutes to most of an hour.
 
 Moments and heads are made, not measured: spectra that fall as a power, moments of heads that differ in scale and in
-directions, value heads in families of uneven size that share a part of what they read.
+directions, value heads in families of uneven size that share a part of what they read. Keys and queries are the same
+heads again, which is enough to time them.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
-from attention.calibration.moments import LayerStatistics, packed
-from attention.conversion.fusion.costs import Cost, ValueCost
-from attention.conversion.fusion.estimates import LEADING, FewValueCosts, LeadingValueCost, PooledValueCost
+from attention.calibration.moments import LayerStatistics, packed, unpacked
+from attention.conversion.fusion.costs import Cost, KeyCost, ValueCost
+from attention.conversion.fusion.estimates import LEADING, LeadingValueCost, PooledValueCost
+from attention.families import geometry_of
 from attention.heads import LayerHeads
 from benchmarks.report import Row, Scale, benchmark
 from search_spaces.costs import GroupCost
@@ -27,28 +33,52 @@ from search_spaces.grouping.estimated import by_estimates
 from search_spaces.grouping.merge_anneal import merge_anneal
 from search_spaces.grouping.problem import Grouping, GroupingProblem
 
+Result = TypeVar("Result")
 FAMILIES, SHARED, TOPICS = 8, 0.7, 256
 SHARE = 3 / 16  # of all outputs are the leading combinations at 32 heads of 128, and so at the other shapes
 
 
 @benchmark("planning", devices=("cpu",))
 def planning(scale: Scale) -> Iterator[Row]:
-    """Grouping the value heads of a wide layer by estimates of the cost, against the cost itself."""
+    """Grouping the heads of a wide layer by estimates of the cost, against the cost itself."""
     heads, dim = scale.pick((12, 4), (32, 128) if scale.wide else (32, 32))
     layer, statistics = made_layer(heads, dim)
-    for equal_sizes in (True, False):
+    once = "prepared and searched, one core, once each"
+    keys = timed(lambda: of_keys(layer, statistics))[1]
+    yield Row(f"{heads} key heads of {dim} into {heads // 4} groups", keys, None, "s", once)
+    whole = group_cost(ValueCost(layer, statistics))
+    prepared = None
+    for equal_sizes in (False,) if scale.wide else (False, True):
         kind = f"{heads} value heads of {dim} into {heads // 4} groups{' of one size' if equal_sizes else ''}"
         quick, taken = timed(lambda equal_sizes=equal_sizes: by_ladder(layer, statistics, equal_sizes))
-        cost = group_cost(ValueCost(layer, statistics))
-        problem = GroupingProblem(heads, heads // 4, objective=cost)
+        if not equal_sizes:
+            note = "keys and values apart, groups of any size, one core"
+            yield Row(f"a layer of {heads} heads of {dim}", keys + taken, None, "s", note)
+        if prepared is None:
+            prepared = timed(lambda: whole.cost((0, 1)))[1]
+        problem = GroupingProblem(heads, heads // 4, objective=whole.afresh())
         slow, long = timed(
             lambda problem=problem, equal_sizes=equal_sizes: merge_anneal(
                 problem, np.random.default_rng(0), equal_sizes=equal_sizes
             )
         )
-        yield Row(kind, taken, long, "s", "prepared and searched, one core, once each")
-        ours, rival = (-cost.score(found.partition) for found in (quick, slow))
+        yield Row(kind, taken, prepared + long, "s", once)
+        ours, rival = (-whole.score(found.partition) for found in (quick, slow))
         yield Row(f"{kind}: exact cost", ours, rival, "squared error", "1 or more: no worse")
+
+
+def of_keys(layer: LayerHeads, statistics: LayerStatistics) -> Grouping:
+    """Groups of any size of keys that are rotated as Llama's."""
+    heads, dim, width = layer.k.shape
+    sizes: dict[str, Any] = {
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": dim,
+    }
+    cost = group_cost(KeyCost(layer, statistics, geometry_of(LlamaConfig(**sizes))))
+    problem = GroupingProblem(heads, heads // 4, objective=cost)
+    return merge_anneal(problem, np.random.default_rng(0), equal_sizes=False)
 
 
 def by_ladder(layer: LayerHeads, statistics: LayerStatistics, equal_sizes: bool) -> Grouping:
@@ -56,7 +86,7 @@ def by_ladder(layer: LayerHeads, statistics: LayerStatistics, equal_sizes: bool)
     heads, _, width = layer.v.shape
     pooled = PooledValueCost(layer, statistics)
     leading = LeadingValueCost(pooled, statistics, min(LEADING, int(SHARE * width)))
-    rungs = [group_cost(each) for each in (pooled, leading, FewValueCosts(layer, statistics))]
+    rungs = [group_cost(each) for each in (pooled, leading)]
     cost = GroupCost(rungs[-1].cost, estimates=[lambda rung=rung: rung for rung in rungs])
     problem = GroupingProblem(heads, heads // 4, objective=cost)
     return by_estimates(problem, np.random.default_rng(0), equal_sizes=equal_sizes)
@@ -66,14 +96,14 @@ def group_cost(cost: Cost) -> GroupCost:
     return GroupCost(cost.cost, lambda groups: cost.costs(groups).numpy())
 
 
-def timed(work: Callable[[], Grouping]) -> tuple[Grouping, float]:
+def timed(work: Callable[[], Result]) -> tuple[Result, float]:
     """Processor time: what other processes do hardly changes it."""
     started = time.process_time()
     return work(), time.process_time() - started
 
 
 def made_layer(heads: int, dim: int, seed: int = 0) -> tuple[LayerHeads, LayerStatistics]:
-    """One layer of `heads` heads of `dim`, as wide as both make it; no keys or queries of its own."""
+    """One layer of `heads` heads of `dim`, as wide as both make it; keys and queries are its values again."""
     draw = torch.Generator().manual_seed(seed)
     width = heads * dim
     place = torch.arange(width)
@@ -87,6 +117,7 @@ def made_layer(heads: int, dim: int, seed: int = 0) -> tuple[LayerHeads, LayerSt
     o = torch.randn(heads, width, dim, generator=draw) / width**0.5
     moments = packed_moments(spectrum, heads, draw)
     statistics = LayerStatistics(1, torch.zeros(width + 1, 1), moments, torch.zeros(heads, 1, 1), torch.zeros(0))
+    statistics = replace(statistics, input_moment=unpacked(statistics.pooled_moment()).double())
     return LayerHeads(v, v, v, o), statistics
 
 

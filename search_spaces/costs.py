@@ -35,9 +35,8 @@ class GroupCost:
     `many(list of members of one size) -> array` computes a batch at once. `remembered` groups are kept at most, the
     latest; `priced` counts those computed. `programmes`: what exact grouping has worked out, for the next number of
     groups. `effort`: multiply-adds to price one group of a size after `preparation`, where that is worth a thought.
-    `estimates`: makers of costs that stand for this one in a search, each closer than the one before, the last this one
-    again but for few groups; none where this one is cheap. `kept`: where the prices of whole sizes are found and left,
-    if that is somewhere.
+    `estimates`: makers of costs that stand for this one in a search, each closer than the one before; none where this
+    one is cheap. `kept`: where the prices of whole sizes are found and left, if that is somewhere.
     """
 
     def __init__(

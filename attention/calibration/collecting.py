@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from attention.calibration.moments import LayerStatistics, packed
+from attention.calibration.moments import BAND, LayerStatistics, packed
 from attention.calibration.sizes import Mixed, matrices, mixed_dtype
 from attention.families import families, family_of
 from attention.geometry import HeadGeometry
@@ -79,7 +79,10 @@ class Collector:
             raise RuntimeError("attention ran before its input was seen; this model calls its layers in a way unknown")
         # The appended constant becomes the sum of a row of the weights: 1, or less if a sink takes some.
         mixed = (weights_btS @ self.x_BTe[sequences]).flatten(0, 1)
-        self.mixed_sum[head * len(self.mixed_sum) // self.num_heads] += (mixed.T @ mixed).to(self.mixed_sum.device)
+        total = self.mixed_sum[head * len(self.mixed_sum) // self.num_heads]
+        for begin in range(0, len(total), BAND):  # no more than the lower triangle is kept
+            end = begin + BAND
+            total[begin:end, :end] += (mixed[:, begin:end].T @ mixed[:, :end]).to(total.device)
 
     def end_call(self) -> None:
         """The attention has seen all heads: nothing of the batch is held between layers."""

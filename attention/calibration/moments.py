@@ -18,7 +18,7 @@ from torch import Tensor
 from attention.heads import LayerHeads
 
 SINK = 1e-3  # of the mean square of a head's summed weights: what a sink takes must be more than rounding
-BAND = 512  # columns of a moment that are multiplied at once
+BAND = 512  # rows of a moment that are unpacked, multiplied or summed at once
 STATISTICS = ("input_moment", "mixed_moments", "query_moment", "inputs")
 
 
@@ -37,43 +37,45 @@ def _gram(rows_Hde: Tensor, moment_ee: Tensor) -> Tensor:
 def packed(square: Tensor) -> Tensor:
     """Symmetric matrices by their lower triangles, row after row: `[M, e, e]` -> `[M, e (e + 1) / 2]`."""
     size = square.shape[-1]
-    lower = torch.ones(size, size, dtype=torch.bool, device=square.device).tril_()
     triangles = square.new_empty(len(square), size * (size + 1) // 2)
     for triangle, matrix in zip(triangles, square, strict=True):
-        triangle.copy_(matrix[lower])
+        torch.cat([row[: index + 1] for index, row in enumerate(matrix)], out=triangle)
     return triangles
 
 
 def unpacked(triangle: Tensor) -> Tensor:
     """Inverse of `packed` for one matrix: `[e (e + 1) / 2]` -> `[e, e]`."""
     size = (math.isqrt(8 * len(triangle) + 1) - 1) // 2
-    lower = torch.ones(size, size, dtype=torch.bool, device=triangle.device).tril_()
-    matrix = triangle.new_zeros(size, size).masked_scatter_(lower, triangle)
+    matrix = triangle.new_zeros(size, size)
+    _unpack(triangle, matrix, 0)
     return matrix + matrix.tril(-1).T
+
+
+def _unpack(triangle: Tensor, rows: Tensor, begin: int) -> None:
+    """Write the rows of a packed triangle from row `begin` on into `rows` `[n, e]`; what lies above the diagonal stays.
+    Row by row: several times as fast as by a mask."""
+    start = begin * (begin + 1) // 2
+    for index, row in enumerate(rows, begin + 1):
+        row[:index] = triangle[start : start + index]
+        start += index
 
 
 def gram_under(rows: Tensor, triangle: Tensor) -> Tensor:
     """R M R^T `[n, n]` of rows `[n, e]` and a `packed` moment, in the precision of the rows.
 
     M is L + L^T with half of its diagonal in L, so that R L R^T and its transpose make the product; L is unpacked a
-    band of columns at a time and what lies above its diagonal is not multiplied.
+    band of rows at a time and what lies above its diagonal is not multiplied.
     """
-    size, half = rows.shape[1], rows.new_empty(rows.shape)
-    lower = _lower(triangle.to(rows.dtype), size)
-    lower.diagonal().mul_(0.5)
+    size, half = rows.shape[1], torch.zeros_like(rows)
+    lower = rows.new_zeros(min(BAND, size), size)
     for begin in range(0, size, BAND):
         end = min(begin + BAND, size)
-        half[:, begin:end] = rows[:, begin:] @ lower[begin:, begin:end]
+        band = lower[: end - begin]
+        _unpack(triangle, band, begin)
+        band.diagonal(begin).mul_(0.5)
+        half[:, :end].addmm_(rows[:, begin:end], band[:, :end])
     product = half @ rows.T
     return product + product.T
-
-
-def _lower(triangle: Tensor, size: int) -> Tensor:
-    """`[e, e]` with a packed triangle in its place and zeros above. Row by row: several times as fast as by a mask."""
-    lower = triangle.new_zeros(size, size)
-    for row, values in enumerate(triangle.split(list(range(1, size + 1)))):
-        lower[row, : row + 1] = values
-    return lower
 
 
 @dataclass(frozen=True)
@@ -136,29 +138,29 @@ class LayerStatistics:
         rows = augmented(heads.q, heads.q_bias)
         return rows @ self.input_moment.to(rows) @ rows.transpose(1, 2)
 
+    def query_power(self, heads: LayerHeads, dtype: torch.dtype = torch.float64) -> Tensor:
+        """`[H, d]` float64: the diagonal of `query_gram`, multiplied in `dtype`."""
+        rows = augmented(heads.q, heads.q_bias).to(dtype)
+        return (rows @ self.input_moment.to(rows) * rows).sum(-1).double()
+
     def key_mean(self, heads: LayerHeads) -> Tensor:
         """`[G, d]` float64: mean of k before RoPE, bias included."""
         rows = augmented(heads.k, heads.k_bias)
         return rows @ self.input_moment[:, -1].to(rows)
 
     def mixed_value_gram(
-        self,
-        heads: LayerHeads,
-        members: Sequence[int] | None = None,
-        under: Sequence[int] | None = None,
+        self, heads: LayerHeads, members: Sequence[int], under: Sequence[int], dtype: torch.dtype = torch.float64
     ) -> Tensor:
-        """`[n, g, g, d, d]` float64: mean of u_hi u_hj^T, where u_hi is value head i mixed by the weights of head h.
+        """`[n, g d, g d]`: mean of u_hi u_hj^T, where u_hi is value head i mixed by the weights of head h.
 
-        i and j run over the g value heads `members` (default: all), h over the n query heads `under` (default: all).
-        u_hh is what head h hands to the output projection; the others are what it would hand on with another's values.
-        All of them at once are the largest tensor of a conversion: `8 H^3 d^2` bytes.
+        i and j run over the g value heads `members`, h over the n query heads `under`. u_hh is what head h hands to the
+        output projection; the others are what it would hand on with another's values.
         """
-        rows = augmented(heads.v, heads.v_bias)
-        rows = rows if members is None else rows[list(members)]
-        which = range(heads.num_heads) if under is None else under
-        grams = rows.new_empty(len(which), len(rows), len(rows), rows.shape[1], rows.shape[1])
-        for gram, head in zip(grams, which, strict=True):
-            gram.copy_(_gram(rows, self.mixed_moment(head, heads.num_heads)))
+        bias = None if heads.v_bias is None else heads.v_bias[list(members)]
+        rows = augmented(heads.v[list(members)], bias).to(dtype).flatten(0, 1)
+        grams = rows.new_empty(len(under), len(rows), len(rows))
+        for gram, head in zip(grams, under, strict=True):
+            gram.copy_(gram_under(rows, self.mixed_triangle(head, heads.num_heads).to(rows.device)))
         return grams
 
     def mixed_value_mean(self, heads: LayerHeads) -> Tensor:

@@ -23,16 +23,16 @@ Groups = list[Members]
 
 def by_estimates(problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool) -> Grouping:
     """Merging and annealing on the first of the cost's `estimates`, then with each further one the swaps and moves that
-    the one before ranks best. Only what is left is priced by the last of them, which is the cost itself."""
+    the one before ranks best. The score is by the last of them: the cost itself would take longer than the search."""
     cost = problem.need_cost()
-    guide, *closer, exact = (estimate() for estimate in cost.estimates)
+    guide, *closer = (estimate() for estimate in cost.estimates)
     found = annealed_rounds(replace(problem, objective=guide), generator, equal_sizes=equal_sizes, prices=PRICES)
     groups = list(found.partition)
     for estimate in closer:
         groups = screened(estimate, guide, groups, may_move=not equal_sizes)
         guide = estimate
     partition = canonical(groups)
-    return Grouping(partition, exact.score(partition))
+    return Grouping(partition, guide.score(partition))
 
 
 def screened(cost: GroupCost, guide: GroupCost, groups: Groups, *, may_move: bool) -> Groups:

@@ -9,7 +9,7 @@ import numpy as np
 
 from attention.calibration.moments import LayerStatistics
 from attention.conversion.fusion.costs import Cost, KeyCost, ValueCost
-from attention.conversion.fusion.estimates import FewValueCosts, LeadingValueCost, PooledValueCost
+from attention.conversion.fusion.estimates import LeadingValueCost, PooledValueCost
 from search_spaces.axes import OBJECTIVE
 from search_spaces.costs import GroupCost, Members
 from search_spaces.site import Site
@@ -43,7 +43,7 @@ def least_squares(site: Site) -> GroupCost:
 
 
 def _estimates(site: Site, keys: Sequence[Cost], statistics: LayerStatistics) -> list[Callable[[], GroupCost]]:
-    """Makers of two estimates of the cost, and of the cost itself for few groups; each is made once."""
+    """Makers of two estimates of the cost; each is made once."""
 
     @cache
     def pooled() -> PooledValueCost:
@@ -54,11 +54,7 @@ def _estimates(site: Site, keys: Sequence[Cost], statistics: LayerStatistics) ->
     def maker(values: Callable[[], Cost]) -> Callable[[], GroupCost]:
         return cache(lambda: _group_cost(site, [*keys, values()], scales))
 
-    return [
-        maker(pooled),
-        maker(lambda: LeadingValueCost(pooled(), statistics)),
-        maker(lambda: FewValueCosts(site.heads, statistics)),
-    ]
+    return [maker(pooled), maker(lambda: LeadingValueCost(pooled(), statistics))]
 
 
 def _scales(costs: Sequence[Cost]) -> list[float]:

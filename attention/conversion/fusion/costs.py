@@ -13,25 +13,24 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from attention.calibration.moments import LayerStatistics
+from attention.calibration.moments import LayerStatistics, augmented
 from attention.conversion.fusion.rank import (
     RealFit,
     complex_error,
     complex_gram,
     fit_real,
+    own_blocks,
     pair_energy,
     symmetric_root,
 )
 from attention.conversion.fusion.signs import signs, unit_gram
 from attention.geometry import HeadGeometry
-from attention.heads import LayerHeads
+from attention.heads import LayerHeads, distinct
 
 # Relative size of an eigenvalue of sums in float32 below which a direction counts as absent.
 SINGLE = 1e-6
 # Multiply-adds of all eigenvalues and eigenvectors of a symmetric matrix, over the cube of its size.
 EIGEN = 9
-# Multiply-adds of eigenvalue problems in float32 that take as long as one of a product in float64.
-DOUBLE = 3
 
 
 class Cost:
@@ -94,15 +93,18 @@ class KeyCost(Cost):
         super().__init__(heads.num_heads)
         self.layout, self.qk_norm = geometry.rotary, geometry.qk_norm and not geometry.whole_norm
         heads = under_norm(heads) if geometry.whole_norm else heads
-        gram = statistics.key_gram(heads)
+        first, which = distinct(heads.k, heads.k_bias)
+        # In float32, as the products that were summed up in the moment.
+        rows = augmented(heads.k, heads.k_bias)[first].float()
         if self.qk_norm:
-            units = unit_gram(gram, self.layout)
+            units = unit_gram(rows, statistics.input_moment, self.layout).double()[:, which][:, :, which]
             self.gram = units if geometry.keeps_signs else units.sum(0, keepdim=True)
             self.signed = geometry.keeps_signs
-            self.energy = torch.einsum("hdd->h", statistics.query_moment.to(gram))
+            self.energy = torch.einsum("hdd->h", statistics.query_moment.to(self.gram))
             return
-        moment = statistics.query_gram(heads)
-        self.pairs, self.energy = complex_gram(gram, self.layout), pair_energy(moment, self.layout)
+        pairs = complex_gram(rows, statistics.input_moment, self.layout).to(torch.complex128)
+        self.pairs = pairs[:, which][:, :, which]
+        self.energy = pair_energy(statistics.query_power(heads, torch.float32), self.layout)
         self.free_gram, self.free_moment = free_parts(heads, statistics, geometry)
 
     def effort(self, members: int) -> float:
@@ -160,14 +162,17 @@ class ValueCost(Cost):
         super().__init__(heads.num_heads)
         self.heads, self.statistics = heads, statistics
         self.metrics = head_metrics(heads)
+        self.first, self.which = distinct(heads.v, heads.v_bias)
+        self._roots: dict[tuple[int, ...], Tensor] = {}
         count, dim, width = heads.v.shape
-        self.preparation = DOUBLE * float(count) * count * dim * width * (width + count * dim)
+        rows = float(len(self.first) * dim)
+        self.preparation = count * rows * width * (width / 2 + rows)
 
     def effort(self, members: int) -> float:
-        return (EIGEN + 1) * float(members * self.metrics.shape[-1]) ** 3
+        return (EIGEN + 1) * (members * len(self.first) / self.num_heads * self.metrics.shape[-1]) ** 3
 
     def _batch(self, groups: Tensor) -> Tensor:
-        return torch.stack([self._error(group.to(self.metrics.device)) for group in groups])
+        return torch.stack([self._error(group) for group in groups])
 
     def _error(self, group: Tensor) -> Tensor:
         """The errors of `fit` without sweeps, without building it: in coordinates in which every metric is 1.
@@ -175,41 +180,62 @@ class ValueCost(Cost):
         In float32 but for the smallest matrices: what a basis captures is stationary in the basis, so the result is
         good to about 1e-6 of the members' energy.
         """
-        members, dim = len(group), self.metrics.shape[-1]
-        own_gnn = self._grams(group)
-        basis_nd = torch.linalg.eigh(own_gnn.mean(0))[1][:, -dim:]
+        units, which = self._units(group)
+        own_gnn, root_udd = self._of(units, group), self._root(group, which)
+        dim, metrics = root_udd.shape[-1], self.metrics[group.to(self.metrics.device)]
+
+        def weighted(matrix: Tensor) -> Tensor:
+            return (root_udd @ matrix.reshape(len(units), dim, -1)).flatten(0, 1)
+
+        pooled = weighted(weighted(own_gnn.mean(0)).T)
+        basis_nd = weighted(torch.linalg.eigh(pooled)[1][:, -dim:])
         seen_gnd = own_gnn @ basis_nd
-        each = torch.arange(members, device=group.device)
-        cross_gdd = seen_gnd.view(members, members, dim, dim)[each, each].double()
+        each = torch.arange(len(group), device=seen_gnd.device)
+        cross_gdd = seen_gnd.view(len(group), -1, dim, dim)[each, which].double()
         shared_gdd = (basis_nd.T @ seen_gnd).double()
         values, vectors = torch.linalg.eigh((shared_gdd + shared_gdd.transpose(1, 2)) / 2)
         alive = values > SINGLE * values[..., -1:].clamp_min(torch.finfo(values.dtype).tiny)
-        read = (cross_gdd @ vectors).square().sum(1) * alive / torch.where(alive, values, 1.0)
-        energy = torch.einsum("haa->h", own_gnn.view(members, members, dim, members, dim)[each, each, :, each].double())
+        read = cross_gdd @ vectors
+        read = (read * (metrics @ read)).sum(1) * alive / torch.where(alive, values, 1.0)
+        energy = (metrics * own_blocks(own_gnn, which, dim)).sum((1, 2))
         return (energy - read.sum(1)).clamp_min(0).sum()
 
-    def _grams(self, group: Tensor) -> Tensor:
-        """Of the members' weighted outputs, under what each of them sees: `[g, g d, g d]` float32."""
-        # All heads in one group: no copy of what may be the largest tensor of a conversion.
-        whole = len(group) == self.num_heads and bool((group.diff() > 0).all())
-        blocks = self._weighted if whole else self._weighted[group[:, None, None], group[:, None], group]
-        return blocks.transpose(2, 3).reshape(len(group), *[len(group) * self.metrics.shape[-1]] * 2)
+    def _units(self, group: Tensor) -> tuple[list[int], Tensor]:
+        """The different value heads of a group by their numbers in `first`, and which of them each member has."""
+        units, which = self.which[group].unique(return_inverse=True)
+        return units.tolist(), which.to(self.metrics.device)
+
+    def _root(self, group: Tensor, which: Tensor) -> Tensor:
+        """The root of the members' metrics, summed over those that have the same value head: `[u, d, d]` float32."""
+        members = [tuple(group[which.cpu() == unit].tolist()) for unit in range(int(which.max()) + 1)]
+        for those in members:
+            if those not in self._roots:
+                self._roots[those] = symmetric_root(self.metrics[list(those)].sum(0)).float()
+        return torch.stack([self._roots[those] for those in members])
+
+    def _of(self, units: list[int], group: Tensor) -> Tensor:
+        """Of some of the different value heads, under what each member of a group sees: `[g, n, n]` float32."""
+        if len(units) == len(self.first):  # no copy of what may be the largest tensor of a conversion
+            return self._grams if len(group) == self.num_heads else self._grams[group]
+        dim, index = self.metrics.shape[-1], torch.tensor(units, device=self._grams.device)
+        blocks = self._grams.view(self.num_heads, len(self.first), dim, -1)
+        rows = torch.stack([blocks[head].index_select(0, index) for head in group.tolist()])
+        size = len(units) * dim
+        return rows.view(len(group), size, len(self.first), dim).index_select(2, index).view(len(group), size, size)
 
     @cached_property
-    def _weighted(self) -> Tensor:
-        """R_i G_hij R_j^T `[H, H, H, d, d]` float32, where R^T R is a head's metric; made head by head."""
-        root = symmetric_root(self.metrics)
-        count, dim = self.metrics.shape[:2]
-        made = torch.empty(count, count, count, dim, dim, device=root.device)
-        for head, weighted in enumerate(made):
-            (gram,) = mixed_gram(self.heads, self.statistics, under=(head,))
-            weighted.copy_(torch.einsum("iab,ijbc,jdc->ijad", root, gram, root))
-        return made
+    def _grams(self) -> Tensor:
+        """Of all different value heads, under what each query head sees: `[H, U d, U d]` float32."""
+        return mixed_gram(self.heads, self.statistics, self.first, range(self.num_heads), torch.float32)
+
+    def different(self, group: Tensor) -> list[int]:
+        """The different value heads among the members of a group, each by the first that has it, ascending."""
+        return [self.first[unit] for unit in self._units(group)[0]]
 
     def fit(self, group: Tensor, sweeps: int = 0) -> RealFit:
-        """The fit of one group, `[g]` head indices (see `fit_real`)."""
-        own = mixed_gram(self.heads, self.statistics, group.tolist(), group.tolist())
-        return fit_real(own, self.metrics[group.to(self.metrics.device)], sweeps=sweeps)
+        """The fit of one group, `[g]` head indices (see `fit_real`); its basis is of the `different` ones."""
+        own = mixed_gram(self.heads, self.statistics, self.different(group), group.tolist())
+        return fit_real(own, self.metrics[group.to(self.metrics.device)], self._units(group)[1], sweeps=sweeps)
 
 
 def under_norm(heads: LayerHeads) -> LayerHeads:
@@ -232,28 +258,29 @@ def free_parts(heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeo
 
     The mean key adds one number a query to all its logits, which softmax does not see; so it need not be fitted.
     """
-    free = torch.tensor(geometry.rotary.free, dtype=torch.long)
+    free = list(geometry.rotary.free)
+    heads = heads.changed(("q", "k", "q_bias", "k_bias"), lambda rows: rows[:, free])
     mean = statistics.key_mean(heads)
     gram = statistics.key_gram(heads) - torch.einsum("ia,jb->ijab", mean, mean)
-    moment = statistics.query_gram(heads)
-    return gram[..., free[:, None], free], moment[..., free[:, None], free]
+    return gram, statistics.query_gram(heads)
 
 
 def mixed_gram(
     heads: LayerHeads,
     statistics: LayerStatistics,
-    members: Sequence[int] | None = None,
-    under: Sequence[int] | None = None,
+    members: Sequence[int],
+    under: Sequence[int],
+    dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """`[n, g, g, d, d]`: mixed value Grams of `members` under the weights of `under` (default: all heads, both; see
+    """`[n, g d, g d]`: mixed value Grams of `members` under the weights of `under` (see
     `LayerStatistics.mixed_value_gram`), centred if the layer has an output bias to take up the means.
 
     With sinks a head's mean is no constant of its output, so that none is taken up.
     """
-    gram = statistics.mixed_value_gram(heads, members, under)
+    grams = statistics.mixed_value_gram(heads, members, under, dtype)
     if heads.o_bias is None or not statistics.sums_to_one:
-        return gram
-    mean = statistics.mixed_value_mean(heads)
-    mean = mean if under is None else mean[list(under)]
-    mean = mean if members is None else mean[:, list(members)]
-    return gram - torch.einsum("hia,hjb->hijab", mean, mean)
+        return grams
+    means = statistics.mixed_value_mean(heads)[list(under)][:, list(members)].to(grams)
+    for gram, mean in zip(grams, means.flatten(1), strict=True):
+        gram.addr_(mean, mean, alpha=-1)
+    return grams

@@ -1,4 +1,4 @@
-"""What fusing a group of value heads costs where `ValueCost` takes minutes: two estimates, and few prices in full.
+"""What fusing a group of value heads costs where `ValueCost` takes minutes: two estimates.
 
 Legend: H heads, g members, d head dim, e = model dim + 1, n = g d, K leading combinations. Outputs of a head are meant
 in coordinates in which its metric is 1, turned so that those of most energy come first.
@@ -8,13 +8,11 @@ Both rest on the pooled moment, the mean over all heads of what their values see
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
 from attention.calibration.moments import LayerStatistics, augmented, gram_under
-from attention.conversion.fusion.costs import SINGLE, Cost, ValueCost, head_metrics
+from attention.conversion.fusion.costs import SINGLE, Cost, head_metrics
 from attention.conversion.fusion.rank import symmetric_root
 from attention.heads import LayerHeads
 
@@ -62,8 +60,9 @@ class PooledValueCost(Cost):
 
     def leading(self, group: Tensor) -> tuple[Tensor, Tensor]:
         """Gram of the members' outputs `[n, n]`, and an orthonormal basis `[n, d]` of nearly its leading directions."""
-        index = self.dims(group)
-        gram = self.gram[index[:, None], index]
+        size, blocks = len(group) * self.dim, self.gram.view(self.num_heads, self.dim, self.num_heads, self.dim)
+        # Rows, then columns, in long pieces: an index of single numbers takes longer than the products.
+        gram = blocks[group].view(size, self.num_heads, self.dim).index_select(1, group).view(size, size)
         return gram, subspace(gram, self.start(len(group), self.dim), self.steps)
 
     def dims(self, group: Tensor) -> Tensor:
@@ -129,25 +128,6 @@ class LeadingValueCost(Cost):
         factor = torch.linalg.cholesky_ex(shared)[0]
         solved = torch.linalg.solve_triangular(factor, cross.double().transpose(1, 2), upper=False)
         return (self.energy[group] - solved.square().sum((1, 2))).clamp_min(0).sum()
-
-
-class FewValueCosts(ValueCost):
-    """`ValueCost` for few groups: nothing is prepared, each price multiplies the members' moments anew, in float32."""
-
-    def _grams(self, group: Tensor) -> Tensor:
-        rows = (symmetric_root(self.metrics[group]) @ self._rows[group]).float().flatten(0, 1)
-        members = group.tolist()
-        triangles = (self.statistics.mixed_triangle(head, self.num_heads) for head in members)
-        grams = torch.stack([gram_under(rows, triangle.to(rows.device)) for triangle in triangles])
-        if self.heads.o_bias is None:
-            return grams
-        which = [self.statistics.which(head, self.num_heads) for head in members]
-        means = self.statistics.mixed_means()[which].to(rows) @ rows.T
-        return grams - means[:, :, None] * means[:, None, :]
-
-    @cached_property
-    def _rows(self) -> Tensor:
-        return augmented(self.heads.v, self.heads.v_bias)
 
 
 def subspace(gram: Tensor, start: Tensor, steps: int) -> Tensor:

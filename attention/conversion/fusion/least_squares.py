@@ -19,7 +19,7 @@ from attention.conversion.fusion.pooled import Groups, check_lifted, mean_fuse
 from attention.conversion.fusion.rank import complex_gram, fit_complex, fit_real, pair_energy
 from attention.conversion.fusion.signs import with_signs
 from attention.geometry import HeadGeometry
-from attention.heads import KEY_SIDE, LayerHeads
+from attention.heads import KEY_SIDE, LayerHeads, distinct
 from attention.modeling.rotary import pair_maps
 from attention.plan import LayerPlan
 
@@ -66,8 +66,8 @@ def least_squares_fuse(
 
 
 def _shared(rows: Tensor | None, groups: Groups, maps: Sequence[Tensor | None]) -> Tensor | None:
-    """One head a group, sum_i maps_i y_i of its members' rows `[H, d, D]` or biases `[H, d]`; a group of one, which has
-    no maps, is copied."""
+    """One head a group, sum_i maps_i y_i of the rows `[H, d, D]` or biases `[H, d]` of its heads; a group of one, which
+    has no maps, is copied."""
     if rows is None:
         return None
     heads = [
@@ -89,12 +89,14 @@ def key_maps(
     heads = replace(
         heads, q=heads.q[own], k=heads.k[own], q_bias=_pick(heads.q_bias, group), k_bias=_pick(heads.k_bias, group)
     )
-    gram = statistics.key_gram(heads)
-    mix, scale = fit_complex(complex_gram(gram, layout), pair_energy(statistics.query_gram(heads), layout))
+    first, which = distinct(heads.k, heads.k_bias)
+    gram = complex_gram(augmented(heads.k, heads.k_bias)[first], statistics.input_moment, layout)[:, which][:, :, which]
+    mix, scale = fit_complex(gram, pair_energy(statistics.query_power(heads), layout))
     into, onto = (pair_maps(numbers.real.T, -numbers.imag.T, layout) for numbers in (mix, scale))
     if layout.free:
         free_gram, moment = free_parts(heads, statistics, geometry)
-        fit = fit_real(free_gram.expand(len(group), *free_gram.shape), moment)
+        flat = free_gram.transpose(1, 2).reshape(len(group) * len(layout.free), -1)
+        fit = fit_real(flat.expand(len(group), *flat.shape), moment)
         free = torch.tensor(layout.free)
         into[:, free[:, None], free] = fit.basis.transpose(1, 2)
         onto[:, free[:, None], free] = fit.back.transpose(1, 2)
@@ -145,22 +147,25 @@ def _fuse_values(heads: LayerHeads, groups: Groups, statistics: LayerStatistics,
     mean = statistics.mixed_value_mean(heads)
     o, shift = heads.o.clone(), heads.o.new_zeros(heads.hidden_size, dtype=torch.float64)
     maps: list[Tensor | None] = []
+    read: list[Sequence[int]] = []  # heads that each map is of
     for group in groups:
         if len(group) == 1:
             maps.append(None)
+            read.append(group)
             continue
         index = torch.tensor(group)
-        fit = cost.fit(index, sweeps)
+        fit, different = cost.fit(index, sweeps), cost.different(index)
         into = fit.basis.transpose(1, 2)
         maps.append(into)
+        read.append(different)
         columns = heads.o[index].double()
         o[index] = (columns @ fit.back).to(o.dtype)
         own = mean[index, index]
-        shared = torch.einsum("iab,hib->ha", into, mean[index[:, None], index])
+        shared = torch.einsum("iab,hib->ha", into, mean[index[:, None], different])
         gap = own - torch.einsum("hab,hb->ha", fit.back, shared)
         shift = shift + torch.einsum("hda,ha->d", columns, gap)
     o_bias = heads.o_bias
     if o_bias is not None and statistics.sums_to_one:
         o_bias = (o_bias.double() + shift).to(o_bias.dtype)
-    v, v_bias = _shared(heads.v, groups, maps), _shared(heads.v_bias, groups, maps)
+    v, v_bias = _shared(heads.v, read, maps), _shared(heads.v_bias, read, maps)
     return replace(heads, o=o, v=v, v_bias=v_bias, o_bias=o_bias)

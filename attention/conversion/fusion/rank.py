@@ -1,7 +1,8 @@
 """The two factorisations behind least-squares fusion: real rank f, and complex rank 1 for each rotary pair.
 
-Legend: g members of a group, d head dim, f dims treated by the real form, P = r/2 rotary pairs, y_i the activations of
-member i. Both find one shared head y' = sum_i N_i^T y_i and, for each member, the map that reads y_i back from y'.
+Legend: g members of a group, u different heads among them (query heads that share a head have the same), d head dim,
+f dims treated by the real form, P = r/2 rotary pairs, y_i the activations of member i. Both find one shared head
+y' = sum_i N_i^T y_i and, for each member, the map that reads y_i back from y'.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 
 from attention.geometry import RotaryLayout
-from attention.modeling.rotary import pair_products
 
 # Relative size of an eigenvalue below which a direction counts as absent: moments are sums of float32 products.
 CUTOFF = 1e-10
@@ -20,36 +20,51 @@ CUTOFF = 1e-10
 
 @dataclass(frozen=True)
 class RealFit:
-    """basis N `[g, f, f]`, back L `[g, f, f]` with y_i ~ L_i y', errors `[g]`: the mean of |R_i (y_i - L_i y')|^2."""
+    """basis N `[u, f, f]`, back L `[g, f, f]` with y_i ~ L_i y', errors `[g]`: the mean of |R_i (y_i - L_i y')|^2."""
 
     basis: Tensor
     back: Tensor
     errors: Tensor
 
 
-def fit_real(grams: Tensor, metrics: Tensor, *, sweeps: int = 0) -> RealFit:
+def fit_real(grams: Tensor, metrics: Tensor, which: Tensor | None = None, *, sweeps: int = 0) -> RealFit:
     """The shared head of g members, each under its own covariance and its own metric.
 
-    grams `[g, g, g, f, f]`: entry [h, i, j] is the mean of y_i y_j^T under the covariance that member h sees. metrics
-    `[g, f, f]`: R_h^T R_h, how the error of member h counts. The basis is exact for the mean of the covariances; each
-    read-back is exact for its own. With equal covariances that is the optimum (Eckart and Young), otherwise each of
-    `sweeps` rounds solves the basis for the read-backs and the read-backs for the basis, which only lowers the error.
+    grams `[g, u f, u f]`: the Gram of the u different heads among the members under the covariance that a member sees;
+    which `[g]`: the head of each member (default: u = g, in order). metrics `[g, f, f]`: R_h^T R_h, how the error of
+    member h counts. The basis is exact for the mean of the covariances; each read-back is exact for its own. With equal
+    covariances that is the optimum (Eckart and Young), otherwise each of `sweeps` rounds solves the basis for the
+    read-backs and the read-backs for the basis, which only lowers the error.
     """
     members, dim = metrics.shape[:2]
-    flat = grams.transpose(2, 3).reshape(members, members * dim, members * dim)
-    basis = _leading_basis(flat.mean(0), symmetric_root(metrics))
-    back, errors = _read_back(flat, metrics, basis)
-    energy = torch.einsum("hab,hhhab->", metrics, grams)
+    heads = grams.shape[1] // dim
+    which = torch.arange(members, device=grams.device) if which is None else which.to(grams.device)
+    basis = _leading_basis(grams.mean(0), symmetric_root(summed(metrics, which, heads)))
+    back, errors = _read_back(grams, metrics, which, basis)
+    energy = (metrics * own_blocks(grams, which, dim)).sum()
     for _ in range(sweeps):
         if errors.sum() <= CUTOFF * energy:
             break  # the fit is exact already, or there is nothing to fit
-        refitted = _refit_basis(flat, metrics, back, basis)
-        fitted, missed = _read_back(flat, metrics, refitted)
+        refitted = _refit_basis(grams, metrics, which, back, basis)
+        fitted, missed = _read_back(grams, metrics, which, refitted)
         if not missed.sum() < errors.sum():
             break  # only rounding is left to fit
         basis, back, errors = refitted, fitted, missed
-    size = _size_factor(flat, basis)
-    return RealFit((basis * size).view(members, dim, dim), back / size, errors)
+    size = _size_factor(grams, which, basis)
+    return RealFit((basis * size).view(heads, dim, dim), back / size, errors)
+
+
+def summed(metrics: Tensor, which: Tensor, heads: int) -> Tensor:
+    """The metrics of the members that have the same head, `[g, f, f]` -> `[u, f, f]`: an error of that head counts in
+    all of them."""
+    return metrics.new_zeros(heads, *metrics.shape[1:]).index_add_(0, which, metrics)
+
+
+def own_blocks(grams: Tensor, which: Tensor, dim: int) -> Tensor:
+    """Of the Grams `[g, u f, u f]` each member's own head under its own covariance, `[g, f, f]`."""
+    members, heads = len(grams), grams.shape[1] // dim
+    each = torch.arange(members, device=grams.device)
+    return grams.view(members, heads, dim, heads, dim)[each, which, :, which]
 
 
 def symmetric_root(matrices: Tensor) -> Tensor:
@@ -68,7 +83,7 @@ def _safe(values: Tensor, alive: Tensor) -> Tensor:
 
 
 def _leading_basis(gram: Tensor, roots: Tensor) -> Tensor:
-    """N `[g f, f]` of the best rank-f fit under one covariance, gram `[g f, g f]`, roots `[g, f, f]`.
+    """N `[u f, f]` of the best rank-f fit under one covariance, gram `[u f, u f]`, roots `[u, f, f]`.
 
     The leading f eigenvectors of the weighted Gram [R_i G_ij R_j^T]: the rank-d factorisation of C^(1/2) M by SVD
     (docs/methods.md, section 6), written in the members' own coordinates, among which its solution always lies. The
@@ -83,25 +98,23 @@ def _leading_basis(gram: Tensor, roots: Tensor) -> Tensor:
     return weight.T @ (vectors * (_safe(values, alive).pow(-0.25) * alive))
 
 
-def _read_back(flat: Tensor, metrics: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+def _read_back(grams: Tensor, metrics: Tensor, which: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     """L `[g, f, f]`, the least-squares map from the shared head to each member under its own covariance, and errors.
 
-    flat `[g, g f, g f]`, basis `[g f, f]`. L is the best in every metric at once, so the metric enters errors alone.
+    grams `[g, u f, u f]`, basis `[u f, f]`. L is the best in every metric at once, so the metric enters errors alone.
     """
     members, dim = metrics.shape[:2]
-    seen = flat @ basis
-    own = torch.arange(members)
-    cross = seen.view(members, members, dim, dim)[own, own]  # mean of y_h y'^T
+    seen = grams @ basis
+    cross = seen.view(members, -1, dim, dim)[torch.arange(members, device=seen.device), which]  # mean of y_h y'^T
     shared = basis.T @ seen
     values, vectors = torch.linalg.eigh((shared + shared.transpose(1, 2)) / 2)
     alive = _positive(values)
     back = cross @ (vectors * (alive / _safe(values, alive))[:, None, :]) @ vectors.transpose(1, 2)
-    moment = flat.view(members, members, dim, members, dim)[own, own, :, own]
-    missed = moment - back @ cross.transpose(1, 2)
+    missed = own_blocks(grams, which, dim) - back @ cross.transpose(1, 2)
     return back, torch.einsum("hab,hab->h", metrics, missed).clamp_min(0)
 
 
-def _refit_basis(flat: Tensor, metrics: Tensor, back: Tensor, start: Tensor) -> Tensor:
+def _refit_basis(grams: Tensor, metrics: Tensor, which: Tensor, back: Tensor, start: Tensor) -> Tensor:
     """The best N for given L: sum_h C_h N L_h^T P_h L_h = sum_h C_h[:, h] P_h L_h, by conjugate gradients from `start`.
 
     Preconditioned by the same equation under the mean covariance and the mean of L^T P L, which is solved directly;
@@ -109,12 +122,12 @@ def _refit_basis(flat: Tensor, metrics: Tensor, back: Tensor, start: Tensor) -> 
     """
     members, dim = metrics.shape[:2]
     weights = back.transpose(1, 2) @ metrics @ back
-    own = torch.arange(members)
-    columns = flat.view(members, members * dim, members, dim)[own, :, own]
-    left, right = (_pseudo_inverse(m.mean(0), 1e-7) for m in (flat, weights))
+    each = torch.arange(members, device=grams.device)
+    columns = grams.view(members, grams.shape[1], -1, dim)[each, :, which]
+    left, right = (_pseudo_inverse(m.mean(0), 1e-7) for m in (grams, weights))
 
     def apply(n: Tensor) -> Tensor:
-        return (flat @ n @ weights).sum(0)
+        return (grams @ n @ weights).sum(0)
 
     n = start
     residual = (columns @ metrics @ back).sum(0) - apply(n)
@@ -142,26 +155,30 @@ def _pseudo_inverse(matrix: Tensor, ridge: float) -> Tensor:
     return torch.linalg.inv(matrix + ridge * (matrix.diagonal().mean() + torch.finfo(matrix.dtype).tiny) * eye)
 
 
-def _size_factor(flat: Tensor, basis: Tensor) -> Tensor:
+def _size_factor(grams: Tensor, which: Tensor, basis: Tensor) -> Tensor:
     """What the shared head must be multiplied by to have the members' root-mean-square norm, `[]`."""
-    pooled = flat.mean(0)
+    pooled = grams.mean(0)
     shared = ((pooled @ basis) * basis).sum()
-    members = pooled.diagonal().sum() / (len(flat))
+    members = pooled.diagonal().view(-1, basis.shape[1]).sum(1)[which].mean()
     return (members / shared).sqrt() if shared > 0 else torch.ones_like(shared)
 
 
 # ---- rotary pairs -----------------------------------------------------------------------------------------------
 
 
-def complex_gram(gram: Tensor, layout: RotaryLayout) -> Tensor:
-    """Real Gram `[H, H, d, d]` -> `[P, H, H]` complex: mean of z_i conj(z_j), where z = y_first + i y_second."""
-    return torch.complex(*pair_products(gram, layout)).permute(2, 0, 1)
+def complex_gram(rows: Tensor, moment: Tensor, layout: RotaryLayout) -> Tensor:
+    """`[P, H, H]` complex: mean of z_i conj(z_j), where z = y_first + i y_second, of the outputs y of rows `[H, d, e]`
+    whose inputs have this moment `[e, e]`. Of their Gram only what lies within pairs is multiplied."""
+
+    def pairs(y: Tensor) -> Tensor:
+        return torch.complex(y[:, list(layout.first)], y[:, list(layout.second)]).transpose(0, 1)
+
+    return pairs(rows @ moment.to(rows)) @ pairs(rows).mH
 
 
-def pair_energy(moment: Tensor, layout: RotaryLayout) -> Tensor:
-    """Mean |q|^2 in each rotary pair: `[H, d, d]` moments -> `[P, H]`."""
-    diagonal = moment.diagonal(dim1=-2, dim2=-1)
-    return (diagonal[:, list(layout.first)] + diagonal[:, list(layout.second)]).T
+def pair_energy(power: Tensor, layout: RotaryLayout) -> Tensor:
+    """Mean |q|^2 in each rotary pair: mean squares `[H, d]` -> `[P, H]`."""
+    return (power[:, list(layout.first)] + power[:, list(layout.second)]).T
 
 
 def fit_complex(gram: Tensor, energy: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,17 +14,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attention.calibration.moments import LayerStatistics
+from attention.calibration.moments import LayerStatistics, augmented
 from attention.conversion.fusion.rank import complex_gram
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
 
 
-def unit_gram(gram: Tensor, layout: RotaryLayout) -> Tensor:
-    """Inner products of heads in each unit, `[U, H, H]`, from the Gram of all dims `[H, H, d, d]`."""
-    free = torch.tensor(layout.free, dtype=torch.long, device=gram.device)
-    singles = gram.diagonal(dim1=2, dim2=3)[..., free].permute(2, 0, 1)
-    return torch.cat([complex_gram(gram, layout).real.to(singles), singles]) if layout.dims else singles
+def unit_gram(rows: Tensor, moment: Tensor, layout: RotaryLayout) -> Tensor:
+    """Inner products of heads in each unit, `[U, H, H]`, of the outputs of rows `[H, d, e]` whose inputs have this
+    moment `[e, e]`."""
+    singles = rows[:, list(layout.free)]
+    among_singles = (singles @ moment.to(rows)).transpose(0, 1) @ singles.permute(1, 2, 0)
+    return torch.cat([complex_gram(rows, moment, layout).real, among_singles])
 
 
 def signs(gram: Tensor) -> Tensor:
@@ -45,7 +46,7 @@ def with_signs(
 ) -> LayerHeads:
     """An equivalent layer of lifted heads, whose keys agree better within each group."""
     layout = geometry.rotary
-    gram = unit_gram(statistics.key_gram(heads), layout)
+    gram = unit_gram(augmented(heads.k, heads.k_bias).double(), statistics.input_moment, layout)
     turns = torch.ones(heads.num_heads, heads.head_dim, dtype=torch.float64, device=gram.device)
     for group in groups:
         index = torch.tensor(group, device=gram.device)

@@ -6,6 +6,7 @@ Z `[N, F]` features of the converted model, Y `[N, D]` target, W `[F, D]` the ou
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -49,26 +50,34 @@ def _features(record: Record, bias: bool) -> Tensor:
     return torch.cat([z, torch.ones_like(z[:, :1])], 1) if bias else z
 
 
-def _moments(models: Models, layer: int, carry: float, bias: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """`Z^T Z [F, F]`, `Z^T Y [F, D]` and `sum Y^2`, Y = the original's attention + carry x (stream difference)."""
-    zz = zy = yy = torch.zeros((), dtype=torch.float64)
+def _pairs(models: Models, layer: int, carry: float, bias: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    """Z and Y = the original's attention + carry x (stream difference), a batch at a time."""
     for original, converted in zip(*(recorded(streams, layer) for streams in models), strict=True):
-        z = _features(converted, bias)
         y = original.output.double() + carry * (original.stream.double() - converted.stream.double())
-        y = y.flatten(0, 1)
-        zz, zy, yy = zz + z.T @ z, zy + z.T @ y, yy + (y * y).sum()
-    return zz, zy, yy
+        yield _features(converted, bias), y.flatten(0, 1)
 
 
-def _error(weight: Tensor, zz: Tensor, zy: Tensor, yy: Tensor) -> float:
-    """`|Z W - Y|^2 / |Y|^2` from the moments."""
-    return ((weight * (zz @ weight)).sum() - 2 * (weight * zy).sum() + yy).div(yy).item()
+def _moments(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """`Z^T Z [F, F]` and `Z^T Y [F, D]`."""
+    zz = zy = torch.zeros((), dtype=torch.float64)
+    for z, y in pairs:
+        zz, zy = zz + z.T @ z, zy + z.T @ y
+    return zz, zy
+
+
+def _errors(weights: Sequence[Tensor], pairs: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
+    """`|Z W - Y|^2 / |Y|^2` of each W."""
+    missed, power = torch.zeros(len(weights), dtype=torch.float64), 0.0
+    for z, y in pairs:
+        power += y.square().sum().item()
+        missed += torch.tensor([(z @ w - y).square().sum().item() for w in weights], dtype=torch.float64)
+    return (missed / power).tolist()
 
 
 def ridge_refit(weight: Tensor, zz: Tensor, zy: Tensor, ridge: float) -> Tensor:
     """argmin over V of `|Z V - Y|^2 + lambda |V - W|^2`, lambda = ridge x mean diagonal of `Z^T Z`."""
     penalty = ridge * zz.diagonal().mean() * torch.eye(len(zz), dtype=zz.dtype, device=zz.device)
-    return weight + torch.linalg.solve(zz + penalty, zy - zz @ weight)
+    return weight + torch.cholesky_solve(zy - zz @ weight, torch.linalg.cholesky(zz + penalty))
 
 
 def heal_layer(fit: Models, check: Models, layer: int, number: int, ridge: float, carry: float) -> LayerFit:
@@ -83,11 +92,11 @@ def heal_layer(fit: Models, check: Models, layer: int, number: int, ridge: float
     family, geometry = family_of(converted.config), geometry_of(converted.config)
     heads = family.read(module, geometry)
     bias = heads.o_bias is not None
-    zz, zy, _ = _moments(fit, layer, carry, bias)
+    zz, zy = _moments(_pairs(fit, layer, carry, bias))
     weight = _weight(heads)
     fitted = ridge_refit(weight, zz, zy, ridge)
-    checked = _moments(check, layer, carry, bias)
-    result = LayerFit("heal", number, _error(weight, *checked), _error(fitted, *checked))
+    before, after = _errors([weight, fitted], _pairs(check, layer, carry, bias))
+    result = LayerFit("heal", number, before, after)
     if result.kept:
         family.write(module, _with_weight(heads, fitted))
     return result

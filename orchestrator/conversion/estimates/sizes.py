@@ -31,11 +31,12 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Size:
-    """Numbers (not bytes) of a checkpoint: parameters of one attention module, of one decoder layer, of the embedding
-    matrix, of all outside of the layers, of all."""
+    """Numbers (not bytes) of a checkpoint: parameters of one attention module, of one decoder layer, of those of them
+    that a token passes (some of the experts), of the embedding matrix, of all outside of the layers, of all."""
 
     attention: int
     layer: int
+    active: int
     embedding: int
     outer: int
     total: int
@@ -47,10 +48,13 @@ class Size:
             model = empty(window_config(config, 0, config.vocab_size), torch.float32, torch.device("meta"))
         family, prefix = family_of(config), layer_prefix(model)
         attention = loading.parameters(family.attention_modules(model)[0])
-        layer = sum(p.numel() for name, p in model.named_parameters() if name.startswith(prefix))
+        own = {name: p.numel() for name, p in model.named_parameters() if name.startswith(prefix)}
+        layer, experts = sum(own.values()), sum(size for name, size in own.items() if ".experts." in name)
+        number = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
+        active = layer - experts + experts * getattr(config, "num_experts_per_tok", 1) // number
         embedding = model.get_input_embeddings().weight.numel()  # type: ignore[union-attr]
         outer = loading.parameters(model) - layer - (embedding if config.tie_word_embeddings else 0)
-        return cls(attention, layer, embedding, outer, outer + layer * geometry_of(config).num_layers)
+        return cls(attention, layer, active, embedding, outer, outer + layer * geometry_of(config).num_layers)
 
 
 @dataclass(frozen=True)
@@ -113,14 +117,16 @@ class Conversion:
         if "statistics" not in self.recipe.needs:
             return 0
         g, parts = self.geometry, (self.recipe.fusion, self.recipe.alignment)
-        keys, rows = DOUBLE * (g.num_heads * g.head_dim) ** 2, DOUBLE * g.num_heads * g.head_dim * (g.hidden_size + 1)
-        held = 4 * keys + 2 * rows
+        # Rows of keys, queries and values, and their products with a moment.
+        held = 4 * DOUBLE * g.num_heads * g.head_dim * (g.hidden_size + 1)
+        if g.rotary.free:
+            held += 2 * DOUBLE * (g.num_heads * len(g.rotary.free)) ** 2
         if self.recipe.objective == "least_squares":
-            # All heads' Grams under each head's weights, in float32, once more as matrices for one group of all.
-            return held + 2 * FLOAT * g.num_heads**3 * g.head_dim**2
-        # Fusion alone makes them for one group after the other, here for the largest of equal groups.
-        members = math.ceil(g.num_heads / (g.num_kv_heads * self.kv_ratio) - 1e-9) if "least_squares" in parts else 0
-        return held + 3 * DOUBLE * members**3 * g.head_dim**2
+            # Grams of all KV heads under each query head's weights, in float32; by estimates it is less.
+            held += FLOAT * g.num_heads * (g.num_kv_heads * g.head_dim) ** 2
+        # Fusion makes them for one group after the other, here for the largest of equal groups.
+        members = math.ceil(1 / self.kv_ratio - 1e-9) if "least_squares" in parts else 0
+        return held + 3 * DOUBLE * members * g.num_heads // g.num_kv_heads * (members * g.head_dim) ** 2
 
     @property
     def planned_on(self) -> int:

@@ -6,20 +6,27 @@ tokens, N = C + E, b bytes of a weight that is worked on (4 on the CPU), T token
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
 
+from attention.conversion.fusion.estimates import LEADING
 from attention.conversion.refinement.local import FIT_TOKENS
 from orchestrator.conversion import loading
 from orchestrator.conversion.estimates.sizes import CPU, Conversion, Size
 from search_spaces.allocation.knapsack import considered
+from search_spaces.grouping.merge_anneal import PRICES
+from search_spaces.grouping.subsets import LIMIT
 from search_spaces.planning.budgets import problem_of
 from search_spaces.planning.context import PLANNING_BATCH
 
-GROUPING, FUSING = 100.0, 270.0
-"""Operations of grouping and of least-squares fusion for each cubed row of the matrices that they solve, at the speed
-of a matrix product: as measured on a layer of Llama-3-8B's shape (`benchmarks/LOG.md`)."""
+PRICE, FUSED = 30.0, 100.0
+"""Operations, at the speed of a matrix product, of pricing and of fusing a group for each cubed row of its Gram matrix:
+eigenvalues take longer than products."""
+WIDE = 1024  # rows of all value heads above which grouping goes by estimates
+SEARCHED = 500.0  # operations of a search by estimates, for each squared head and cubed head dim
+DOUBLE = 2.0  # a product in float64 against one in float32
 FITTING = 2.0
 """A step of a local fit against its matrix products: attention weights, their gradients and Adam besides, as measured
 at hidden sizes of 256 to 1,024 (`python -m benchmarks estimates`)."""
@@ -30,40 +37,69 @@ def operations(conversion: Conversion, size: Size, tokens: int) -> float:
     """Floating-point operations of a conversion layer by layer: forward passes, statistics, grouping, fusion,
     refinement, held-out logits."""
     g, c = conversion.geometry, conversion
-    forward = 2.0 * size.layer + 2 * 2 * g.num_heads * g.head_dim * c.sequence_length
+    forward = 2.0 * size.active + 2 * 2 * g.num_heads * g.head_dim * c.sequence_length
     passes = 2 * forward * tokens
     wide = (g.hidden_size + 1) ** 2
     if "statistics" in c.recipe.needs:
         mixing = 2.0 * g.num_heads * (g.hidden_size + 1) * c.sequence_length
-        passes += c.used_tokens * (forward + 2.0 * wide * (g.num_heads + 1) + mixing)
-        passes += 2.0 * g.num_heads**2 * g.head_dim * (g.hidden_size * g.hidden_size + g.hidden_size * g.head_dim)
+        passes += c.used_tokens * (forward + 2.0 * wide * (g.num_heads / 2 + 1) + mixing)
     if c.planned_on:
         passes += c.planned_on * (4 * forward + 2.0 * g.hidden_size**2) + planning_operations(c, size, forward)
     features = g.num_heads * g.head_dim
-    if c.recipe.objective == "least_squares":  # whose prices are eigenvalues
-        passes += GROUPING * features**3
+    if c.recipe.objective == "least_squares":
+        passes += grouping_operations(c)
     if "least_squares" in (c.recipe.fusion, c.recipe.alignment):
-        groups = max(1.0, g.num_kv_heads * c.kv_ratio)
-        passes += FUSING * 2 * groups * (features / groups) ** 3
+        passes += fusing_operations(c, g.num_kv_heads * c.kv_ratio)
     if "heal" in c.recipe.refinement:
-        passes += c.used_tokens * (4.0 * size.attention + 2.0 * features * (features + g.hidden_size)) + features**3
+        moments, solved = 2.0 * c.used_tokens * features * (features + g.hidden_size), 4.3 * features**3
+        passes += c.used_tokens * 4.0 * size.attention + DOUBLE * (moments + solved)
     if c.recipe.refinement == "fit_heal":
         knobs = c.recipe.knobs("refinement")
         passes += FITTING * knobs["fit_steps"] * knobs["fit_batch"] * c.sequence_length * 6.0 * size.attention
     return g.num_layers * passes + 2 * 2.0 * c.eval_tokens * size.embedding
 
 
+def grouping_operations(conversion: Conversion) -> float:
+    """Operations of grouping one layer: Gram matrices, then the prices of groups. A KV head counts once, whatever
+    number of query heads share it."""
+    g = conversion.geometry
+    units, dim, width = g.num_kv_heads, g.head_dim, g.hidden_size
+    rows = units * dim
+    keys = 2.0 * (g.num_heads * dim + rows) * width**2
+    if rows > WIDE and units > LIMIT:  # by estimates of the cost
+        pooled = 2.0 * rows * width * (width / 2 + rows)
+        leading = 2.0 * g.num_heads * LEADING * width * (width / 2 + LEADING) + 12.0 * rows**2 * LEADING
+        return keys + pooled + leading + SEARCHED * units**2 * dim**3
+    prepared = 2.0 * g.num_heads * rows * width * (width / 2 + rows)
+    if units > LIMIT:
+        return keys + prepared + PRICES * PRICE * (4 * dim) ** 3
+    equal = conversion.recipe.together
+    sizes = [max(1, round(1 / conversion.kv_ratio))] if equal else range(2, units)
+    return keys + prepared + PRICE * sum(math.comb(units, size) * (size * dim) ** 3 for size in sizes)
+
+
+def fusing_operations(conversion: Conversion, groups: float) -> float:
+    """Operations of least-squares fusion of one layer into `groups` key and value heads, in float64."""
+    g, groups = conversion.geometry, max(1.0, groups)
+    units, dim, width = g.num_kv_heads, g.head_dim, g.hidden_size
+    rows = units * dim / groups
+    keys = 2.0 * (g.num_heads + units) * dim * width**2
+    values = 2.0 * g.num_heads * rows * width * (width / 2 + rows)
+    return DOUBLE * (keys + values) + FUSED * groups * rows**3
+
+
 def planning_operations(conversion: Conversion, size: Size, forward: float) -> float:
     """Operations of the loss increases of one layer, keys and values, and of its second calibration layer by layer."""
     c, own = conversion, conversion.recipe.knobs("allocation")
     problem = problem_of(c.recipe, c.kv_ratio, c.geometry)
-    counts = len(considered(problem, own["counts"])) - 1
+    counts = [count for count in considered(problem, own["counts"]) if count < problem.stored]
+    fused = sum(fusing_operations(c, count) for count in counts)
     fitted = (
         min(own["fit_steps"], c.recipe.knobs("refinement").get("fit_steps", 0)) * PLANNING_BATCH * c.sequence_length
     )
     checked = min(c.used_tokens, FIT_TOKENS) / 8
     once = 2.0 * size.attention * (FITTING * 3 * fitted + 2 * checked) + 2.0 * checked * c.geometry.hidden_size**2
-    return counts * 2 * once + c.used_tokens * forward
+    return len(counts) * 2 * once + fused + c.used_tokens * forward
 
 
 def available_bytes(device: torch.device = CPU) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from attention.conversion.fusion.costs import ValueCost
-from attention.conversion.fusion.estimates import FewValueCosts, LeadingValueCost, PooledValueCost
+from attention.conversion.fusion.estimates import LeadingValueCost, PooledValueCost
 from benchmarks.planning import made_layer
 from search_spaces.costs import GroupCost
 from search_spaces.grouping.estimated import by_estimates, screened
@@ -33,7 +33,7 @@ def layer_cost() -> GroupCost:
     """18 value heads of 8."""
     heads, statistics = made_layer(18, 8)
     whole, pooled = ValueCost(heads, statistics), PooledValueCost(heads, statistics)
-    rungs = pooled, LeadingValueCost(pooled, statistics, 36), FewValueCosts(heads, statistics)
+    rungs = pooled, LeadingValueCost(pooled, statistics, 36)
     makers = [lambda rung=rung: GroupCost(rung.cost, lambda groups: rung.costs(groups).numpy()) for rung in rungs]
     effort = {"effort": lambda _: AFFORDABLE, "estimates": makers}
     return GroupCost(whole.cost, lambda groups: whole.costs(groups).numpy(), **effort)
@@ -48,7 +48,7 @@ def test_the_grouping_costs_within_two_percent_of_the_search_by_the_cost_itself(
     priced = layer_cost.priced
     quick = exact(problem, np.random.default_rng(0), equal_sizes=equal_sizes)
     assert layer_cost.priced == priced  # the cost itself was not asked
-    assert quick.score == pytest.approx(layer_cost.score(quick.partition), rel=1e-3)
+    assert quick.score == pytest.approx(layer_cost.score(quick.partition), rel=0.05)
     assert slow.score is not None and layer_cost.score(quick.partition) >= 1.02 * slow.score
     random = random_partition(18, 6, np.random.default_rng(0))
     assert layer_cost.score(random) < 1.2 * slow.score  # far from flat
@@ -80,14 +80,14 @@ def test_estimates_are_made_when_they_are_needed_and_not_before() -> None:
         return make
 
     cost = table_cost(8, 0)
-    ladder = [maker(rung, table_cost(8, 0)) for rung in range(3)]
+    ladder = [maker(rung, table_cost(8, 0)) for rung in range(2)]
     affordable = GroupCost(cost.cost, effort=lambda _: 1.0, estimates=ladder)
     problem = GroupingProblem(8, 4, objective=affordable)
     best = exact(problem, np.random.default_rng(0), equal_sizes=False)
     assert not made
     dear = GroupCost(cost.cost, effort=lambda _: 1.0, estimates=ladder, preparation=2 * AFFORDABLE)
     near = exact(replace(problem, objective=dear), np.random.default_rng(0), equal_sizes=False)
-    assert made == [0, 1, 2] and dear.priced == 0
+    assert made == [0, 1] and dear.priced == 0
     assert near.score is not None and best.score is not None and near.score <= best.score
     assert near.score == cost.score(near.partition)
     assert by_estimates(replace(problem, objective=dear), np.random.default_rng(0), equal_sizes=False) == near
@@ -109,17 +109,16 @@ def test_the_objective_of_dear_values_has_estimates_and_the_same_prices(
     assert plain.estimates == () and RECIPES["headfold"].objective == "least_squares"
     monkeypatch.setattr(least_squares, "DEAR", 0.0)
     dear = least_squares.least_squares(site)
-    assert len(dear.estimates) == 3
+    assert len(dear.estimates) == 2
     plain.kept = dear.kept = KeptPrices(tmp_path / "prices.safetensors")
     assert np.array_equal(plain.table(8, (2, 4)), dear.table(8, (2, 4)))
     assert dear.priced == 0  # all were kept
     groups = [(0, 1), (2, 5), (0, 1, 2, 3), (4, 5, 6, 7)]
-    rough, close, few = ([make().cost(group) for group in groups] for make in dear.estimates)
-    own = [plain.cost(group) for group in groups]
-    if len(by) == 1:
-        assert few == pytest.approx(own, rel=1e-3)
-    distances = [np.abs(np.log(np.array(prices) / few)).max() for prices in (rough, close)]
-    assert distances[1] < distances[0]
+    rough, close = ([make().cost(group) for group in groups] for make in dear.estimates)
+    if len(by) == 1:  # else the scale between keys and values is another
+        own = np.array([plain.cost(group) for group in groups])
+        distances = [np.abs(np.log(np.array(prices) / own)).max() for prices in (rough, close)]
+        assert distances[1] < distances[0]
 
 
 def test_keys_alone_need_no_estimates(demo_context: PlanningContext, monkeypatch: pytest.MonkeyPatch) -> None:
