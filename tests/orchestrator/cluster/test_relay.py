@@ -15,16 +15,15 @@ from orchestrator.cluster.tasks import on_cluster
 OPTIONS = {"num_cpus": 0.5, "num_gpus": 0}
 
 
-def work(seconds: float) -> str:
-    with stage("calibrating", 4, "layers") as told:
-        told.step()
-        time.sleep(seconds)
-    return "done"
-
-
 def test_the_stage_of_a_task_is_shown_where_it_is_waited_for(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def work(seconds: float) -> str:
+        with stage("calibrating", 4, "layers") as told:
+            told.step()
+            time.sleep(seconds)
+        return "done"
+
     monkeypatch.setattr(progress, "SAY_SECONDS", 0.5)
     with progress.shown("search"):
         assert on_cluster(OPTIONS, "original model", work, 3 * relay.EVERY_SECONDS) == "done"

@@ -142,7 +142,7 @@ def test_the_page_stands_alone_at_any_size(layers: int, heads: int) -> None:
 def test_the_headline_is_a_recipe_with_its_refinement() -> None:
     record = made_up_inspection(4, 8)
     told = lead(record)
-    assert "-0.001 by headfold with its refinement" in told and "+0.200" not in told
+    assert "-0.001 by headfold, refined in 120 steps a layer (convert: 480)" in told and "+0.200" not in told
     rows = {row[0]: row for row in recipe_table(record).rows}
     before, after = (RECIPE_COLUMNS.index(name) for name in ("increase before refinement", "loss increase"))
     assert (rows["headfold"][before], rows["headfold"][after]) == ("+0.200", "-0.001")

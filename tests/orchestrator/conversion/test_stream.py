@@ -254,7 +254,7 @@ def test_a_plan_of_all_layers_is_that_of_the_whole_model_and_goes_on_after_a_kil
     said: list[str] = []
     layerwise = convert_layerwise(source, recipe, 0.5, tmp_path / "stream", progress=said.append, **run)
     assert len(planned) == 5 and "going on with the plan" in said[0] and "loss increases of layer 3/4" in said[1]
-    assert_same(memory, layerwise, 2048)
+    assert_same(memory, layerwise, 2048, close=2e-3)  # as above
     assert not list(tmp_path.glob(".stream*"))
 
 
