@@ -94,10 +94,11 @@ def benchmark(
 
 
 def benchmarks() -> dict[str, Benchmark]:
-    """All benchmarks, by name; every module of the package is imported."""
-    for module in sorted(m.name for m in pkgutil.iter_modules([str(HERE)])):
-        if not module.startswith("__"):
-            importlib.import_module(f"benchmarks.{module}")
+    """All benchmarks, by name; every module of the package and of `needs` is imported."""
+    for folder, package in ((HERE, "benchmarks"), (HERE / "needs", "benchmarks.needs")):
+        for module in sorted(m.name for m in pkgutil.iter_modules([str(folder)])):
+            if not module.startswith("__"):
+                importlib.import_module(f"{package}.{module}")
     return _found
 
 

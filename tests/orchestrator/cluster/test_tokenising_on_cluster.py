@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.texts import LENGTH, MEGA, process, result, write_text
+from benchmarks.needs.texts import LENGTH, MEGA, process, result, write_text
 from orchestrator.cluster.tokenising import tokenise_on_cluster, tokeniser
 from trainers.text.data import SMALL, TextCut, token_set
 from trainers.text.token_sets import is_complete, read_sequences

@@ -23,8 +23,8 @@ from attention.calibration.sizes import MIXED, layer_bytes
 from attention.calibration.store import META, Calibration
 from attention.families import geometry_of
 from attention.io import checkpoint
-from benchmarks.memory import random_checkpoint
 from benchmarks.models import llama
+from benchmarks.needs.memory import random_checkpoint
 from orchestrator.conversion.calibrating import Pass, Workers, checkpoint_calibration, layers_by_workers
 
 Tiny = Callable[..., PreTrainedModel]

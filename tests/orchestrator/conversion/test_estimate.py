@@ -14,8 +14,8 @@ import torch
 from transformers import LlamaConfig
 
 from attention.io import checkpoint
-from benchmarks.memory import measured
 from benchmarks.models import llama
+from benchmarks.needs.memory import measured
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion.convert import convert_checkpoint
 from orchestrator.conversion.estimates.estimate import announce, estimate, estimate_conversion, needs_layerwise

@@ -1,4 +1,4 @@
-"""Each process of a search under a hard limit: what it is said to take, times 1.15 (`benchmarks.enforced`)."""
+"""Each process of a search under a hard limit: what it is said to take, times 1.15 (`benchmarks.needs.enforced`)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.enforced import SMALL, SPARE, run
-from benchmarks.limited import BROKEN, run_limited
-from benchmarks.memory import WIDE, random_checkpoint
 from benchmarks.models import llama
+from benchmarks.needs.enforced import SMALL, SPARE, run
+from benchmarks.needs.limited import BROKEN, run_limited
+from benchmarks.needs.memory import WIDE, random_checkpoint
 from orchestrator.conversion.estimates.work import available_bytes
 from orchestrator.search.needs.memory import PROCESS
 

@@ -26,7 +26,7 @@ from attention.io.shards import shard_path, write_index, write_shard
 from benchmarks.models import llama
 from benchmarks.report import Row, Scale, benchmark
 
-DEMO = Path(__file__).resolve().parents[1] / "examples" / "stdlib-llama"
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "stdlib-llama"
 # TinyLlama's shape with one KV head a query head, so that there is something to convert; 19 layers are 1.1B parameters.
 WIDE = {"num_attention_heads": 32, "head_dim": 64, "intermediate_size": 5632, "vocab_size": 32_000}
 NARROW = {"num_attention_heads": 8, "head_dim": 64, "intermediate_size": 1408, "vocab_size": 4096}

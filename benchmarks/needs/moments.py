@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from attention.calibration.calibration import calibrate
 from attention.calibration.sizes import MIXED, layer_bytes, matrices, mixed_dtype
 from attention.families import geometry_of
-from benchmarks.memory import DEMO
+from benchmarks.needs.memory import DEMO
 from benchmarks.report import Row, Scale, benchmark
 from orchestrator.conversion.steps import planning_context, refine_with
 from search_spaces.planning.context import convert_with

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from attention.io import checkpoint
-from benchmarks.limited import run_limited
-from benchmarks.memory import WIDE, random_checkpoint
 from benchmarks.models import llama
+from benchmarks.needs.limited import run_limited
+from benchmarks.needs.memory import WIDE, random_checkpoint
 from benchmarks.report import Row, Scale, benchmark
 from orchestrator.config.schema import SearchConfig, parse_config
 from orchestrator.conversion.estimates.sizes import Size

@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.report import Row, Scale, benchmark
 
-DEMO = Path(__file__).resolve().parents[1] / "examples" / "stdlib-llama"
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "stdlib-llama"
 LENGTH = 512
 MEGA = 2.0**20
 CPUS = 2
@@ -78,7 +78,7 @@ def stream(folder: str) -> dict[str, Any]:
 
 PROCESS = """
 import json, sys
-from benchmarks import texts
+from benchmarks.needs import texts
 print(json.dumps(getattr(texts, sys.argv[1])(*json.loads(sys.argv[2]))))
 """
 

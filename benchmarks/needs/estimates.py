@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.memory import DEMO, GIGA, NARROW, random_checkpoint, verbs
 from benchmarks.models import llama
+from benchmarks.needs.memory import DEMO, GIGA, NARROW, random_checkpoint, verbs
 from benchmarks.report import Row, Scale, benchmark
 
 EXAMPLE = DEMO.parent / "prose-code-qwen3"

@@ -26,7 +26,7 @@ from orchestrator.conversion.loading import kernel_field
 
 LOOK_SECONDS = 0.01
 BROKEN = "more anonymous memory than the limit"
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def run_limited(
     for rank in range(ranks):
         environment = os.environ | own | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         with (folder / f"said-{rank}").open("wb") as said:
-            command = [sys.executable, "-m", "benchmarks.limited", str(folder)]
+            command = [sys.executable, "-m", "benchmarks.needs.limited", str(folder)]
             running.append(subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=said, stderr=said))
     _wait(running, folder)
     return [pickle.loads((folder / f"answer-{rank}").read_bytes()) for rank in range(ranks)]
@@ -111,6 +111,6 @@ def _carry_out(folder: Path) -> None:
 
 if __name__ == "__main__":
     # Under its own name, so that what is pickled is found by whoever reads it
-    from benchmarks.limited import _carry_out as carry_out
+    from benchmarks.needs.limited import _carry_out as carry_out
 
     carry_out(Path(sys.argv[1]))

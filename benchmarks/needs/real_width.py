@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import GptOssConfig, LlamaConfig, Olmo2Config, PretrainedConfig, Qwen3Config
 
-from benchmarks.memory import GIGA, measured, verbs
+from benchmarks.needs.memory import GIGA, measured, verbs
 from benchmarks.report import Row, Scale, benchmark
 
 COMMON: dict[str, Any] = {
