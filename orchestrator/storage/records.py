@@ -119,15 +119,17 @@ class TrialRecord:
     def cost(self) -> dict[str, float]:
         """What it took up to the highest rung reached: `optimizer_steps` of single layers, `steps` of training, tokens
         that went through a layer (`fit_tokens`) and through the model (`tokens`), `flops` of both (6 a parameter and
-        token; a teacher is left out) and `seconds`."""
+        token; a teacher is left out) and `seconds` of the conversion, of training and of measuring."""
         spent, tokens = self.conversion_cost or {}, int(self.last.get("tokens") or 0)
+        # A rung tells how long it trained so far; what came before is in the phases.
+        trained = float(self.last.get("seconds") or 0.0) if self.step else 0.0
         return {
             "optimizer_steps": spent.get("optimizer_steps", 0),
             "steps": self.step,
             "fit_tokens": spent.get("tokens", 0),
             "tokens": tokens,
             "flops": spent.get("flops", 0.0) + 6.0 * (self.parameters or 0) * tokens,
-            "seconds": sum(self.seconds.values()),
+            "seconds": sum(self.seconds.values()) + trained,
         }
 
     @property

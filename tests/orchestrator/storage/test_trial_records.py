@@ -41,6 +41,17 @@ def test_the_front_leaves_out_what_another_trial_beats_in_both() -> None:
     assert [t.trial_id for t in front(trials)] == ["c", "a", "e"]
 
 
+def test_what_a_trial_cost_is_its_conversion_and_its_training() -> None:
+    trial = record("a", 0.5, 2.3)
+    trial.parameters, trial.seconds = 10, {"plan": 2.0, "refine": 1.0}
+    trial.conversion_cost = {"optimizer_steps": 480, "tokens": 50, "flops": 7.0, "seconds": 3.0}
+    trial.rungs[0]["seconds"] = 3.5  # of the phases, which are counted already
+    assert (trial.cost["seconds"], trial.cost["flops"]) == (3.0, 7.0)
+    trial.rungs += [{"step": step, "loss": 2.2, "seconds": step / 2, "tokens": 4 * step} for step in (4, 12)]
+    assert (trial.cost["seconds"], trial.cost["flops"]) == (9.0, 7.0 + 6 * 10 * 48)
+    assert (trial.cost["optimizer_steps"], trial.cost["steps"], trial.cost["fit_tokens"]) == (480, 12, 50)
+
+
 def test_with_decode_time_the_front_has_what_is_fastest_too() -> None:
     trials = [record("a", 0.5, 2.3), record("b", 0.5, 2.4), record("c", 0.5, 2.5), record("d", 0.25, 2.6)]
     for trial, seconds in zip(trials, (0.04, 0.03, 0.03, 0.05), strict=True):
