@@ -88,7 +88,7 @@ def convert(
     for point in [record | point for point in record["points"]] if len(ratios) > 1 else [record]:
         print(
             f"{recipe} at {percent(point['kv_ratio'])} of the checkpoint's KV cache{unmet(point)}: held-out loss "
-            f"{point['original_loss']:.3f} before, {point['loss']:.3f} after ({point['loss_increase']:+.3f} nats a "
+            f"{point['original_loss']:.3f} before, {point['loss']:.3f} after ({point['loss_increase']:+.3f} nats per "
             f"token), KL {point['kl']:.3f}; {point['kv_bytes_per_token']} KV bytes per token, "
             f"{point['kv_bytes_per_token_original']} before"
         )
