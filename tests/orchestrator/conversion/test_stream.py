@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from attention import progress
 from attention.families import families
 from attention.io import checkpoint
 from attention.io.layers.windows import Head, LazyWeights, WeightsError, advance, embed, open_window
@@ -187,6 +188,20 @@ def test_the_result_is_bfloat16_shards_that_stock_transformers_loads(
     assert stock.config.num_key_value_heads == 2
     assert checkpoint.plan_of(stock).digest != made["plan_digest"]  # heads are permuted so that groups are neighbours
     assert not list(tmp_path.glob(".out*"))
+
+
+def test_the_layer_and_what_is_done_with_it_are_shown(
+    demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has no steps to count is told by the layer's number: at real width each takes a minute and more."""
+    monkeypatch.setattr(progress, "LOOK_SECONDS", 0.002)
+    lines: list[str] = []
+    with progress.shown("convert", lines.append, 0.0):
+        more = {"progress": lines.append, "recipe_settings": QUICK | {"allocation.fit_steps": 12}}
+        convert_layerwise(demo_dir, "headfold", 0.5, tmp_path / "out", **more, **SMALL)
+    said = {line.partition(":")[0] for line in lines}
+    planned = {f"layer {layer} of 4, what each head count costs" for layer in range(1, 5)}
+    assert planned | {f"layer {layer} of 4, running both models" for layer in range(1, 5)} <= said
 
 
 def test_a_killed_conversion_goes_on_at_the_layer_it_reached(
