@@ -15,22 +15,31 @@ SMALL = 4_000_000
 """Parameters of a layer up to which its operations are too short to be spread over threads themselves; above it they
 are not, and several layers at a time would only take several times the memory."""
 
+CPU = torch.device("cpu")
+
 ONE_AT_A_TIME = threading.Lock()
 """Held by whoever runs the whole model: hooks that look at one layer see every pass through it."""
+
+
+def beside(count: int, parameters: int, device: torch.device = CPU) -> int:
+    """How many of `count` layers of so many `parameters` are worked on at once: on the CPU as many as torch has
+    threads, if a layer has at most `SMALL` parameters; else one."""
+    threads = torch.get_num_threads()
+    return 1 if device.type != "cpu" or parameters > SMALL else max(1, min(threads, count))
 
 
 def each_layer(count: int, work: Callable[[int], Result], parameters: int, device: torch.device) -> list[Result]:
     """`work(i)` of layers 0 to `count` - 1, in that order whatever ends first.
 
-    On the CPU as many at a time as torch has threads, each on one thread, if a layer has at most `SMALL` parameters;
-    else one after the other. The first error is raised once the layers that had begun have ended.
+    As many at a time as `beside` says, each on one thread; one at a time on all of them. The first error is raised once
+    the layers that had begun have ended.
     """
-    threads = torch.get_num_threads()
-    if device.type != "cpu" or threads == 1 or parameters > SMALL:
+    threads, at_once = torch.get_num_threads(), beside(count, parameters, device)
+    if at_once == 1:
         return [work(i) for i in range(count)]
     try:
         # The number of threads is a thread's own, but new ones start with the last that was set.
-        with ThreadPoolExecutor(min(threads, count), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        with ThreadPoolExecutor(at_once, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             return list(pool.map(work, range(count)))
     finally:
         torch.set_num_threads(threads)

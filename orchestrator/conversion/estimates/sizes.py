@@ -146,12 +146,14 @@ class Conversion:
         g, rows = self.geometry, SENSITIVITY_BATCH * self.sequence_length
         return FLOAT * rows * (2 * size.layer // g.hidden_size + 3 * g.num_heads * self.sequence_length)
 
-    def refining(self, size: Size) -> int:
-        """Bytes of a local fit, or of a ridge refit, whichever is more."""
+    def refining(self, size: Size, beside: int = 1) -> int:
+        """Bytes of the local fits of `beside` layers at once, or of a ridge refit, whichever is more."""
         g = self.geometry
         features = g.num_heads * g.head_dim
         heal = DOUBLE * (5 * features**2 + 4 * features * g.hidden_size) if "heal" in self.recipe.refinement else 0
         if self.recipe.refinement != "fit_heal":
             return heal
         tokens = min(self.used_tokens, self.recipe.knobs("refinement")["fit_tokens"])
-        return max(heal, FLOAT * (ADAM_COPIES * size.attention + 2 * tokens * g.hidden_size))
+        # What enters the layer, for all of them; of each layer what enters and leaves it, for the newest twice.
+        states = (1 + 2 * beside + 2) * tokens * g.hidden_size
+        return max(heal, FLOAT * (beside * ADAM_COPIES * size.attention + states))
