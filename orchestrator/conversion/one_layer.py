@@ -9,8 +9,6 @@ depends on other layers comes in as data: both models' streams, the layer's head
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -40,7 +38,6 @@ from attention.io.precision import cast_weights, round_weights
 from attention.modeling.grouped import cache_bytes
 from attention.modeling.predictions import in_chunks, positions_at_once
 from attention.plan import AttentionPlan, LayerPlan
-from attention.progress import stage
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
 from orchestrator.conversion.request import ConversionRequest
@@ -127,43 +124,38 @@ class LayerwiseConversion:
     def convert(self, layer: int, original: Tensor, converted: Tensor) -> Layer:
         """Convert layer `layer`. Both streams `[N, T, D]` enter it, and are changed in place to what leaves it."""
         request = self.request
-        with self._phase("load", layer, "reading weights"):
+        with request.layer_phase("load", layer, "reading weights"):
             window = open_window(self.weights, request.config, layer, original, request.working, self.device)
         rows = rows_of(original, self.calibration)
         new, plan = self._converted(window, layer, rows)
         feed(new, converted)
-        with self._phase("refine", layer, "refining"):
+        with request.layer_phase("refine", layer, "refining"):
             fits = refine_with(request.recipe, window, new, rows, first=layer)
         round_weights(new, request.written)  # before the converted stream runs through
-        with self._phase("carry on", layer, "running both models"):
+        with request.layer_phase("carry on", layer, "running both models"):
             advance(window, original, self.batch_size)
             del window
             advance(new, converted, self.batch_size)
         cast_weights(new, request.written)
         held = _cache_bytes(new, rows_of(converted, 1))
-        with self._phase("save", layer, "writing"):
+        with request.layer_phase("save", layer, "writing"):
             tensors = self._tensors(new, layer)
         del new
         loading.release_memory()  # a window and the hooks that feed it know each other too
         return Layer(plan, tensors, [asdict(fit) for fit in fits], held)
 
-    @contextmanager
-    def _phase(self, name: str, layer: int, doing: str) -> Iterator[None]:
-        """A phase of one layer, whose seconds are counted under `name`, shown as what is being done."""
-        with self.request.phases(name), stage(f"layer {layer + 1} of {self.request.geometry.num_layers}, {doing}"):
-            yield
-
     def _converted(self, window: PreTrainedModel, layer: int, rows: Tensor) -> tuple[PreTrainedModel, LayerPlan]:
-        recipe, calibration = self.request.recipe, None
+        request, calibration = self.request, None
+        recipe = request.recipe
         if "statistics" in recipe.needs:
-            with self._phase("calibrate", layer, "calibrating"):
+            with request.layer_phase("calibrate", layer, "calibrating"):
                 calibration = calibrate(window, rows, batch_size=self.batch_size)
         geometry = geometry_of(window.config)
         loading.release_memory()
         if isinstance(self.planned, AttentionPlan):
             plan = self.planned.layers[layer]
         else:
-            with self._phase("plan", layer, "grouping heads"):
+            with request.layer_phase("plan", layer, "grouping heads"):
                 context = PlanningContext(geometry, conversion.lift(window), calibration, window, rows)
                 sites = self.generators[2 * layer : 2 * layer + 2]
                 plan = plan_layer(recipe, self.planned[layer], context, sites)
@@ -171,7 +163,7 @@ class LayerwiseConversion:
                 # An objective and the site that it judges know each other, and hold the layer's Gram matrices.
                 loading.release_memory()
         # All weights of the new window are copied or written, so none need be drawn first.
-        with self._phase("convert", layer, "fusing heads"), no_init_weights():
+        with request.layer_phase("convert", layer, "fusing heads"), no_init_weights():
             new = convert_with(recipe, window, AttentionPlan((plan,), geometry.head_dim), calibration)
         return new.requires_grad_(False), plan
 

@@ -24,7 +24,7 @@ from attention.families import geometry_of
 from attention.io.layers.metrics import read_metric, write_metrics
 from attention.io.layers.windows import LazyWeights, advance, embed, open_window, rows_of
 from attention.plan import AttentionPlan
-from attention.progress import clock, stage
+from attention.progress import clock
 from orchestrator.conversion import loading
 from orchestrator.conversion.progress import CURVES, Stage
 from orchestrator.conversion.request import ConversionRequest
@@ -98,10 +98,9 @@ class PlanByLayer:
             if layer in missing:
                 mine = {side: counts for (at, side), counts in asked.items() if at == layer}
                 rows = rows_of(stream)
-                with request.phases("calibrate"):
+                with request.layer_phase("calibrate", layer, "calibrating"):
                     statistics = calibrate(window, rows, batch_size=self.batch_size)
-                doing = f"layer {layer + 1} of {layers}, what each head count costs"
-                with request.phases("plan"), stage(doing):
+                with request.layer_phase("plan", layer, "what each head count costs"):
                     metric = read_metric(self.stage.folder, layer).to(device)
                     context = PlanningContext(
                         geometry_of(window.config), conversion.lift(window), statistics, window, rows,

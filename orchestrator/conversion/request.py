@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -19,6 +20,7 @@ from attention.io.precision import DTYPES
 from attention.io.stock_form import format_of
 from attention.modeling.modeling import plan_of_config
 from attention.plan import AttentionPlan
+from attention.progress import stage
 from attention.ratios import own_cache, own_heads, ratio_of, ratio_of_kv_heads
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
@@ -150,6 +152,13 @@ class ConversionRequest:
     def working(self) -> torch.dtype:
         """What is computed in."""
         return DTYPES[loading.working_dtype(self.dtype, self.device)]
+
+    @contextmanager
+    def layer_phase(self, name: str, layer: int, doing: str) -> Iterator[None]:
+        """A phase of a conversion layer by layer: its seconds count under `name`, and it is shown as `doing`, the words
+        for what is done with layer `layer` (from 0)."""
+        with self.phases(name), stage(f"layer {layer + 1} of {self.geometry.num_layers}, {doing}"):
+            yield
 
     def texts(self) -> tuple[Tensor, Tensor]:
         """Calibration and held-out token sequences. Raises DataError naming the source."""

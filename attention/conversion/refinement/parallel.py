@@ -15,13 +15,11 @@ SMALL = 4_000_000
 """Parameters of a layer up to which its operations are too short to be spread over threads themselves; above it they
 are not, and several layers at a time would only take several times the memory."""
 
-CPU = torch.device("cpu")
-
 ONE_AT_A_TIME = threading.Lock()
 """Held by whoever runs the whole model: hooks that look at one layer see every pass through it."""
 
 
-def beside(count: int, parameters: int, device: torch.device = CPU) -> int:
+def beside(count: int, parameters: int, device: torch.device) -> int:
     """How many of `count` layers of so many `parameters` are worked on at once: on the CPU as many as torch has
     threads, if a layer has at most `SMALL` parameters; else one."""
     threads = torch.get_num_threads()

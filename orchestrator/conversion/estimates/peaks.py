@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from attention.conversion.refinement.parallel import beside
 from attention.modeling.predictions import most_logit_bytes
-from orchestrator.conversion.estimates.sizes import FLOAT, Conversion, Size
+from orchestrator.conversion.estimates.sizes import CPU, FLOAT, Conversion, Size
 from search_spaces.recipes.recipe import AXES
 
 
@@ -42,7 +42,7 @@ def in_memory_stages(conversion: Conversion, size: Size) -> dict[str, int]:
     return {
         "sensitivity": planned,
         "plan": everywhere + c.statistics() + 3 * c.heads() + c.fusing(),
-        "refine": c.statistics() + c.refining(size, beside(c.geometry.num_layers, size.attention)),
+        "refine": c.statistics() + c.refining(size, beside(c.geometry.num_layers, size.attention, CPU)),
     }
 
 
