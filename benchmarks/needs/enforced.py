@@ -17,6 +17,7 @@ from typing import Any
 
 from attention.io import checkpoint
 from benchmarks.models import llama
+from benchmarks.needs.alone import Alone
 from benchmarks.needs.limited import run_limited
 from benchmarks.needs.memory import WIDE, random_checkpoint
 from benchmarks.report import Row, Scale, benchmark
@@ -56,24 +57,8 @@ class Step:
     model: int
 
 
-class _Alone:
-    """The way of a worker to whoever wants its job done, who wants nothing."""
-
-    def __init__(self) -> None:
-        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-    def report(self, metrics: dict[str, Any], last: bool) -> bool:
-        return True
-
-    def leaving(self) -> bool:
-        return False
-
-    def show(self, job: TrainJob, line: dict[str, Any]) -> None:
-        pass
-
-
 def train(job: TrainJob) -> dict[str, Any]:
-    return run_job(job, _Alone())
+    return run_job(job, Alone(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])))
 
 
 train.trains = True  # type: ignore[attr-defined]

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import ray
 import torch
-from alone import Alone
 
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
+from benchmarks.needs.alone import Alone
 from orchestrator.cluster.pool_client import GroupError, PoolGone, open_pool, train_on_pool
 from trainers.jobs.job import TrainJob
 from trainers.jobs.run import run_job

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from alone import Alone
 from hypothesis import given
 from hypothesis import strategies as st
 from journals import write_journal
 
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
+from benchmarks.needs.alone import Alone
 from orchestrator.config.schema import SearchConfig, parse_config
 from orchestrator.search.leftovers import Cleaning, finalists, remove_leftovers
 from orchestrator.storage.journal import ADVANCE, END, Journal, read_history

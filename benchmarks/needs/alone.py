@@ -1,16 +1,19 @@
-"""The link of a job's only worker, in this process."""
+"""A training job's link of a worker that nobody outside listens to."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from trainers.jobs.job import TrainJob
 
 
+@dataclass
 class Alone:
-    """Whoever wants the job done always says to go on."""
+    """Whoever wants the job done always says to go on. By default there is no other worker."""
 
-    rank, world_size = 0, 1
+    rank: int = 0
+    world_size: int = 1
 
     def report(self, metrics: dict[str, Any], last: bool) -> bool:
         return True
