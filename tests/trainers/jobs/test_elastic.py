@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from alone import Alone
 
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
+from benchmarks.needs.alone import Alone
 from trainers.jobs.run import run_job
 from trainers.settings import TrainSettings
 
