@@ -9,6 +9,13 @@ import typer
 
 from orchestrator.cli import options
 
+Steps = Annotated[int, typer.Option(min=1, help="Optimiser steps.")]
+LearningRate = Annotated[float, typer.Option(help="Peak of the schedule: warm-up, then a cosine.")]
+TrainData = Annotated[str, typer.Option(help="Text to train on; the same kinds of source.")]
+EvalEvery = Annotated[
+    int | None, typer.Option(min=1, help="Steps between measurements and checkpoints (default: a tenth).")
+]
+
 
 def _say(line: str) -> None:
     print(line, flush=True)
@@ -16,21 +23,19 @@ def _say(line: str) -> None:
 
 def train(
     architecture: Annotated[str, typer.Option(help="Folder or hub name whose architecture and tokenizer to take.")],
-    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")],
-    learning_rate: Annotated[float, typer.Option(help="Peak of the schedule: warm-up, then a cosine.")],
+    steps: Steps,
+    learning_rate: LearningRate,
     out: Annotated[Path, typer.Option(help="Folder for the trained checkpoint; what it comes from: OUT.training.")],
     recipe: Annotated[str, typer.Option(help="transformer, or dcformer: dynamically composed heads.")] = "transformer",
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="e.g. composition.rank=4, train.batch_size=32; repeatable."),
     ] = None,
-    train_data: Annotated[str, typer.Option(help="Text to train on; the same kinds of source.")] = "stdlib",
+    train_data: TrainData = "stdlib",
     train_tokens: Annotated[
         int | None, typer.Option(min=2, help="Tokens of training text (default: what the steps take, 4M at most).")
     ] = None,
-    eval_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps between measurements and checkpoints (default: a tenth).")
-    ] = None,
+    eval_every: EvalEvery = None,
     overwrite: options.Overwrite = False,
     dry_run: options.DryRun = False,
     json: options.JsonFile = None,
@@ -73,10 +78,10 @@ def train(
 
 def finetune(
     model: Annotated[str, typer.Option(help="Folder or hub name of the checkpoint, converted or not.")],
-    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")],
-    learning_rate: Annotated[float, typer.Option(help="Peak of the schedule: warm-up, then a cosine.")],
+    steps: Steps,
+    learning_rate: LearningRate,
     out: Annotated[Path, typer.Option(help="Folder for the best measured step; what it comes from: OUT.training.")],
-    train_data: Annotated[str, typer.Option(help="Text to train on; the same kinds of source.")] = "stdlib",
+    train_data: TrainData = "stdlib",
     eval_data: options.EvalData = "stdlib",
     tuning: Annotated[
         str,
@@ -92,9 +97,7 @@ def finetune(
     train_tokens: Annotated[
         int | None, typer.Option(min=2, help="Tokens of training text (default: what the steps take, 100M at most).")
     ] = None,
-    eval_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps between measurements and checkpoints (default: a tenth).")
-    ] = None,
+    eval_every: EvalEvery = None,
     overwrite: options.Overwrite = False,
     dry_run: options.DryRun = False,
     json: options.JsonFile = None,
