@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 import platform
 import re
 import sysconfig
@@ -137,7 +138,10 @@ def resolve(source: str) -> Corpus:
 
 def library_files() -> Iterable[Path]:
     """Every .py file of this interpreter's standard library but tests and installed packages, by relative path."""
-    files = (f for f in LIBRARY.rglob("*.py") if not NOT_LIBRARY.intersection(f.relative_to(LIBRARY).parts[:-1]))
+    files: list[Path] = []
+    for folder, below, names in os.walk(LIBRARY):
+        below[:] = [name for name in below if name not in NOT_LIBRARY]  # installed packages are most of the tree
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(files, key=lambda f: f.relative_to(LIBRARY).as_posix())
 
 
