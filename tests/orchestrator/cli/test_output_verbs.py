@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +39,13 @@ def model(
 
 
 @pytest.fixture
-def place(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty current folder; afterwards the model must be as it was."""
     before = snapshot(model.parent)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.delenv("HEADFOLD_TRACEBACK", raising=False)
-    yield tmp_path / "here"  # type: ignore[misc]
+    yield tmp_path / "here"
     assert snapshot(model.parent) == before
 
 
