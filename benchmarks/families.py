@@ -95,8 +95,8 @@ def halved(name: str, folder: Path, cache: str, scale: Scale) -> Iterator[Row]:
     same: dict[str, Any] = {"calibration_tokens": tokens, "eval_tokens": 2 * tokens, "sequence_length": LENGTH}
     same |= {"cache_dir": cache, "device": "cpu"}
     means = convert_checkpoint(folder, "gqa", 0.5, **same)
-    for recipe in ("least_squares", "headfold_gqa"):
-        ours = convert_checkpoint(folder, recipe, 0.5, **same)
+    for recipe, settings in (("least_squares", {}), ("headfold_gqa", scale.pick({"refinement.fit_steps": 2}, {}))):
+        ours = convert_checkpoint(folder, recipe, 0.5, recipe_settings=settings, **same)
         increases = (
             f"loss {means['original_loss']:.2f}, {ours['loss_increase']:+.3f} against {means['loss_increase']:+.3f}"
         )
