@@ -89,7 +89,7 @@ def inspect_checkpoint(
     with phases("sensitivity"):
         plans, curves = _plans_and_curves(chosen, kv_ratios, context, seed)
     with phases("recipes"):
-        costs = _recipes(others, plans, source)
+        costs = _recipes(others, plans, source, dict(recipe_settings or {}).get(FIT_STEPS, SHORT_FIT))
     sites = None
     if agreement:
         with phases("agreement"):
@@ -130,8 +130,7 @@ def sensitivity_recipe(
     counts = counts or ("any" if geometry.num_kv_heads <= MANY_HEADS else "powers_of_two")
     apart = {"together": False, "allocation": "knapsack", "relaxation": "none"}
     knobs = {"allocation.counts": counts, "allocation.finalists": 1}
-    chosen = named_recipe(name, **(apart | knobs | dict(settings or {})))
-    return chosen if FIT_STEPS in (settings or {}) else shortly_refined(chosen, SHORT_FIT)
+    return named_recipe(name, **(apart | knobs | dict(settings or {})))
 
 
 def shortly_refined(whole: Recipe, steps: int) -> Recipe:
@@ -199,9 +198,12 @@ def _size(plan: AttentionPlan, request: ConversionRequest) -> dict[str, Any]:
     return {"kv_ratio": kept, "kv_bytes_per_token": plan.kv_bytes_per_token(request.dtype)}
 
 
-def _recipes(recipes: dict[str, Recipe], plans: dict[float, AttentionPlan], source: Source) -> list[dict[str, Any]]:
+def _recipes(
+    recipes: dict[str, Recipe], plans: dict[float, AttentionPlan], source: Source, fit_steps: int
+) -> list[dict[str, Any]]:
     """Held-out loss of every recipe at every ratio, one entry each; `why_not` where a recipe cannot be shown. That of
-    the request takes `plans`. `recipes`: without refinement; each is refined as well if it has one."""
+    the request takes `plans`. `recipes`: without refinement; each is refined as well if it has one, by at most
+    `fit_steps` a layer."""
     request, context = source.request, source.context
     entries: list[dict[str, Any]] = []
     teacher = CachedTeacher(source.original)
@@ -216,7 +218,7 @@ def _recipes(recipes: dict[str, Recipe], plans: dict[float, AttentionPlan], sour
                     ratio = nearest_budget(recipes[name], asked, context.geometry)
                     plan = make_plan(recipes[name], ratio, context, np.random.default_rng(request.seed))
                 entry |= _size(plan, request) | _scored(recipes[name], plan, source, teacher)
-                whole = request.recipe if name == request.recipe.name else _as_long(RECIPES[name], request.recipe)
+                whole = shortly_refined(request.recipe if name == request.recipe.name else RECIPES[name], fit_steps)
                 if whole.refinement != "none":
                     steps = {"fit_steps": whole.knobs("refinement").get("fit_steps", 0)}
                     usual = {"fit_steps_of_convert": RECIPES[name].knobs("refinement").get("fit_steps", 0)}
@@ -226,11 +228,6 @@ def _recipes(recipes: dict[str, Recipe], plans: dict[float, AttentionPlan], sour
             entries.append(entry | {"seconds": time.perf_counter() - began})
             told.step()
     return entries
-
-
-def _as_long(whole: Recipe, other: Recipe) -> Recipe:
-    """`whole`, refined no longer than `other` is."""
-    return shortly_refined(whole, dict(other.settings).get(FIT_STEPS, SHORT_FIT))
 
 
 def _scored(recipe: Recipe, plan: AttentionPlan, source: Source, teacher: CachedTeacher) -> dict[str, Any]:

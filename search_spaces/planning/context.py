@@ -40,6 +40,9 @@ from search_spaces.recipes.recipe import Recipe
 
 ESTIMATED, MEASURED = "estimated", "measured"  # ways to know the loss increase of one layer
 PLANNING_BATCH = 1  # sequences a step of a fit: head counts come out as with refinement's two, at half the cost
+FIT_DECAY = 0.4
+"""Power of the number of steps by which the error of a layer with fused keys falls in a local fit, from 60 to 480 steps
+(benchmarks/LOG.md: medians of three checkpoints)."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,7 @@ class PlanningContext:
         *,
         tokens: int,
         fit_steps: int = 0,
+        refined_steps: int = 0,
         increases: str = MEASURED,
     ) -> list[float]:
         """Loss increase in nats a token if only `layer` follows a plan, of each of `plans`, with the recipe's alignment
@@ -118,7 +122,9 @@ class PlanningContext:
         `increases`: MEASURED by running the whole model, or ESTIMATED from the error of the attention's output
         (`attention.conversion.sensitivity`). With `fit_steps` the layer is first fitted to the original's output for so
         many steps, as refinement will do: a fit takes away most of what fused keys cost, and little of what values do.
-        So an estimate is made without one where keys stay as they are. Raises ValueError without model or sequences.
+        So an estimate is made without one where keys stay as they are; elsewhere it is brought to the `refined_steps`
+        that refinement will make, if more, by how errors fall in a fit (FIT_DECAY). Raises ValueError without model or
+        sequences.
         """
         if tokens not in self._trials:
             self._trials[tokens] = LayerTrials(self.model, self.measured_on(tokens))  # type: ignore[arg-type]
@@ -139,8 +145,10 @@ class PlanningContext:
             return made
 
         def estimated(plan: LayerPlan) -> float:
-            made = module(plan, fit=bool(fit_steps) and plan.key_map != own)
-            return expected_cost(metric, output_errors(made, self._task(layer).check))
+            fit = bool(fit_steps) and plan.key_map != own
+            made = module(plan, fit)
+            still_falls = (fit_steps / max(fit_steps, refined_steps)) ** FIT_DECAY if fit else 1.0
+            return still_falls * expected_cost(metric, output_errors(made, self._task(layer).check))
 
         def measured(plan: LayerPlan) -> float:
             if fit_steps:

@@ -183,7 +183,8 @@ class Planner:
         """Measured curves of this recipe, shared by all budgets through the context and its cache folder."""
         own = self.recipe.knobs("allocation")
         fitted = self.recipe.knobs("refinement").get("fit_steps", 0)  # what no refinement will fit is measured as it is
-        knobs = {name: own[name] for name in ("tokens", "increases")} | {"fit_steps": min(own["fit_steps"], fitted)}
+        knobs = {name: own[name] for name in ("tokens", "increases")}
+        knobs |= {"fit_steps": min(own["fit_steps"], fitted), "refined_steps": fitted}
 
         def group(layer: int, sides: tuple[str, ...], groups: int) -> Partition:
             if groups == 1:

@@ -135,13 +135,16 @@ def test_a_short_fit_before_measuring(family: str, make_context, tiny_model) -> 
     assert abs(context.increases_of(chosen, [identity], 1, tokens=2000, fit_steps=5)[0]) < 1e-4
 
 
-def test_estimates_follow_what_is_measured(demo_dir: Path, demo_tokenizer: PreTrainedTokenizerBase) -> None:
-    """On the demo checkpoint, of single sites without a fit: ranked alike, and mostly within a factor of two."""
+@pytest.fixture(scope="module")
+def demo_context(demo_dir: Path, demo_tokenizer: PreTrainedTokenizerBase) -> PlanningContext:
     model = checkpoint.load(demo_dir, torch.float32)
     tokens = load_sequences("stdlib", demo_tokenizer, split="calibration", tokens=4096, sequence_length=128)
-    geometry = geometry_of(model.config)
-    calibration = calibrate(model, tokens)
-    context = PlanningContext(geometry, lift(model), calibration, model, tokens)
+    return PlanningContext(geometry_of(model.config), lift(model), calibrate(model, tokens), model, tokens)
+
+
+def test_estimates_follow_what_is_measured(demo_context: PlanningContext) -> None:
+    """On the demo checkpoint, of single sites without a fit: ranked alike, and mostly within a factor of two."""
+    context, geometry = demo_context, demo_context.geometry
     chosen, found = recipe("least_squares", together=False, refinement="none"), {MEASURED: [], ESTIMATED: []}
     for layer in range(geometry.num_layers):
         sites = [{(layer, side): neighbour_partition(8, count)} for side in SIDES for count in (1, 2, 4)]
@@ -152,3 +155,18 @@ def test_estimates_follow_what_is_measured(demo_dir: Path, demo_tokenizer: PreTr
     assert spearmanr(measured, estimated).statistic > 0.9
     seen = measured > 1e-3  # smaller ones are as large as what the sample of tokens changes
     assert seen.sum() > 12 and np.median(np.abs(np.log2(estimated[seen] / measured[seen]))) < 1
+
+
+def test_an_estimate_foresees_a_longer_refinement(demo_context: PlanningContext) -> None:
+    """From 60 steps to what 240 make of it, on the demo checkpoint. Where keys stay as they are nothing is fitted."""
+    chosen = recipe("least_squares", together=False, refinement="none")
+
+    def estimate(side: str, fit_steps: int, refined_steps: int) -> float:
+        plan = plan_of_sites({(3, side): neighbour_partition(8, 4)}, demo_context.geometry)
+        knobs = {"tokens": 1024, "fit_steps": fit_steps, "refined_steps": refined_steps}
+        return demo_context.increases_of(chosen, [plan], 3, increases=ESTIMATED, **knobs)[0]
+
+    short, foreseen, made = estimate("key", 60, 60), estimate("key", 60, 240), estimate("key", 240, 240)
+    assert made < short
+    assert foreseen == pytest.approx(made, rel=0.25)
+    assert estimate("value", 60, 240) == estimate("value", 60, 60)
