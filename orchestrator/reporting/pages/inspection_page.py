@@ -19,11 +19,11 @@ from orchestrator.storage.records import number, percent
 SENSITIVITY = (
     "Only one place is changed at a time: the keys, or the values, of one layer are fused into so few heads, and the "
     "number in the cell is by how much the model's loss increases. Dark places need their heads; light ones can give "
-    "them up almost for free. Measured on calibration text, after a short fit of the layer where the recipe fits."
+    "them up almost for free. From calibration text, for a layer that is fitted as a conversion by the recipe fits it."
 )
 BUDGETS = (
     "Key heads and value heads kept in each layer when the places above are weighed against each other: the least sum "
-    "of increases at this KV ratio. Dark: many. A conversion also tries plans nearer to an even one."
+    "of increases at this KV ratio. Dark: many."
 )
 PAIRS = (
     "Each square is one pair of KV heads of a layer; red: they point the same way, blue: opposite ways, white: nothing "
@@ -33,7 +33,7 @@ PAIRS = (
 )
 RECIPES = (
     "The whole checkpoint converted by each recipe, refined where the recipe says so (in fewer steps than convert "
-    "makes, which ends a little lower for it), before any training: increase of the loss on held-out text, on a "
+    "makes, which ends lower for it), before any training: increase of the loss on held-out text, on a "
     "logarithmic axis. Groups of equal size serve as plain GQA anywhere; other recipes may need this package to run."
 )
 AGREEMENT = (
