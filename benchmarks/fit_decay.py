@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from scipy.stats import gmean
 
 from benchmarks.report import Row, Scale, benchmark
 from orchestrator.conversion.in_memory import Source
@@ -33,8 +34,8 @@ def fit_decay(scale: Scale) -> Iterator[Row]:
             foreseen = increases(name, steps, whole, scale)
             powers = FIT_DECAY + np.log(foreseen / made) / np.log(whole / steps)
             note = f"power {np.median(powers):.2f} ({powers.min():.2f} to {powers.max():.2f})"
-            means = (float(np.exp(np.log(found).mean())) for found in (foreseen, made))
-            yield Row(f"{name}: {whole} steps from {steps}", *means, "nats", note)
+            row = f"{name}: {whole} steps from {steps}"
+            yield Row(row, float(gmean(foreseen)), float(gmean(made)), "nats", note)
 
 
 def increases(name: str, fit_steps: int, refined_steps: int, scale: Scale) -> np.ndarray:
