@@ -18,8 +18,8 @@ from search_spaces.grouping.subsets import exact_partition
 WANTED = {"walk", "grouping", "calibration", "conversion", "decode-layer", "decode-model", "relaxations", "composition"}
 
 
-# Clusters, processes, calibrations
-LONG = ("worker-pool", "estimates", "memory", "memory-limits", "moments", "real-width", "texts")
+# Clusters, processes, calibrations, models that are trained first
+LONG = {"worker-pool", "estimates", "memory", "memory-limits", "moments", "real-width", "texts", "families", "fit-decay"}
 
 
 @pytest.mark.parametrize(
