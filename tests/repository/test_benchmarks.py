@@ -19,7 +19,8 @@ WANTED = {"walk", "grouping", "calibration", "conversion", "decode-layer", "deco
 
 
 # Clusters, processes, calibrations, models that are trained first
-LONG = {"worker-pool", "estimates", "memory", "memory-limits", "moments", "real-width", "texts", "families", "fit-decay"}
+LONG = {"worker-pool", "estimates", "memory", "memory-limits", "moments", "real-width", "texts"}
+LONG |= {"families", "fit-decay"}
 
 
 @pytest.mark.parametrize(
