@@ -149,15 +149,18 @@ def _batches(count: int, batch: int, steps: int, generator: torch.Generator) -> 
 
 
 def fit_module(
-    module: nn.Module, task: LayerTask, steps: int, rate: float, generator: torch.Generator
+    module: nn.Module, task: LayerTask, steps: int, rate: float, generator: torch.Generator, *, keys_fused: bool = True
 ) -> tuple[float, float, Work]:
     """Train `module` (float32) in place; it ends in the best state met on the held-out records, the first included.
     Returns the held-out error before and after, and the work.
 
     Adam with a short linear warm-up and a cosine to 0. Where that ends no better than it began, the steps were too
-    large for this layer: it is tried again with smaller ones, `RETRIES` times at most.
+    large for this layer: it is tried again with smaller ones, `RETRIES` times at most. Without `keys_fused` it begins
+    with steps no larger than the error: fused values alone are soon as good as they get, and larger steps only add to
+    their error, while fused keys have far to go (benchmarks/LOG.md).
     """
     before = layer_error(module, task.check)
+    rate = rate if keys_fused else min(rate, math.sqrt(before))
     start = copy.deepcopy(module.state_dict())
     best, made = before, 0
     for attempt in range(1 + RETRIES):
@@ -220,7 +223,9 @@ def fit_layer(
     with ONE_AT_A_TIME:
         task = LayerTask.of(texts, layer)
     copied = copy.deepcopy(module).float().eval()
-    before, after, work = fit_module(copied, task, steps, rate, torch.Generator().manual_seed(number))
+    own, kept = (plan_of(model).layers[layer].key_heads for model in (texts.fit.model, converted))
+    generator = torch.Generator().manual_seed(number)
+    before, after, work = fit_module(copied, task, steps, rate, generator, keys_fused=kept < own)
     result = LayerFit("fit", number, before, after, work)
     if result.kept:
         with torch.no_grad():

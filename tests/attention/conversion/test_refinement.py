@@ -104,6 +104,16 @@ def test_steps_that_are_too_large_are_made_smaller(tiny_model: Tiny, tokens: Ten
     assert all(fit.kept for fit in report if fit.step == "fit")
 
 
+def test_fused_values_alone_are_fitted_in_small_steps_from_the_first_try(tiny_model: Tiny, tokens: Tensor) -> None:
+    """Whatever rate is asked for: no step is made in vain."""
+    plan = LayerPlan((0, 1, 2, 3), (0, 0, 1, 1))
+    original, converted = pair(tiny_model, tokens, "llama", plan)
+    report = refine("fit_heal", original, converted, tokens, {**QUICK, "fit_rate": 100.0})
+    fits = [fit for fit in report if fit.step == "fit"]
+    assert all(fit.kept and fit.after < fit.before for fit in fits)
+    assert [fit.work.optimizer_steps for fit in fits] == [QUICK["fit_steps"]] * 2
+
+
 def test_a_half_precision_model_is_fitted_in_single_precision(tiny_model: Tiny, tokens: Tensor) -> None:
     original, converted = pair(tiny_model, tokens, "llama", dtype=torch.bfloat16)
     report = refine("fit_heal", original, converted, tokens, QUICK)
