@@ -1,6 +1,7 @@
 """Planning one wide layer: grouping its value heads by estimates of the cost, against the cost itself; and its keys.
 
     python -m benchmarks planning [--quick | --wide]
+    python -m benchmarks fit-decay [--quick]
 
 32 heads of 32 by default. With --wide 32 heads of 128, in groups of any size only: the rival alone takes 2.1 GB and
 minutes to most of an hour.
@@ -8,17 +9,22 @@ minutes to most of an hour.
 Moments and heads are made, not measured: spectra that fall as a power, moments of heads that differ in scale and in
 directions, value heads in families of uneven size that share a part of what they read. Keys and queries are the same
 heads again, which is enough to time them.
+
+`fit-decay` is about quality: what planning's short fits of a layer say of the longer ones that refinement makes.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from scipy.stats import gmean
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -28,12 +34,17 @@ from attention.conversion.fusion.estimates import LEADING, LeadingValueCost, Poo
 from attention.families import geometry_of
 from attention.heads import LayerHeads
 from benchmarks.report import Row, Scale, benchmark
+from orchestrator.conversion.in_memory import Source
 from search_spaces.costs import GroupCost
 from search_spaces.grouping.estimated import by_estimates
 from search_spaces.grouping.merge_anneal import merge_anneal
 from search_spaces.grouping.problem import Grouping, GroupingProblem
+from search_spaces.planning.context import FIT_DECAY, PlanningContext
+from search_spaces.planning.planning import make_plan
+from search_spaces.recipes.recipes import recipe
 
 Result = TypeVar("Result")
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 FAMILIES, SHARED, TOPICS = 8, 0.7, 256
 SHARE = 3 / 16  # of all outputs are the leading combinations at 32 heads of 128, and so at the other shapes
 
@@ -136,3 +147,34 @@ def packed_moments(spectrum: Tensor, heads: int, draw: torch.Generator) -> Tenso
         square[-1, -1] = 1.0
         moment.copy_(packed(square[None])[0])
     return moments
+
+
+@benchmark("fit-decay", devices=())  # by its name alone: minutes of fits
+def fit_decay(scale: Scale) -> Iterator[Row]:
+    """Loss increases foreseen from short local fits, against those after refinement's own number of steps."""
+    whole = scale.pick(8, 480)
+    sizes: dict[str, Any] = {
+        "calibration_tokens": scale.pick(1024, 16_384),
+        "eval_tokens": 1024,
+        "sequence_length": 256,
+    }
+    for name in scale.pick(["prose-code-qwen3"], ["stdlib-llama", "prose-code-qwen3"]):
+        with tempfile.TemporaryDirectory() as cache:
+            source = Source.load(EXAMPLES / name, "headfold", [0.5], cache_dir=cache, device="cpu", **sizes)
+            made = estimated_increases(source.context, whole, whole)
+            for steps in scale.pick([4], [60, 120, 240]):
+                foreseen = estimated_increases(source.context, steps, whole)
+                powers = FIT_DECAY + np.log(foreseen / made) / np.log(whole / steps)
+                note = f"power {np.median(powers):.2f} ({powers.min():.2f} to {powers.max():.2f})"
+                row = f"{name}: {whole} steps from {steps}"
+                yield Row(row, float(gmean(foreseen)), float(gmean(made)), "nats", note)
+
+
+def estimated_increases(context: PlanningContext, fit_steps: int, refined_steps: int) -> np.ndarray:
+    """Loss increase in nats a token of each layer with fewer key heads alone, by layer and number of heads: estimated
+    after `fit_steps` of local fit, for a refinement of `refined_steps`."""
+    chosen = recipe("headfold", **{"allocation.fit_steps": fit_steps, "refinement.fit_steps": refined_steps})
+    context.curves.clear()
+    make_plan(chosen, 0.5, context, np.random.default_rng(0))
+    (points,) = context.curves.values()
+    return np.array([points[place].increase for place in sorted(points) if "/key/" in place])

@@ -41,8 +41,8 @@ from search_spaces.recipes.recipe import Recipe
 ESTIMATED, MEASURED = "estimated", "measured"  # ways to know the loss increase of one layer
 PLANNING_BATCH = 1  # sequences a step of a fit: head counts come out as with refinement's two, at half the cost
 FIT_DECAY = 0.4
-"""Power of the number of steps by which the error of a layer with fused keys falls in a local fit, from 60 to 480 steps
-(benchmarks/LOG.md: medians of three checkpoints)."""
+"""In a local fit of a layer with fused keys the error falls as the number of steps to the power -FIT_DECAY, from 60 to
+480 steps (benchmarks/LOG.md: medians of three checkpoints)."""
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,9 @@ class PlanningContext:
         `increases`: MEASURED by running the whole model, or ESTIMATED from the error of the attention's output
         (`attention.conversion.sensitivity`). With `fit_steps` the layer is first fitted to the original's output for so
         many steps, as refinement will do: a fit takes away most of what fused keys cost, and little of what values do.
-        So an estimate is made without one where keys stay as they are; elsewhere it is brought to the `refined_steps`
-        that refinement will make, if more, by how errors fall in a fit (FIT_DECAY). Raises ValueError without model or
-        sequences.
+        So nothing is fitted for an estimate where keys stay as they are. Where they are fused the estimate is scaled by
+        FIT_DECAY from `fit_steps` to the `refined_steps` of the refinement, if these are more. Raises ValueError
+        without model or sequences.
         """
         if tokens not in self._trials:
             self._trials[tokens] = LayerTrials(self.model, self.measured_on(tokens))  # type: ignore[arg-type]

@@ -155,9 +155,9 @@ def fit_module(
     Returns the held-out error before and after, and the work.
 
     Adam with a short linear warm-up and a cosine to 0. Where that ends no better than it began, the steps were too
-    large for this layer: it is tried again with smaller ones, `RETRIES` times at most. Without `keys_fused` it begins
-    with steps no larger than the error: fused values alone are soon as good as they get, and larger steps only add to
-    their error, while fused keys have far to go (benchmarks/LOG.md).
+    large for this layer: it is tried again with smaller ones, `RETRIES` times at most. Where only values are fused
+    (`keys_fused` false), the first rate is at most the root of the squared error before the fit, relative to the
+    target's power: a larger one only adds to that error (benchmarks/LOG.md).
     """
     before = layer_error(module, task.check)
     rate = rate if keys_fused else min(rate, math.sqrt(before))
@@ -214,7 +214,8 @@ def fit_layer(
     """Train one attention layer of `converted`, in float32, towards the original's on `texts`, and put it in place if
     that helps on held-out sequences. `number`: of the layer in its checkpoint, by which it is seeded. Raises ValueError
     for a model with shared heads, whose weights serve other layers as well."""
-    if shares := plan_of(converted).head_shares:
+    plan, own = plan_of(converted), plan_of(texts.fit.model)
+    if shares := plan.head_shares:
         raise ValueError(
             f"a local fit trains each layer alone, and {len(shares)} heads of this model are shared among layers; "
             "train the whole model, or use refinement=heal"
@@ -223,9 +224,9 @@ def fit_layer(
     with ONE_AT_A_TIME:
         task = LayerTask.of(texts, layer)
     copied = copy.deepcopy(module).float().eval()
-    own, kept = (plan_of(model).layers[layer].key_heads for model in (texts.fit.model, converted))
+    keys_fused = plan.layers[layer].key_heads < own.layers[layer].key_heads
     generator = torch.Generator().manual_seed(number)
-    before, after, work = fit_module(copied, task, steps, rate, generator, keys_fused=kept < own)
+    before, after, work = fit_module(copied, task, steps, rate, generator, keys_fused=keys_fused)
     result = LayerFit("fit", number, before, after, work)
     if result.kept:
         with torch.no_grad():

@@ -19,7 +19,7 @@ from orchestrator.storage.records import number, percent
 SENSITIVITY = (
     "Only one place is changed at a time: the keys, or the values, of one layer are fused into so few heads, and the "
     "number in the cell is by how much the model's loss increases. Dark places need their heads; light ones can give "
-    "them up almost for free. From calibration text, for a layer that is fitted as a conversion by the recipe fits it."
+    "them up almost for free. From calibration text; where the recipe fits layers, for the fitted layer."
 )
 BUDGETS = (
     "Key heads and value heads kept in each layer when the places above are weighed against each other: the least sum "
