@@ -112,7 +112,7 @@ def best_measured(
     increases: str = "estimated",
     finalists: int = 3,
     tokens: int = 4096,
-    fit_steps: int = 120,
+    fit_steps: int = 60,
     finalist_steps: int = 120,
 ) -> Counts:
     """The plan of least measured loss among `finalists` of `towards_even`; without a measure the first of them.

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from attention.calibration.store import Calibration
 from attention.conversion.conversion import convert
 from attention.conversion.refinement.local import (
+    FIT_BATCH,
     FIT_RATE,
     FIT_TOKENS,
     FitTexts,
@@ -39,8 +40,7 @@ from search_spaces.planning.loss_increases import LayerTrials
 from search_spaces.recipes.recipe import Recipe
 
 ESTIMATED, MEASURED = "estimated", "measured"  # ways to know the loss increase of one layer
-PLANNING_BATCH = 1  # sequences a step of a fit: head counts come out as with refinement's two, at half the cost
-FIT_DECAY = 0.4
+FIT_DECAY = 1 / 3
 """In a local fit of a layer with fused keys the error falls as the number of steps to the power -FIT_DECAY, from 60 to
 480 steps (benchmarks/LOG.md: medians of three checkpoints)."""
 
@@ -141,7 +141,9 @@ class PlanningContext:
             made = trials.module(layer, fused(plan), plan)
             if fit:
                 generator = torch.Generator().manual_seed(layer)
-                self.work.append(fit_module(made, self._task(layer), fit_steps, FIT_RATE, generator)[-1])
+                shared_by = self.geometry.num_kv_heads / plan.key_heads
+                task = self._task(layer)
+                self.work.append(fit_module(made, task, fit_steps, FIT_RATE, generator, shared_by=shared_by)[-1])
             return made
 
         def estimated(plan: LayerPlan) -> float:
@@ -171,7 +173,7 @@ class PlanningContext:
 
     @cached_property
     def _fit_texts(self) -> FitTexts:
-        return FitTexts.of(self.model, self.measured_on(FIT_TOKENS), PLANNING_BATCH)  # type: ignore[arg-type]
+        return FitTexts.of(self.model, self.measured_on(FIT_TOKENS), FIT_BATCH)  # type: ignore[arg-type]
 
     def _metric(self, layer: int, tokens: int) -> Tensor:
         if self.output_metrics is not None:

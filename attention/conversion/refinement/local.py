@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +28,15 @@ from attention.modeling.modeling import plan_of
 from attention.modeling.running import Streams, entered_by, entering
 from attention.progress import stage
 
-FIT_RATE, FIT_BATCH, FIT_TOKENS = 0.5, 2, 32_768
+FIT_RATE, FIT_BATCH, FIT_TOKENS = 0.5, 1, 32_768
 FIT_KNOBS = (
     Knob("fit_steps", "int", "Adam steps a layer", 1, 100_000),
     Knob("fit_rate", "log_float", "largest step, as the relative change of an output at most", 1e-4, 1e2),
     Knob("fit_batch", "int", "sequences a step", 1, 1024),
     Knob("fit_tokens", "int", "calibration tokens that are held in memory and fitted on", 2),
 )
-BETAS = (0.9, 0.95)
+BETAS = (0.8, 0.9)
+LOGITS = ("q_", "k_")  # projections and norms of queries and keys, which every layer with fused keys has apart
 WARMUP = 0.05
 RETRIES, SMALLER = 2, 0.25
 CHECK_EVERY = 60  # steps; and at least once, at the end: the best state seen is what stays
@@ -122,8 +123,10 @@ def layer_error(module: nn.Module, records: Sequence[Record]) -> float:
     return float(wrong / power)
 
 
-def _rates(module: nn.Module) -> dict[nn.Parameter, float]:
-    """Step of each parameter that changes an output by its own size if all weights of a row move along.
+def _rates(module: nn.Module, shared_by: float) -> dict[nn.Parameter, float]:
+    """Step of each parameter that changes an output by its own size if all weights of a row move along; where keys are
+    fused the root of `shared_by / 2` times that for queries and keys, which have the most to change, and half for all
+    else.
 
     A matrix of F inputs: its root mean square over the root of F. A bias goes with its matrix; a norm's weight, which
     has none, with the mean of the matrices.
@@ -132,9 +135,10 @@ def _rates(module: nn.Module) -> dict[nn.Parameter, float]:
     matrices = {p: size / math.sqrt(p[0].numel()) for p, size in sizes}
     mean = sum(matrices.values()) / len(matrices)
     rates: dict[nn.Parameter, float] = {}
-    for part in module.modules():
+    for name, part in module.named_modules():
+        share = 1.0 if shared_by == 1 else math.sqrt(shared_by / 2) if name.startswith(LOGITS) else 0.5
         beside = [matrices[p] for p in part.parameters(recurse=False) if p in matrices]
-        rates |= {p: matrices.get(p, (beside or [mean])[0]) for p in part.parameters(recurse=False)}
+        rates |= {p: matrices.get(p, (beside or [mean])[0]) * share for p in part.parameters(recurse=False)}
     return rates
 
 
@@ -149,22 +153,23 @@ def _batches(count: int, batch: int, steps: int, generator: torch.Generator) -> 
 
 
 def fit_module(
-    module: nn.Module, task: LayerTask, steps: int, rate: float, generator: torch.Generator, *, keys_fused: bool = True
+    module: nn.Module, task: LayerTask, steps: int, rate: float, generator: torch.Generator, *, shared_by: float
 ) -> tuple[float, float, Work]:
     """Train `module` (float32) in place; it ends in the best state met on the held-out records, the first included.
     Returns the held-out error before and after, and the work.
 
     Adam with a short linear warm-up and a cosine to 0. Where that ends no better than it began, the steps were too
     large for this layer: it is tried again with smaller ones, `RETRIES` times at most. Where only values are fused
-    (`keys_fused` false), the first rate is at most the root of the squared error before the fit, relative to the
+    (`shared_by` 1), the first rate is at most the root of the squared error before the fit, relative to the
     target's power: a larger one only adds to that error (benchmarks/LOG.md).
     """
     before = layer_error(module, task.check)
-    rate = rate if keys_fused else min(rate, math.sqrt(before))
+    rate = rate if shared_by > 1 else min(rate, math.sqrt(before))
     start = copy.deepcopy(module.state_dict())
     best, made = before, 0
     for attempt in range(1 + RETRIES):
-        best, more = _train(module, task, steps, rate * SMALLER**attempt, generator, before)
+        rates = {p: rate * SMALLER**attempt * own for p, own in _rates(module, shared_by).items()}
+        best, more = _train(module, task, steps, rates, generator, before)
         made += more
         if best < before:
             break
@@ -174,21 +179,25 @@ def fit_module(
 
 
 def _train(
-    module: nn.Module, task: LayerTask, steps: int, rate: float, generator: torch.Generator, before: float
+    module: nn.Module,
+    task: LayerTask,
+    steps: int,
+    rates: Mapping[nn.Parameter, float],
+    generator: torch.Generator,
+    before: float,
 ) -> tuple[float, int]:
-    """Lowest held-out error, the module being left in that state, and the steps made. Stops halfway if the error is not
-    below `before` by then."""
+    """Lowest held-out error, the module being left in that state, and the steps made; `rates`: the largest of each
+    parameter. Stops halfway if the error is not below `before` by then."""
     best, kept, made = before, copy.deepcopy(module.state_dict()), 0
     module.requires_grad_(True)
-    rates = _rates(module)
     optimiser = torch.optim.Adam([{"params": [p], "lr": 0.0} for p in rates], betas=BETAS)
     power = float(task.targets.square().mean())
     looks = min(CHECKS, max(1, steps // CHECK_EVERY))
     checks = {steps * (i + 1) // looks for i in range(looks)}
     for step, index in enumerate(_batches(len(task.inputs), task.batch, steps, generator)):
-        now = rate * min(1.0, (step + 1) / max(1.0, WARMUP * steps)) * (1 + math.cos(math.pi * step / steps)) / 2
-        for group, own in zip(optimiser.param_groups, rates.values(), strict=True):
-            group["lr"] = now * own
+        now = min(1.0, (step + 1) / max(1.0, WARMUP * steps)) * (1 + math.cos(math.pi * step / steps)) / 2
+        for group, rate in zip(optimiser.param_groups, rates.values(), strict=True):
+            group["lr"] = now * rate
         with torch.enable_grad():
             output = _call(module, task.example, task.inputs[index])
             loss = (output - task.targets[index]).square().mean() / power
@@ -224,9 +233,9 @@ def fit_layer(
     with ONE_AT_A_TIME:
         task = LayerTask.of(texts, layer)
     copied = copy.deepcopy(module).float().eval()
-    keys_fused = plan.layers[layer].key_heads < own.layers[layer].key_heads
+    shared_by = own.layers[layer].key_heads / plan.layers[layer].key_heads
     generator = torch.Generator().manual_seed(number)
-    before, after, work = fit_module(copied, task, steps, rate, generator, keys_fused=keys_fused)
+    before, after, work = fit_module(copied, task, steps, rate, generator, shared_by=shared_by)
     result = LayerFit("fit", number, before, after, work)
     if result.kept:
         with torch.no_grad():
@@ -248,7 +257,7 @@ def fit_heal(
     sequences: Tensor,
     *,
     first: int = 0,
-    fit_steps: int = 480,
+    fit_steps: int = 720,
     fit_rate: float = FIT_RATE,
     fit_batch: int = FIT_BATCH,
     fit_tokens: int = FIT_TOKENS,

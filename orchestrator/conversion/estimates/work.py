@@ -12,14 +12,13 @@ import time
 import torch
 
 from attention.conversion.fusion.estimates import LEADING
-from attention.conversion.refinement.local import FIT_TOKENS
+from attention.conversion.refinement.local import FIT_BATCH, FIT_TOKENS
 from orchestrator.conversion import loading
 from orchestrator.conversion.estimates.sizes import CPU, Conversion, Size
 from search_spaces.allocation.knapsack import considered
 from search_spaces.grouping.merge_anneal import PRICES
 from search_spaces.grouping.subsets import LIMIT
 from search_spaces.planning.budgets import problem_of
-from search_spaces.planning.context import PLANNING_BATCH
 
 PRICE, FUSED = 30.0, 100.0
 """Operations, at the speed of a matrix product, of pricing and of fusing a group for each cubed row of its Gram matrix:
@@ -95,7 +94,7 @@ def planning_operations(conversion: Conversion, size: Size, forward: float) -> f
     counts = [count for count in considered(problem, own["counts"]) if count < problem.stored]
     fused = sum(fusing_operations(c, count) for count in counts)
     fitted = (
-        min(own["fit_steps"], c.recipe.knobs("refinement").get("fit_steps", 0)) * PLANNING_BATCH * c.sequence_length
+        min(own["fit_steps"], c.recipe.knobs("refinement").get("fit_steps", 0)) * FIT_BATCH * c.sequence_length
     )
     checked = min(c.used_tokens, FIT_TOKENS) / 8
     once = 2.0 * size.attention * (FITTING * 3 * fitted + 2 * checked) + 2.0 * checked * c.geometry.hidden_size**2
