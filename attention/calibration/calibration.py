@@ -15,7 +15,8 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from attention.calibration.sizes import SAMPLE_TOKENS, Mixed
 from attention.calibration.store import Calibration
 from attention.families import geometry_of
 from attention.geometry import HeadGeometry
-from attention.io.layers.windows import LazyWeights, advance, embed, open_window, rows_of
+from attention.io.layers.windows import LazyWeights, advance_rows, embed, open_window, rows_of
 from attention.modeling.modeling import plan_of
 from attention.modeling.running import evaluating
 from attention.progress import stage
@@ -64,19 +65,24 @@ def collect(
     sampled: int,
     batch_size: int = 8,
     mixed: Mixed = "float32",
+    run: Callable[[Tensor], object] | None = None,
 ) -> tuple[LayerStatistics, ...]:
-    """The pass of `calibrate`, for sequences that are known to fit; inputs are stored of the first `sampled` ones."""
+    """The pass of `calibrate`, for sequences that are known to fit; inputs are stored of the first `sampled` ones.
+
+    `run`: takes a batch `[B, T]` through all attention layers; by default through the decoder.
+    """
     if plan_of(model).composition is not None:
         raise ValueError(
             "a composed model (dcmha) cannot be calibrated: its attention weights are mixed across heads; "
             "calibrate the checkpoint that it was converted from"
         )
     geometry = geometry_of(model.config)
+    # The decoder alone: logits over the vocabulary are not needed and would be the largest tensor of all.
+    run = run or (lambda batch: model.get_decoder()(input_ids=batch.to(model.device), use_cache=False))
     with collecting(model, geometry, sampled, mixed) as collectors, evaluating(model):
         with stage("calibrating", len(sequences), "sequences") as told:
             for batch in sequences.split(batch_size):
-                # The decoder alone: logits over the vocabulary are not needed and would be the largest tensor of all.
-                model.get_decoder()(input_ids=batch.to(model.device), use_cache=False)
+                run(batch)
                 told.step(len(batch))
         return tuple(collector.finish() for collector in collectors)
 
@@ -105,8 +111,7 @@ def layer_by_layer(
     same: dict[str, Any] = {"sampled": sampled, "batch_size": batch_size, "mixed": mixed}
     for layer in range(geometry.num_layers):
         window = open_window(weights, config, layer, streams, dtype, device)
-        yield collect(window, rows_of(streams), **same)[0]
-        advance(window, streams, batch_size)
+        yield collect(window, rows_of(streams), run=partial(advance_rows, window, streams), **same)[0]
         del window
         gc.collect()  # a window and the hooks that feed it know each other
 

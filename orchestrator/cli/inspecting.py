@@ -20,7 +20,7 @@ def inspect(
     ] = None,
     counts: Annotated[
         str | None,
-        typer.Option(help="Head counts to measure: any, powers_of_two or divisors (default: any up to 16 KV heads)."),
+        typer.Option(help="Head counts to measure: any, powers_of_two or divisors (default: the recipe's)."),
     ] = None,
     agreement: Annotated[
         bool, typer.Option("--agreement", help="Also compare the layer-output score's ranks with the whole model's.")

@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from attention import garbage
 from attention.calibration.calibration import calibrate
 from attention.calibration.store import Calibration
 from attention.io import checkpoint
@@ -86,6 +87,7 @@ class Source:
         what a user can mend.
         """
         request = ConversionRequest.check(model, recipe, kv_ratios, **settings)
+        garbage.settle()
         needs, phases = request.recipe.needs, request.phases
         sequences, held_out = request.texts()
         original = request.load_model()

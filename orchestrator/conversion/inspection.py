@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from attention.geometry import HeadGeometry
 from attention.io.precision import round_weights
 from attention.messages import one_of
 from attention.modeling.modeling import plan_of
@@ -27,7 +26,6 @@ from orchestrator.conversion.in_memory import Source
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.conversion.steps import refine_with
 from orchestrator.storage.paths import check_writable
-from search_spaces.planning.agreement import agreement as measured_agreement
 from search_spaces.planning.budgets import nearest_budget
 from search_spaces.planning.context import PlanningContext, convert_with
 from search_spaces.planning.planning import make_plan
@@ -38,9 +36,8 @@ from search_spaces.site import SIDES
 from trainers.evaluation import CachedTeacher, evaluate
 
 COMPARED = ("gqa", "headfold")
-FIT_STEPS = "refinement.fit_steps"
-SHORT_FIT = 120  # steps a layer in the place of a conversion's 480: most of the way, in a quarter of the time
-MANY_HEADS = 16  # above it only head counts that are powers of two are measured, unless others are asked for
+FIT_KEY = "refinement.fit_steps"
+SHORT_FIT = 120  # steps a layer in the place of a conversion's 720: most of the way, in a sixth of the time
 
 
 def inspect_checkpoint(
@@ -62,20 +59,20 @@ def inspect_checkpoint(
     `sensitivity`: for each layer and side the increase of the loss by head count, when only that site is fused as
     `recipe` says. `similarity`: mean cosines of the stored heads of a layer, `raw` and `aligned`, `[U, U]`. `budgets`:
     what the knapsack on these increases makes of each ratio (of the checkpoint's own KV cache). `recipes`: held-out
-    loss of the model converted by each recipe of `compare` at each ratio, before any refinement or training, and under
-    `refined` that after a refinement of `fit_steps` steps a layer (SHORT_FIT if `recipe_settings` do not say), where it
-    has one: `convert` makes `fit_steps_of_convert`, and ends lower.
+    loss of the model converted by each recipe of `compare` at each ratio, before any training. Where a recipe fits
+    layers it is by `fit_steps` steps each (SHORT_FIT if `recipe_settings` do not say): `convert` makes
+    `fit_steps_of_convert`, and ends lower.
     `agreement`: Spearman of the layer-output score's ranks with those of the loss, if asked for. A ratio that a recipe
     cannot meet stands for the largest budget below it; `kv_ratio_asked` and `kv_ratio` tell both.
 
-    `counts`: any, powers_of_two or divisors; by default any up to 16 KV heads. `recipe_settings`: other choices of
+    `counts`: any, powers_of_two or divisors; by default those of the recipe. `recipe_settings`: other choices of
     `recipe`; `sources`: texts, their tokens, dtype and device as `ConversionRequest.check` takes them. Statistics and
     increases are read from `cache_dir` if they were measured before. Raises ConfigError, DataError, RecipeError or
     ValueError for what a user can mend, all before the model is loaded where that can be known.
     """
     started = time.perf_counter()
     geometry = loading.geometry_of(str(model), sequence_length, key="checkpoint")
-    chosen = sensitivity_recipe(recipe, counts, geometry, recipe_settings)
+    chosen = sensitivity_recipe(recipe, counts, recipe_settings)
     others = {name: untrained(name) for name in compare}
     if not kv_ratios:
         raise ConfigError("kv_ratio: expected at least one, e.g. 0.5")
@@ -89,9 +86,11 @@ def inspect_checkpoint(
     with phases("sensitivity"):
         plans, curves = _plans_and_curves(chosen, kv_ratios, context, seed)
     with phases("recipes"):
-        costs = _recipes(others, plans, source, dict(recipe_settings or {}).get(FIT_STEPS, SHORT_FIT))
+        costs = _recipes(others, plans, source, dict(recipe_settings or {}).get(FIT_KEY, SHORT_FIT))
     sites = None
     if agreement:
+        from search_spaces.planning.agreement import agreement as measured_agreement  # scipy's start takes a while
+
         with phases("agreement"):
             measured = measured_agreement(context, np.random.default_rng(seed))
             sites = [site.to_dict() for site in measured]
@@ -122,28 +121,25 @@ def inspect_checkpoint(
     }
 
 
-def sensitivity_recipe(
-    name: str, counts: str | None, geometry: HeadGeometry, settings: Mapping[str, Any] | None = None
-) -> Recipe:
+def sensitivity_recipe(name: str, counts: str | None, settings: Mapping[str, Any] | None = None) -> Recipe:
     """The named recipe with a knapsack's head counts, keys and values apart, and no finalists: to convert and refine
     these takes longer than all else here. Raises RecipeError."""
-    counts = counts or ("any" if geometry.num_kv_heads <= MANY_HEADS else "powers_of_two")
-    apart = {"together": False, "allocation": "knapsack", "relaxation": "none"}
-    knobs = {"allocation.counts": counts, "allocation.finalists": 1}
-    return named_recipe(name, **(apart | knobs | dict(settings or {})))
+    apart = {"together": False, "allocation": "knapsack", "relaxation": "none", "allocation.finalists": 1}
+    asked = {} if counts is None else {"allocation.counts": counts}
+    return named_recipe(name, **(apart | asked | dict(settings or {})))
 
 
 def shortly_refined(whole: Recipe, steps: int) -> Recipe:
     """The recipe with at most so many steps of local fit a layer."""
-    own = dict(whole.settings).get(FIT_STEPS, 0)
-    return whole.with_changes(**{FIT_STEPS: steps}) if own > steps else whole
+    own = dict(whole.settings).get(FIT_KEY, 0)
+    return whole.with_changes(**{FIT_KEY: steps}) if own > steps else whole
 
 
 def untrained(name: str) -> Recipe:
-    """The named recipe as far as it goes without training or refinement. Raises RecipeError for an unknown one."""
+    """The named recipe as far as it goes without training. Raises ConfigError for an unknown one."""
     if name not in RECIPES:
         raise ConfigError(f"compare: {one_of('recipe', sorted(RECIPES), name)}")
-    return RECIPES[name].with_changes(relaxation="none", refinement="none")
+    return RECIPES[name].with_changes(relaxation="none")
 
 
 def _similarity(context: PlanningContext) -> list[dict[str, Any]]:
@@ -202,8 +198,7 @@ def _recipes(
     recipes: dict[str, Recipe], plans: dict[float, AttentionPlan], source: Source, fit_steps: int
 ) -> list[dict[str, Any]]:
     """Held-out loss of every recipe at every ratio, one entry each; `why_not` where a recipe cannot be shown. That of
-    the request takes `plans`. `recipes`: without refinement; each is refined as well if it has one, by at most
-    `fit_steps` a layer."""
+    the request takes `plans`. Layers are fitted by at most `fit_steps` each."""
     request, context = source.request, source.context
     entries: list[dict[str, Any]] = []
     teacher = CachedTeacher(source.original)
@@ -217,12 +212,11 @@ def _recipes(
                 if name != request.recipe.name:
                     ratio = nearest_budget(recipes[name], asked, context.geometry)
                     plan = make_plan(recipes[name], ratio, context, np.random.default_rng(request.seed))
-                entry |= _size(plan, request) | _scored(recipes[name], plan, source, teacher)
-                whole = shortly_refined(request.recipe if name == request.recipe.name else RECIPES[name], fit_steps)
-                if whole.refinement != "none":
-                    steps = {"fit_steps": whole.knobs("refinement").get("fit_steps", 0)}
-                    usual = {"fit_steps_of_convert": RECIPES[name].knobs("refinement").get("fit_steps", 0)}
-                    entry["refined"] = _scored(whole, plan, source, teacher) | steps | usual
+                whole = shortly_refined(request.recipe if name == request.recipe.name else recipes[name], fit_steps)
+                entry |= _size(plan, request) | _scored(whole, plan, source, teacher)
+                if (steps := whole.knobs("refinement").get("fit_steps")) is not None:
+                    usual = recipes[name].knobs("refinement").get("fit_steps", 0)
+                    entry |= {"fit_steps": steps, "fit_steps_of_convert": usual}
             except ValueError as error:  # one recipe that does not fit this checkpoint must not cost the others
                 entry["why_not"] = str(error)
             entries.append(entry | {"seconds": time.perf_counter() - began})

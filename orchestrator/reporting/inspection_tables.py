@@ -8,13 +8,13 @@ from typing import Any
 from attention.progress import clock
 from orchestrator.reporting.comparison import OF_THE_CHECKPOINT, UNTOLD
 from orchestrator.reporting.console import console
-from orchestrator.reporting.figures.inspection import as_converted, refinement_told
+from orchestrator.reporting.figures.inspection import fitting_told
 from orchestrator.reporting.tables import Table
 from orchestrator.storage.records import number, percent, unmet
 
 RECIPE_COLUMNS = (
-    *("recipe", "asked of the checkpoint's KV", "kept", "KV bytes/token", "increase before refinement", "loss"),
-    *("loss increase", "KL", "time"),
+    *("recipe", "asked of the checkpoint's KV", "kept", "KV bytes/token", "loss", "loss increase", "KL"),
+    *("steps of fit a layer", "time"),
 )
 
 
@@ -25,7 +25,7 @@ def lead(record: Mapping[str, Any]) -> str:
         if (best := best_entry(record, laid_out["kv_ratio_asked"])) is not None:
             told.append(
                 f"{percent(laid_out['kv_ratio_asked'])} of the checkpoint's KV{unmet(laid_out)}: loss "
-                f"{as_converted(best)['loss_increase']:+.3f} by {best['recipe']}{refinement_told(best)}."
+                f"{best['loss_increase']:+.3f} by {best['recipe']}{fitting_told(best)}."
             )
     heads = f"{record['heads']} query heads over {record['kv_heads']} KV heads of {record['head_dim']}"
     told.append(
@@ -40,9 +40,9 @@ def lead(record: Mapping[str, Any]) -> str:
 
 
 def best_entry(record: Mapping[str, Any], asked: float) -> Mapping[str, Any] | None:
-    """The entry of the lowest loss at a KV ratio, after refinement where there is one."""
+    """The entry of the lowest loss at a KV ratio."""
     mine = [e for e in record["recipes"] if e["kv_ratio_asked"] == asked and "loss_increase" in e]
-    return min(mine, key=lambda entry: as_converted(entry)["loss_increase"], default=None)
+    return min(mine, key=lambda entry: entry["loss_increase"], default=None)
 
 
 def worst_places(record: Mapping[str, Any]) -> list[tuple[float, str, int]]:
@@ -55,19 +55,18 @@ def worst_places(record: Mapping[str, Any]) -> list[tuple[float, str, int]]:
 
 
 def recipe_table(record: Mapping[str, Any]) -> Table:
-    """Every recipe at every KV ratio, refined where it says so; the lowest loss of each ratio marked."""
+    """Every recipe at every KV ratio; the lowest loss of each ratio marked."""
     rows, marked = [], set()
     for index, entry in enumerate(record["recipes"]):
         numbers = ["cannot", *["-"] * 5]
         if "loss_increase" in entry:
-            scores = as_converted(entry)
             numbers = [
                 percent(entry["kv_ratio"]),
                 f"{entry['kv_bytes_per_token']:,}",
-                number(entry["loss_increase"], "+.3f") if "refined" in entry else UNTOLD,
-                number(scores["loss"]),
-                number(scores["loss_increase"], "+.3f"),
-                number(scores["kl"]),
+                number(entry["loss"]),
+                number(entry["loss_increase"], "+.3f"),
+                number(entry["kl"]),
+                str(entry.get("fit_steps", UNTOLD)),
             ]
             if entry is best_entry(record, entry["kv_ratio_asked"]):
                 marked.add(index)

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from attention.calibration.store import Calibration
 from attention.conversion.conversion import convert
 from attention.conversion.refinement.local import (
-    FIT_BATCH,
     FIT_RATE,
     FIT_TOKENS,
     FitTexts,
@@ -173,7 +172,7 @@ class PlanningContext:
 
     @cached_property
     def _fit_texts(self) -> FitTexts:
-        return FitTexts.of(self.model, self.measured_on(FIT_TOKENS), FIT_BATCH)  # type: ignore[arg-type]
+        return FitTexts.of(self.model, self.measured_on(FIT_TOKENS))  # type: ignore[arg-type]
 
     def _metric(self, layer: int, tokens: int) -> Tensor:
         if self.output_metrics is not None:

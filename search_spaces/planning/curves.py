@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from attention.calibration.calibration import calibration_digest, weights_of
-from attention.conversion.refinement.local import FIT_BATCH, FIT_RATE
+from attention.conversion.refinement.local import FIT_RATE, STEP_TOKENS
 from attention.io.files import write_whole
 from search_spaces.partitions import Partition
 from search_spaces.planning.context import PlanningContext
@@ -95,7 +95,7 @@ def curve_name(recipe: Recipe, context: PlanningContext, knobs: dict[str, int], 
         "by": [recipe.together, recipe.by],
         "calibration": None if context.calibration is None else context.calibration.digest,
         "measured on": measured_on,
-        "knobs": {**knobs, "fit_batch": FIT_BATCH, "fit_rate": FIT_RATE},
+        "knobs": {**knobs, "step_tokens": STEP_TOKENS, "fit_rate": FIT_RATE},
         "seed": seed_of,
     }
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:24]

@@ -28,7 +28,7 @@ def made_up_inspection(layers: int, heads: int) -> dict[str, Any]:
         "key": [heads // 2 + 1] * layers, "value": [1] * layers, "plan": json.loads(plan.to_json()),
     }  # fmt: skip
     scored = {"kv_ratio_asked": 0.3, "kv_ratio": 0.25, "kv_bytes_per_token": 2048, "kl": 0.5, "seconds": 75.0}
-    refined = {"loss": 2.199, "loss_increase": -0.001, "kl": 0.1, "fit_steps": 120, "fit_steps_of_convert": 480}
+    fitted = {"loss": 2.199, "loss_increase": -0.001, "fit_steps": 120, "fit_steps_of_convert": 720}
     return {
         "model": "/models/a <b>name</b>", "family": "llama", "layers": layers, "heads": heads, "kv_heads": heads,
         "head_dim": 64, "kv_bytes_per_token": 8192, "original_loss": 2.2, "eval_tokens": 1024,
@@ -39,7 +39,7 @@ def made_up_inspection(layers: int, heads: int) -> dict[str, Any]:
         "budgets": [budget],
         "recipes": [
             {"recipe": "gqa", "loss": 7.5, "loss_increase": 5.3, **scored},
-            {"recipe": "headfold", "loss": 2.4, "loss_increase": 0.2, "refined": refined, **scored},
+            {"recipe": "headfold", **scored, **fitted},
             {"recipe": "odd", "kv_ratio_asked": 0.3, "why_not": "cannot be", "seconds": 0.1},
         ],
         "agreement": [

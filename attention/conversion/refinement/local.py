@@ -28,11 +28,11 @@ from attention.modeling.modeling import plan_of
 from attention.modeling.running import Streams, entered_by, entering
 from attention.progress import stage
 
-FIT_RATE, FIT_BATCH, FIT_TOKENS = 0.5, 1, 32_768
+FIT_STEPS, FIT_RATE, STEP_TOKENS, FIT_TOKENS = 720, 0.5, 256, 32_768
 FIT_KNOBS = (
     Knob("fit_steps", "int", "Adam steps a layer", 1, 100_000),
     Knob("fit_rate", "log_float", "largest step, as the relative change of an output at most", 1e-4, 1e2),
-    Knob("fit_batch", "int", "sequences a step", 1, 1024),
+    Knob("step_tokens", "int", "tokens a step, rounded up to whole sequences", 1, 2**20),
     Knob("fit_tokens", "int", "calibration tokens that are held in memory and fitted on", 2),
 )
 BETAS = (0.8, 0.9)
@@ -76,13 +76,18 @@ class FitTexts:
     check: Streams
 
     @classmethod
-    def of(cls, original: PreTrainedModel, sequences: Tensor, batch: int) -> FitTexts:
-        """Of `sequences` `[N, T]` a part is kept for the check."""
+    def of(cls, original: PreTrainedModel, sequences: Tensor, step_tokens: int = STEP_TOKENS) -> FitTexts:
+        """In batches of `step_tokens` or a little more. Of `sequences` `[N, T]` a part is kept for the check."""
         modules = family_of(original.config).attention_modules(original)
         fit, check = held_out(sequences)
-        batch = min(batch, len(fit))
+        batch = min(sequences_a_step(sequences.shape[1], step_tokens), len(fit))
         whole = fit[: len(fit) // batch * batch]
         return cls(*(Streams(original, modules, part, batch) for part in (whole, check)))
+
+
+def sequences_a_step(length: int, step_tokens: int = STEP_TOKENS) -> int:
+    """Sequences of `length` tokens that have at least `step_tokens` together."""
+    return -(-step_tokens // length)
 
 
 def records_in_float(streams: Streams, layer: int) -> tuple[Record, ...]:
@@ -124,9 +129,8 @@ def layer_error(module: nn.Module, records: Sequence[Record]) -> float:
 
 
 def _rates(module: nn.Module, shared_by: float) -> dict[nn.Parameter, float]:
-    """Step of each parameter that changes an output by its own size if all weights of a row move along; where keys are
-    fused the root of `shared_by / 2` times that for queries and keys, which have the most to change, and half for all
-    else.
+    """Step of each parameter that changes an output by its own size if all weights of a row move along: half of that,
+    and for queries and keys, which have the more to change the more heads share a key, the root of `shared_by / 2` times.
 
     A matrix of F inputs: its root mean square over the root of F. A bias goes with its matrix; a norm's weight, which
     has none, with the mean of the matrices.
@@ -136,7 +140,7 @@ def _rates(module: nn.Module, shared_by: float) -> dict[nn.Parameter, float]:
     mean = sum(matrices.values()) / len(matrices)
     rates: dict[nn.Parameter, float] = {}
     for name, part in module.named_modules():
-        share = 1.0 if shared_by == 1 else math.sqrt(shared_by / 2) if name.startswith(LOGITS) else 0.5
+        share = math.sqrt(shared_by / 2) if name.startswith(LOGITS) else 0.5
         beside = [matrices[p] for p in part.parameters(recurse=False) if p in matrices]
         rates |= {p: matrices.get(p, (beside or [mean])[0]) * share for p in part.parameters(recurse=False)}
     return rates
@@ -257,14 +261,14 @@ def fit_heal(
     sequences: Tensor,
     *,
     first: int = 0,
-    fit_steps: int = 720,
+    fit_steps: int = FIT_STEPS,
     fit_rate: float = FIT_RATE,
-    fit_batch: int = FIT_BATCH,
+    step_tokens: int = STEP_TOKENS,
     fit_tokens: int = FIT_TOKENS,
     **knobs: Any,
 ) -> tuple[LayerFit, ...]:
     """Local fit of every layer, small ones side by side, then heal from the first layer to the last."""
-    texts = FitTexts.of(original, sequences[: max(2, fit_tokens // sequences.shape[1])], fit_batch)
+    texts = FitTexts.of(original, sequences[: max(2, fit_tokens // sequences.shape[1])], step_tokens)
     modules = family_of(converted.config).attention_modules(converted)
     largest = max(sum(p.numel() for p in module.parameters()) for module in modules)
 

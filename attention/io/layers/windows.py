@@ -243,11 +243,15 @@ def rows_of(streams: Tensor, count: int | None = None) -> Tensor:
     return torch.arange(len(streams) if count is None else count)[:, None].expand(-1, streams.shape[1])
 
 
-@torch.no_grad()
 def advance(model: PreTrainedModel, streams: Tensor, batch_size: int) -> None:
     """Replace the streams that a window is fed by what its layer makes of them, in place."""
     for ids in rows_of(streams).split(batch_size):
-        streams[ids[:, 0]] = run_to(model, the_layer(model), ids).output.to(streams)
+        advance_rows(model, streams, ids)
+
+
+def advance_rows(model: PreTrainedModel, streams: Tensor, ids: Tensor) -> None:
+    """`advance` for some of the streams, by the ids `[B, T]` of `rows_of` that stand for them."""
+    streams[ids[:, 0]] = run_to(model, the_layer(model), ids).output.to(streams)
 
 
 # ---- below the first and above the last layer -------------------------------------------------------------------

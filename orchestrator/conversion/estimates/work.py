@@ -12,7 +12,7 @@ import time
 import torch
 
 from attention.conversion.fusion.estimates import LEADING
-from attention.conversion.refinement.local import FIT_BATCH, FIT_TOKENS
+from attention.conversion.refinement.local import FIT_TOKENS, STEP_TOKENS, sequences_a_step
 from orchestrator.conversion import loading
 from orchestrator.conversion.estimates.sizes import CPU, Conversion, Size
 from search_spaces.allocation.knapsack import considered
@@ -54,7 +54,7 @@ def operations(conversion: Conversion, size: Size, tokens: int) -> float:
         passes += c.used_tokens * 4.0 * size.attention + DOUBLE * (moments + solved)
     if c.recipe.refinement == "fit_heal":
         knobs = c.recipe.knobs("refinement")
-        passes += FITTING * knobs["fit_steps"] * knobs["fit_batch"] * c.sequence_length * 6.0 * size.attention
+        passes += FITTING * knobs["fit_steps"] * step_tokens(c, knobs["step_tokens"]) * 6.0 * size.attention
     return g.num_layers * passes + 2 * 2.0 * c.eval_tokens * size.embedding
 
 
@@ -87,15 +87,18 @@ def fusing_operations(conversion: Conversion, groups: float) -> float:
     return DOUBLE * (keys + values) + FUSED * groups * rows**3
 
 
+def step_tokens(conversion: Conversion, asked: int = STEP_TOKENS) -> int:
+    """Tokens of a step of a local fit."""
+    return sequences_a_step(conversion.sequence_length, asked) * conversion.sequence_length
+
+
 def planning_operations(conversion: Conversion, size: Size, forward: float) -> float:
     """Operations of the loss increases of one layer, keys and values, and of its second calibration layer by layer."""
     c, own = conversion, conversion.recipe.knobs("allocation")
     problem = problem_of(c.recipe, c.kv_ratio, c.geometry)
     counts = [count for count in considered(problem, own["counts"]) if count < problem.stored]
     fused = sum(fusing_operations(c, count) for count in counts)
-    fitted = (
-        min(own["fit_steps"], c.recipe.knobs("refinement").get("fit_steps", 0)) * FIT_BATCH * c.sequence_length
-    )
+    fitted = min(own["fit_steps"], c.recipe.knobs("refinement").get("fit_steps", 0)) * step_tokens(c)
     checked = min(c.used_tokens, FIT_TOKENS) / 8
     once = 2.0 * size.attention * (FITTING * 3 * fitted + 2 * checked) + 2.0 * checked * c.geometry.hidden_size**2
     return len(counts) * 2 * once + fused + c.used_tokens * forward

@@ -12,8 +12,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from orchestrator.reporting.figures.drawing import (
-    INK,
-    PAPER,
     STYLE,
     legend_below,
     looks_of,
@@ -117,27 +115,20 @@ def evenly(items: Sequence[Any], most: int) -> list[Any]:
 
 @styled
 def recipes_figure(record: Mapping[str, Any]) -> Figure | None:
-    """Increase of the held-out loss by recipe, untrained, one mark a KV ratio; where a recipe is refined, a hollow mark
-    before and a full one after. None if nothing could be converted."""
+    """Increase of the held-out loss by recipe, untrained, one mark a KV ratio. None if nothing could be converted."""
     entries = [entry for entry in record["recipes"] if "loss_increase" in entry]
     if not entries:
         return None
     names = list(dict.fromkeys(entry["recipe"] for entry in entries))
     asked = sorted({entry["kv_ratio_asked"] for entry in entries}, reverse=True)
     figure, axes = one_axes(1.8 + 0.36 * len(names), INCREASE)
-    axis = IncreaseAxis(x for entry in entries for x in (entry["loss_increase"], as_converted(entry)["loss_increase"]))
+    axis = IncreaseAxis(entry["loss_increase"] for entry in entries)
     axis.put_on(axes, "x")
     handles = {}
     for place, (ratio, look) in enumerate(zip(asked, looks_of(map(percent, asked)).values(), strict=True)):
         apart = 0.22 * (place - (len(asked) - 1) / 2)
         for entry in (entry for entry in entries if entry["kv_ratio_asked"] == ratio):
-            row, last = names.index(entry["recipe"]) + apart, axis.at(as_converted(entry)["loss_increase"])
-            if "refined" in entry:
-                first = axis.at(entry["loss_increase"])
-                axes.plot([first, last], [row, row], color=look["color"], lw=1.2, alpha=0.6)
-                axes.plot(first, row, ls="", ms=7, mfc=PAPER, **look)
-                handles["before refinement"] = Line2D([], [], ls="", marker="o", mfc=PAPER, color=INK)
-            axes.plot(last, row, ls="", ms=7, **look)
+            axes.plot(axis.at(entry["loss_increase"]), names.index(entry["recipe"]) + apart, ls="", ms=7, **look)
         handles[f"{percent(ratio)} of the checkpoint's KV"] = Line2D([], [], ls="", **look)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
@@ -145,14 +136,9 @@ def recipes_figure(record: Mapping[str, Any]) -> Figure | None:
     return figure
 
 
-def as_converted(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The scores of an entry: after its refinement, if its recipe has one."""
-    return entry.get("refined", entry)
-
-
-def refinement_told(entry: Mapping[str, Any]) -> str:
-    """How long the model of an entry was refined, in words; empty if it was not."""
-    if (refined := entry.get("refined")) is None:
+def fitting_told(entry: Mapping[str, Any]) -> str:
+    """How long the layers of an entry were fitted, in words; empty if they were not."""
+    if (steps := entry.get("fit_steps")) is None:
         return ""
-    steps, usual = refined["fit_steps"], refined["fit_steps_of_convert"]
+    usual = entry["fit_steps_of_convert"]
     return f", refined in {steps} steps a layer" + (f" (convert: {usual})" if usual > steps else "")

@@ -10,7 +10,7 @@ from typing import Any
 from attention.plan import AttentionPlan
 from attention.progress import clock
 from orchestrator.reporting.figures import inspection, search
-from orchestrator.reporting.figures.inspection import as_converted, refinement_told
+from orchestrator.reporting.figures.inspection import fitting_told
 from orchestrator.reporting.inspection_tables import agreement_table, best_entry, lead, recipe_table, worst_places
 from orchestrator.reporting.pages.page import Part, Picture, Section, render_page
 from orchestrator.reporting.tables import Table, facts_table
@@ -75,15 +75,14 @@ def build_page(record: Mapping[str, Any]) -> str:
 
 
 def _cost_sections(record: Mapping[str, Any]) -> list[Section]:
-    """The best conversion of each KV ratio, refined where its recipe says so, and all of them."""
+    """The best conversion of each KV ratio, and all of them."""
     stats = []
     for asked in dict.fromkeys(budget["kv_ratio_asked"] for budget in record["budgets"]):
         if (best := best_entry(record, asked)) is not None:
-            scores = as_converted(best)
             stats += [
-                (f"{percent(best['kv_ratio'])} of the KV cache", f"{scores['loss_increase']:+.3f}",
-                 f"loss increase by {best['recipe']}{refinement_told(best)}"),
-                (f"perplexity at {percent(best['kv_ratio'])}", number(math.exp(scores["loss"]), ".2f"),
+                (f"{percent(best['kv_ratio'])} of the KV cache", f"{best['loss_increase']:+.3f}",
+                 f"loss increase by {best['recipe']}{fitting_told(best)}"),
+                (f"perplexity at {percent(best['kv_ratio'])}", number(math.exp(best["loss"]), ".2f"),
                  f"original {math.exp(record['original_loss']):.2f}"),
                 (f"KV bytes per token at {percent(best['kv_ratio'])}", f"{best['kv_bytes_per_token']:,}",
                  f"original {record['kv_bytes_per_token']:,}"),

@@ -89,8 +89,8 @@ def test_nothing_is_kept_that_does_not_help(name: str, tiny_model: Tiny, tokens:
 def test_a_fit_falls_back_to_the_best_state_it_met(tiny_model: Tiny, tokens: Tensor) -> None:
     original, converted = pair(tiny_model, tokens, "llama")
     module = family_of(converted.config).attention_modules(converted)[0]
-    task = LayerTask.of(FitTexts.of(original, tokens, 2), 0)
-    before, after, work = fit_module(module, task, 12, 100.0, torch.Generator().manual_seed(0))
+    task = LayerTask.of(FitTexts.of(original, tokens, 48), 0)
+    before, after, work = fit_module(module, task, 12, 100.0, torch.Generator().manual_seed(0), shared_by=2)
     assert layer_error(module, task.check) == pytest.approx(after)
     assert after <= before
     assert work.optimizer_steps % 6 == 0 and 6 <= work.optimizer_steps <= 36, "half of the steps where they do not help"
@@ -124,7 +124,7 @@ def test_a_half_precision_model_is_fitted_in_single_precision(tiny_model: Tiny, 
 def test_the_task_holds_what_the_layer_sees_and_gives(tiny_model: Tiny, tokens: Tensor) -> None:
     model = tiny_model("llama").requires_grad_(False)
     modules = family_of(model.config).attention_modules(model)
-    task = LayerTask.of(FitTexts.of(model, tokens, 4), 1)
+    task = LayerTask.of(FitTexts.of(model, tokens, 96), 1)
     fit, check = held_out(tokens)
     assert task.inputs.shape == (len(fit) // 4 * 4, 24, 32)
     whole = next(recorded(Streams(model, modules, fit[:4], 4), 1))

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from made_up_inspection import made_up_inspection
 
+from attention.conversion.refinement.local import FIT_STEPS
 from attention.plan import AttentionPlan
 from orchestrator.conversion.inspection import inspect_checkpoint
 from orchestrator.reporting.figures import drawing, inspection
 from orchestrator.reporting.inspection_tables import RECIPE_COLUMNS, lead, print_inspection, recipe_table
 from orchestrator.reporting.pages.inspection_page import build_page
 from search_spaces.planning.context import PlanningContext
-from search_spaces.recipes.recipes import RECIPES
 
 SMALL: dict[str, Any] = {
     "kv_ratios": [0.5, 0.3],
@@ -42,7 +42,7 @@ def texts(little_text: str) -> None:
 def test_what_is_told_of_the_demo_checkpoint(
     demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(RECIPES, "headfold_gqa", RECIPES["headfold_gqa"].with_changes(**{"refinement.fit_steps": 24}))
+    monkeypatch.setattr("orchestrator.conversion.inspection.SHORT_FIT", 24)
     record = inspect_checkpoint(demo_dir, cache_dir=tmp_path, **SMALL)
     assert json.loads(json.dumps(record)) == record
     keys, values = ({layer["layer"]: layer[side] for layer in record["sensitivity"]} for side in ("key", "value"))
@@ -56,9 +56,11 @@ def test_what_is_told_of_the_demo_checkpoint(
     found = {(e["recipe"], e["kv_ratio_asked"]): e for e in record["recipes"]}
     assert found["gqa", 0.5]["loss_increase"] > 1
     assert (found["gqa", 0.3]["kv_ratio"], found["mqa", 0.5]["kv_ratio"]) == (0.25, 0.125)
-    fitted = found["headfold_gqa", 0.3]
-    assert fitted["refined"]["loss_increase"] < fitted["loss_increase"]
-    assert not any("refined" in entry for (name, _), entry in found.items() if name != "headfold_gqa")
+    for asked in (0.5, 0.3):
+        fitted = found["headfold_gqa", asked]
+        assert (fitted["fit_steps"], fitted["fit_steps_of_convert"]) == (24, FIT_STEPS)
+        assert fitted["loss_increase"] < found["gqa", asked]["loss_increase"] / 4
+    assert not any("fit_steps" in entry for (name, _), entry in found.items() if name != "headfold_gqa")
     for layer in record["similarity"]:
         for side in ("key", "value"):
             raw, aligned = (np.array(layer[side][kind]) for kind in ("raw", "aligned"))
@@ -139,14 +141,13 @@ def test_the_page_stands_alone_at_any_size(layers: int, heads: int) -> None:
     assert ("8 of 32 layers are drawn" in parser.text) == (layers == 32)
 
 
-def test_the_headline_is_a_recipe_with_its_refinement() -> None:
+def test_the_headline_tells_how_long_layers_were_fitted() -> None:
     record = made_up_inspection(4, 8)
-    told = lead(record)
-    assert "-0.001 by headfold, refined in 120 steps a layer (convert: 480)" in told and "+0.200" not in told
+    assert "-0.001 by headfold, refined in 120 steps a layer (convert: 720)" in lead(record)
     rows = {row[0]: row for row in recipe_table(record).rows}
-    before, after = (RECIPE_COLUMNS.index(name) for name in ("increase before refinement", "loss increase"))
-    assert (rows["headfold"][before], rows["headfold"][after]) == ("+0.200", "-0.001")
-    assert (rows["gqa"][before], rows["gqa"][after]) == ("-", "+5.300")
+    increase, steps = (RECIPE_COLUMNS.index(name) for name in ("loss increase", "steps of fit a layer"))
+    assert (rows["headfold"][increase], rows["headfold"][steps]) == ("-0.001", "120")
+    assert (rows["gqa"][increase], rows["gqa"][steps]) == ("+5.300", "-")
     assert rows["odd"][2] == "cannot" and len(rows["odd"]) == len(RECIPE_COLUMNS)
 
 
