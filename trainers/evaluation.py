@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attention.modeling.grouped import cache_bytes
-from attention.modeling.predictions import Final, final, mean_cost
+from attention.modeling.predictions import Final, final, in_chunks, mean_cost
 from attention.modeling.running import evaluating
 from attention.progress import stage
 from trainers.losses import kl, language_modelling
@@ -56,7 +56,8 @@ def evaluate(
     world_size: int = 1,
     reduce: Callable[[Tensor], Any] | None = None,
 ) -> Evaluation:
-    """Score `sequences [N, T]`: T - 1 predictions each, summed in float64 and divided once at the end.
+    """Score `sequences [N, T]`: T - 1 predictions each, summed in float64 and divided once at the end. `model` may be a
+    `CachedTeacher`, which then knows these sequences.
 
     Of each batch the teacher's hidden states are computed, then the model's, then the logits of both for a part of the
     positions at a time (`attention.modeling.predictions`).
@@ -147,10 +148,11 @@ def _now(like: Tensor) -> float:
 
 def _totals(model: Any, teacher: Any, sequences: Tensor, share: Iterable[tuple[list[int], int]]) -> Tensor:
     """The sums of `_score` over batches of row numbers."""
-    device = next(model.parameters()).device
+    module = model.model if isinstance(model, CachedTeacher) else model
+    device = next(module.parameters()).device
     totals = torch.zeros(3, dtype=torch.float64, device=device)
     batches = list(share)
-    with evaluating(model), stage("measuring the loss", len(batches), "batches") as told:
+    with evaluating(module), stage("measuring the loss", len(batches), "batches") as told:
         for rows, counted in batches:
             totals += _score(model, teacher, sequences[rows].long().to(device), counted)
             told.step()
@@ -162,7 +164,10 @@ def _score(model: Any, teacher: Any, batch: Tensor, counted: int) -> Tensor:
     reference = None
     if teacher is not None:
         reference = teacher(batch) if isinstance(teacher, CachedTeacher) else final(teacher, batch)
-    means = mean_cost(model, batch, _costs, reference, counted)  # also of no rows: all workers run each forward pass
+    if isinstance(model, CachedTeacher):
+        means = in_chunks(model(batch), batch, _costs, reference, counted)
+    else:
+        means = mean_cost(model, batch, _costs, reference, counted)  # also of no rows: all workers run each pass
     if not counted:
         return torch.zeros(3, dtype=torch.float64, device=batch.device)
     return means * counted * (batch.shape[1] - 1)

@@ -29,7 +29,7 @@ from orchestrator.conversion.steps import cost, planning_context, refine_with
 from search_spaces.planning.context import convert_with
 from search_spaces.planning.planning import PlanningContext, make_plan
 from search_spaces.recipes.recipe import Recipe
-from trainers.evaluation import evaluate
+from trainers.evaluation import CachedTeacher, evaluate
 from trainers.settings import TrainSettings
 
 
@@ -61,7 +61,8 @@ def plan_and_convert(
 class Source:
     """A checkpoint with its texts and statistics, ready to be converted at any KV ratio.
 
-    `original`: the original model, in what is computed in; `loss`: its held-out loss.
+    `original`: the original model, in what is computed in; `teacher`: the same, for what others are compared with on
+    `held_out`; `loss`: its held-out loss.
     """
 
     request: ConversionRequest
@@ -69,6 +70,7 @@ class Source:
     sequences: Tensor
     held_out: Tensor
     context: PlanningContext
+    teacher: CachedTeacher
     loss: float
 
     @classmethod
@@ -96,7 +98,8 @@ class Source:
             with phases("calibrate"):
                 calibration = _calibration(request, original, sequences)
         with phases("evaluate"):
-            loss = evaluate(original, held_out).loss
+            teacher = CachedTeacher(original)
+            loss = evaluate(teacher, held_out).loss
         distances = None
         if NEED in needs:
             print("measuring how far apart heads come to lie in training (dha's search phase)", file=sys.stderr)
@@ -105,7 +108,7 @@ class Source:
                 training = TrainSettings(zero_stage=0, batch_size=min(8, len(sequences)))
                 distances = measure(original, sequences, training, knobs["steps"], knobs["rate"], request.seed)
         context = planning_context(original, calibration, sequences, request.cache_dir, distances)
-        return cls(request, original, sequences, held_out, context, loss)
+        return cls(request, original, sequences, held_out, context, teacher, loss)
 
     def at(
         self, kv_ratio: float | Fraction, out: str | Path | None = None, *, overwrite: bool = False
@@ -115,7 +118,7 @@ class Source:
         converted, plan, spent = plan_and_convert(request.recipe, kv_ratio, self.context, request.seed, phases)
         with phases("evaluate"):
             round_weights(converted, request.written)  # what is measured is what is written
-            scored = evaluate(converted, self.held_out, teacher=self.original)
+            scored = evaluate(converted, self.held_out, teacher=self.teacher)
             cast_weights(converted, request.written)
         measured = {
             "original_loss": self.loss,

@@ -33,7 +33,7 @@ from search_spaces.recipes.recipes import RECIPES, Recipe
 from search_spaces.recipes.recipes import recipe as named_recipe
 from search_spaces.similarity.sharing import similarity_pairs
 from search_spaces.site import SIDES
-from trainers.evaluation import CachedTeacher, evaluate
+from trainers.evaluation import evaluate
 
 COMPARED = ("gqa", "headfold")
 FIT_KEY = "refinement.fit_steps"
@@ -201,7 +201,6 @@ def _recipes(
     the request takes `plans`. Layers are fitted by at most `fit_steps` each."""
     request, context = source.request, source.context
     entries: list[dict[str, Any]] = []
-    teacher = CachedTeacher(source.original)
     jobs = [(name, ratio) for name in recipes for ratio in plans]
     with stage("converting by each recipe", len(jobs), "conversions") as told:
         for name, asked in jobs:
@@ -213,7 +212,7 @@ def _recipes(
                     ratio = nearest_budget(recipes[name], asked, context.geometry)
                     plan = make_plan(recipes[name], ratio, context, np.random.default_rng(request.seed))
                 whole = shortly_refined(request.recipe if name == request.recipe.name else recipes[name], fit_steps)
-                entry |= _size(plan, request) | _scored(whole, plan, source, teacher)
+                entry |= _size(plan, request) | _scored(whole, plan, source)
                 if (steps := whole.knobs("refinement").get("fit_steps")) is not None:
                     usual = recipes[name].knobs("refinement").get("fit_steps", 0)
                     entry |= {"fit_steps": steps, "fit_steps_of_convert": usual}
@@ -224,10 +223,10 @@ def _recipes(
     return entries
 
 
-def _scored(recipe: Recipe, plan: AttentionPlan, source: Source, teacher: CachedTeacher) -> dict[str, Any]:
+def _scored(recipe: Recipe, plan: AttentionPlan, source: Source) -> dict[str, Any]:
     """What the conversion of a plan by a recipe, refined as it says, gives on held-out text."""
     converted = convert_with(recipe, source.original, plan, source.context.calibration, share=True)
     refine_with(recipe, source.original, converted, source.context.sequences)
     round_weights(converted, source.request.written)
-    scored = evaluate(converted, source.held_out, teacher=teacher)
+    scored = evaluate(converted, source.held_out, teacher=source.teacher)
     return {"loss": scored.loss, "loss_increase": scored.loss - source.loss, "kl": scored.kl, **scored.noted}

@@ -55,6 +55,11 @@ def test_a_remembering_teacher_sees_each_batch_once_as_far_as_there_is_room(tiny
             got = evaluate(model, ids, teacher=remembering, batch_size=4)
             assert (got.loss, got.kl) == (wanted.loss, wanted.kl)
         assert len(passes) == seen
+    known = CachedTeacher(teacher)
+    own = evaluate(known, ids, batch_size=4)
+    passes.clear()
+    assert evaluate(model, ids, teacher=known, batch_size=4).kl == wanted.kl and not passes
+    assert own.loss == pytest.approx(evaluate(teacher, ids, batch_size=4).loss, abs=1e-6)
     other = evaluate(model, ids.flip(1), teacher=CachedTeacher(teacher))
     assert other.kl == evaluate(model, ids.flip(1), teacher=teacher).kl != wanted.kl
 

@@ -41,6 +41,7 @@ WARMUP = 0.05
 RETRIES, SMALLER = 2, 0.25
 CHECK_EVERY = 60  # steps; and at least once, at the end: the best state seen is what stays
 CHECKS = 4  # at most
+AT_ONCE = 8  # sequences that run through the original model
 
 
 @dataclass(frozen=True)
@@ -65,24 +66,26 @@ class LayerTask:
         records = records_in_float(texts.fit, layer)
         inputs = torch.cat([entering(record.args, record.kwargs) for record in records])
         targets = torch.cat([record.output for record in records])
-        return cls(inputs, targets, records[0], records_in_float(texts.check, layer))
+        (example,) = records_in_float(texts.step, layer)
+        return cls(inputs, targets, example, records_in_float(texts.check, layer))
 
 
 @dataclass(frozen=True)
 class FitTexts:
-    """Text in batches of one size, run through the original model: what layers are fitted on, and judged by."""
+    """Text that runs through the original model: what layers are fitted on, the first step of it, and what they are
+    judged by."""
 
     fit: Streams
+    step: Streams
     check: Streams
 
     @classmethod
     def of(cls, original: PreTrainedModel, sequences: Tensor, step_tokens: int = STEP_TOKENS) -> FitTexts:
-        """In batches of `step_tokens` or a little more. Of `sequences` `[N, T]` a part is kept for the check."""
+        """Of `sequences` `[N, T]` a part is kept for the check; a step takes `step_tokens` or a little more."""
         modules = family_of(original.config).attention_modules(original)
         fit, check = held_out(sequences)
         batch = min(sequences_a_step(sequences.shape[1], step_tokens), len(fit))
-        whole = fit[: len(fit) // batch * batch]
-        return cls(*(Streams(original, modules, part, batch) for part in (whole, check)))
+        return cls(*(Streams(original, modules, part, max(batch, AT_ONCE)) for part in (fit, fit[:batch], check)))
 
 
 def sequences_a_step(length: int, step_tokens: int = STEP_TOKENS) -> int:

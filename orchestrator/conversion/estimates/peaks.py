@@ -9,6 +9,7 @@ from attention.conversion.refinement.parallel import beside
 from attention.modeling.predictions import most_logit_bytes
 from orchestrator.conversion.estimates.sizes import CPU, FLOAT, Conversion, Size
 from search_spaces.recipes.recipe import AXES
+from trainers.evaluation import TEACHER_BYTES
 
 
 def layerwise_stages(conversion: Conversion, size: Size, width: int, tokens: int) -> dict[str, int]:
@@ -59,6 +60,7 @@ def resident_peak(conversion: Conversion, size: Size, width: int) -> int:
     """Bytes that a conversion in memory holds at its largest stage, the process itself left out."""
     g, c = conversion.geometry, conversion
     model, layers = width * size.total + converted_attention(c, size), g.num_layers
+    model += min(TEACHER_BYTES, c.working.itemsize * c.eval_tokens * g.hidden_size)
     others = c.statistics() * (0 if c.in_files else layers - 1)
     logits = most_logit_bytes(g.vocab_size, min(c.eval_tokens, 8 * c.sequence_length))
     rounded = c.dtype.itemsize * size.total if c.dtype != c.working else 0
