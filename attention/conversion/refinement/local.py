@@ -1,7 +1,8 @@
 """Local fit: each converted attention layer is trained alone towards the original layer's output.
 
 The inputs are those of the *original* model at that layer, so layers do not depend on each other. For the same time
-small batches and many steps end lower than few steps on all tokens.
+small batches and many steps end lower than few steps on all tokens, and queries and keys want larger steps than values
+and output where heads share keys (benchmarks/LOG.md).
 
 Legend: N sequences, T tokens, D model dim, B sequences a step.
 """
@@ -31,7 +32,13 @@ from attention.progress import stage
 FIT_STEPS, FIT_RATE, STEP_TOKENS, FIT_TOKENS = 720, 0.5, 256, 32_768
 FIT_KNOBS = (
     Knob("fit_steps", "int", "Adam steps a layer", 1, 100_000),
-    Knob("fit_rate", "log_float", "largest step, as the relative change of an output at most", 1e-4, 1e2),
+    Knob(
+        "fit_rate",
+        "log_float",
+        "largest step: relative change of the logits at most, where two heads share a key",
+        1e-4,
+        1e2,
+    ),
     Knob("step_tokens", "int", "tokens a step, rounded up to whole sequences", 1, 2**20),
     Knob("fit_tokens", "int", "calibration tokens that are held in memory and fitted on", 2),
 )
@@ -132,8 +139,8 @@ def layer_error(module: nn.Module, records: Sequence[Record]) -> float:
 
 
 def _rates(module: nn.Module, shared_by: float) -> dict[nn.Parameter, float]:
-    """Step of each parameter that changes an output by its own size if all weights of a row move along: half of that,
-    and for queries and keys, which have the more to change the more heads share a key, the root of `shared_by / 2` times.
+    """The largest step of each parameter: half of what changes an output by its own size if all weights of a row move
+    along; for queries and keys, which have the more to change the more heads share a key, root(`shared_by` / 2) of it.
 
     A matrix of F inputs: its root mean square over the root of F. A bias goes with its matrix; a norm's weight, which
     has none, with the mean of the matrices.

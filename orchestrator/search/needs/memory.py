@@ -218,6 +218,8 @@ class Needs:
             live = max(zero["stage3_max_live_parameters"], self.size.embedding + zero["stage3_prefetch_bucket_size"])
             # Of each model what is whole at once; of the largest gradient itself, what is sent and what is received
             whole = min(self.size.total, live) * (1 + ("teacher" in held)) + 3 * self.size.embedding
+            if not on_gpu and train.num_workers > 1:  # gloo copies what it gathers, and what it scatters
+                whole += 2 * self.size.embedding
             held["gathered"] = width * whole
         part = trained / share["optimiser"]
         at_once = min(part, zero["sub_group_size"]) if train.zero_stage == 3 else part
