@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 
 import pytest
@@ -96,6 +97,27 @@ def test_a_fit_falls_back_to_the_best_state_it_met(tiny_model: Tiny, tokens: Ten
     assert work.optimizer_steps % 6 == 0 and 6 <= work.optimizer_steps <= 36, "half of the steps where they do not help"
     assert work.tokens == work.optimizer_steps * 2 * tokens.shape[1]
     assert work.flops == 6 * work.tokens * sum(p.numel() for p in module.parameters())
+
+
+def test_queries_and_keys_take_larger_steps_the_more_heads_share_a_key(tiny_model: Tiny, tokens: Tensor) -> None:
+    original, converted = pair(tiny_model, tokens, "qwen3")
+    module = family_of(converted.config).attention_modules(converted)[0]
+    task = LayerTask.of(FitTexts.of(original, tokens), 0)
+
+    def first_steps(shared_by: float) -> dict[str, float]:
+        moved = copy.deepcopy(module)
+        before, after, _ = fit_module(moved, task, 1, 1e-3, torch.Generator().manual_seed(0), shared_by=shared_by)
+        assert after < before
+        there = dict(module.named_parameters())
+        return {name: float((p - there[name]).abs().max()) for name, p in moved.named_parameters()}
+
+    by_two, by_eight = first_steps(2), first_steps(8)
+    for name, step in by_two.items():
+        more = 2 if name.startswith(("q_", "k_")) else 1
+        assert by_eight[name] == pytest.approx(more * step, rel=0.01), name
+    size = {name: float(p.square().mean().sqrt() / math.sqrt(p[0].numel())) for name, p in module.named_parameters()}
+    for name, share in {"q_proj.weight": 1, "k_proj.weight": 1, "v_proj.weight": 0.5, "o_proj.weight": 0.5}.items():
+        assert by_two[name] == pytest.approx(1e-3 * share * size[name], rel=0.01), name
 
 
 def test_steps_that_are_too_large_are_made_smaller(tiny_model: Tiny, tokens: Tensor) -> None:
