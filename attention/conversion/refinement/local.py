@@ -139,11 +139,12 @@ def layer_error(module: nn.Module, records: Sequence[Record]) -> float:
 
 
 def _rates(module: nn.Module, shared_by: float) -> dict[nn.Parameter, float]:
-    """The largest step of each parameter: half of what changes an output by its own size if all weights of a row move
-    along; for queries and keys, which have the more to change the more heads share a key, root(`shared_by` / 2) of it.
+    """The largest step of each parameter, for a rate of 1.
 
-    A matrix of F inputs: its root mean square over the root of F. A bias goes with its matrix; a norm's weight, which
-    has none, with the mean of the matrices.
+    A step as large as the parameter's size changes an output by its own size if all weights of a row move along.
+    Queries and keys have the more to change the more heads share a key: they get root(`shared_by` / 2) of it, all else
+    half of it. The size of a matrix of F inputs is its root mean square over the root of F. A bias has that of its
+    matrix, a norm's weight, which has none, the mean of the matrices.
     """
     sizes = ((p, float(p.detach().square().mean().sqrt())) for p in module.parameters() if p.dim() > 1)
     matrices = {p: size / math.sqrt(p[0].numel()) for p, size in sizes}
@@ -170,19 +171,20 @@ def fit_module(
     module: nn.Module, task: LayerTask, steps: int, rate: float, generator: torch.Generator, *, shared_by: float
 ) -> tuple[float, float, Work]:
     """Train `module` (float32) in place; it ends in the best state met on the held-out records, the first included.
-    Returns the held-out error before and after, and the work.
+    Returns the held-out error before and after, and the work. `shared_by`: key heads of the original for each that the
+    converted layer keeps; 1 where no keys are fused.
 
     Adam with a short linear warm-up and a cosine to 0. Where that ends no better than it began, the steps were too
     large for this layer: it is tried again with smaller ones, `RETRIES` times at most. Where only values are fused
-    (`shared_by` 1), the first rate is at most the root of the squared error before the fit, relative to the
-    target's power: a larger one only adds to that error (benchmarks/LOG.md).
+    the first rate is at most the root of the squared error before the fit, relative to the target's power: a larger one
+    only adds to that error (benchmarks/LOG.md).
     """
     before = layer_error(module, task.check)
     rate = rate if shared_by > 1 else min(rate, math.sqrt(before))
-    start = copy.deepcopy(module.state_dict())
+    start, sizes = copy.deepcopy(module.state_dict()), _rates(module, shared_by)
     best, made = before, 0
     for attempt in range(1 + RETRIES):
-        rates = {p: rate * SMALLER**attempt * own for p, own in _rates(module, shared_by).items()}
+        rates = {p: rate * SMALLER**attempt * size for p, size in sizes.items()}
         best, more = _train(module, task, steps, rates, generator, before)
         made += more
         if best < before:
