@@ -39,7 +39,8 @@ from search_spaces.costs import GroupCost
 from search_spaces.grouping.estimated import by_estimates
 from search_spaces.grouping.merge_anneal import merge_anneal
 from search_spaces.grouping.problem import Grouping, GroupingProblem
-from search_spaces.planning.context import FIT_DECAY, PlanningContext
+from search_spaces.planning.context import PlanningContext
+from search_spaces.planning.loss_increases import FIT_DECAY
 from search_spaces.planning.planning import make_plan
 from search_spaces.recipes.recipes import recipe
 

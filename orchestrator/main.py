@@ -16,7 +16,9 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from attention.garbage import collect_seldom
 from orchestrator.cli import checkpoints, demo, estimates, evaluating, inspecting, searches, starting, training, usage
+from orchestrator.cli.ending import ended_at_once
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
@@ -125,8 +127,13 @@ def _quiet() -> None:
 def run(arguments: Sequence[str] | None = None) -> None:
     """The installed command, with the process's arguments or those given. User errors are ValueErrors, here and in all
     packages below."""
+    if arguments is None:
+        with ended_at_once():
+            run(sys.argv[1:])
+        return
+    collect_seldom()
     _quiet()
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    given = list(arguments)
     try:
         sys.exit(app(args=given, prog_name="headfold", standalone_mode=False) or 0)
     except KeyboardInterrupt:

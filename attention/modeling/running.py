@@ -5,8 +5,8 @@ Legend: B sequences, T tokens, D model dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +74,8 @@ class Streams:
     """The hidden states `[B, T, D]` that enter one decoder layer of `model`, for each batch of `sequences [N, T]`.
 
     Layers are best asked for in ascending order: those below run once, and only what enters the present one is kept.
-    Going back to a lower one starts again from the embeddings. `modules`: the attention module of each layer.
+    Going back to a lower one starts again from the embeddings. `modules`: the attention module of each layer; `layer`:
+    the present one.
     """
 
     def __init__(
@@ -86,21 +87,24 @@ class Streams:
         self._restart()
 
     def _restart(self) -> None:
-        self._layer = 0
+        self.layer = 0
         self._streams: Sequence[Tensor | None] = [None] * len(self.batches)
 
     @torch.no_grad()
-    def advance(self, layer: int) -> None:
-        """Bring all batches to the entrance of `layer`, through the layers below as they are now."""
-        if layer < self._layer:
+    def advance(self, layer: int, attended: Iterable[Tensor] | None = None) -> None:
+        """Bring all batches to the entrance of `layer`, through the layers below as they are now. `attended`: what the
+        attention of the present layer puts out for each batch, where that is known: it need not run then."""
+        if layer < self.layer:
             self._restart()
-        if layer == self._layer:
+        if layer == self.layer:
             return
         reached: list[Tensor] = []
+        present, outputs = self.modules[self.layer], iter(attended or ())
         for index, batch in enumerate(self.batches):
-            with self.entering(index):
+            known = nullcontext() if attended is None else _shadowed([present], _giving(next(outputs), None))
+            with self.entering(index), known:
                 reached.append(run_to(self.model, self.layers[layer], batch, through=False).stream.clone())
-        self._layer, self._streams = layer, reached
+        self.layer, self._streams = layer, reached
 
     @contextmanager
     def entering(self, index: int) -> Iterator[None]:
@@ -113,17 +117,28 @@ class Streams:
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
             return entered_by(stream, args, kwargs)
 
-        # The stock forward is shadowed on the instances only, and shown again afterwards.
-        hook = self.layers[self._layer].register_forward_pre_hook(enter, with_kwargs=True)
-        below = self.layers[: self._layer]
-        for skipped in below:
-            skipped.forward = lambda hidden_states, *args, **kwargs: hidden_states
+        hook = self.layers[self.layer].register_forward_pre_hook(enter, with_kwargs=True)
         try:
-            yield
+            with _shadowed(self.layers[: self.layer], lambda hidden_states, *args, **kwargs: hidden_states):
+                yield
         finally:
             hook.remove()
-            for skipped in below:
-                del skipped.forward
+
+
+@contextmanager
+def _shadowed(modules: Sequence[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
+    """Within, `forward` stands for the modules' own. It is shadowed on the instances only, and shown again after."""
+    for module in modules:
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward
+
+
+def _giving(*output: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: output
 
 
 @contextmanager

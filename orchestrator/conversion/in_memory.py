@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from attention import garbage
 from attention.calibration.calibration import calibrate
 from attention.calibration.store import Calibration
+from attention.conversion.refinement.original import Original
 from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
 from attention.plan import AttentionPlan
@@ -53,7 +54,7 @@ def plan_and_convert(
     with phases("convert"):
         converted = convert_with(recipe, model, plan, context.calibration, share=True)
     with phases("refine"):
-        fits = refine_with(recipe, model, converted, context.sequences)
+        fits = refine_with(recipe, context.looked_at, converted, context.sequences)
     return converted, plan, cost([*context.work[before:], *(fit.work for fit in fits)], phases)
 
 
@@ -107,7 +108,7 @@ class Source:
                 knobs = request.recipe.knobs("objective")
                 training = TrainSettings(zero_stage=0, batch_size=min(8, len(sequences)))
                 distances = measure(original, sequences, training, knobs["steps"], knobs["rate"], request.seed)
-        context = planning_context(original, calibration, sequences, request.cache_dir, distances)
+        context = planning_context(Original(original), calibration, sequences, request.cache_dir, distances)
         return cls(request, original, sequences, held_out, context, teacher, loss)
 
     def at(

@@ -226,7 +226,7 @@ def _recipes(
 def _scored(recipe: Recipe, plan: AttentionPlan, source: Source) -> dict[str, Any]:
     """What the conversion of a plan by a recipe, refined as it says, gives on held-out text."""
     converted = convert_with(recipe, source.original, plan, source.context.calibration, share=True)
-    refine_with(recipe, source.original, converted, source.context.sequences)
+    refine_with(recipe, source.context.looked_at, converted, source.context.sequences)
     round_weights(converted, source.request.written)
     scored = evaluate(converted, source.held_out, teacher=source.teacher)
     return {"loss": scored.loss, "loss_increase": scored.loss - source.loss, "kl": scored.kl, **scored.noted}

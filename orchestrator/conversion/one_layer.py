@@ -45,7 +45,8 @@ from orchestrator.conversion.steps import refine_with
 from search_spaces.allocation.problem import Counts
 from search_spaces.planning.budgets import LOOKS_AT_WEIGHTS
 from search_spaces.planning.by_layer import plan_layer
-from search_spaces.planning.context import ESTIMATED, PlanningContext, convert_with
+from search_spaces.planning.context import PlanningContext, convert_with
+from search_spaces.planning.loss_increases import ESTIMATED
 from search_spaces.recipes.recipe import Recipe
 from trainers.losses import kl, language_modelling
 

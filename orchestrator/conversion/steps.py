@@ -13,6 +13,7 @@ from torch import Tensor
 from attention.axes import ALIGNMENT
 from attention.calibration.store import Calibration
 from attention.conversion import conversion
+from attention.conversion.refinement.original import Original
 from attention.conversion.refinement.refine import LayerFit, Work, refine
 from attention.families import geometry_of
 from attention.plan import AttentionPlan
@@ -24,9 +25,14 @@ if TYPE_CHECKING:
 
 
 def refine_with(
-    recipe: Recipe, original: PreTrainedModel, converted: PreTrainedModel, sequences: Tensor | None, first: int = 0
+    recipe: Recipe,
+    original: PreTrainedModel | Original,
+    converted: PreTrainedModel,
+    sequences: Tensor | None,
+    first: int = 0,
 ) -> tuple[LayerFit, ...]:
-    """Refine a converted model in place as the recipe says. `first`: as in `attention.conversion.refinement.refine`."""
+    """Refine a converted model in place as the recipe says. The others: as in
+    `attention.conversion.refinement.refine`."""
     return refine(recipe.refinement, original, converted, sequences, recipe.knobs("refinement"), first=first)
 
 
@@ -55,13 +61,16 @@ def relaxation_start(
 
 
 def planning_context(
-    model: PreTrainedModel,
+    original: PreTrainedModel | Original,
     calibration: Calibration | None,
     sequences: Tensor | None,
     cache_dir: str | Path | None,
     fusion_distances: Mapping[str, np.ndarray] | None = None,
 ) -> PlanningContext:
-    """What plans are made from. `sequences` `[N, T]` are calibration tokens; `cache_dir` keeps measured curves."""
+    """What plans are made from. `original`: an `Original` where others look at the same layers; `sequences` `[N, T]`
+    are calibration tokens; `cache_dir` keeps loss increases."""
+    looked_at = Original.of(original)
+    model = looked_at.model
     return PlanningContext(
         geometry=geometry_of(model.config),
         heads=conversion.LiftedHeads(model),
@@ -70,4 +79,5 @@ def planning_context(
         sequences=sequences,
         cache_dir=cache_dir,
         fusion_distances=fusion_distances,
+        original=looked_at,
     )

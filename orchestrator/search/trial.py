@@ -15,11 +15,11 @@ from typing import Any
 from ray import tune
 from ray.tune.integration.ray_train import TuneReportCallback
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from attention.calibration.sizes import Mixed
 from attention.calibration.store import Calibration
+from attention.conversion.refinement.original import Original
 from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
 from attention.io.targets import target
@@ -241,10 +241,11 @@ def untrained_facts(candidate: Candidate, context: TrialContext, folder: Path) -
     phases = loading.Phases()
     recipe = candidate.recipe
     with phases("load"):
-        original, calibration, calibration_tokens, held_out, teacher = shared_parts(context)
+        looked_at, calibration, calibration_tokens, held_out, teacher = shared_parts(context)
+    original = looked_at.model
     phase = context.search_phase(candidate)
     distances = dha_distances.read(phase.file(context.calibration_cache)) if phase else None
-    planning = planning_context(original, calibration, calibration_tokens, context.calibration_cache, distances)
+    planning = planning_context(looked_at, calibration, calibration_tokens, context.calibration_cache, distances)
     own_cache = own_heads(planning.geometry)
     given = None if candidate.plan is None else AttentionPlan.from_json(candidate.plan)
     converted, plan, spent = plan_and_convert(recipe, candidate.kv_ratio, planning, candidate.seed, phases, given)
@@ -271,7 +272,12 @@ def untrained_facts(candidate: Candidate, context: TrialContext, folder: Path) -
     if loading.parameters(original) > KEEP_BELOW:
         shared_parts.cache_clear()
     decode = context.decode_facts(original.config, plan)
-    del original, teacher, planning  # what is cast next has memory of its own then, and no other copy beside it
+    del (
+        original,
+        looked_at,
+        teacher,
+        planning,
+    )  # what is cast next has memory of its own then, and no other copy beside it
     cast_weights(converted, written)
     if not candidate.probe:
         with phases("save"):
@@ -300,12 +306,12 @@ def untrained_facts(candidate: Candidate, context: TrialContext, folder: Path) -
 
 
 @lru_cache(maxsize=1)
-def shared_parts(context: TrialContext) -> tuple[PreTrainedModel, Calibration, Tensor, Tensor, CachedTeacher]:
+def shared_parts(context: TrialContext) -> tuple[Original, Calibration, Tensor, Tensor, CachedTeacher]:
     """Original model, its statistics, calibration tokens, held-out tokens, and the model as a teacher that knows what
     it said of them: read once a process, trials reuse it."""
-    original = loading.load_working(context.model, context.dtype, context.device)
-    tokens = read_sequences(context.calibration_file)[:]
-    return original, context.calibration(tokens), tokens, read_sequences(context.eval_file)[:], CachedTeacher(original)
+    model = loading.load_working(context.model, context.dtype, context.device)
+    tokens, held_out = (read_sequences(file)[:] for file in (context.calibration_file, context.eval_file))
+    return Original(model), context.calibration(tokens), tokens, held_out, CachedTeacher(model)
 
 
 @lru_cache(maxsize=1)

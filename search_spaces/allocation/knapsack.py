@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from attention.axes import Knob
-from attention.progress import stage
 from search_spaces.allocation.problem import AllocationProblem, Counts
 from search_spaces.axes import ALLOCATION
 
@@ -120,14 +119,10 @@ def best_measured(
     `sides` with counts of their own: ("key", "value"), or ("both",). The other knobs are for whoever measures. Raises
     ValueError without error curves.
     """
-    if problem.curve is None:
+    if problem.curves is None:
         raise ValueError("this allocation needs measured error curves: a model and token sequences")
     allowed = considered(problem, counts)
-    curves = []
-    with stage("what each head count costs", problem.num_layers * len(sides), "sites") as told:
-        for layer, side in itertools.product(range(problem.num_layers), sides):
-            curves.append(problem.curve(layer, side, allowed))
-            told.step()
+    curves = problem.curves(list(itertools.product(range(problem.num_layers), sides)), allowed)
     each = 2 // len(sides)  # heads that one of a site stands for
     plans: list[Counts] = []
     for plan in towards_even(curves, problem.total // each, finalists):

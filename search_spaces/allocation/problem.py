@@ -18,10 +18,10 @@ Counts = tuple[tuple[int, int], ...]
 class AllocationProblem:
     """Spread `kv_ratio` of the `2 L U` heads of the checkpoint over `num_layers` layers.
 
-    `admissible`: head counts that the grouping can make of one site, ascending, at most U. `loss(layer, side)`: what
-    it costs to have one head only there; `curve(layer, side, counts)`: measured increase of the loss for each of these
-    counts, where `side` is "key", "value" or "both". `final(counts)`: measured loss of the whole model with these
-    counts, converted and refined as the recipe says.
+    `admissible`: head counts that the grouping can make of one site, ascending, at most U. `loss(layer, side)`: what it
+    costs to have one head only there; `curves(sites, counts)`: increase of the loss for each of these counts, of each
+    site (layer, side) alone, where `side` is "key", "value" or "both". `final(counts)`: measured loss of the model
+    with these counts, converted and refined as the recipe says.
     """
 
     num_layers: int
@@ -29,7 +29,7 @@ class AllocationProblem:
     kv_ratio: float | Fraction
     admissible: tuple[int, ...]
     loss: Callable[[int, str], float] | None = None
-    curve: Callable[[int, str, Sequence[int]], dict[int, float]] | None = None
+    curves: Callable[[Sequence[tuple[int, str]], Sequence[int]], list[dict[int, float]]] | None = None
     final: Callable[[Counts], float] | None = None
 
     @property

@@ -115,5 +115,5 @@ def _site(context: PlanningContext, layer: int, side: str, tokens: int) -> Site:
         statistics=context.calibration.layers[layer] if context.calibration else None,
         model=context.model,
         plan_with=lambda partition: plan_of_sites({(layer, side): partition}, context.geometry),
-        measure=lambda plan: context.increases_of(pooled, [plan], layer, tokens=tokens)[0],
+        measure=lambda plan: context.increases_of(pooled, [(layer, plan)], tokens=tokens)[0],
     )

@@ -37,7 +37,7 @@ def admissible_counts(recipe: Recipe, geometry: HeadGeometry) -> tuple[int, ...]
 def problem_of(
     recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry, **measures: Any
 ) -> AllocationProblem:
-    """What the recipe's allocation is handed. `measures`: `loss`, `curve` and `final` of the problem."""
+    """What the recipe's allocation is handed. `measures`: `loss`, `curves` and `final` of the problem."""
     counts = admissible_counts(recipe, geometry)
     return AllocationProblem(geometry.num_layers, geometry.num_kv_heads, kv_ratio, counts, **measures)
 
@@ -96,7 +96,11 @@ def require_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeo
         )
     # Flat losses: the counts are not those of the plan, but whether there are any does not depend on the losses.
     problem = problem_of(
-        recipe, kv_ratio, geometry, loss=lambda *_: 1.0, curve=lambda layer, side, counts: dict.fromkeys(counts, 0.0)
+        recipe,
+        kv_ratio,
+        geometry,
+        loss=lambda *_: 1.0,
+        curves=lambda sites, counts: [dict.fromkeys(counts, 0.0)] * len(sites),
     )
     if problem.total < 2 * geometry.num_layers:
         raise ValueError(

@@ -42,12 +42,12 @@ def asked_counts(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeome
     """
     asked: dict[tuple[int, str], Counts] = {}
 
-    def flat(layer: int, side: str, counts: Counts) -> dict[int, float]:
-        asked[layer, side] = counts
-        return dict.fromkeys(counts, 0.0)
+    def flat(sites: Sequence[tuple[int, str]], counts: Counts) -> list[dict[int, float]]:
+        asked.update(dict.fromkeys(sites, counts))
+        return [dict.fromkeys(counts, 0.0)] * len(sites)
 
     check_budget(recipe, kv_ratio, geometry)
-    recipe.apply("allocation", problem_of(recipe, kv_ratio, geometry, loss=lambda *_: 1.0, curve=flat))
+    recipe.apply("allocation", problem_of(recipe, kv_ratio, geometry, loss=lambda *_: 1.0, curves=flat))
     return asked
 
 
@@ -65,8 +65,8 @@ def measure_curves(
     geometry = context.geometry
     asked = asked_counts(recipe, kv_ratio, geometry)
     planner = Planner(recipe, kv_ratio, context, *site_generators(generator, geometry.num_layers))
-    mine = {site: counts for site, counts in asked.items() if site[0] in layers}
-    return sum(len(planner.curve(*site, counts)) for site, counts in sorted(mine.items()))
+    mine = sorted(site for site in asked if site[0] in layers)
+    return sum(map(len, planner.curves_of(mine, asked[mine[0]]))) if mine else 0
 
 
 def curves_of_layer(
@@ -76,7 +76,7 @@ def curves_of_layer(
     layer's two curve generators of `site_generators` they are those of `make_plan` for the whole checkpoint."""
     planner = Planner(recipe, 1, context, [], generators)
     for side, wanted in counts.items():
-        planner.curve(0, side, wanted)
+        planner.curves_of([(0, side)], wanted)
     return planner.curves.points
 
 
@@ -95,8 +95,11 @@ def plan_from_curves(
         sides = SIDES if side == "both" else (side,)
         return {c: 0.0 if c == units else points[point_key(layer, sides, c)].increase for c in counts}
 
+    def curves(sites: Sequence[tuple[int, str]], counts: Counts) -> list[dict[int, float]]:
+        return [curve(layer, side, counts) for layer, side in sites]
+
     check_budget(recipe, kv_ratio, geometry)
-    counts = recipe.apply("allocation", problem_of(recipe, kv_ratio, geometry, curve=curve))
+    counts = recipe.apply("allocation", problem_of(recipe, kv_ratio, geometry, curves=curves))
     partitions: dict[tuple[int, str], Partition] = {}
     for layer, (keys, values) in enumerate(counts):
         sites: Any = [(SIDES, keys)] if recipe.together else [(("key",), keys), (("value",), values)]

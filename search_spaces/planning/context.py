@@ -12,36 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.calibration.store import Calibration
 from attention.conversion.conversion import convert
-from attention.conversion.refinement.local import (
-    FIT_RATE,
-    FIT_TOKENS,
-    FitTexts,
-    LayerTask,
-    fit_module,
-    output_errors,
-)
-from attention.conversion.refinement.parallel import each_layer
+from attention.conversion.refinement.local import FIT_TOKENS, FitTexts
+from attention.conversion.refinement.original import Original
+from attention.conversion.refinement.parallel import beside
 from attention.conversion.refinement.refine import Work, refine
-from attention.conversion.sensitivity import expected_cost, output_metrics
+from attention.conversion.sensitivity import output_metrics
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.modeling.losses import language_loss
 from attention.modeling.mlp import MlpWeights, mlp_sites, read
-from attention.plan import AttentionPlan, LayerPlan
+from attention.plan import AttentionPlan
 from attention.plan_parts import groups_of
-from search_spaces.planning.loss_increases import LayerTrials
+from search_spaces.planning.loss_increases import LayerIncreases, LayerTrials, Told
 from search_spaces.recipes.recipe import Recipe
-
-ESTIMATED, MEASURED = "estimated", "measured"  # ways to know the loss increase of one layer
-FIT_DECAY = 1 / 3
-"""In a local fit of a layer with fused keys the error falls as the number of steps to the power -FIT_DECAY, from 60 to
-480 steps (benchmarks/LOG.md: medians of three checkpoints)."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +38,11 @@ class PlanningContext:
 
     `heads`: lifted, one entry a layer (`attention.conversion.conversion.lift`). `calibration` for parts that need
     statistics; `model` for the layer-output score (rotary tables); `model` and `sequences` `[N, T]` for whole-model
-    scores and measured curves. `cache_dir`: folder where measured curves are kept, beside `curves` in memory.
-    `fusion_distances`: of DHA's search phase, `[L, H, H]` for "key" and "value"; `output_metrics`: of
-    `attention.conversion.sensitivity`, worked out from the model where they are not given. `work`: of
-    each fit so far. Raises ValueError if heads or statistics do not fit the geometry.
+    scores and measured curves. `original`: the model where others look at its layers too; else one that keeps nothing.
+    `cache_dir`: folder where measured curves are kept, beside `curves` in memory. `fusion_distances`: of DHA's search
+    phase, `[L, H, H]` for "key" and "value"; `output_metrics`: of `attention.conversion.sensitivity`, worked out from
+    the model where they are not given. `work`: of each fit so far. Raises ValueError if heads or statistics do not fit
+    the geometry.
     """
 
     geometry: HeadGeometry
@@ -64,11 +53,11 @@ class PlanningContext:
     cache_dir: str | Path | None = None
     fusion_distances: Mapping[str, np.ndarray] | None = None
     output_metrics: Sequence[Tensor] | None = None
+    original: Original | None = None
     work: list[Work] = field(default_factory=list, repr=False, compare=False)
     curves: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
     _similarities: dict[Any, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
     _trials: dict[int, LayerTrials] = field(default_factory=dict, repr=False, compare=False)
-    _tasks: dict[int, LayerTask] = field(default_factory=dict, repr=False, compare=False)
     _metrics: dict[int, list[Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -82,6 +71,13 @@ class PlanningContext:
         if self.calibration is not None and len(self.calibration.layers) != layers:
             raise ValueError(f"the calibration has {len(self.calibration.layers)} layers, the model {layers}")
 
+    @cached_property
+    def looked_at(self) -> Original:
+        """The model, by what its layers do on text. Raises ValueError without a model."""
+        if self.model is None:
+            raise ValueError("what layers do on text needs a model in the context")
+        return self.original or Original.of(self.model)
+
     @property
     def units(self) -> tuple[tuple[int, ...], ...]:
         """The query heads of each stored KV head."""
@@ -94,7 +90,7 @@ class PlanningContext:
             raise ValueError(f"recipe {recipe.name} measures whole models; the context needs a model and sequences")
         converted = convert_with(recipe, self.model, plan, self.calibration, share=True)
         if refinement is not None:
-            fits = refine(recipe.refinement, self.model, converted, self.sequences, refinement)
+            fits = refine(recipe.refinement, self.looked_at, converted, self.sequences, refinement)
             self.work.extend(fit.work for fit in fits)
         return language_loss(converted, self.sequences)
 
@@ -104,77 +100,35 @@ class PlanningContext:
             raise ValueError("measuring the increase of the loss needs a model and sequences in the context")
         return self.sequences[: max(1, tokens // self.sequences.shape[1])]
 
-    def increases_of(
-        self,
-        recipe: Recipe,
-        plans: Sequence[AttentionPlan],
-        layer: int,
-        *,
-        tokens: int,
-        fit_steps: int = 0,
-        refined_steps: int = 0,
-        increases: str = MEASURED,
-    ) -> list[float]:
-        """Loss increase in nats a token if only `layer` follows a plan, of each of `plans`, with the recipe's alignment
-        and fusion.
+    @property
+    def layers_at_once(self) -> int:
+        """How many layers' loss increases are best asked for together: as many as are fitted beside each other."""
+        if self.model is None:
+            return 1
+        own = self.looked_at.modules
+        return beside(len(own), max(sum(p.numel() for p in module.parameters()) for module in own), self.model.device)
 
-        `increases`: MEASURED by running the whole model, or ESTIMATED from the error of the attention's output
-        (`attention.conversion.sensitivity`). With `fit_steps` the layer is first fitted to the original's output for so
-        many steps, as refinement will do: a fit takes away most of what fused keys cost, and little of what values do.
-        So nothing is fitted for an estimate where keys stay as they are. Where they are fused the estimate is scaled by
-        FIT_DECAY from `fit_steps` to the `refined_steps` of the refinement, if these are more. Raises ValueError
-        without model or sequences.
-        """
+    def increases_of(
+        self, recipe: Recipe, plans: Sequence[tuple[int, AttentionPlan]], *, told: Told = lambda: None, **knobs: Any
+    ) -> list[float]:
+        """Loss increase in nats a token if only `layer` follows `plan`, of each (`layer`, `plan`), with the recipe's
+        alignment and fusion. Layers are best given in ascending order. `told` is called after each; `knobs`: those of
+        `LayerIncreases`. Raises ValueError without model or sequences."""
+        return LayerIncreases(self, recipe, **knobs).of(plans, told)
+
+    def trials(self, tokens: int) -> LayerTrials:
+        """The model with the heads of one layer exchanged, on about so many tokens."""
         if tokens not in self._trials:
             self._trials[tokens] = LayerTrials(self.model, self.measured_on(tokens))  # type: ignore[arg-type]
-        trials, own = self._trials[tokens], self.geometry.kv_map
-
-        def fused(plan: LayerPlan) -> LayerHeads:
-            heads = self.heads[layer]
-            statistics = self.calibration.layers[layer] if self.calibration else None
-            for axis in ("alignment", "fusion"):
-                heads = recipe.apply(axis, heads, plan, statistics, self.geometry.layer(layer))
-            return heads
-
-        def module(plan: LayerPlan, fit: bool) -> nn.Module:
-            made = trials.module(layer, fused(plan), plan)
-            if fit:
-                generator = torch.Generator().manual_seed(layer)
-                shared_by = self.geometry.num_kv_heads / plan.key_heads
-                task = self._task(layer)
-                self.work.append(fit_module(made, task, fit_steps, FIT_RATE, generator, shared_by=shared_by)[-1])
-            return made
-
-        def estimated(plan: LayerPlan) -> float:
-            fit = bool(fit_steps) and plan.key_map != own
-            made = module(plan, fit)
-            still_falls = (fit_steps / max(fit_steps, refined_steps)) ** FIT_DECAY if fit else 1.0
-            return still_falls * expected_cost(metric, output_errors(made, self._task(layer).check))
-
-        def measured(plan: LayerPlan) -> float:
-            if fit_steps:
-                return trials.increase(layer, trials.heads_of(module(plan, fit=True), plan))
-            return trials.increase(layer, fused(plan).expand(plan.key_map, plan.value_map))
-
-        asked = [plan.layers[layer] for plan in plans]
-        if increases == MEASURED:
-            return [measured(plan) for plan in asked]
-        metric, _ = self._metric(layer, tokens), self._task(layer)  # made before several threads ask for them
-        size = sum(p.numel() for p in trials.modules[layer].parameters())
-        return each_layer(len(asked), lambda i: estimated(asked[i]), size, trials.model.device)
-
-    def _task(self, layer: int) -> LayerTask:
-        """What a layer is fitted to; only the last one asked for is kept."""
-        if layer not in self._tasks:
-            self._tasks.clear()
-            self._tasks[layer] = LayerTask.of(self._fit_texts, layer)
-        return self._tasks[layer]
+        return self._trials[tokens]
 
     @cached_property
-    def _fit_texts(self) -> FitTexts:
-        return FitTexts.of(self.model, self.measured_on(FIT_TOKENS))  # type: ignore[arg-type]
+    def fit_texts(self) -> FitTexts:
+        """What layers are fitted on before their loss increases are told."""
+        return FitTexts.of(self.looked_at, self.measured_on(FIT_TOKENS))
 
-    def _metric(self, layer: int, tokens: int) -> Tensor:
+    def output_metric(self, layer: int, tokens: int) -> Tensor:
+        """`attention.conversion.sensitivity` of a layer, on about so many tokens."""
         if self.output_metrics is not None:
             return self.output_metrics[layer]
         if tokens not in self._metrics:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from attention.calibration.calibration import calibration_digest, weights_of
 from attention.conversion.refinement.local import FIT_RATE, STEP_TOKENS
 from attention.io.files import write_whole
+from attention.progress import stage
 from search_spaces.partitions import Partition
 from search_spaces.planning.context import PlanningContext
 from search_spaces.planning.kept_files import alone
@@ -31,32 +32,55 @@ class Point(NamedTuple):
     partition: Partition
 
 
+class Place(NamedTuple):
+    """Where heads are grouped: the sides ("key", "value", or both alike) of one layer."""
+
+    layer: int
+    sides: tuple[str, ...]
+
+
 class Curves:
-    """Curves of one recipe on one context. `group(layer, sides, count)` is the recipe's partition of a site's units;
-    `measure(layer, sides, partitions)` the increase of the loss with each. `known` holds the points so far and is added
-    to."""
+    """Curves of one recipe on one context, over places of `units` heads.
+
+    `group(place, count)` is the recipe's partition of a place's units; `measure(partitions, told)` the increase of the
+    loss with each of these alone, and calls `told` after each. `at_once`: layers whose increases are measured together.
+    `known` holds the points so far and is added to.
+    """
 
     def __init__(
         self,
-        group: Callable[[int, tuple[str, ...], int], Partition],
-        measure: Callable[[int, tuple[str, ...], Sequence[Partition]], Sequence[float]],
+        group: Callable[[Place, int], Partition],
+        measure: Callable[[Sequence[tuple[Place, Partition]], Callable[[], None]], Sequence[float]],
         known: dict[str, Point],
         file: Path | None = None,
+        *,
+        units: int,
+        at_once: int = 1,
     ) -> None:
         self._group, self._measure, self.file = group, measure, file
+        self._units, self._at_once = units, at_once
         self.points = known
         known.update(_read(file))
 
-    def curve(self, layer: int, sides: tuple[str, ...], counts: Sequence[int], units: int) -> dict[int, float]:
-        """Rise in nats a token for each count; all units kept is 0."""
-        missing = [c for c in counts if c != units and point_key(layer, sides, c) not in self.points]
-        if missing:
-            partitions = [self._group(layer, sides, count) for count in missing]
-            increases = self._measure(layer, sides, partitions)
-            for count, increase, partition in zip(missing, increases, partitions, strict=True):
-                self.points[point_key(layer, sides, count)] = Point(increase, partition)
-            self._save()
-        return {c: 0.0 if c == units else self.points[point_key(layer, sides, c)].increase for c in counts}
+    def of(self, places: Sequence[Place], counts: Sequence[int]) -> list[dict[int, float]]:
+        """Rise in nats a token for each count, of each place; all units kept is 0."""
+        missing = [(p, c) for p in places for c in counts if c != self._units and point_key(*p, c) not in self.points]
+        layers = list(dict.fromkeys(place.layer for place, _ in missing))
+        with stage("what each head count costs", len(missing), "head counts") as told:
+            for first in range(0, len(layers), self._at_once):
+                together = layers[first : first + self._at_once]
+                self._add([(place, count) for place, count in missing if place.layer in together], told.step)
+        return [
+            {c: 0.0 if c == self._units else self.points[point_key(*place, c)].increase for c in counts}
+            for place in places
+        ]
+
+    def _add(self, missing: Sequence[tuple[Place, int]], told: Callable[[], None]) -> None:
+        partitions = [self._group(place, count) for place, count in missing]
+        increases = self._measure([(place, p) for (place, _), p in zip(missing, partitions, strict=True)], told)
+        for (place, count), increase, partition in zip(missing, increases, partitions, strict=True):
+            self.points[point_key(*place, count)] = Point(increase, partition)
+        self._save()
 
     def whole(self, plan: Any, measure: Callable[[], float]) -> float:
         """A measured loss of the whole model; `plan`: in plain values, all that it rests on besides the curves."""
@@ -66,9 +90,9 @@ class Curves:
             self._save()
         return self.points[key].increase
 
-    def partition(self, layer: int, sides: tuple[str, ...], count: int) -> Partition | None:
+    def partition(self, place: Place, count: int) -> Partition | None:
         """The partition that was measured, or None."""
-        point = self.points.get(point_key(layer, sides, count))
+        point = self.points.get(point_key(*place, count))
         return None if point is None else point.partition
 
     def _save(self) -> None:

@@ -1,4 +1,4 @@
-"""Loss of a model in which one attention layer has other heads: the layers below it are run once, not every time.
+"""What the loss increases by if one layer has other heads: measured, or estimated from the error of its attention.
 
 Legend: T tokens, D model dim. Only what enters the layer that is being tried is kept, for all batches: `T x D` numbers.
 """
@@ -6,14 +6,19 @@ Legend: T tokens, D model dim. Only what enters the layer that is being tried is
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention.conversion.conversion import LiftedHeads, convert
+from attention.conversion.refinement.local import FIT_RATE, LayerTask, fit_module, output_errors
+from attention.conversion.refinement.parallel import each_layer
+from attention.conversion.sensitivity import expected_cost
 from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.modeling.grouped import attach
@@ -21,11 +26,24 @@ from attention.modeling.losses import language_modelling, mean_loss
 from attention.modeling.modeling import plan_of
 from attention.modeling.predictions import mean_cost
 from attention.modeling.running import Streams
-from attention.plan import LayerPlan
+from attention.plan import AttentionPlan, LayerPlan
+from search_spaces.recipes.recipe import Recipe
+
+if TYPE_CHECKING:
+    from search_spaces.planning.context import PlanningContext
+
+
+ESTIMATED, MEASURED = "estimated", "measured"  # ways to know the loss increase of one layer
+FIT_DECAY = 1 / 3
+"""In a local fit of a layer with fused keys the error falls as the number of steps to the power -FIT_DECAY, from 60 to
+480 steps (benchmarks/LOG.md: medians of three checkpoints)."""
+
+Told = Callable[[], None]
 
 
 class LayerTrials:
-    """Losses of a model with the heads of one layer exchanged, on `sequences` `[N, T]`.
+    """Losses of a model with the heads of one layer exchanged, on `sequences` `[N, T]`. The layers below it are run
+    once, not every time.
 
     Works on a copy of the model's attention with one key and value head a query head (which changes no logit). Layers
     are best tried in ascending order: going back to a lower one starts again from the embeddings.
@@ -88,3 +106,74 @@ class LayerTrials:
                 return mean_cost(self.model, batch.to(self.model.device), language_modelling)
 
         return mean_loss((loss(i, b), b) for i, b in enumerate(self.streams.batches))
+
+
+@dataclass(frozen=True)
+class LayerIncreases:
+    """Loss increases of single layers of a context's model, on about `tokens` tokens.
+
+    `increases`: MEASURED by running the whole model, or ESTIMATED from the error of the attention's output
+    (`attention.conversion.sensitivity`). With `fit_steps` the layer is first fitted to the original's output for so
+    many steps, as refinement will do: a fit takes away most of what fused keys cost, and little of what values do. So
+    nothing is fitted for an estimate where keys stay as they are. Where they are fused the estimate is scaled by
+    FIT_DECAY from `fit_steps` to the `refined_steps` of the refinement, if these are more.
+    """
+
+    context: PlanningContext
+    recipe: Recipe
+    tokens: int
+    fit_steps: int = 0
+    refined_steps: int = 0
+    increases: str = MEASURED
+
+    def of(self, plans: Sequence[tuple[int, AttentionPlan]], told: Told) -> list[float]:
+        """Of each (layer, plan), as `PlanningContext.increases_of` says."""
+        trials, layers = self.context.trials(self.tokens), sorted({layer for layer, _ in plans})
+        measures = self.increases == MEASURED
+        looks = bool(self.fit_steps) or not measures
+        tasks = {layer: LayerTask.of(self.context.fit_texts, layer) for layer in layers if looks}
+
+        def increase(index: int) -> float:
+            layer, plan = plans[index]
+            find = self._measured if measures else self._estimated
+            found = find(layer, plan.layers[layer], tasks.get(layer))
+            told()
+            return found
+
+        if measures:  # runs the whole model
+            return [increase(index) for index in range(len(plans))]
+        self.context.output_metric(0, self.tokens)  # made before several threads ask for it
+        size = max(sum(p.numel() for p in module.parameters()) for module in trials.modules)
+        return each_layer(len(plans), increase, size, trials.model.device)
+
+    def _fused(self, layer: int, plan: LayerPlan) -> LayerHeads:
+        context = self.context
+        heads, statistics = context.heads[layer], context.calibration.layers[layer] if context.calibration else None
+        for axis in ("alignment", "fusion"):
+            heads = self.recipe.apply(axis, heads, plan, statistics, context.geometry.layer(layer))
+        return heads
+
+    def _module(self, layer: int, plan: LayerPlan, task: LayerTask | None) -> nn.Module:
+        """The layer's attention as `plan` has it, fitted to `task` if that is given."""
+        made = self.context.trials(self.tokens).module(layer, self._fused(layer, plan), plan)
+        if task is not None:
+            generator = torch.Generator().manual_seed(layer)
+            shared_by = self.context.geometry.num_kv_heads / plan.key_heads
+            self.context.work.append(
+                fit_module(made, task, self.fit_steps, FIT_RATE, generator, shared_by=shared_by)[-1]
+            )
+        return made
+
+    def _estimated(self, layer: int, plan: LayerPlan, task: LayerTask | None) -> float:
+        assert task is not None  # an estimate looks at the layer's output
+        fit = bool(self.fit_steps) and plan.key_map != self.context.geometry.kv_map
+        made = self._module(layer, plan, task if fit else None)
+        still_falls = (self.fit_steps / max(self.fit_steps, self.refined_steps)) ** FIT_DECAY if fit else 1.0
+        metric = self.context.output_metric(layer, self.tokens)
+        return still_falls * expected_cost(metric, output_errors(made, task.check))
+
+    def _measured(self, layer: int, plan: LayerPlan, task: LayerTask | None) -> float:
+        trials = self.context.trials(self.tokens)
+        if task is not None:
+            return trials.increase(layer, trials.heads_of(self._module(layer, plan, task), plan))
+        return trials.increase(layer, self._fused(layer, plan).expand(plan.key_map, plan.value_map))

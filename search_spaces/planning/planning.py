@@ -25,8 +25,9 @@ from search_spaces.grouping.neighbour import neighbour_partition
 from search_spaces.grouping.problem import GroupingProblem
 from search_spaces.partitions import Partition
 from search_spaces.planning.budgets import check_budget, problem_of
-from search_spaces.planning.context import MEASURED, PlanningContext
-from search_spaces.planning.curves import Curves, curve_name
+from search_spaces.planning.context import PlanningContext
+from search_spaces.planning.curves import Curves, Place, curve_name
+from search_spaces.planning.loss_increases import MEASURED, Told
 from search_spaces.planning.prices import prices_of_site
 from search_spaces.recipes.recipe import AXES, Recipe
 from search_spaces.sharing.problem import SharingProblem
@@ -83,7 +84,7 @@ class Planner:
     def counts(self) -> Counts:
         """(key heads, value heads) of each layer, from the allocation part, checked against the budget."""
         recipe = self.recipe
-        measures: dict[str, Any] = {"loss": self._loss_of_one_group, "curve": self.curve}
+        measures: dict[str, Any] = {"loss": self._loss_of_one_group, "curves": self.curves_of}
         if recipe.knobs("allocation").get("increases") == MEASURED:
             measures["final"] = self._final
         problem = problem_of(recipe, self.kv_ratio, self.context.geometry, **measures)
@@ -100,7 +101,7 @@ class Planner:
             return neighbour_partition(count, groups)
         if "measure" in AXES["allocation"].get(self.recipe.allocation).needs:
             # The counts rest on what was measured for this very partition.
-            measured = self.curves.partition(layer, sides, groups)
+            measured = self.curves.partition(Place(layer, sides), groups)
             if measured is not None:
                 return measured
         return self._grouped(layer, sides, groups, generator)
@@ -156,13 +157,14 @@ class Planner:
             raise ValueError(f"objective={self.recipe.objective} has no group cost to allocate by")
         return objective.cost(tuple(range(len(self.context.units))))
 
-    def curve(self, layer: int, side: str, counts: Sequence[int]) -> dict[int, float]:
-        """Measured increase of the loss if only this site is grouped, for each count. `side` may be "both"."""
-        if side == "both" and not self.recipe.together:
-            keys, values = (self.curve(layer, each, counts) for each in SIDES)
-            return {count: keys[count] + values[count] for count in counts}
-        sides = SIDES if side == "both" else (side,)
-        return self.curves.curve(layer, sides, counts, len(self.context.units))
+    def curves_of(self, sites: Sequence[tuple[int, str]], counts: Sequence[int]) -> list[dict[int, float]]:
+        """Increase of the loss if only that site is grouped, for each count, of each site (layer, side). `side` may be
+        "both"."""
+        both = (SIDES,) if self.recipe.together else tuple((side,) for side in SIDES)
+        places = [[Place(at, sides) for sides in (both if side == "both" else ((side,),))] for at, side in sites]
+        found = iter(self.curves.of([place for of_site in places for place in of_site], counts))
+        curves = [[next(found) for _ in of_site] for of_site in places]
+        return [{count: sum(curve[count] for curve in of_site) for count in counts} for of_site in curves]
 
     def _final(self, counts: Counts) -> float:
         """Measured loss of the model that these counts lead to, refined in few steps: enough to rank the finalists."""
@@ -186,23 +188,27 @@ class Planner:
         knobs = {name: own[name] for name in ("tokens", "increases")}
         knobs |= {"fit_steps": min(own["fit_steps"], fitted), "refined_steps": fitted}
 
-        def group(layer: int, sides: tuple[str, ...], groups: int) -> Partition:
+        def group(place: Place, groups: int) -> Partition:
             if groups == 1:
                 return neighbour_partition(len(self.context.units), 1)
             # A generator of its own for each point, so that no point depends on which others are measured.
-            generator = self.curve_generators[2 * layer + SIDES.index(sides[0])]
+            generator = self.curve_generators[2 * place.layer + SIDES.index(place.sides[0])]
             fresh = np.random.default_rng([*_seeds(generator), groups])
-            return self._grouped(layer, sides, groups, fresh)
+            return self._grouped(place.layer, place.sides, groups, fresh)
 
-        def measure(layer: int, sides: tuple[str, ...], partitions: Sequence[Partition]) -> list[float]:
-            plans = [self.plan_of({(layer, side): partition for side in sides}) for partition in partitions]
-            return self.context.increases_of(self.recipe, plans, layer, **knobs)
+        def measure(partitions: Sequence[tuple[Place, Partition]], told: Told) -> list[float]:
+            plans = [
+                (place.layer, self.plan_of({(place.layer, side): partition for side in place.sides}))
+                for place, partition in partitions
+            ]
+            return self.context.increases_of(self.recipe, plans, told=told, **knobs)
 
         seed = str([_seeds(g) for g in self.curve_generators[:1]])
         name = curve_name(self.recipe, self.context, knobs, seed)
         folder = self.context.cache_dir
         file = None if folder is None else Path(folder) / f"curves-{name}.json"
-        return Curves(group, measure, self.context.curves.setdefault(name, {}), file)
+        known, units = self.context.curves.setdefault(name, {}), len(self.context.units)
+        return Curves(group, measure, known, file, units=units, at_once=self.context.layers_at_once)
 
 
 def _seeds(generator: np.random.Generator) -> list[int]:

@@ -20,12 +20,12 @@ class MeasuredContext(PlanningContext):
     def loss_of(self, recipe: Recipe, plan: AttentionPlan, refinement: Mapping[str, Any] | None = None) -> float:
         return self.measure(recipe, plan)
 
-    def increases_of(self, recipe: Recipe, plans: Sequence[AttentionPlan], layer: int, **_: Any) -> list[float]:
+    def increases_of(self, recipe: Recipe, plans: Sequence[tuple[int, AttentionPlan]], **_: Any) -> list[float]:
         own = LayerPlan(self.geometry.kv_map, self.geometry.kv_map)
         original = AttentionPlan((own,) * self.geometry.num_layers, self.geometry.head_dim)
 
-        def alone(plan: AttentionPlan) -> AttentionPlan:
+        def alone(layer: int, plan: AttentionPlan) -> AttentionPlan:
             layers = tuple(plan.layers[i] if i == layer else own for i in range(plan.num_layers))
             return replace(original, layers=layers)
 
-        return [self.measure(recipe, alone(plan)) - self.measure(recipe, original) for plan in plans]
+        return [self.measure(recipe, alone(*item)) - self.measure(recipe, original) for item in plans]

@@ -131,7 +131,9 @@ def problem(heads: int, layers: int, ratio: float, admissible: list[int]) -> All
         ratio,
         tuple(admissible),
         loss=lambda layer, side: float(losses[layer, ("key", "value").index(side)]),
-        curve=lambda layer, side, counts: {g: float(losses[layer, int(side == "value")]) / g for g in counts},
+        curves=lambda sites, counts: [
+            {g: float(losses[at, int(side == "value")]) / g for g in counts} for at, side in sites
+        ],
     )
 
 
@@ -198,9 +200,7 @@ def test_the_measured_best_of_the_finalists_is_taken() -> None:
         asked.append(counts)
         return {3: 2.7, 2: 2.5}[counts[0][0]]
 
-    problem = AllocationProblem(
-        1, 4, 0.5, (1, 2, 3), curve=lambda layer, side, counts: curves[side == "value"], final=final
-    )
+    problem = AllocationProblem(1, 4, 0.5, (1, 2, 3), curves=lambda *_: curves, final=final)
     part = ALLOCATION.get("knapsack")
     assert part(problem) == ((2, 2),)
     assert asked == [((3, 1),), ((2, 2),)]

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +20,7 @@ from trainers.text.corpora import DataError
 from trainers.text.token_sets import Place
 
 DOCUMENTS_AT_ONCE = 256
+PARALLELISM = "TOKENIZERS_PARALLELISM"
 BLOCK_CHARACTERS = 1_000_000  # a block ends with the document that reaches it
 
 
@@ -48,15 +51,39 @@ def blocks(texts: Iterator[str]) -> Iterator[list[str]]:
 
 def tokenise(texts: list[str], tokenizer: Any) -> Block:
     """The tokens of one block: of nothing but the block and the tokenizer."""
-    # verbose=False: a document may be longer than the model's context, since it is cut afterwards
-    rows = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-    documents = [np.array([*row, tokenizer.eos_token_id], dtype=np.int32) for row in rows]
+    documents = [np.array([*row, tokenizer.eos_token_id], dtype=np.int32) for row in _ids(texts, tokenizer)]
     return Block(np.concatenate(documents), np.cumsum([len(ids) for ids in documents]))
 
 
+def _ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:  # without offsets into the text it takes two thirds of the time
+        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+    # verbose=False: a document may be longer than the model's context, since it is cut afterwards
+    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+
+
 def tokenise_here(texts: Iterable[list[str]], tokenizer: Any) -> Iterator[Block]:
-    """In this process, one block after the other."""
-    return (tokenise(block, tokenizer) for block in texts)
+    """In this process, one block after the other, the documents of a block on all cores."""
+    for block in texts:
+        with _on_all_cores():
+            tokens = tokenise(block, tokenizer)
+        yield tokens
+
+
+@contextmanager
+def _on_all_cores() -> Iterator[None]:
+    """Within, tokenizers use threads. They read the variable at each call; outside it stays as it was, since what a
+    process forks off may not use them."""
+    before = os.environ.get(PARALLELISM)
+    os.environ[PARALLELISM] = "true"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[PARALLELISM]
+        else:
+            os.environ[PARALLELISM] = before
 
 
 class TokenReader:

@@ -35,6 +35,20 @@ class Record:
     stream: Tensor
     mixed: Tensor | None
 
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors, each memory once."""
+        tensors = [*_tensors([self.args, self.kwargs]), self.output, self.stream]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
+
 
 def _recording_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     out, weights = grouped_attention(module, *args, **kwargs)

@@ -7,14 +7,15 @@ Z `[N, F]` features of the converted model, Y `[N, D]` target, W `[F, D]` the ou
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.axes import Knob
-from attention.conversion.refinement.capture import Record, held_out, recorded
+from attention.conversion.refinement.capture import held_out, recorded
+from attention.conversion.refinement.original import AT_ONCE, Original, Text
 from attention.conversion.refinement.refine import REFINEMENT, LayerFit
 from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
@@ -22,7 +23,6 @@ from attention.modeling.modeling import plan_of
 from attention.modeling.running import Streams
 from attention.progress import stage
 
-Models = tuple[Streams, ...]  # the original model and the converted one, on the same sequences
 HEAL_KNOBS = (
     Knob("ridge", "log_float", "pull towards the present weights, relative to the features' power", 1e-8, 1.0),
     Knob("carry", "float", "share of the error of the layers below that the refit also tries to undo", 0.0, 1.0),
@@ -43,18 +43,36 @@ def _with_weight(heads: LayerHeads, weight: Tensor) -> LayerHeads:
     return replace(heads, o=weight.view(H, d, D).transpose(1, 2).to(heads.o))
 
 
-def _features(record: Record, bias: bool) -> Tensor:
-    if record.mixed is None:
-        raise ValueError("only a Headfold model can be healed; convert it first")
-    z = record.mixed.flatten(0, 1).double()
+def _features(mixed: Tensor, bias: bool) -> Tensor:
+    z = mixed.flatten(0, 1).double()
     return torch.cat([z, torch.ones_like(z[:, :1])], 1) if bias else z
 
 
-def _pairs(models: Models, layer: int, carry: float, bias: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """Z and Y = the original's attention + carry x (stream difference), a batch at a time."""
-    for original, converted in zip(*(recorded(streams, layer) for streams in models), strict=True):
-        y = original.output.double() + carry * (original.stream.double() - converted.stream.double())
-        yield _features(converted, bias), y.flatten(0, 1)
+@dataclass
+class Both:
+    """The original model and the converted one on the same sequences; `mixed` `[B, T, H·d]` of each batch: what the
+    heads of the converted one's present layer hand to its output projection."""
+
+    original: Text
+    converted: Streams
+    mixed: list[Tensor] = field(default_factory=list)
+
+    def pairs(self, layer: int, carry: float, bias: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        """Z and Y = the original's attention + carry x (stream difference), a batch at a time."""
+        self.mixed = []
+        for original, converted in zip(self.original.at(layer), recorded(self.converted, layer), strict=True):
+            if converted.mixed is None:
+                raise ValueError("only a Headfold model can be healed; convert it first")
+            self.mixed.append(converted.mixed)
+            y = original.output.double() + carry * (original.stream.double() - converted.stream.double())
+            yield _features(converted.mixed, bias), y.flatten(0, 1)
+
+    def advance(self, layer: int, heads: LayerHeads) -> None:
+        """Bring the converted streams to the entrance of `layer`. Its attention below, of these `heads`, need not mix
+        values again."""
+        weight = _weight(heads)
+        outputs = ((_features(m, heads.o_bias is not None) @ weight).to(m).view(*m.shape[:2], -1) for m in self.mixed)
+        self.converted.advance(layer, outputs)
 
 
 def _moments(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -80,10 +98,11 @@ def ridge_refit(weight: Tensor, zz: Tensor, zy: Tensor, ridge: float) -> Tensor:
     return weight + torch.cholesky_solve(zy - zz @ weight, torch.linalg.cholesky(zz + penalty))
 
 
-def heal_layer(fit: Models, check: Models, layer: int, number: int, ridge: float, carry: float) -> LayerFit:
-    """Refit one layer's output projection of the converted model in place, if that helps on the sequences of `check`.
-    `number`: of the layer in its checkpoint. Raises ValueError for shared output projections."""
-    converted, module = fit[1].model, fit[1].modules[layer]
+def heal_layer(fit: Both, check: Both, layer: int, number: int, ridge: float, carry: float) -> LayerFit:
+    """Refit one layer's output projection of the converted model in place, if that helps on the sequences of `check`;
+    both are then at the next layer. `number`: of the layer in its checkpoint. Raises ValueError for shared output
+    projections."""
+    converted, module = fit.converted.model, fit.converted.modules[layer]
     if shares := plan_of(converted).output_shares:
         raise ValueError(
             f"a refit of one layer's output projection would change the {len(shares)} heads that share theirs in other "
@@ -92,13 +111,16 @@ def heal_layer(fit: Models, check: Models, layer: int, number: int, ridge: float
     family, geometry = family_of(converted.config), geometry_of(converted.config)
     heads = family.read(module, geometry)
     bias = heads.o_bias is not None
-    zz, zy = _moments(_pairs(fit, layer, carry, bias))
+    zz, zy = _moments(fit.pairs(layer, carry, bias))
     weight = _weight(heads)
     fitted = ridge_refit(weight, zz, zy, ridge)
-    before, after = _errors([weight, fitted], _pairs(check, layer, carry, bias))
+    before, after = _errors([weight, fitted], check.pairs(layer, carry, bias))
     result = LayerFit("heal", number, before, after)
     if result.kept:
         family.write(module, _with_weight(heads, fitted))
+    if layer + 1 < geometry.num_layers:
+        for both in (fit, check):
+            both.advance(layer + 1, family.read(module, geometry))
     return result
 
 
@@ -109,19 +131,23 @@ def heal_layer(fit: Models, check: Models, layer: int, number: int, ridge: float
     needs=("sequences",),
 )
 def heal(
-    original: PreTrainedModel,
+    original: Original,
     converted: PreTrainedModel,
     sequences: Tensor,
     *,
     first: int = 0,
     ridge: float = 1e-3,
     carry: float = 1.0,
-    batch_size: int = 8,
+    batch_size: int = AT_ONCE,
 ) -> tuple[LayerFit, ...]:
     """Refit every layer's output projection, from the first layer to the last."""
     layers, fits = range(geometry_of(converted.config).num_layers), []
-    both = [(model, family_of(model.config).attention_modules(model)) for model in (original, converted)]
-    fit, check = (tuple(Streams(*model, part, batch_size) for model in both) for part in held_out(sequences))
+    modules = family_of(converted.config).attention_modules(converted)
+
+    def both(part: Tensor) -> Both:
+        return Both(original.on(part, batch_size), Streams(converted, modules, part, batch_size))
+
+    fit, check = map(both, held_out(sequences))
     with stage("refitting output projections", len(layers), "layers") as told:
         for layer in layers:
             fits.append(heal_layer(fit, check, layer, first + layer, ridge, carry))

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention.axes import Knob
-from attention.conversion.refinement.capture import Record, held_out, recorded
+from attention.conversion.refinement.capture import Record, held_out
 from attention.conversion.refinement.healing import HEAL_KNOBS, heal
+from attention.conversion.refinement.original import Original, Text
 from attention.conversion.refinement.parallel import ONE_AT_A_TIME, each_layer
 from attention.conversion.refinement.refine import REFINEMENT, LayerFit, Work
 from attention.families import family_of
 from attention.modeling.modeling import plan_of
-from attention.modeling.running import Streams, entered_by, entering
+from attention.modeling.running import entered_by, entering
 from attention.progress import stage
 
 FIT_STEPS, FIT_RATE, STEP_TOKENS, FIT_TOKENS = 720, 0.5, 256, 32_768
@@ -48,7 +49,6 @@ WARMUP = 0.05
 RETRIES, SMALLER = 2, 0.25
 CHECK_EVERY = 60  # steps; and at least once, at the end: the best state seen is what stays
 CHECKS = 4  # at most
-AT_ONCE = 8  # sequences that run through the original model
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class LayerTask:
 
     @classmethod
     def of(cls, texts: FitTexts, layer: int) -> LayerTask:
-        """Run the original model up to `layer` on its texts."""
+        """Of what the original model does at `layer` on its texts."""
         records = records_in_float(texts.fit, layer)
         inputs = torch.cat([entering(record.args, record.kwargs) for record in records])
         targets = torch.cat([record.output for record in records])
@@ -79,20 +79,18 @@ class LayerTask:
 
 @dataclass(frozen=True)
 class FitTexts:
-    """Text that runs through the original model: what layers are fitted on, the first step of it, and what they are
-    judged by."""
+    """What layers are fitted on, the first step of it, and what they are judged by."""
 
-    fit: Streams
-    step: Streams
-    check: Streams
+    fit: Text
+    step: Text
+    check: Text
 
     @classmethod
-    def of(cls, original: PreTrainedModel, sequences: Tensor, step_tokens: int = STEP_TOKENS) -> FitTexts:
+    def of(cls, original: Original, sequences: Tensor, step_tokens: int = STEP_TOKENS) -> FitTexts:
         """Of `sequences` `[N, T]` a part is kept for the check; a step takes `step_tokens` or a little more."""
-        modules = family_of(original.config).attention_modules(original)
         fit, check = held_out(sequences)
         batch = min(sequences_a_step(sequences.shape[1], step_tokens), len(fit))
-        return cls(*(Streams(original, modules, part, max(batch, AT_ONCE)) for part in (fit, fit[:batch], check)))
+        return cls(original.on(fit), original.on(fit[:batch], batch), original.on(check))
 
 
 def sequences_a_step(length: int, step_tokens: int = STEP_TOKENS) -> int:
@@ -100,9 +98,9 @@ def sequences_a_step(length: int, step_tokens: int = STEP_TOKENS) -> int:
     return -(-step_tokens // length)
 
 
-def records_in_float(streams: Streams, layer: int) -> tuple[Record, ...]:
-    """`attention.conversion.refinement.capture.recorded`, in float32."""
-    return tuple(_in_float(record) for record in recorded(streams, layer))
+def records_in_float(text: Text, layer: int) -> tuple[Record, ...]:
+    """`Text.at`, in float32."""
+    return tuple(_in_float(record) for record in text.at(layer))
 
 
 def _float(value: Any) -> Any:
@@ -206,7 +204,7 @@ def _train(
     parameter. Stops halfway if the error is not below `before` by then."""
     best, kept, made = before, copy.deepcopy(module.state_dict()), 0
     module.requires_grad_(True)
-    optimiser = torch.optim.Adam([{"params": [p], "lr": 0.0} for p in rates], betas=BETAS)
+    optimiser = torch.optim.Adam([{"params": [p], "lr": 0.0} for p in rates], betas=BETAS, fused=True)
     power = float(task.targets.square().mean())
     looks = min(CHECKS, max(1, steps // CHECK_EVERY))
     checks = {steps * (i + 1) // looks for i in range(looks)}
@@ -239,7 +237,7 @@ def fit_layer(
     """Train one attention layer of `converted`, in float32, towards the original's on `texts`, and put it in place if
     that helps on held-out sequences. `number`: of the layer in its checkpoint, by which it is seeded. Raises ValueError
     for a model with shared heads, whose weights serve other layers as well."""
-    plan, own = plan_of(converted), plan_of(texts.fit.model)
+    plan, own = plan_of(converted), plan_of(texts.fit.original.model)
     if shares := plan.head_shares:
         raise ValueError(
             f"a local fit trains each layer alone, and {len(shares)} heads of this model are shared among layers; "
@@ -268,7 +266,7 @@ def fit_layer(
     passes_to=heal,
 )
 def fit_heal(
-    original: PreTrainedModel,
+    original: Original,
     converted: PreTrainedModel,
     sequences: Tensor,
     *,

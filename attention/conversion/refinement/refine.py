@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.axes import REFINEMENT
+from attention.conversion.refinement.original import Original
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class LayerFit:
 
 def refine(
     name: str,
-    original: PreTrainedModel,
+    original: PreTrainedModel | Original,
     converted: PreTrainedModel,
     sequences: Tensor | None,
     settings: Mapping[str, Any] | None = None,
@@ -53,21 +54,22 @@ def refine(
 ) -> tuple[LayerFit, ...]:
     """Run the refinement `name` on `converted` in place: one entry a layer and step, in the order in which they ran.
 
-    `sequences` `[N, T]` are calibration tokens. `first`: the number in its checkpoint of the models' first layer, where
-    they are a window of a larger model; layers are seeded and reported by their numbers there. Raises ValueError for an
-    unknown name or setting, or if the part needs sequences and there are fewer than two.
+    `original`: an `Original` where others look at the same layers. `sequences` `[N, T]` are calibration tokens.
+    `first`: the number in its checkpoint of the models' first layer, where they are a window of a larger model; layers
+    are seeded and reported by their numbers there. Raises ValueError for an unknown name or setting, or if the part
+    needs sequences and there are fewer than two.
     """
     part = REFINEMENT.get(name)
     knobs = part.settings(settings)
     if "sequences" in part.needs and (sequences is None or len(sequences) < 2):
         given = "none" if sequences is None else len(sequences)
         raise ValueError(f"refinement={name} needs at least two calibration sequences, got {given}")
-    return part(original, converted, sequences, first=first, **knobs)
+    return part(Original.of(original), converted, sequences, first=first, **knobs)
 
 
 @REFINEMENT.part("none", source="-")
 def keep(
-    original: PreTrainedModel, converted: PreTrainedModel, sequences: Tensor | None, *, first: int = 0
+    original: Original, converted: PreTrainedModel, sequences: Tensor | None, *, first: int = 0
 ) -> tuple[LayerFit, ...]:
     """The closed-form conversion as it is."""
     return ()

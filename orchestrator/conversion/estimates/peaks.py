@@ -60,7 +60,7 @@ def resident_peak(conversion: Conversion, size: Size, width: int) -> int:
     """Bytes that a conversion in memory holds at its largest stage, the process itself left out."""
     g, c = conversion.geometry, conversion
     model, layers = width * size.total + converted_attention(c, size), g.num_layers
-    model += min(TEACHER_BYTES, c.working.itemsize * c.eval_tokens * g.hidden_size)
+    model += c.recorded() + min(TEACHER_BYTES, c.working.itemsize * c.eval_tokens * g.hidden_size)
     others = c.statistics() * (0 if c.in_files else layers - 1)
     logits = most_logit_bytes(g.vocab_size, min(c.eval_tokens, 8 * c.sequence_length))
     rounded = c.dtype.itemsize * size.total if c.dtype != c.working else 0

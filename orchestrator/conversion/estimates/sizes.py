@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from attention.calibration.collecting import SLICE_BYTES
 from attention.calibration.sizes import Mixed, layer_bytes, matrices
+from attention.conversion.refinement.original import bytes_to_keep
 from attention.conversion.sensitivity import BATCH as SENSITIVITY_BATCH
 from attention.families import family_of, geometry_of
 from attention.geometry import HeadGeometry
@@ -146,11 +147,20 @@ class Conversion:
         g, rows = self.geometry, SENSITIVITY_BATCH * self.sequence_length
         return FLOAT * rows * (2 * size.layer // g.hidden_size + 3 * g.num_heads * self.sequence_length)
 
+    def recorded(self) -> int:
+        """Bytes that a conversion in memory keeps of what the original's layers do on the calibration tokens."""
+        if not (self.planned_on or "sequences" in AXES["refinement"].get(self.recipe.refinement).needs):
+            return 0
+        g = self.geometry
+        return bytes_to_keep(g.num_layers, self.used_tokens, g.hidden_size, self.working.itemsize)
+
     def refining(self, size: Size, beside: int = 1) -> int:
         """Bytes of the local fits of `beside` layers at once, or of a ridge refit, whichever is more."""
         g = self.geometry
         features = g.num_heads * g.head_dim
-        heal = DOUBLE * (5 * features**2 + 4 * features * g.hidden_size) if "heal" in self.recipe.refinement else 0
+        if "heal" not in self.recipe.refinement:
+            return 0
+        heal = DOUBLE * (5 * features**2 + 4 * features * g.hidden_size) + FLOAT * self.used_tokens * features
         if self.recipe.refinement != "fit_heal":
             return heal
         tokens = min(self.used_tokens, self.recipe.knobs("refinement")["fit_tokens"])

@@ -114,6 +114,7 @@ class Needs:
         width, states = self.working.itemsize, self.config.data.eval.tokens * self.geometry.hidden_size
         held = {"libraries": self._libraries, "weights": width * self.size.total}
         held["converted attention"] = converted_attention(conversion, self.size)
+        held["records of layers"] = conversion.recorded()
         moments = [{name: number} for name, number in in_memory_stages(conversion, self.size).items()]
         measured = self.evaluating() | {"teacher's states": min(TEACHER_BYTES, width * states)}
         return self._task("planning", held, *moments, measured)

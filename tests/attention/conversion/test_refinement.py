@@ -17,6 +17,7 @@ from attention.conversion.conversion import convert
 from attention.conversion.refinement.capture import held_out, recorded
 from attention.conversion.refinement.healing import ridge_refit
 from attention.conversion.refinement.local import FitTexts, LayerTask, fit_module, layer_error
+from attention.conversion.refinement.original import Original
 from attention.conversion.refinement.parallel import SMALL, each_layer
 from attention.conversion.refinement.refine import REFINEMENT, refine
 from attention.families import family_of
@@ -90,7 +91,7 @@ def test_nothing_is_kept_that_does_not_help(name: str, tiny_model: Tiny, tokens:
 def test_a_fit_falls_back_to_the_best_state_it_met(tiny_model: Tiny, tokens: Tensor) -> None:
     original, converted = pair(tiny_model, tokens, "llama")
     module = family_of(converted.config).attention_modules(converted)[0]
-    task = LayerTask.of(FitTexts.of(original, tokens, 48), 0)
+    task = LayerTask.of(FitTexts.of(Original.of(original), tokens, 48), 0)
     before, after, work = fit_module(module, task, 12, 100.0, torch.Generator().manual_seed(0), shared_by=2)
     assert layer_error(module, task.check) == pytest.approx(after)
     assert after <= before
@@ -102,7 +103,7 @@ def test_a_fit_falls_back_to_the_best_state_it_met(tiny_model: Tiny, tokens: Ten
 def test_queries_and_keys_take_larger_steps_the_more_heads_share_a_key(tiny_model: Tiny, tokens: Tensor) -> None:
     original, converted = pair(tiny_model, tokens, "qwen3")
     module = family_of(converted.config).attention_modules(converted)[0]
-    task = LayerTask.of(FitTexts.of(original, tokens), 0)
+    task = LayerTask.of(FitTexts.of(Original.of(original), tokens), 0)
 
     def first_steps(shared_by: float) -> dict[str, float]:
         moved = copy.deepcopy(module)
@@ -146,7 +147,7 @@ def test_a_half_precision_model_is_fitted_in_single_precision(tiny_model: Tiny, 
 def test_the_task_holds_what_the_layer_sees_and_gives(tiny_model: Tiny, tokens: Tensor) -> None:
     model = tiny_model("llama").requires_grad_(False)
     modules = family_of(model.config).attention_modules(model)
-    task = LayerTask.of(FitTexts.of(model, tokens, 96), 1)
+    task = LayerTask.of(FitTexts.of(Original.of(model), tokens, 96), 1)
     fit, check = held_out(tokens)
     assert task.batch == 4 and task.inputs.shape == (len(fit), 24, 32)
     whole = next(recorded(Streams(model, modules, fit[:4], 4), 1))

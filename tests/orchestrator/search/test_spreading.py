@@ -14,7 +14,7 @@ from orchestrator.conversion import loading
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.prepare import curve_tasks, measure_layer, measure_on_workers
 from orchestrator.search.trial import TrialContext
-from search_spaces.planning.curves import Curves, Point
+from search_spaces.planning.curves import Curves, Place, Point
 from search_spaces.recipes.recipes import recipe
 from trainers.text.data import load_sequences, write_sequences
 
@@ -48,8 +48,8 @@ def test_processes_that_write_at_once_keep_each_others_points(tmp_path: Path) ->
 def _write(file: Path, layer: int) -> None:
     for count in range(1, 26):
         known: dict[str, Point] = {}
-        curves = Curves(lambda *_: ((0,),), lambda _, __, found: [0.5] * len(found), known, file)
-        curves.curve(layer, ("key",), [count], 100)
+        curves = Curves(lambda *_: ((0,),), lambda found, _: [0.5] * len(found), known, file, units=100)
+        curves.of([Place(layer, ("key",))], [count])
 
 
 @pytest.mark.extended

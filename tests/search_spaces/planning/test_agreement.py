@@ -55,7 +55,7 @@ def test_every_site_is_measured_both_ways(
 
     first = found[0]
     plan = plan_of_sites({(0, "key"): first.moves[0]}, context.geometry)
-    assert first.full[0] == pytest.approx(-context.increases_of(pooled, [plan], 0, tokens=512)[0])
+    assert first.full[0] == pytest.approx(-context.increases_of(pooled, [(0, plan)], tokens=512)[0])
     assert first.to_dict()["moves"] == 8
 
 

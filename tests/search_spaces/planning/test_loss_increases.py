@@ -19,8 +19,7 @@ from attention.io import checkpoint
 from attention.modeling.losses import language_loss
 from attention.plan import AttentionPlan, LayerPlan
 from search_spaces.grouping.neighbour import neighbour_partition
-from search_spaces.planning.context import ESTIMATED, MEASURED
-from search_spaces.planning.loss_increases import LayerTrials
+from search_spaces.planning.loss_increases import ESTIMATED, MEASURED, LayerTrials
 from search_spaces.planning.planning import PlanningContext, make_plan
 from search_spaces.recipes.recipes import recipe
 from search_spaces.site import SIDES, plan_of_sites
@@ -61,8 +60,8 @@ def test_context_rises_are_those_of_the_converted_model(kv_heads: int, make_cont
     plan = AttentionPlan((own, LayerPlan(own.key_map, (0, 0, 0, 0))), 8)
     untouched = context.loss_of(chosen, AttentionPlan((own, own), 8))
     whole = context.loss_of(chosen, plan) - untouched
-    assert context.increases_of(chosen, [plan], 1, tokens=10_000)[0] == pytest.approx(whole, abs=1e-5)
-    assert abs(context.increases_of(chosen, [plan], 0, tokens=10_000)[0]) < 1e-5
+    assert context.increases_of(chosen, [(1, plan)], tokens=10_000)[0] == pytest.approx(whole, abs=1e-5)
+    assert abs(context.increases_of(chosen, [(0, plan)], tokens=10_000)[0]) < 1e-5
 
 
 def test_budgets_share_curves_in_a_file(make_context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,15 +123,15 @@ def test_a_short_fit_before_measuring(family: str, make_context, tiny_model) -> 
     """The increase is that of the model with the fitted layer, and the fit makes the layer's error smaller."""
     context = make_context(family)
     tokens = torch.from_numpy(np.random.default_rng(1).integers(0, 64, (64, 24)))
-    context = replace(context, sequences=tokens, _trials={}, _tasks={})
+    context = replace(context, sequences=tokens, _trials={})
     chosen = recipe("least_squares", together=False, allocation="knapsack", refinement="none")
     plan = AttentionPlan((LayerPlan.identity(4), LayerPlan((0, 0, 1, 1), (0, 1, 0, 2))), context.geometry.head_dim)
-    (raw,) = context.increases_of(chosen, [plan], 1, tokens=2000)
-    (fitted,) = context.increases_of(chosen, [plan], 1, tokens=2000, fit_steps=60)
+    (raw,) = context.increases_of(chosen, [(1, plan)], tokens=2000)
+    (fitted,) = context.increases_of(chosen, [(1, plan)], tokens=2000, fit_steps=60)
     assert fitted != raw
-    assert [fitted] == context.increases_of(chosen, [plan], 1, tokens=2000, fit_steps=60)
+    assert [fitted] == context.increases_of(chosen, [(1, plan)], tokens=2000, fit_steps=60)
     identity = AttentionPlan((LayerPlan.identity(4),) * 2, context.geometry.head_dim)
-    assert abs(context.increases_of(chosen, [identity], 1, tokens=2000, fit_steps=5)[0]) < 1e-4
+    assert abs(context.increases_of(chosen, [(1, identity)], tokens=2000, fit_steps=5)[0]) < 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +149,7 @@ def test_estimates_follow_what_is_measured(demo_context: PlanningContext) -> Non
         sites = [{(layer, side): neighbour_partition(8, count)} for side in SIDES for count in (1, 2, 4)]
         plans = [plan_of_sites(site, geometry) for site in sites]
         for increases, values in found.items():
-            values += context.increases_of(chosen, plans, layer, tokens=1024, increases=increases)
+            values += context.increases_of(chosen, [(layer, plan) for plan in plans], tokens=1024, increases=increases)
     measured, estimated = (np.array(found[name]) for name in (MEASURED, ESTIMATED))
     assert spearmanr(measured, estimated).statistic > 0.9
     seen = measured > 1e-3  # smaller ones are as large as what the sample of tokens changes
@@ -164,7 +163,7 @@ def test_an_estimate_foresees_a_longer_refinement(demo_context: PlanningContext)
     def estimate(side: str, fit_steps: int, refined_steps: int) -> float:
         plan = plan_of_sites({(3, side): neighbour_partition(8, 4)}, demo_context.geometry)
         knobs = {"tokens": 1024, "fit_steps": fit_steps, "refined_steps": refined_steps}
-        return demo_context.increases_of(chosen, [plan], 3, increases=ESTIMATED, **knobs)[0]
+        return demo_context.increases_of(chosen, [(3, plan)], increases=ESTIMATED, **knobs)[0]
 
     short, foreseen, made = estimate("key", 60, 60), estimate("key", 60, 240), estimate("key", 240, 240)
     assert made < short

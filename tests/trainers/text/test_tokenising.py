@@ -12,13 +12,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from trainers.text.corpora import DataError
 from trainers.text.data import TextCut, load_sequences, token_set
 from trainers.text.token_sets import is_complete, read_sequences
-from trainers.text.tokenising import Block, blocks, tokenise, tokenise_here
+from trainers.text.tokenising import PARALLELISM, Block, blocks, tokenise, tokenise_here
 
 LENGTH, SEQUENCES, PER_SHARD = 64, 300, 40
 SHARD_TOKENS = PER_SHARD * LENGTH
@@ -78,6 +79,19 @@ def test_how_the_text_is_divided_into_blocks_changes_nothing(
     other = token_set(cut, demo_tokenizer, tmp_path, shard_tokens=SHARD_TOKENS, tokenise=one_by_one)
     assert other.name == calm.name
     assert read_sequences(other).digest == read_sequences(calm).digest
+
+
+@pytest.mark.parametrize("before", [None, "false"])
+def test_tokens_are_those_of_the_tokenizer_and_its_threads_are_given_back(
+    before: str | None, demo_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [*DOCUMENTS[:40], "", "déjà vu 漢字 \x00 <|endoftext|>"]
+    monkeypatch.setenv(PARALLELISM, before) if before else monkeypatch.delenv(PARALLELISM, raising=False)
+    (block,) = tokenise_here([texts], demo_tokenizer)
+    assert os.environ.get(PARALLELISM) == before
+    alone = [demo_tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    assert block.ids.tolist() == [token for ids in alone for token in [*ids, demo_tokenizer.eos_token_id]]
+    assert block.ends.tolist() == np.cumsum([len(ids) + 1 for ids in alone]).tolist()
 
 
 def test_a_block_is_bounded_in_documents_and_in_characters() -> None:

@@ -1,0 +1,88 @@
+"""The original model, and what it does at each layer on the texts that others are fitted to and judged by.
+
+Estimates of loss increases, local fits and refits look at the same layers on the same sequences. A small model runs
+through them once; of a large one, whose fits take most of the time, each layer is run again when it is asked for.
+
+Legend: L layers, N sequences, T tokens, D model dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from attention.conversion.refinement.capture import Record, recorded
+from attention.families import family_of
+from attention.modeling.running import Streams
+
+KEPT_BYTES = 512 * 2**20
+"""Most that an `Original` keeps of what its layers do."""
+
+AT_ONCE = 8  # sequences that run through the model
+
+
+def bytes_to_keep(layers: int, tokens: int, width: int, itemsize: int) -> int:
+    """Bytes that are kept of so many tokens, of which an eighth is for the check: all that enters and leaves the
+    attention of each layer, and what enters the layer."""
+    needed = 3 * layers * tokens * width * itemsize
+    return min(needed, KEPT_BYTES) if needed * 7 // 8 <= KEPT_BYTES else 0
+
+
+class Original:
+    """An original model; at most `most` bytes are kept of what it does."""
+
+    def __init__(self, model: PreTrainedModel, most: int = KEPT_BYTES) -> None:
+        self.model, self.room = model, most
+        self.modules = tuple(family_of(model.config).attention_modules(model))
+        self._texts: dict[Any, Text] = {}
+
+    @classmethod
+    def of(cls, model: PreTrainedModel | Original) -> Original:
+        """The same if it is one already; of a model one that keeps nothing."""
+        return model if isinstance(model, Original) else cls(model, most=0)
+
+    def on(self, sequences: Tensor, batch_size: int = AT_ONCE) -> Text:
+        """The model on `sequences` `[N, T]`: the same object for the same tokens."""
+        key = (batch_size, sequences.shape, sequences.cpu().numpy().tobytes())
+        if key not in self._texts:
+            self._texts[key] = Text(self, sequences, batch_size)
+        return self._texts[key]
+
+    def keeps(self, needed: int) -> bool:
+        """Whether so many more bytes are kept. Once they are too many nothing further is: half of what layers do would
+        save little."""
+        fits = needed <= self.room
+        self.room = self.room - needed if fits else 0
+        return fits
+
+
+class Text:
+    """What an original model does on some sequences, at any layer."""
+
+    def __init__(self, original: Original, sequences: Tensor, batch_size: int) -> None:
+        self.original = original
+        self._streams = Streams(original.model, original.modules, sequences, batch_size)
+        self._kept: dict[int, tuple[Record, ...]] = {}
+        self._keeps: bool | None = None  # known once the size of a record is
+
+    def at(self, layer: int) -> Iterable[Record]:
+        """One record a batch, to be looked through once."""
+        if layer in self._kept:
+            return self._kept[layer]
+        if layer - 1 == self._streams.layer and (below := self._kept.get(layer - 1)):
+            self._streams.advance(layer, (record.output for record in below))
+        records = recorded(self._streams, layer)
+        if self._keeps is None:
+            records = self._decided(records)
+        if self._keeps:
+            records = self._kept[layer] = tuple(records)
+        return records
+
+    def _decided(self, records: Iterator[Record]) -> Iterator[Record]:
+        first = next(records)
+        self._keeps = self.original.keeps(first.nbytes * len(self._streams.batches) * len(self.original.modules))
+        return chain([first], records)
