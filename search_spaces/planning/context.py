@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from attention.calibration.store import Calibration
 from attention.conversion.conversion import convert
-from attention.conversion.refinement.local import FIT_TOKENS, FitTexts
+from attention.conversion.refinement.local import FIT_TOKENS, FitTexts, LayerTask
 from attention.conversion.refinement.original import Original
 from attention.conversion.refinement.parallel import beside
 from attention.conversion.refinement.refine import Work, refine
@@ -109,12 +109,29 @@ class PlanningContext:
         return beside(len(own), max(sum(p.numel() for p in module.parameters()) for module in own), self.model.device)
 
     def increases_of(
-        self, recipe: Recipe, plans: Sequence[tuple[int, AttentionPlan]], *, told: Told = lambda: None, **knobs: Any
+        self,
+        recipe: Recipe,
+        plans: Sequence[tuple[int, AttentionPlan]],
+        *,
+        tokens: int,
+        told: Told = lambda: None,
+        **knobs: Any,
     ) -> list[float]:
         """Loss increase in nats a token if only `layer` follows `plan`, of each (`layer`, `plan`), with the recipe's
-        alignment and fusion. Layers are best given in ascending order. `told` is called after each; `knobs`: those of
-        `LayerIncreases`. Raises ValueError without model or sequences."""
-        return LayerIncreases(self, recipe, **knobs).of(plans, told)
+        alignment and fusion, on about `tokens` tokens. Layers are best given in ascending order. `told` is called after
+        each; `knobs`: steps and ways of `LayerIncreases`. Raises ValueError without model or sequences."""
+        single = LayerIncreases(
+            recipe,
+            self.trials(tokens),
+            self.geometry,
+            self.heads,
+            self.calibration,
+            task=lambda layer: LayerTask.of(self.fit_texts, layer),
+            metric=lambda layer: self.output_metric(layer, tokens),
+            work=self.work,
+            **knobs,
+        )
+        return single.of(plans, told)
 
     def trials(self, tokens: int) -> LayerTrials:
         """The model with the heads of one layer exchanged, on about so many tokens."""

@@ -9,17 +9,19 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from attention.calibration.store import Calibration
 from attention.conversion.conversion import LiftedHeads, convert
 from attention.conversion.refinement.local import FIT_RATE, LayerTask, fit_module, output_errors
 from attention.conversion.refinement.parallel import each_layer
+from attention.conversion.refinement.refine import Work
 from attention.conversion.sensitivity import expected_cost
 from attention.families import family_of, geometry_of
+from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.modeling.grouped import attach
 from attention.modeling.losses import language_modelling, mean_loss
@@ -28,10 +30,6 @@ from attention.modeling.predictions import mean_cost
 from attention.modeling.running import Streams
 from attention.plan import AttentionPlan, LayerPlan
 from search_spaces.recipes.recipe import Recipe
-
-if TYPE_CHECKING:
-    from search_spaces.planning.context import PlanningContext
-
 
 ESTIMATED, MEASURED = "estimated", "measured"  # ways to know the loss increase of one layer
 FIT_DECAY = 1 / 3
@@ -110,28 +108,35 @@ class LayerTrials:
 
 @dataclass(frozen=True)
 class LayerIncreases:
-    """Loss increases of single layers of a context's model, on about `tokens` tokens.
+    """Loss increases of single layers of the model of `trials`.
 
     `increases`: MEASURED by running the whole model, or ESTIMATED from the error of the attention's output
     (`attention.conversion.sensitivity`). With `fit_steps` the layer is first fitted to the original's output for so
     many steps, as refinement will do: a fit takes away most of what fused keys cost, and little of what values do. So
     nothing is fitted for an estimate where keys stay as they are. Where they are fused the estimate is scaled by
     FIT_DECAY from `fit_steps` to the `refined_steps` of the refinement, if these are more.
+
+    `heads`: of each layer, lifted. `task(layer)`: what the layer is fitted to and judged by; `metric(layer)`: `[D, D]`,
+    see `attention.conversion.sensitivity`. The work of each fit is added to `work`.
     """
 
-    context: PlanningContext
     recipe: Recipe
-    tokens: int
+    trials: LayerTrials
+    geometry: HeadGeometry
+    heads: Sequence[LayerHeads]
+    calibration: Calibration | None
+    task: Callable[[int], LayerTask]
+    metric: Callable[[int], Tensor]
+    work: list[Work]
     fit_steps: int = 0
     refined_steps: int = 0
     increases: str = MEASURED
 
     def of(self, plans: Sequence[tuple[int, AttentionPlan]], told: Told) -> list[float]:
         """Of each (layer, plan), as `PlanningContext.increases_of` says."""
-        trials, layers = self.context.trials(self.tokens), sorted({layer for layer, _ in plans})
-        measures = self.increases == MEASURED
+        layers, measures = sorted({layer for layer, _ in plans}), self.increases == MEASURED
         looks = bool(self.fit_steps) or not measures
-        tasks = {layer: LayerTask.of(self.context.fit_texts, layer) for layer in layers if looks}
+        tasks = {layer: self.task(layer) for layer in layers if looks}
 
         def increase(index: int) -> float:
             layer, plan = plans[index]
@@ -142,38 +147,33 @@ class LayerIncreases:
 
         if measures:  # runs the whole model
             return [increase(index) for index in range(len(plans))]
-        self.context.output_metric(0, self.tokens)  # made before several threads ask for it
-        size = max(sum(p.numel() for p in module.parameters()) for module in trials.modules)
-        return each_layer(len(plans), increase, size, trials.model.device)
+        self.metric(0)  # made before several threads ask for it
+        size = max(sum(p.numel() for p in module.parameters()) for module in self.trials.modules)
+        return each_layer(len(plans), increase, size, self.trials.model.device)
 
     def _fused(self, layer: int, plan: LayerPlan) -> LayerHeads:
-        context = self.context
-        heads, statistics = context.heads[layer], context.calibration.layers[layer] if context.calibration else None
+        heads, statistics = self.heads[layer], self.calibration.layers[layer] if self.calibration else None
         for axis in ("alignment", "fusion"):
-            heads = self.recipe.apply(axis, heads, plan, statistics, context.geometry.layer(layer))
+            heads = self.recipe.apply(axis, heads, plan, statistics, self.geometry.layer(layer))
         return heads
 
     def _module(self, layer: int, plan: LayerPlan, task: LayerTask | None) -> nn.Module:
         """The layer's attention as `plan` has it, fitted to `task` if that is given."""
-        made = self.context.trials(self.tokens).module(layer, self._fused(layer, plan), plan)
+        made = self.trials.module(layer, self._fused(layer, plan), plan)
         if task is not None:
             generator = torch.Generator().manual_seed(layer)
-            shared_by = self.context.geometry.num_kv_heads / plan.key_heads
-            self.context.work.append(
-                fit_module(made, task, self.fit_steps, FIT_RATE, generator, shared_by=shared_by)[-1]
-            )
+            shared_by = self.geometry.num_kv_heads / plan.key_heads
+            self.work.append(fit_module(made, task, self.fit_steps, FIT_RATE, generator, shared_by=shared_by)[-1])
         return made
 
     def _estimated(self, layer: int, plan: LayerPlan, task: LayerTask | None) -> float:
         assert task is not None  # an estimate looks at the layer's output
-        fit = bool(self.fit_steps) and plan.key_map != self.context.geometry.kv_map
+        fit = bool(self.fit_steps) and plan.key_map != self.geometry.kv_map
         made = self._module(layer, plan, task if fit else None)
         still_falls = (self.fit_steps / max(self.fit_steps, self.refined_steps)) ** FIT_DECAY if fit else 1.0
-        metric = self.context.output_metric(layer, self.tokens)
-        return still_falls * expected_cost(metric, output_errors(made, task.check))
+        return still_falls * expected_cost(self.metric(layer), output_errors(made, task.check))
 
     def _measured(self, layer: int, plan: LayerPlan, task: LayerTask | None) -> float:
-        trials = self.context.trials(self.tokens)
         if task is not None:
-            return trials.increase(layer, trials.heads_of(self._module(layer, plan, task), plan))
-        return trials.increase(layer, self._fused(layer, plan).expand(plan.key_map, plan.value_map))
+            return self.trials.increase(layer, self.trials.heads_of(self._module(layer, plan, task), plan))
+        return self.trials.increase(layer, self._fused(layer, plan).expand(plan.key_map, plan.value_map))

@@ -38,8 +38,8 @@ class Record:
     @property
     def nbytes(self) -> int:
         """Of all tensors, each memory once."""
-        tensors = [*_tensors([self.args, self.kwargs]), self.output, self.stream]
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+        held = (t.untyped_storage() for t in _tensors([self.args, self.kwargs, self.output, self.stream, self.mixed]))
+        return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

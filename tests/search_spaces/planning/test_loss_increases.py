@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from attention.plan import AttentionPlan, LayerPlan
 from search_spaces.grouping.neighbour import neighbour_partition
 from search_spaces.planning.loss_increases import ESTIMATED, MEASURED, LayerTrials
 from search_spaces.planning.planning import PlanningContext, make_plan
+from search_spaces.recipes.recipe import Recipe
 from search_spaces.recipes.recipes import recipe
 from search_spaces.site import SIDES, plan_of_sites
 from trainers.text.data import load_sequences
@@ -169,3 +173,34 @@ def test_an_estimate_foresees_a_longer_refinement(demo_context: PlanningContext)
     assert made < short
     assert foreseen == pytest.approx(made, rel=0.25)
     assert estimate("value", 60, 240) == estimate("value", 60, 60)
+
+
+def test_layers_beside_each_other_are_those_one_after_the_other(
+    make_context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two threads two layers are asked for together, and what was found is kept before the next are."""
+    context = make_context("llama", num_hidden_layers=3)
+    chosen = recipe("headfold", **{"allocation.fit_steps": 20, "allocation.counts": "powers_of_two"})
+    increases_of, asked = PlanningContext.increases_of, list[tuple[set[int], int]]()
+
+    def seen(self: PlanningContext, recipe: Recipe, plans: Sequence[tuple[int, Any]], **more: Any) -> list[float]:
+        kept = sum(len(json.loads(file.read_text())) for file in Path(self.cache_dir or "").glob("curves-*.json"))
+        asked.append(({layer for layer, _ in plans}, kept))
+        return increases_of(self, recipe, plans, **more)
+
+    monkeypatch.setattr(PlanningContext, "increases_of", seen)
+    threads, found = torch.get_num_threads(), {}
+    try:
+        for at_once in (1, 2):
+            torch.set_num_threads(at_once)
+            mine = replace(context, cache_dir=tmp_path / str(at_once), curves={})
+            make_plan(chosen, 0.5, mine, np.random.default_rng(0))
+            (found[at_once],) = mine.curves.values()
+    finally:
+        torch.set_num_threads(threads)
+    # Two head counts, 1 and 2, of keys and of values: four points a layer.
+    assert asked == [({0}, 0), ({1}, 4), ({2}, 8), ({0, 1}, 0), ({2}, 8)]
+    assert found[1].keys() == found[2].keys()
+    for key, (increase, partition) in found[1].items():
+        assert found[2][key].partition == partition
+        assert found[2][key].increase == pytest.approx(increase, rel=1e-3, abs=1e-6)
