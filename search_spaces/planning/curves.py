@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,14 +63,16 @@ class Curves:
         self.points = known
         known.update(_read(file))
 
-    def of(self, places: Sequence[Place], counts: Sequence[int]) -> list[dict[int, float]]:
-        """Rise in nats a token for each count, of each place; all units kept is 0."""
+    def of(self, places: Sequence[Place], counts: Sequence[int], *, shown: bool = True) -> list[dict[int, float]]:
+        """Rise in nats a token for each count, of each place; all units kept is 0. `shown`: how many are done yet."""
         missing = [(p, c) for p in places for c in counts if c != self._units and point_key(*p, c) not in self.points]
         layers = list(dict.fromkeys(place.layer for place, _ in missing))
-        with stage("what each head count costs", len(missing), "head counts") as told:
+        showing = stage("what each head count costs", len(missing), "head counts") if shown else nullcontext()
+        with showing as told:
             for first in range(0, len(layers), self._at_once):
                 together = layers[first : first + self._at_once]
-                self._add([(place, count) for place, count in missing if place.layer in together], told.step)
+                step = told.step if told else lambda: None
+                self._add([(place, count) for place, count in missing if place.layer in together], step)
         return [
             {c: 0.0 if c == self._units else self.points[point_key(*place, c)].increase for c in counts}
             for place in places

@@ -157,12 +157,14 @@ class Planner:
             raise ValueError(f"objective={self.recipe.objective} has no group cost to allocate by")
         return objective.cost(tuple(range(len(self.context.units))))
 
-    def curves_of(self, sites: Sequence[tuple[int, str]], counts: Sequence[int]) -> list[dict[int, float]]:
+    def curves_of(
+        self, sites: Sequence[tuple[int, str]], counts: Sequence[int], *, shown: bool = True
+    ) -> list[dict[int, float]]:
         """Increase of the loss if only that site is grouped, for each count, of each site (layer, side). `side` may be
-        "both"."""
+        "both". `shown`: as in `Curves.of`."""
         both = (SIDES,) if self.recipe.together else tuple((side,) for side in SIDES)
         places = [[Place(at, sides) for sides in (both if side == "both" else ((side,),))] for at, side in sites]
-        found = iter(self.curves.of([place for of_site in places for place in of_site], counts))
+        found = iter(self.curves.of([place for of_site in places for place in of_site], counts, shown=shown))
         curves = [[next(found) for _ in of_site] for of_site in places]
         return [{count: sum(curve[count] for curve in of_site) for count in counts} for of_site in curves]
 
