@@ -19,7 +19,7 @@ from attention.calibration.store import Calibration
 from attention.conversion.conversion import convert
 from attention.conversion.refinement.local import FIT_TOKENS, FitTexts, LayerTask
 from attention.conversion.refinement.original import Original
-from attention.conversion.refinement.parallel import beside
+from attention.conversion.refinement.parallel import beside, largest
 from attention.conversion.refinement.refine import Work, refine
 from attention.conversion.sensitivity import output_metrics
 from attention.geometry import HeadGeometry
@@ -106,7 +106,7 @@ class PlanningContext:
         if self.model is None:
             return 1
         own = self.looked_at.modules
-        return beside(len(own), max(sum(p.numel() for p in module.parameters()) for module in own), self.model.device)
+        return beside(len(own), largest(own), self.model.device)
 
     def increases_of(
         self,

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from attention.calibration.store import Calibration
 from attention.conversion.conversion import LiftedHeads, convert
 from attention.conversion.refinement.local import FIT_RATE, LayerTask, fit_module, output_errors
-from attention.conversion.refinement.parallel import each_layer
+from attention.conversion.refinement.parallel import each_layer, largest
 from attention.conversion.refinement.refine import Work
 from attention.conversion.sensitivity import expected_cost
 from attention.families import family_of, geometry_of
@@ -148,8 +148,7 @@ class LayerIncreases:
         if measures:  # runs the whole model
             return [increase(index) for index in range(len(plans))]
         self.metric(0)  # made before several threads ask for it
-        size = max(sum(p.numel() for p in module.parameters()) for module in self.trials.modules)
-        return each_layer(len(plans), increase, size, self.trials.model.device)
+        return each_layer(len(plans), increase, largest(self.trials.modules), self.trials.model.device)
 
     def _fused(self, layer: int, plan: LayerPlan) -> LayerHeads:
         heads, statistics = self.heads[layer], self.calibration.layers[layer] if self.calibration else None

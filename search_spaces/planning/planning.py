@@ -210,7 +210,9 @@ class Planner:
         folder = self.context.cache_dir
         file = None if folder is None else Path(folder) / f"curves-{name}.json"
         known, units = self.context.curves.setdefault(name, {}), len(self.context.units)
-        return Curves(group, measure, known, file, units=units, at_once=self.context.layers_at_once)
+        # What runs the whole model gains nothing by more layers at a time, and would keep what it found less often.
+        at_once = 1 if own["increases"] == MEASURED else self.context.layers_at_once
+        return Curves(group, measure, known, file, units=units, at_once=at_once)
 
 
 def _seeds(generator: np.random.Generator) -> list[int]:

@@ -23,7 +23,7 @@ from attention.axes import Knob
 from attention.conversion.refinement.capture import Record, held_out
 from attention.conversion.refinement.healing import HEAL_KNOBS, heal
 from attention.conversion.refinement.original import Original, Text
-from attention.conversion.refinement.parallel import ONE_AT_A_TIME, each_layer
+from attention.conversion.refinement.parallel import ONE_AT_A_TIME, each_layer, largest
 from attention.conversion.refinement.refine import REFINEMENT, LayerFit, Work
 from attention.families import family_of
 from attention.modeling.modeling import plan_of
@@ -280,7 +280,6 @@ def fit_heal(
     """Local fit of every layer, small ones side by side, then heal from the first layer to the last."""
     texts = FitTexts.of(original, sequences[: max(2, fit_tokens // sequences.shape[1])], step_tokens)
     modules = family_of(converted.config).attention_modules(converted)
-    largest = max(sum(p.numel() for p in module.parameters()) for module in modules)
 
     def fit(layer: int) -> LayerFit:
         fitted = fit_layer(converted, texts, layer, first + layer, fit_steps, fit_rate)
@@ -288,5 +287,5 @@ def fit_heal(
         return fitted
 
     with stage("fitting layers", len(modules), "layers") as told:
-        fits = each_layer(len(modules), fit, largest, converted.device)
+        fits = each_layer(len(modules), fit, largest(modules), converted.device)
     return (*fits, *heal(original, converted, sequences, first=first, **knobs))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
+from torch import nn
 
 Result = TypeVar("Result")
 
@@ -17,6 +18,11 @@ are not, and several layers at a time would only take several times the memory."
 
 ONE_AT_A_TIME = threading.Lock()
 """Held by whoever runs the whole model: hooks that look at one layer see every pass through it."""
+
+
+def largest(modules: Iterable[nn.Module]) -> int:
+    """Parameters of the one that has most."""
+    return max(sum(p.numel() for p in module.parameters()) for module in modules)
 
 
 def beside(count: int, parameters: int, device: torch.device) -> int:
