@@ -49,7 +49,7 @@ def _features(mixed: Tensor, bias: bool) -> Tensor:
 
 
 @dataclass
-class Both:
+class SideBySide:
     """The original model and the converted one on the same sequences; `mixed` `[B, T, H·d]` of each batch: what the
     heads of the converted one's present layer hand to its output projection."""
 
@@ -98,7 +98,7 @@ def ridge_refit(weight: Tensor, zz: Tensor, zy: Tensor, ridge: float) -> Tensor:
     return weight + torch.cholesky_solve(zy - zz @ weight, torch.linalg.cholesky(zz + penalty))
 
 
-def heal_layer(fit: Both, check: Both, layer: int, number: int, ridge: float, carry: float) -> LayerFit:
+def heal_layer(fit: SideBySide, check: SideBySide, layer: int, number: int, ridge: float, carry: float) -> LayerFit:
     """Refit one layer's output projection of the converted model in place, if that helps on the sequences of `check`;
     both are then at the next layer. `number`: of the layer in its checkpoint. Raises ValueError for shared output
     projections."""
@@ -119,8 +119,8 @@ def heal_layer(fit: Both, check: Both, layer: int, number: int, ridge: float, ca
     if result.kept:
         family.write(module, _with_weight(heads, fitted))
     if layer + 1 < geometry.num_layers:
-        for both in (fit, check):
-            both.advance(layer + 1, family.read(module, geometry))
+        for models in (fit, check):
+            models.advance(layer + 1, family.read(module, geometry))
     return result
 
 
@@ -144,10 +144,10 @@ def heal(
     layers, fits = range(geometry_of(converted.config).num_layers), []
     modules = family_of(converted.config).attention_modules(converted)
 
-    def both(part: Tensor) -> Both:
-        return Both(original.on(part, batch_size), Streams(converted, modules, part, batch_size))
+    def side_by_side(part: Tensor) -> SideBySide:
+        return SideBySide(original.on(part, batch_size), Streams(converted, modules, part, batch_size))
 
-    fit, check = map(both, held_out(sequences))
+    fit, check = map(side_by_side, held_out(sequences))
     with stage("refitting output projections", len(layers), "layers") as told:
         for layer in layers:
             fits.append(heal_layer(fit, check, layer, first + layer, ridge, carry))

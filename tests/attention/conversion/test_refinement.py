@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from attention.calibration.calibration import calibrate
 from attention.conversion.conversion import convert
 from attention.conversion.refinement.capture import held_out, recorded
-from attention.conversion.refinement.healing import Both, heal_layer, ridge_refit
+from attention.conversion.refinement.healing import SideBySide, heal_layer, ridge_refit
 from attention.conversion.refinement.local import FitTexts, LayerTask, fit_module, layer_error
 from attention.conversion.refinement.original import Original
 from attention.conversion.refinement.parallel import SMALL, each_layer
@@ -161,7 +161,9 @@ def test_a_refit_goes_on_with_what_the_healed_layer_does(family: str, tiny_model
     """It knows the layer's output without a run: its streams are those of the converted model as it is then."""
     original, converted = pair(tiny_model, tokens, family)
     modules = family_of(converted.config).attention_modules(converted)
-    fit, check = (Both(Original(original).on(part), Streams(converted, modules, part, 8)) for part in held_out(tokens))
+    fit, check = (
+        SideBySide(Original(original).on(part), Streams(converted, modules, part, 8)) for part in held_out(tokens)
+    )
     assert heal_layer(fit, check, 0, 0, 1e-3, 1.0).kept
     for both, part in ((fit, held_out(tokens)[0]), (check, held_out(tokens)[1])):
         assert both.converted.layer == 1
