@@ -20,7 +20,8 @@ from benchmarks.report import Row, Scale, benchmark
 from orchestrator.cluster.session import connected
 from orchestrator.conversion import loading
 from orchestrator.search.candidates import Candidate
-from orchestrator.search.trial import TrialContext, run_trial
+from orchestrator.search.trials.context import TrialContext
+from orchestrator.search.trials.trial import run_trial
 from orchestrator.storage.records import read_json, write_json
 from search_spaces.recipes.recipes import recipe
 from trainers.jobs.checkpoints import CheckpointStore

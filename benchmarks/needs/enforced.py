@@ -25,8 +25,10 @@ from orchestrator.config.schema import SearchConfig, parse_config
 from orchestrator.conversion.estimates.sizes import Size
 from orchestrator.promotion import gate
 from orchestrator.promotion.state import Entry
-from orchestrator.search import prepare, trial
+from orchestrator.search import prepare
 from orchestrator.search.needs.memory import Need, Needs
+from orchestrator.search.trials.context import training_job
+from orchestrator.search.trials.untrained import untrained_facts
 from orchestrator.search.validation import validate_search
 from orchestrator.storage.paths import SearchFolder
 from trainers.jobs.job import TrainJob
@@ -110,9 +112,9 @@ def run(model: Path, place: Path, *, large: bool = False) -> Iterator[Step]:
     candidate = next(c for c in prepared.problem.named if c.recipe.name == "headfold_gqa")
     mine = folder.trial("trial")
     mine.mkdir(parents=True)
-    _, step = limited("planning", by_name["planning"], trial.untrained_facts, candidate, context, mine)
+    _, step = limited("planning", by_name["planning"], untrained_facts, candidate, context, mine)
     yield step
-    split = trial.training_job(context, mine, candidate, "split")
+    split = training_job(context, mine, candidate, "split")
     settings = split.settings.model_copy(update={"num_workers": 1, "batch_size": split.settings.batch_size // 2})
     alone = replace(split, settings=settings, run_name="alone", out_dir=str(place / "alone-trained"))
     _, step = limited("one worker", needs.training("training worker", settings), train, alone, width=2)

@@ -34,6 +34,15 @@ def ray_train_intervals(look_seconds: float) -> None:
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(7 * 24 * 3600))
 
 
+def prepare_process() -> None:
+    """Of a process of Ray's that starts trainings, or loads models: quick to see an end, and quiet."""
+    from transformers.utils import logging as transformers_logging
+
+    ray_train_intervals(look_seconds=0.1)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

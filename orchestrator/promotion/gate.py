@@ -28,7 +28,7 @@ from orchestrator.promotion.engine_export import check_engine
 from orchestrator.promotion.measuring import extras_of, measure_finalist
 from orchestrator.promotion.state import Entry
 from orchestrator.search.prepare import SearchSession
-from orchestrator.search.trial import TrialContext
+from orchestrator.search.trials.context import TrialContext
 from orchestrator.storage.paths import SearchFolder
 from trainers.evaluation import evaluate, measure_cache
 from trainers.text.data import read_sequences

@@ -13,11 +13,10 @@ import ray
 
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.pool_client import train
-from orchestrator.cluster.session import last_error
+from orchestrator.cluster.session import last_error, prepare_process
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.prepare import SearchSession
 from orchestrator.search.resume import LOSSES, lost
-from orchestrator.search.trial import prepare_process
 from orchestrator.storage.records import TrialRecord, read_json
 from trainers.deepspeed_config import layout_of
 from trainers.jobs.checkpoints import CheckpointStore, is_kept, reports_of

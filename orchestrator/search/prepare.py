@@ -28,7 +28,8 @@ from orchestrator.conversion import dha_distances, loading
 from orchestrator.conversion.calibrating import Workers, checkpoint_calibration
 from orchestrator.conversion.steps import planning_context
 from orchestrator.search.candidates import Candidate
-from orchestrator.search.trial import TrialContext, shared_parts
+from orchestrator.search.trials.context import TrialContext
+from orchestrator.search.trials.untrained import shared_parts
 from orchestrator.search.validation import Prepared
 from orchestrator.serving.decode_times import DecodeTimes, measure_decode_times
 from orchestrator.storage.paths import SearchFolder, in_ray_job

@@ -27,7 +27,7 @@ from orchestrator.search.prepare import SearchSession, head_similarities
 from orchestrator.search.resume import JournaledScheduler, JournaledSearch, disk_failed, replay, settle
 from orchestrator.search.schedulers import RungProblem, make_scheduler
 from orchestrator.search.searchers import make_searcher
-from orchestrator.search.trial import run_trial, trained
+from orchestrator.search.trials.trial import run_trial, trained
 from orchestrator.search.validation import Prepared
 from orchestrator.storage.journal import Journal, JournalError, unwritable
 

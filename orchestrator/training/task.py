@@ -20,13 +20,12 @@ from attention.io.replacing import check_folder
 from attention.progress import Stage, clock, stage
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.room import concurrency
-from orchestrator.cluster.session import connected
+from orchestrator.cluster.session import connected, prepare_process
 from orchestrator.cluster.tokenising import tokeniser
 from orchestrator.config.schema import ConfigError, apply_override
 from orchestrator.conversion import loading
 from orchestrator.conversion.estimates.sizes import Size
 from orchestrator.search.estimate import in_hours, training_rate
-from orchestrator.search.trial import prepare_process
 from orchestrator.search.validation import local_nodes, starts_ray
 from orchestrator.storage import records
 from orchestrator.storage.mirror import is_remote

@@ -1,5 +1,5 @@
 """The course of a training while it runs: a line of JSON every few seconds, which the driver shows in MLflow, and whose
-speed whoever wants the job done shows (`trainers.jobs.run.Link`).
+speed whoever wants the job done shows (`trainers.jobs.link.Link`).
 
 Only rank 0 writes. A training that was killed goes on from a checkpoint and repeats steps: of a step the last line
 counts.

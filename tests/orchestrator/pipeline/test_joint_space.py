@@ -11,7 +11,7 @@ from orchestrator.config.schema import load_config
 from orchestrator.conversion import loading
 from orchestrator.search.candidates import Candidate, candidate_space, named_candidates
 from orchestrator.search.searchers import SEARCHERS, SearchProblem
-from orchestrator.search.trial import relaxation_spec
+from orchestrator.search.trials.context import relaxation_spec
 from search_spaces.planning.budgets import admissible_counts, check_budget
 from search_spaces.planning.planning import PlanningContext, make_plan
 from search_spaces.recipes.recipes import AXES

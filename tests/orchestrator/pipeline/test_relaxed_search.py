@@ -19,7 +19,7 @@ from orchestrator.conversion import dha_distances
 from orchestrator.conversion.steps import relaxation_start
 from orchestrator.pipeline import search
 from orchestrator.search.candidates import Candidate
-from orchestrator.search.trial import TrialContext, relaxation_spec, training_job
+from orchestrator.search.trials.context import TrialContext, relaxation_spec, training_job
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.records import DONE
 from search_spaces.planning.planning import PlanningContext, make_plan

@@ -16,7 +16,7 @@ from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import ConfigError, parse_config
 from orchestrator.promotion.gate import examine
 from orchestrator.promotion.state import TRAINED, Entry
-from orchestrator.search.trial import TrialContext
+from orchestrator.search.trials.context import TrialContext
 from orchestrator.search.validation import validate_search
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import write_json

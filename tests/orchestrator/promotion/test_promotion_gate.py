@@ -37,7 +37,7 @@ from orchestrator.promotion.training import Training, best_model, milestones
 from orchestrator.reporting import console
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.prepare import SearchSession
-from orchestrator.search.trial import TrialContext
+from orchestrator.search.trials.context import TrialContext
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import DONE, TrialRecord, read_json, write_json

@@ -25,7 +25,7 @@ from orchestrator.promotion.state import PROMOTED, REFUSED, Entry
 from orchestrator.reporting.card import CARD
 from orchestrator.search.measurement_checks import check_extras, check_tasks
 from orchestrator.search.prepare import SearchSession
-from orchestrator.search.trial import TrialContext
+from orchestrator.search.trials.context import TrialContext
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import DONE, TrialRecord, write_json
 from orchestrator.tracking.runs import Tracker

@@ -25,7 +25,7 @@ from orchestrator.search.duplicates import CopyingSearcher, work_digest
 from orchestrator.search.resume import JournaledScheduler, JournaledSearch, replay
 from orchestrator.search.schedulers import RungProblem, make_scheduler
 from orchestrator.search.searchers import ResumableSearcher
-from orchestrator.search.trial import TrialContext, training_job
+from orchestrator.search.trials.context import TrialContext, training_job
 from orchestrator.storage import records
 from orchestrator.storage.journal import History, Journal, load_trials, read_history
 from orchestrator.storage.records import COPY, DONE, FAILED, TrialRecord, front

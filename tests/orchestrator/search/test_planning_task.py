@@ -16,7 +16,8 @@ from benchmarks.worker_pool import demo_context
 from orchestrator.cluster.pool_client import open_pool
 from orchestrator.cluster.session import last_error
 from orchestrator.search.candidates import Candidate
-from orchestrator.search.trial import TrialContext, run_trial
+from orchestrator.search.trials.context import TrialContext
+from orchestrator.search.trials.trial import run_trial
 from orchestrator.storage.records import read_json
 from search_spaces.recipes.recipes import recipe
 

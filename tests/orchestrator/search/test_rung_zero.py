@@ -16,9 +16,12 @@ import torch
 from transformers import LlamaForCausalLM
 
 from attention.io import checkpoint
-from orchestrator.search import trial
 from orchestrator.search.candidates import Candidate
-from orchestrator.search.trial import ReportRungs, TrialContext, run_trial
+from orchestrator.search.trials import trial
+from orchestrator.search.trials.context import TrialContext
+from orchestrator.search.trials.rungs import ReportRungs
+from orchestrator.search.trials.trial import run_trial
+from orchestrator.search.trials.untrained import shared_parts
 from search_spaces.recipes.recipes import recipe
 from trainers.settings import TrainSettings
 from trainers.text.data import write_sequences
@@ -60,7 +63,7 @@ def reports_of(context: TrialContext, name: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_rung_zero(context: TrialContext, tried: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    trial.shared_parts.cache_clear()
+    shared_parts.cache_clear()
     (calm,) = reports_of(context, "calm", monkeypatch)
     assert max(tried) == 4 and "notes" not in calm
     forward = LlamaForCausalLM.forward
@@ -71,9 +74,9 @@ def test_rung_zero(context: TrialContext, tried: list[int], monkeypatch: pytest.
         return forward(self, input_ids, **more)
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", limited)
-    trial.shared_parts.cache_clear()
+    shared_parts.cache_clear()
     (short,) = reports_of(context, "short", monkeypatch)
-    trial.shared_parts.cache_clear()
+    shared_parts.cache_clear()
     assert short["notes"] == [NOTE]
     for name in ("loss", "kl", "loss_increase"):
         assert short[name] == pytest.approx(calm[name], abs=1e-6)

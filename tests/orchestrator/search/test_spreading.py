@@ -13,7 +13,7 @@ import torch
 from orchestrator.conversion import loading
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.prepare import curve_tasks, measure_layer, measure_on_workers
-from orchestrator.search.trial import TrialContext
+from orchestrator.search.trials.context import TrialContext
 from search_spaces.planning.curves import Curves, Place, Point
 from search_spaces.recipes.recipes import recipe
 from trainers.text.data import load_sequences, write_sequences

@@ -1,0 +1,151 @@
+"""What the trials of a search share, and how it makes one's training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from attention.calibration.sizes import Mixed
+from attention.calibration.store import Calibration
+from attention.io.targets import target
+from attention.plan import AttentionPlan
+from orchestrator.config.schema import DECODE
+from orchestrator.conversion import dha_distances
+from orchestrator.conversion.calibrating import checkpoint_calibration
+from orchestrator.search.candidates import Candidate
+from orchestrator.serving.decode_times import DecodeTimes
+from search_spaces.recipes.recipe import Recipe
+from search_spaces.relaxation.stages import OWN
+from trainers.jobs.job import TrainJob
+from trainers.relaxations.stage import RelaxationSpec
+from trainers.settings import AUTO, Strategy, TrainSettings
+
+
+@dataclass(frozen=True)
+class TrialContext:
+    """What all trials of a search share; plain values, paths absolute and visible to every node. `dtype`: of what is
+    written and counted; `weights`: digest of the original model's; `mixed_moments`: how its statistics are kept."""
+
+    folder: str
+    model: str
+    dtype: str
+    train_file: str
+    eval_file: str
+    calibration_file: str
+    calibration_cache: str
+    rungs: tuple[int, ...]
+    train: dict[str, Any] = field(hash=False)
+    original_loss: float
+    device: str = "cpu"
+    teacher: str | None = None
+    promotion_file: str | None = None  # the promotion's own training text
+    weights: str | None = None
+    mixed_moments: Mixed | None = None
+    pool: str | None = None  # name of the worker pool; None: every training starts workers of its own
+    accelerator_type: str | None = None  # of the workers
+    checkpoint_address: str | None = None  # where training checkpoints lie, where storage is an address
+    placement_strategy: Strategy = AUTO
+    decode_times: DecodeTimes | None = None  # of the engine that the search is for, where decode time is an objective
+    task: dict[str, Any] | None = field(default=None, hash=False)
+    """`ray.remote` options of the task that plans a trial which trains; None: its own process does."""
+
+    def calibration(self, tokens: Tensor) -> Calibration:
+        """The original model's statistics over calibration `tokens` `[N, T]`, from the search's cache."""
+        known: dict[str, Any] = {"weights": self.weights, "mixed": self.mixed_moments}
+        own = {"dtype": self.dtype, "device": self.device}
+        return checkpoint_calibration(self.model, tokens, self.calibration_cache, **own, **known)
+
+    def search_phase(self, candidate: Candidate) -> dha_distances.SearchPhase | None:
+        """DHA's search phase that a candidate's plan rests on; None if it needs none."""
+        settings = TrainSettings.model_validate(self.train)
+        return dha_distances.SearchPhase.of(candidate.recipe, self.model, self.train_file, settings, candidate.seed)
+
+    def settings(self, recipe: Recipe, learning_rate: float) -> TrainSettings:
+        """How a recipe is trained: the search's settings with what the recipe's recovery changes."""
+        return TrainSettings.model_validate(self.train | recipe.apply("recovery") | {"learning_rate": learning_rate})
+
+    def relaxation_steps(self, recipe: Recipe) -> int:
+        """Training steps of a trial that its relaxation takes, of those up to the last rung; 0 without one. Only with a
+        fraction of 1 it takes all, which leaves no recovery."""
+        if recipe.relaxation == "none" or len(self.rungs) == 1:
+            return 0
+        total, knobs = self.rungs[-1], recipe.knobs("relaxation")
+        if steps := knobs.get("steps"):
+            if steps >= total:
+                raise ValueError(f"relaxation.steps must be below the last rung {total}, got {steps}")
+            return steps
+        fraction = knobs["fraction"]
+        return total if fraction == 1 else min(total - 1, max(1, round(fraction * total)))
+
+    def job(
+        self, name: str, model_dir: Path, out_dir: Path, candidate: Candidate, milestones: Sequence[int], **more: Any
+    ) -> TrainJob:
+        """The training of a candidate's weights up to some steps; `more` fields of the job."""
+        fields: dict[str, Any] = {
+            "model_dir": str(model_dir),
+            "teacher_dir": self.teacher or self.model,
+            "train_file": self.train_file,
+            "eval_file": self.eval_file,
+            "out_dir": str(out_dir),
+            "storage_path": str(Path(self.folder) / "train"),
+            "run_name": name,
+            "milestones": tuple(milestones),
+            "settings": self.settings(candidate.recipe, candidate.learning_rate),
+            "seed": candidate.seed,
+            "keep_best": True,
+            "accelerator_type": self.accelerator_type,
+            "placement_strategy": self.placement_strategy,
+            "checkpoint_address": self.checkpoint_address,
+        }
+        return TrainJob(**fields | more)
+
+    def decode_facts(self, config: Any, plan: AttentionPlan) -> dict[str, float]:
+        """Decode time of a plan, where it is an objective. `config`: of the original model."""
+        if (times := self.decode_times) is None:
+            return {}
+        return {DECODE: times.of(target(times.target).held(config, plan))}
+
+    def relaxation(self, recipe: Recipe, folder: Path, settings: TrainSettings | None = None) -> RelaxationSpec | None:
+        """The relaxation of the trial in `folder`; None if its recipe has none."""
+        steps = self.relaxation_steps(recipe)
+        return relaxation_spec(recipe, (folder / "plan.json").read_text("utf-8"), steps, settings) if steps else None
+
+
+def training_job(context: TrialContext, folder: Path, candidate: Candidate, trial_id: str) -> TrainJob:
+    """The brief fine-tuning of a trial: from its converted checkpoint through the rungs above 0.
+
+    With a relaxation it starts from the unfused heads, and the rungs that lie within it are left out: until it has
+    collapsed, at the last rung at the latest, there is no model to measure.
+    """
+    settings = context.settings(candidate.recipe, candidate.learning_rate)
+    spec = context.relaxation(candidate.recipe, folder, settings)
+    before = spec.total_steps if spec else 0
+    milestones = [rung - before for rung in context.rungs[1:] if rung > before] or [0]
+    model = folder / ("start" if spec else "converted")
+    return context.job(trial_id, model, folder / "trained", candidate, milestones, relaxation=spec)
+
+
+def relaxation_spec(recipe: Recipe, plan: str, steps: int, settings: TrainSettings | None = None) -> RelaxationSpec:
+    """The relaxation of a recipe towards `plan` (JSON) in at most `steps` steps, shared evenly by its stages.
+
+    `settings`: of the trial's training, of which the recipe may change batch and rate for the relaxation.
+    """
+    plans = recipe.apply("relaxation", AttentionPlan.from_json(plan))
+    knobs = recipe.knobs("relaxation")
+    changed = {name: knobs[name] for name in ("batch_size", "learning_rate") if knobs.get(name)}
+    changed_settings = None
+    if settings is not None and changed:
+        changed_settings = TrainSettings.model_validate(settings.model_dump() | changed | {"tuning": "full"})
+    return RelaxationSpec(
+        recipe.relaxation,
+        tuple(p.to_json() for p in plans),
+        max(1, steps // len(plans)),
+        {name: value for name, value in knobs.items() if name not in OWN},
+        changed_settings,
+        own_schedule=knobs.get("own_schedule", False),
+        regroup_steps=knobs.get("regroup_steps", 0),
+    )

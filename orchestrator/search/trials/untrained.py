@@ -1,0 +1,134 @@
+"""Rung 0: a trial's plan, its conversion, and what that measures before any training."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from attention.calibration.store import Calibration
+from attention.conversion.refinement.original import Original
+from attention.io import checkpoint
+from attention.io.precision import cast_weights, round_weights
+from attention.plan import AttentionPlan
+from attention.ratios import own_heads
+from orchestrator.cluster.relay import relayed
+from orchestrator.cluster.session import prepare_process
+from orchestrator.conversion import dha_distances, loading
+from orchestrator.conversion.in_memory import plan_and_convert
+from orchestrator.conversion.steps import planning_context, relaxation_start
+from orchestrator.reporting.base_model import base_of
+from orchestrator.search.candidates import Candidate
+from orchestrator.search.trials.context import TrialContext
+from orchestrator.storage.records import write_json
+from search_spaces.planning.context import PlanningContext
+from search_spaces.similarity.sharing import sharing_similarity, similarity_pairs
+from trainers.evaluation import CachedTeacher, evaluate
+from trainers.jobs.share import KEEP_BELOW
+from trainers.text.data import read_sequences
+
+
+class SharedParts(NamedTuple):
+    """Original model, its statistics, calibration tokens and held-out tokens `[N, T]`, and the model as a teacher that
+    knows what it said of them."""
+
+    original: Original
+    calibration: Calibration
+    tokens: Tensor
+    held_out: Tensor
+    teacher: CachedTeacher
+
+
+@lru_cache(maxsize=1)
+def shared_parts(context: TrialContext) -> SharedParts:
+    """Read once a process; trials reuse it."""
+    model = loading.load_working(context.model, context.dtype, context.device)
+    tokens, held_out = (read_sequences(file)[:] for file in (context.calibration_file, context.eval_file))
+    return SharedParts(Original(model), context.calibration(tokens), tokens, held_out, CachedTeacher(model))
+
+
+def untrained_facts(candidate: Candidate, context: TrialContext, folder: Path) -> dict[str, Any]:
+    """Plan, convert, measure and save; the report of rung 0."""
+    prepare_process()
+    phases = loading.Phases()
+    converted, own_cache, facts = _converted(candidate, context, folder, phases)
+    # What is cast has memory of its own then. Nothing here holds the original any more, so no other copy is beside it.
+    cast_weights(converted, loading.dtype_of(context.dtype))
+    if not candidate.probe:
+        with phases("save"):
+            record = {"recipe": candidate.recipe.to_dict(), "seed": candidate.seed, **_note(context, own_cache)}
+            checkpoint.save(converted, folder / "converted", context.model, record=record)
+    measured = loading.cache_facts(converted, own_cache)
+    facts |= {"actual_kv_ratio": measured["kv_ratio"], "phases": dict(phases), "seconds": sum(phases.values())}
+    return measured | facts
+
+
+def _converted(
+    candidate: Candidate, context: TrialContext, folder: Path, phases: loading.Phases
+) -> tuple[PreTrainedModel, int, dict[str, Any]]:
+    """The converted model as it was measured, key and value heads of the original, and what is known of the trial."""
+    recipe = candidate.recipe
+    with phases("load"):
+        shared = shared_parts(context)
+    planning = _planning(candidate, context, shared)
+    given = None if candidate.plan is None else AttentionPlan.from_json(candidate.plan)
+    converted, plan, cost = plan_and_convert(recipe, candidate.kv_ratio, planning, candidate.seed, phases, given)
+    write_json(folder / "recipe.json", candidate.config())
+    (folder / "plan.json").write_text(plan.to_json() + "\n", encoding="utf-8")
+    with phases("evaluate"):
+        losses = _losses(converted, candidate, context, shared)
+    own_cache, relaxed = own_heads(planning.geometry), context.relaxation_steps(recipe) > 0
+    if relaxed and not candidate.probe:
+        with phases("save"):
+            start = relaxation_start(recipe, shared.original.model, plan, shared.calibration)
+            checkpoint.save(start, folder / "start", context.model, record=_note(context, own_cache))
+            del start
+    with phases("similarity"):
+        sampled = all(layer.inputs.numel() for layer in shared.calibration.layers)
+        similarity = sharing_similarity(shared_pairs(context), plan, planning.geometry.kv_map) if sampled else None
+    if loading.parameters(shared.original.model) > KEEP_BELOW:
+        shared_parts.cache_clear()
+    facts = context.decode_facts(shared.original.model.config, plan) | losses
+    facts |= {"plan_digest": plan.digest, "similarity": similarity, "conversion_cost": cost, "seed": candidate.seed}
+    return converted, own_cache, facts | ({"pooled": True} if relaxed else {})
+
+
+def _planning(candidate: Candidate, context: TrialContext, shared: SharedParts) -> PlanningContext:
+    phase = context.search_phase(candidate)
+    distances = dha_distances.read(phase.file(context.calibration_cache)) if phase else None
+    return planning_context(shared.original, shared.calibration, shared.tokens, context.calibration_cache, distances)
+
+
+def _losses(
+    converted: PreTrainedModel, candidate: Candidate, context: TrialContext, shared: SharedParts
+) -> dict[str, Any]:
+    """What the converted model loses untrained, with its weights rounded to those that are written."""
+    round_weights(converted, loading.dtype_of(context.dtype))
+    rows = context.settings(candidate.recipe, candidate.learning_rate).device_batch_size
+    scored = evaluate(converted, shared.held_out, teacher=shared.teacher, batch_size=rows)
+    losses = {"loss": scored.loss, "loss_increase": scored.loss - context.original_loss, "kl": scored.kl}
+    if candidate.plan is not None:
+        # What a searcher decides by is measured on other tokens than what the search is judged by.
+        losses["calibration_loss"] = evaluate(converted, shared.tokens, batch_size=rows).loss
+    return losses | {"step": 0, "tokens": 0} | scored.noted
+
+
+def _note(context: TrialContext, own_cache: int) -> dict[str, Any]:
+    return checkpoint.original_note(own_cache, **base_of(context.model))
+
+
+@lru_cache(maxsize=1)
+def shared_pairs(context: TrialContext) -> Any:
+    """How alike each pair of heads of the original model is; kept even where the model is too large to be."""
+    shared = shared_parts(context)
+    planning = planning_context(shared.original, shared.calibration, None, None)
+    return similarity_pairs(planning.heads, shared.calibration.layers, planning.geometry)
+
+
+def watched_facts(candidate: Candidate, context: TrialContext, folder: Path) -> dict[str, Any]:
+    """`untrained_facts`, with how far they are for the driver to show."""
+    with relayed(str(folder), "planning"):
+        return untrained_facts(candidate, context, folder)

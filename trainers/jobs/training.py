@@ -1,0 +1,223 @@
+"""A training job on one worker: from its start or its checkpoint, milestone by milestone, to its finished weights."""
+
+from __future__ import annotations
+
+import math
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from attention.io import checkpoint, piecewise
+from trainers.jobs import best
+from trainers.jobs.checkpoints import CheckpointStore, Kept
+from trainers.jobs.curve import Curve
+from trainers.jobs.job import TrainJob
+from trainers.jobs.link import Link
+from trainers.jobs.share import WorkerShare
+from trainers.loop import TrainingDiverged, train
+from trainers.losses import objective
+
+if TYPE_CHECKING:
+    from trainers.engine import Engine
+    from trainers.relaxing import Relaxed
+
+
+class Training(WorkerShare):
+    """One worker's training of a job: where it starts, and what it does at a step and at a milestone."""
+
+    def __init__(
+        self,
+        job: TrainJob,
+        engine: Engine,
+        teacher: Any,
+        link: Link,
+        store: CheckpointStore,
+        relaxed: Relaxed | None,
+        notes: list[str],
+    ) -> None:
+        super().__init__(job, job.settings)
+        self.engine, self.teacher, self.link, self.store, self.notes = engine, teacher, link, store, notes
+        self.relaxed, self.earlier_tokens = relaxed, 0
+        self.train_seconds, self.steps = 0.0, 0
+        if relaxed is not None:
+            self.stream.load_state_dict(relaxed.position)  # go on reading where the relaxation stopped
+            self.earlier_tokens, self.seconds = relaxed.tokens, relaxed.seconds
+        self.metrics: dict[str, Any] = {}
+        self.stopped, self.first_step_at = False, 0.0
+        self.losses: list[float] = []  # since the last milestone
+        self.saved_at, self.saved_step, self.leaving = time.monotonic(), 0, False
+        show = partial(link.show, job)
+        self.curve = Curve(store.named, engine, self.world_size, show) if self.rank == 0 else None
+
+    def run(self, newest: Kept | None, reports: list[dict[str, Any]]) -> dict[str, Any]:
+        """Train from the checkpoint `newest` of this run, or from where the job starts, to the last milestone.
+        `reports`: of the milestones before. Returns what `run_job` does."""
+        job, last = self.job, self.job.milestones[-1]
+        start = self._begin(newest)
+        self.metrics = reports[-1] if reports else {}
+        if last == 0 and not reports:  # a relaxation and no recovery: speed and loss are those of the relaxation
+            assert self.relaxed is not None  # the job has checked it
+            losses = [point["train_loss"] for point in self.relaxed.history]
+            self.report(0, sum(losses) / max(1, len(losses)))
+        try:
+            step = train(
+                self.engine,
+                self.stream,
+                steps=last,
+                start_step=start,
+                milestones=job.milestones,
+                on_milestone=self.report,
+                on_step=self.on_step,
+                until=lambda: self.stopped,
+                losses=self.losses,
+                loss_fn=objective(job.settings.distillation, job.settings.distillation_weight, self.teacher),
+            )
+        except TrainingDiverged as error:
+            # Returned and not raised: the loss is the same on all workers, and another try would end alike
+            self.store.settle()
+            return {"diverged": str(error)}
+        if self.stopped:
+            return {"stopped": step}
+        if start == last and reports:
+            self.finish(self.metrics)  # killed between its last checkpoint and here, or the weights were lost
+        return {"metrics": self.metrics}
+
+    def _begin(self, newest: Kept | None) -> int:
+        """The step to go on from."""
+        if newest is not None:
+            start = self.resume(self.store.folder(newest))
+            self.store.release()
+            return start
+        if (earlier := self.job.resume_from) is not None:
+            with self.store.of_run(Path(earlier).parent.name).opened(earlier) as folder:
+                return self.resume(folder, earlier_job=True)
+        self.stream.skip(self.job.first_sequence)
+        return 0
+
+    def resume(self, folder: Path, earlier_job: bool = False) -> int:
+        """The step to go on from: that of this run's checkpoint, or of an earlier job's (`resume_from`)."""
+        state = self.engine.load(folder)
+        self.saved_step = int(state["step"])
+        if not earlier_job:
+            self.seconds = float(state["seconds"])
+            self.losses += state.get("losses", [])
+        elif state["step"] != self.job.start_step:
+            raise ValueError(
+                f"start_step is {self.job.start_step}, checkpoint {self.job.resume_from} is at {state['step']}"
+            )
+        if not earlier_job or state["train_file"] == self.job.train_file:
+            self.stream.load_state_dict(state["stream"])
+        return int(state["step"])
+
+    def on_step(self, step: int, loss: float) -> None:
+        self.first_step_at = self.first_step_at or time.time()
+        self.store.advance()
+        lap = self.lap()
+        self.train_seconds += lap
+        self.steps += 1
+        if self.curve is not None:
+            self.curve.add(step, loss, self.tokens_a_step, lap)
+        if step not in self.job.milestones and self._due(step):
+            self._save(step)
+            self.lap()
+
+    def _due(self, step: int) -> bool:
+        """Whether a checkpoint is kept between two milestones; the clock is rank 0's. One is kept, once, when a node is
+        about to be taken away."""
+        if self.link.leaving() and not self.leaving:
+            self.leaving = True
+            return True
+        steps, minutes = self.job.checkpoint_steps, self.job.checkpoint_minutes
+        if steps is not None and step - self.saved_step >= steps:
+            return True
+        if minutes is None:
+            return False
+        late = torch.tensor([time.monotonic() - self.saved_at >= 60 * minutes], device=self.engine.device)
+        if self.world_size > 1:
+            dist.broadcast(late, src=0)
+        return bool(late.item())
+
+    def _save(self, step: int, report: dict[str, Any] | None = None) -> None:
+        state = {"step": step, "stream": self.stream.state_dict(), "train_file": self.job.train_file}
+        state |= {"seconds": self.seconds, "losses": self.losses if report is None else []}
+        self.store.save(step, lambda folder: self.engine.save(folder, state), report)
+        self.saved_at, self.saved_step = time.monotonic(), step
+
+    def report(self, step: int, train_loss: float) -> None:
+        """Measure, save, and report: every worker takes part, rank 0's numbers count."""
+        job, measured = self.job, self.evaluate(self.engine.model, self.teacher)
+        metrics = {
+            "loss": measured.loss,
+            "kl": measured.kl,
+            "step": step,
+            "tokens": self.earlier_tokens + step * self.tokens_a_step,
+            "tokens_per_second": self._speed(),
+            "train_loss": train_loss,
+            "learning_rate": self.engine.last_rate,
+            "gradient_norm": self.engine.gradient_norm,
+            "data_position": self.stream.state_dict()["position"],
+            "first_step_at": self.first_step_at,
+        }
+        if self.notes:
+            metrics["notes"] = self.notes
+        if self.relaxed is not None:
+            metrics |= {
+                "relaxation_steps": self.relaxed.steps,
+                "collapsed_loss": self.relaxed.loss,
+                "relaxed_dir": self.relaxed.model_dir,
+                "relaxation_history": self.relaxed.history,
+            }
+        last = step == job.milestones[-1]
+        if job.keep_best:
+            self._keep_if_best(metrics, last)
+        if last:
+            self.finish(metrics)
+        self.lap()
+        metrics["seconds"], metrics["time"] = self.seconds, time.time()
+        self._save(step, metrics)
+        if job.keep_best and self.link.rank == 0:
+            kept, reports = self.store.read()
+            named = [report for k in kept for report in [r for r in reports if r["step"] <= k.step][-1:]]
+            best.remove_other_bests(job.out_dir, [metrics] if last else named)
+        self.metrics = metrics
+        self.stopped = not self.link.report(metrics, last)
+        self.lap()
+        self.train_seconds, self.steps = 0.0, 0
+
+    def finish(self, metrics: dict[str, Any]) -> None:
+        """Write the finished weights as a checkpoint of their own, before the report says that they are there."""
+        self._write(self.job.out_dir)
+        if self.link.rank == 0:
+            metrics["out_dir"] = self.job.out_dir
+            metrics["weights_digest"] = checkpoint.weights_digest(self.job.out_dir)
+        dist.barrier()
+
+    def _keep_if_best(self, metrics: dict[str, Any], last: bool) -> None:
+        """Write the weights down if none were better so far, and add to the report which are the best."""
+        known, step = {key: self.metrics[key] for key in best.BEST if key in self.metrics}, metrics["step"]
+        if metrics["loss"] < known.get("best_loss", math.inf):  # never with NaN; of equal steps the earlier one stays
+            out = self.job.out_dir if last else best.best_folder(self.job.out_dir, step)
+            known = dict(zip(best.BEST, (step, metrics["loss"], metrics["kl"], out), strict=True))
+            if not last:  # the finished weights are written in any case
+                self._write(out)
+        metrics |= known
+
+    def _write(self, folder: str) -> None:
+        """The weights as they are now, by rank 0, a file at a time; all workers take part."""
+        source, tensors = self.job.model_dir, self.engine.tensors()
+        if self.link.rank == 0:
+            piecewise.save_as(source, tensors, folder, checkpoint.carried(source))
+        else:
+            for _ in tensors:  # so that rank 0 has them
+                pass
+        dist.barrier()
+
+    def _speed(self) -> float:
+        """Tokens a second since the last milestone; of the relaxation, with its own measuring, where it was all."""
+        if self.steps or self.relaxed is None:
+            return self.steps * self.tokens_a_step / self.train_seconds
+        return self.relaxed.tokens / self.relaxed.seconds
