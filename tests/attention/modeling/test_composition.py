@@ -382,7 +382,7 @@ def test_every_parameter_learns_also_with_recomputation(tiny_model, name: str) -
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if "composition" in n}
     assert grads and all(g.abs().max() > 0 for g in grads.values())
     model.zero_grad()
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     model(x, labels=x).loss.backward()
     for n, p in model.named_parameters():
         if n in grads:

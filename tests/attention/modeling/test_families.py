@@ -193,7 +193,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str, tiny_model: 
     found = []
     for checkpointing in (False, True):
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         model.train().zero_grad()
         model(tiny_tokens[:2], labels=tiny_tokens[:2]).loss.backward()
         found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})

@@ -1,0 +1,73 @@
+"""Searches of a tiny model with two trials that have trained, their promotion in this process, and kills in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from attention.plan import AttentionPlan, LayerPlan
+from orchestrator.config.schema import SearchConfig
+from orchestrator.promotion import promote
+from orchestrator.promotion.gate import check_candidate
+from orchestrator.promotion.state import TRAINED, Entry
+from orchestrator.search.prepare import SearchSession
+from orchestrator.search.trials.context import TrialContext
+from orchestrator.storage.paths import SearchFolder
+from orchestrator.storage.records import DONE, TrialRecord
+from orchestrator.tracking.runs import Tracker
+from orchestrator.tracking.sync import MlflowSync, parent_run
+
+HALF = LayerPlan((0, 0, 1, 1), (0, 0, 1, 1))
+ARTIFACTS = {"gate.yaml", "lineage.json", "plan.json", "README.md"}
+APART = LayerPlan((0, 0, 1, 1), (0, 1, 0, 1))
+
+
+def plan(layer: LayerPlan) -> AttentionPlan:
+    return AttentionPlan((layer, layer), head_dim=8)
+
+
+def entry(folder: SearchFolder, name: str = "head", **more: Any) -> Entry:
+    settings = {"loss": 2.1, "baseline_loss": 2.5, "status": TRAINED, "folder": str(folder.trial(name) / "trained")}
+    return Entry(name, "headfold", 0.5, 4, **{**settings, **more})
+
+
+def checked(one: Entry, config: SearchConfig, context: TrialContext, folder: SearchFolder) -> Entry:
+    """A candidate that the gate has seen."""
+    mlflow: Any = None
+    check_candidate(one, SearchSession(config, folder, context, mlflow, 1))
+    return one
+
+
+def trial(name: str, recipe: str, loss: float, budget: float = 0.5) -> TrialRecord:
+    rungs = [{"step": 0, "loss": loss + 1}, {"step": 4, "loss": loss, "kl": 0.1}]
+    return TrialRecord(name, recipe, budget, 1e-3, {}, status=DONE, rungs=rungs, kv_bytes_per_token=int(256 * budget))
+
+
+def promoted(
+    config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, parent: str
+) -> dict[str, Any]:
+    return promote.promote(SearchSession(config, folder, context, sync_of(tracker, folder, parent), 1))
+
+
+def sync_of(tracker: Tracker, folder: SearchFolder, parent: str) -> MlflowSync:
+    """What a driver has after its start."""
+    return MlflowSync(lambda: tracker, replace(parent_run(folder.root), status=None, run_id=parent))
+
+
+@contextmanager
+def killed_in(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, done: bool = False) -> Iterator[None]:
+    """The body must call `owner.name`, and dies there; with `done` once that has done its work."""
+    real = getattr(owner, name)
+
+    def killed(*args: Any, **kwargs: Any) -> None:
+        if done:
+            real(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, name, killed)
+        yield

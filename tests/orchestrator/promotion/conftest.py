@@ -1,0 +1,88 @@
+"""A search of a tiny model that has ended, a store for its promotion, and no cluster."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from promotions import APART, HALF, plan
+
+from attention.conversion import conversion
+from attention.io import checkpoint
+from orchestrator.config.schema import SearchConfig, parse_config
+from orchestrator.search.trials.context import TrialContext
+from orchestrator.storage.paths import SearchFolder
+from orchestrator.storage.records import write_json
+from orchestrator.tracking.runs import Tracker
+from trainers.text.data import write_sequences
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> SearchConfig:
+    return parse_config(
+        {
+            "name": "small",
+            "model": {"path": str(tmp_path / "base")},
+            "search": {"recipes": ["gqa", "headfold"], "kv_ratios": [0.5]},
+            "rungs": {"steps": [0, 4]},
+        }
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_model: Any) -> SearchFolder:
+    """A search with two trials of 4 steps each: their weights are converted ones of a tiny model."""
+    found = SearchFolder.fresh(tmp_path / "runs", "small")
+    base = tiny_model("llama")
+    checkpoint.save(base, tmp_path / "base")
+    for name, layer in (("head", HALF), ("base", HALF), ("apart", APART)):
+        own = found.trial(name)
+        checkpoint.save(conversion.convert(base, plan(layer)), own / "trained")
+        (own / "plan.json").write_text(plan(layer).to_json())
+    write_sequences(torch.arange(48).reshape(3, 16) % 64, tmp_path / "eval")
+    write_json(found.original, {"loss": 2.0, "model": str(tmp_path / "base")})
+    write_json(found.state, {"parent_run": "none"})
+    found.snapshot.write_text("name: small\n")
+    return found
+
+
+@pytest.fixture
+def context(tmp_path: Path, folder: SearchFolder) -> TrialContext:
+    return TrialContext(
+        folder=str(folder.root),
+        model=str(tmp_path / "base"),
+        dtype="float32",
+        train_file="",
+        eval_file=str(tmp_path / "eval"),
+        calibration_file="",
+        calibration_cache="",
+        rungs=(0, 4),
+        train={},
+        original_loss=2.0,
+    )
+
+
+@pytest.fixture
+def tracker(tmp_path: Path, empty_store: Path) -> Tracker:
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    return Tracker.open(None, "tests", tmp_path)
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate looks at a model in a Ray task where this process is connected to a Ray, as it is after other files."""
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+
+
+@pytest.fixture
+def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials that have reached the full steps need no workers: a start of Ray would be a mistake."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("no training is needed here")
+
+    monkeypatch.setattr("ray.init", refuse)
+    monkeypatch.setattr("ray.wait", refuse)

@@ -1,0 +1,102 @@
+"""How a trial goes on to train when it is promoted."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from promotions import trial
+
+from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
+from orchestrator.promotion.training import Training
+from orchestrator.search.candidates import Candidate
+from orchestrator.search.prepare import SearchSession
+from orchestrator.search.trials.context import TrialContext
+from orchestrator.storage.paths import SearchFolder
+from orchestrator.storage.records import write_json
+from search_spaces.recipes.recipes import recipe
+
+pytestmark = pytest.mark.usefixtures("in_this_process")
+
+
+def training_of(
+    config: SearchConfig,
+    context: TrialContext,
+    folder: SearchFolder,
+    saved: Path,
+    best: dict[str, Any] | None = None,
+    **section: Any,
+) -> Training:
+    """The promotion of a trial of 4 steps to 10, with settings of its own."""
+    config = parse_config(config.model_dump() | {"promotion": {"steps": 6, "evaluations": 2, **section}})
+    candidate = Candidate(recipe("headfold"), 0.5, 1e-3)
+    write_json(folder.trial("head") / "recipe.json", candidate.config())
+    rungs = [{"step": 4, "loss": 2.2, "checkpoint_path": str(saved), "data_position": 32} | (best or {})]
+    record = replace(trial("head", "headfold", 2.2), rungs=rungs)
+    mlflow: Any = None
+    return Training.of(record, 10, SearchSession(config, folder, context, mlflow, 1))
+
+
+def test_a_promotion_goes_on_from_the_trial_s_checkpoint_on_a_schedule_of_its_own(
+    config: SearchConfig, context: TrialContext, folder: SearchFolder, tmp_path: Path
+) -> None:
+    training = training_of(config, context, folder, tmp_path, train={"learning_rate": 1e-5}, checkpoint_steps=3)
+    job = training.job
+    assert job is not None
+    assert (job.start_step, job.milestones, job.resume_from) == (4, (7, 10), str(tmp_path))
+    settings, first = job.settings, job.schedule_offset + job.start_step
+    assert (first, job.schedule_steps) == (0, 6)
+    rates = [settings.rate(first + done, job.schedule_steps) for done in range(6)]
+    assert rates[0] == 1e-5 and rates[-1] < 0.2e-5
+    assert (job.checkpoint_steps, job.checkpoint_minutes, training.before) == (3, 30.0, 0)
+
+
+@pytest.mark.parametrize(("workers", "shape"), [(4, (4, None)), ([2, 8], (8, 2))])
+def test_it_goes_on_from_the_checkpoint_on_other_workers_too(
+    config: SearchConfig, context: TrialContext, folder: SearchFolder, tmp_path: Path, workers: Any, shape: Any
+) -> None:
+    job = training_of(config, context, folder, tmp_path, train={"num_workers": workers}).job
+    assert job is not None
+    assert (job.start_step, job.resume_from) == (4, str(tmp_path))
+    assert (job.shape.workers, job.shape.fewest) == shape
+
+
+def test_split_otherwise_it_starts_from_the_weights_and_reads_on(
+    config: SearchConfig, context: TrialContext, folder: SearchFolder, tmp_path: Path
+) -> None:
+    training = training_of(config, context, folder, tmp_path, train={"num_workers": 4, "zero_stage": 3})
+    job = training.job
+    assert job is not None
+    assert (job.start_step, job.milestones, job.resume_from) == (0, (3, 6), None)
+    assert job.model_dir == str(folder.trial("head") / "trained")
+    assert (job.settings.num_workers, job.first_sequence, training.before) == (4, 32, 4)
+    fresh = replace(context, promotion_file="fresh.safetensors")
+    job = training_of(config, fresh, folder, tmp_path, train={"zero_stage": 3}).job
+    assert job is not None
+    assert (job.train_file, job.first_sequence) == ("fresh.safetensors", 0)
+
+
+def test_a_stopped_trial_whose_checkpoint_is_gone_goes_on_from_its_best_weights(
+    config: SearchConfig, context: TrialContext, folder: SearchFolder, tmp_path: Path
+) -> None:
+    best = folder.trial("head") / "trained.best" / "step-000002"
+    (folder.trial("head") / "trained").rename(tmp_path / "weights")
+    shutil.copytree(tmp_path / "weights", best)
+    training = training_of(config, context, folder, tmp_path / "gone", best={"best_step": 2, "best_dir": str(best)})
+    job = training.job
+    assert job is not None
+    assert (job.model_dir, job.start_step, job.milestones) == (str(best), 0, (4, 8))
+    assert (training.start, training.before, job.first_sequence, job.resume_from) == (2, 2, 32, None)
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [({"batch_size": 3, "num_workers": 2}, "batch_size must be a multiple"), ({"learning_rat": 1}, "learning_rat")],
+)
+def test_settings_of_a_promotion_are_checked(config: SearchConfig, train: dict[str, Any], said: str) -> None:
+    changed = parse_config(config.model_dump() | {"promotion": {"train": train}})
+    with pytest.raises(ConfigError, match=f"promotion.train.*(?s:.*){said}"):
+        _ = changed.promotion_train
