@@ -7,6 +7,7 @@ makes in this process, its report, goes to a list.
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import LlamaForCausalLM
 
 from attention.io import checkpoint
 from orchestrator.search.candidates import Candidate
-from orchestrator.search.trials import trial
+from orchestrator.search.trials import trial, untrained
 from orchestrator.search.trials.context import TrialContext
 from orchestrator.search.trials.rungs import ReportRungs
 from orchestrator.search.trials.trial import run_trial
@@ -89,3 +90,22 @@ def test_later_reports_keep_the_note_and_add_their_own(context: TrialContext) ->
     told = rungs.complete({"step": 0, "loss": 4.5, "notes": ["trained with 2"]})
     assert told is not None and told["notes"] == [NOTE, "trained with 2"]
     assert "notes" not in (ReportRungs(context, {}, 0).complete({"step": 0, "loss": 4.5}) or {})
+
+
+def test_a_large_original_is_gone_before_the_converted_model_is_cast(
+    context: TrialContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is cast has memory of its own, and at that time there shall be one model only."""
+    shared_parts.cache_clear()
+    monkeypatch.setattr(untrained, "KEEP_BELOW", 0)
+    original = weakref.ref(shared_parts(context).original.model)
+    there: list[bool] = []
+    cast = untrained.cast_weights
+
+    def looked(*given: Any) -> None:
+        there.append(original() is not None)
+        cast(*given)
+
+    monkeypatch.setattr(untrained, "cast_weights", looked)
+    reports_of(context, "large", monkeypatch)
+    assert there == [False]
