@@ -35,7 +35,8 @@ def ray_train_intervals(look_seconds: float) -> None:
 
 
 def prepare_process() -> None:
-    """Of a process of Ray's that starts trainings, or loads models: quick to see an end, and quiet."""
+    """For a process that starts trainings or loads models: Ray Train looks after workers ten times a second, and
+    transformers prints neither warnings nor progress bars."""
     from transformers.utils import logging as transformers_logging
 
     ray_train_intervals(look_seconds=0.1)

@@ -234,8 +234,8 @@ def measure_layer(task: CurveTask, context: TrialContext, threads: int | None = 
     """Measure in this process, with as many threads if given; returns the number of points of the layer."""
     if threads is not None:
         torch.set_num_threads(threads)
-    (candidate, layer), (model, calibration, tokens, *_) = task, shared_parts(context)
-    planning = planning_context(model, calibration, tokens, context.calibration_cache)
+    (candidate, layer), shared = task, shared_parts(context)
+    planning = planning_context(shared.original, shared.calibration, shared.tokens, context.calibration_cache)
     generator = np.random.default_rng(candidate.seed)
     return measure_curves(candidate.recipe, candidate.kv_ratio, planning, generator, [layer])
 

@@ -83,7 +83,8 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
 def _ended_before(
     job: TrainJob, link: Link, newest: Kept | None, reports: list[dict[str, Any]]
 ) -> dict[str, Any] | None:
-    """Tell an earlier start's reports again; how the job ended if nothing of it is left to do."""
+    """Report again what earlier starts of the job have measured. Returns how the job ended if nothing is left to do,
+    else None."""
     last = job.milestones[-1]
     for known in reports:
         if not link.report(known, known["step"] == last):

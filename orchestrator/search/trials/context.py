@@ -1,4 +1,4 @@
-"""What the trials of a search share, and how it makes one's training."""
+"""What the trials of a search share, and the training job of each."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class SharedParts(NamedTuple):
 
 @lru_cache(maxsize=1)
 def shared_parts(context: TrialContext) -> SharedParts:
-    """Read once a process; trials reuse it."""
+    """What trials need of the original model: read once a process, later trials reuse it."""
     model = loading.load_working(context.model, context.dtype, context.device)
     tokens, held_out = (read_sequences(file)[:] for file in (context.calibration_file, context.eval_file))
     return SharedParts(Original(model), context.calibration(tokens), tokens, held_out, CachedTeacher(model))
@@ -55,7 +55,7 @@ def untrained_facts(candidate: Candidate, context: TrialContext, folder: Path) -
     prepare_process()
     phases = loading.Phases()
     converted, own_cache, facts = _converted(candidate, context, folder, phases)
-    # What is cast has memory of its own then. Nothing here holds the original any more, so no other copy is beside it.
+    # Casting makes copies of the weights; the original model is let go of by now, so that only one model is in memory.
     cast_weights(converted, loading.dtype_of(context.dtype))
     if not candidate.probe:
         with phases("save"):
@@ -129,6 +129,6 @@ def shared_pairs(context: TrialContext) -> Any:
 
 
 def watched_facts(candidate: Candidate, context: TrialContext, folder: Path) -> dict[str, Any]:
-    """`untrained_facts`, with how far they are for the driver to show."""
+    """`untrained_facts`, with its progress sent to the driver, which shows it."""
     with relayed(str(folder), "planning"):
         return untrained_facts(candidate, context, folder)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from promotions import APART, HALF, plan
+from journals import write_journal
+from promotions import APART, HALF, plan, trial
 
 from attention.conversion import conversion
 from attention.io import checkpoint
@@ -86,3 +87,10 @@ def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("ray.init", refuse)
     monkeypatch.setattr("ray.wait", refuse)
+
+
+@pytest.fixture
+def ended_search(folder: SearchFolder, tracker: Tracker) -> str:
+    """The run of a search that has ended, with one trial that is better than its baseline."""
+    write_journal(folder.root, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
+    return tracker.start("search")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from journals import write_journal
-from promotions import killed_in, promoted, trial
+from promotions import killed_in, promoted
 
 from orchestrator.config.schema import SearchConfig
 from orchestrator.promotion import steps
@@ -17,110 +16,113 @@ from orchestrator.storage.records import read_json
 from orchestrator.tracking.errors import TrackingError
 from orchestrator.tracking.runs import Tracker
 
-pytestmark = pytest.mark.usefixtures("in_this_process")
+pytestmark = pytest.mark.usefixtures("in_this_process", "no_training")
 
 
-@pytest.mark.usefixtures("no_training")
 def test_killed_in_the_gate_it_goes_on_from_the_trained_weights(
-    config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, monkeypatch: pytest.MonkeyPatch
+    config: SearchConfig,
+    context: TrialContext,
+    folder: SearchFolder,
+    tracker: Tracker,
+    ended_search: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    write_journal(folder.root, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
-    parent = tracker.start("search")
-
     with killed_in(monkeypatch, steps, "check_candidate"):
-        promoted(config, context, folder, tracker, parent)
+        promoted(config, context, folder, tracker, ended_search)
     assert read_json(folder.promotion)["candidates"]["head"]["status"] == TRAINED
-    assert promoted(config, context, folder, tracker, parent)["candidates"]["head"]["status"] == PROMOTED
-    assert len(tracker.children(parent)) == 2
+    assert promoted(config, context, folder, tracker, ended_search)["candidates"]["head"]["status"] == PROMOTED
+    assert len(tracker.children(ended_search)) == 2
 
 
-@pytest.mark.usefixtures("no_training")
 def test_killed_before_the_alias_the_old_one_stands_until_the_next_run(
-    config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, monkeypatch: pytest.MonkeyPatch
+    config: SearchConfig,
+    context: TrialContext,
+    folder: SearchFolder,
+    tracker: Tracker,
+    ended_search: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     older = folder.root / "older"
     older.mkdir()
     first = tracker.register("small", older, tracker.start("an older search"), tags={}, description="")
     tracker.point("small", "kv50", first)
-    write_journal(folder.root, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
-    parent = tracker.start("search")
-
     with killed_in(monkeypatch, Tracker, "point"):
-        promoted(config, context, folder, tracker, parent)
+        promoted(config, context, folder, tracker, ended_search)
     assert tracker.holder("small", "kv50") == first
     assert read_json(folder.promotion)["candidates"]["head"]["status"] == REGISTERED
     with monkeypatch.context() as patch:
         patch.setattr(steps, "check_candidate", lambda *a: pytest.fail("the gate ran again"))
-        (candidate,) = promoted(config, context, folder, tracker, parent)["candidates"].values()
+        (candidate,) = promoted(config, context, folder, tracker, ended_search)["candidates"].values()
     assert (candidate["status"], candidate["version"]) == (PROMOTED, "2")
     assert tracker.holder("small", "kv50") == "2"
     assert len(tracker.client.search_model_versions("name = 'small'")) == 2
 
 
-@pytest.mark.usefixtures("no_training")
 def test_killed_after_the_version_was_made_it_is_not_made_twice(
-    config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, monkeypatch: pytest.MonkeyPatch
+    config: SearchConfig,
+    context: TrialContext,
+    folder: SearchFolder,
+    tracker: Tracker,
+    ended_search: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    write_journal(folder.root, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
-    parent = tracker.start("search")
-
     with killed_in(monkeypatch, Tracker, "register", done=True):
-        promoted(config, context, folder, tracker, parent)
+        promoted(config, context, folder, tracker, ended_search)
     assert read_json(folder.promotion)["candidates"]["head"]["status"] == PASSED
-    (candidate,) = promoted(config, context, folder, tracker, parent)["candidates"].values()
+    (candidate,) = promoted(config, context, folder, tracker, ended_search)["candidates"].values()
     assert (candidate["status"], candidate["version"]) == (PROMOTED, "1")
     assert len(tracker.client.search_model_versions("name = 'small'")) == 1
 
 
-@pytest.mark.usefixtures("no_training")
 def test_a_run_that_a_kill_left_behind_is_taken_up_again(
-    config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, monkeypatch: pytest.MonkeyPatch
+    config: SearchConfig,
+    context: TrialContext,
+    folder: SearchFolder,
+    tracker: Tracker,
+    ended_search: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    write_journal(folder.root, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
-    parent = tracker.start("search")
-
     with killed_in(monkeypatch, Tracker, "log"):
-        promoted(config, context, folder, tracker, parent)
-    assert len(tracker.children(parent)) == 1
-    promoted(config, context, folder, tracker, parent)
-    kinds = sorted(run.data.tags["headfold.kind"] for run in tracker.children(parent))
+        promoted(config, context, folder, tracker, ended_search)
+    assert len(tracker.children(ended_search)) == 1
+    promoted(config, context, folder, tracker, ended_search)
+    kinds = sorted(run.data.tags["headfold.kind"] for run in tracker.children(ended_search))
     assert kinds == ["promotion baseline", "promotion candidate"]
 
 
-@pytest.mark.usefixtures("no_training")
 def test_a_registry_that_is_away_is_told_and_the_next_run_finishes(
     config: SearchConfig,
     context: TrialContext,
     folder: SearchFolder,
     tracker: Tracker,
+    ended_search: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    write_journal(folder.root, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
-    parent = tracker.start("search")
-
     def away(*args: Any, **kwargs: Any) -> None:
         raise TrackingError("the registry is away")
 
     with monkeypatch.context() as patch:
         patch.setattr(Tracker, "register", away)
-        state = promoted(config, context, folder, tracker, parent)
+        state = promoted(config, context, folder, tracker, ended_search)
     assert state["failed"] == ["head"]
     assert state["candidates"]["head"]["reasons"] == ["the registry is away"]
     assert "headfold promote" in capsys.readouterr().out
-    state = promoted(config, context, folder, tracker, parent)
+    state = promoted(config, context, folder, tracker, ended_search)
     assert (state["failed"], state["candidates"]["head"]["reasons"]) == ([], [])
     assert tracker.client.get_model_version_by_alias("small", "kv50").tags["gate"] == "passed"
 
 
-@pytest.mark.usefixtures("no_training")
 def test_a_promotion_that_runs_again_repeats_nothing(
-    config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, monkeypatch: pytest.MonkeyPatch
+    config: SearchConfig,
+    context: TrialContext,
+    folder: SearchFolder,
+    tracker: Tracker,
+    ended_search: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    write_journal(folder.root, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
-    parent = tracker.start("search")
-    first = promoted(config, context, folder, tracker, parent)
+    first = promoted(config, context, folder, tracker, ended_search)
     monkeypatch.setattr(steps, "check_candidate", lambda *a: pytest.fail("the gate ran again"))
-    assert promoted(config, context, folder, tracker, parent) == first
-    assert len(tracker.children(parent)) == 2
+    assert promoted(config, context, folder, tracker, ended_search) == first
+    assert len(tracker.children(ended_search)) == 2
     assert len(tracker.client.search_model_versions("name = 'small'")) == 1

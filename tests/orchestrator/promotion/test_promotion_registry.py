@@ -25,31 +25,27 @@ from orchestrator.storage.records import read_json, write_json
 from orchestrator.tracking.runs import Tracker
 from trainers.text.data import read_sequences
 
-pytestmark = pytest.mark.usefixtures("in_this_process")
+pytestmark = pytest.mark.usefixtures("in_this_process", "no_training")
 
 
-@pytest.mark.usefixtures("no_training")
 def test_the_best_is_registered_with_its_evidence_and_the_rest_told(
-    config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker
+    config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, ended_search: str
 ) -> None:
-    write_journal(folder.root, [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)])
-    parent = tracker.start("search")
-    state = promoted(config, context, folder, tracker, parent)
+    state = promoted(config, context, folder, tracker, ended_search)
     (candidate,) = state["candidates"].values()
     assert candidate["status"] == PROMOTED
     assert candidate["baseline_loss"] == 2.9
     version = tracker.client.get_model_version_by_alias("small", "kv50")
     assert version.tags["recipe"] == "headfold"
-    assert version.tags["search_run"] == parent
+    assert version.tags["search_run"] == ended_search
     assert version.tags["weights_digest"] == checkpoint.weights_digest(candidate["exported"])
     assert (folder.root / "exported").resolve() == Path(candidate["exported"])
     assert (folder.storage / "exported" / "config.json").is_file()
-    kinds = sorted(run.data.tags["headfold.kind"] for run in tracker.children(parent))
+    kinds = sorted(run.data.tags["headfold.kind"] for run in tracker.children(ended_search))
     assert kinds == ["promotion baseline", "promotion candidate"]
-    assert {run.info.status for run in tracker.children(parent)} == {"FINISHED"}
+    assert {run.info.status for run in tracker.children(ended_search)} == {"FINISHED"}
 
 
-@pytest.mark.usefixtures("no_training")
 def test_a_model_in_our_own_format_is_not_called_exported(
     config: SearchConfig,
     context: TrialContext,
@@ -68,7 +64,6 @@ def test_a_model_in_our_own_format_is_not_called_exported(
     assert "in Headfold's own format, which stock transformers does not load" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("no_training")
 def test_a_refused_candidate_is_kept_with_its_reasons_and_not_registered(
     config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker
 ) -> None:
@@ -87,7 +82,6 @@ def test_a_refused_candidate_is_kept_with_its_reasons_and_not_registered(
     assert Path(candidate["folder"]).is_dir()
 
 
-@pytest.mark.usefixtures("no_training")
 def test_a_version_tells_where_it_comes_from(
     config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, tmp_path: Path
 ) -> None:
@@ -130,7 +124,6 @@ def test_a_version_tells_where_it_comes_from(
     assert run.data.tags["trained_digest"] == expected["trained_digest"]
 
 
-@pytest.mark.usefixtures("no_training")
 def test_aliases_follow_the_loss_within_a_search_and_the_newer_version_between_searches(
     config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker
 ) -> None:
@@ -157,7 +150,6 @@ def test_aliases_follow_the_loss_within_a_search_and_the_newer_version_between_s
     assert state["candidates"]["apart"]["model_uri"] == "models:/small/2"
 
 
-@pytest.mark.usefixtures("no_training")
 def test_what_was_refused_is_kept_when_the_trial_is_promoted_with_more_steps(
     config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
