@@ -17,7 +17,18 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from attention.garbage import collect_seldom
-from orchestrator.cli import checkpoints, demo, estimates, evaluating, inspecting, searches, starting, training, usage
+from orchestrator.cli import (
+    checkpoints,
+    demo,
+    estimates,
+    evaluating,
+    inspecting,
+    recipes,
+    searches,
+    starting,
+    training,
+    usage,
+)
 from orchestrator.cli.ending import ended_at_once
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -90,6 +101,7 @@ for verb in (
     demo.demo,
     starting.init,
     searches.search,
+    recipes.recipes,
     checkpoints.convert,
     estimates.estimate,
     training.train,

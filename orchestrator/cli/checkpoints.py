@@ -9,11 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from orchestrator.cli import options, publishing
+from orchestrator.cli.recipes import chosen_recipe
 
 
 def convert(
     model: Annotated[str, typer.Option(help="Folder with safetensors, or hub name.")],
-    recipe: Annotated[str, typer.Option(help="Named recipe, e.g. gqa, asymgqa, align, headfold.")],
+    recipe: options.Recipe = "auto",
+    engine: options.Engine = None,
     kv_ratio: options.KVRatios = None,
     kv_heads: options.KVHeads = None,
     out: Annotated[
@@ -56,6 +58,8 @@ def convert(
 
     ratios = asked_ratios(model, kv_ratio, kv_heads)
     check_results(json, folder=out)
+    recipe_settings = options.recipe_settings(overrides)
+    recipe = chosen_recipe(model, recipe, engine, recipe_settings)
     if out is None and not dry_run:
         print("no --out: what is converted is measured, and nothing of it will be saved", file=sys.stderr, flush=True)
     settings: dict[str, Any] = {
@@ -67,7 +71,7 @@ def convert(
         "seed": seed,
         "dtype": dtype,
         "device": device,
-        "recipe_settings": options.recipe_settings(overrides),
+        "recipe_settings": recipe_settings,
     }
     if layerwise and len(ratios) > 1:
         raise ConfigError("layerwise: one ratio at a time is converted layer by layer; give one --kv-ratio")

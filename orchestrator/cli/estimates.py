@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchestrator.cli import options
+from orchestrator.cli.recipes import chosen_recipe
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import SearchConfig
 
 OF_SEARCH = "a search: headfold estimate CONFIG [KEY=VALUE]..."
-OF_CONVERSION = "a conversion: headfold estimate --model M --recipe R --kv-ratio 0.5,0.25 (or --kv-heads 4,2)"
+OF_CONVERSION = "a conversion: headfold estimate --model M --kv-ratio 0.5,0.25 (or --kv-heads 4,2)"
 
 
 def estimate(
@@ -27,7 +28,8 @@ def estimate(
     model: Annotated[
         str | None, typer.Option(help="Of a conversion: folder with config.json, or hub name; no weights are read.")
     ] = None,
-    recipe: Annotated[str | None, typer.Option(help="Named recipe, e.g. gqa, asymgqa, align, headfold.")] = None,
+    recipe: options.Recipe = "auto",
+    engine: options.Engine = None,
     kv_ratio: options.KVRatios = None,
     kv_heads: options.KVHeads = None,
     overrides: options.Overrides = None,
@@ -47,25 +49,27 @@ def estimate(
     if config is None and given and "=" not in given[0]:
         config = Path(given.pop(0))
     if config is not None:
-        if model or recipe or kv_ratio or kv_heads:
+        if model or recipe != "auto" or engine or kv_ratio or kv_heads:
             raise ConfigError(f"estimate: expected one of two, {OF_SEARCH}, or {OF_CONVERSION}; got parts of both")
         from orchestrator.config.schema import load_config
 
         tell_search(load_config(config, given), json)
         return
-    if model is None or recipe is None or (kv_ratio is None and kv_heads is None):
+    if model is None or (kv_ratio is None and kv_heads is None):
         raise ConfigError(f"estimate: expected {OF_SEARCH}, or {OF_CONVERSION}")
     from orchestrator.conversion.estimates.estimate import describe, estimate_conversion
     from orchestrator.conversion.request import asked_ratios
 
     ratios = asked_ratios(model, kv_ratio, kv_heads)
+    recipe_settings = options.recipe_settings(overrides)
+    recipe = chosen_recipe(model, recipe, engine, recipe_settings)
     settings: dict[str, Any] = {
         "calibration_tokens": calibration_tokens,
         "eval_tokens": eval_tokens,
         "sequence_length": sequence_length,
         "dtype": dtype,
         "device": device,
-        "recipe_settings": options.recipe_settings(overrides),
+        "recipe_settings": recipe_settings,
         "nearest": len(ratios) > 1,  # as `convert` takes several
     }
     points = [estimate_conversion(model, recipe, ratio, **settings) for ratio in ratios]

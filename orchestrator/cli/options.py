@@ -29,6 +29,15 @@ Overrides = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Other choices of the recipe, e.g. refinement=heal; repeatable."),
 ]
 
+Recipe = Annotated[
+    str,
+    typer.Option(help="Named recipe, see `headfold recipes`; auto: the best one for the model and --for."),
+]
+Engine = Annotated[
+    str | None,
+    typer.Option("--for", help="Engine that is to load the result: vllm, llama.cpp or transformers."),
+]
+
 CalibrationData = Annotated[
     str,
     typer.Option(

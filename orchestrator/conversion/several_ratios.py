@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -141,7 +140,7 @@ def check_curve(
     chosen = named_recipe(recipe, **dict(recipe_settings or {})) if isinstance(recipe, str) else recipe
     other = earlier and (
         ("model" if not _same(earlier["model"], model) else "")
-        or ("recipe" if earlier["recipe"] != json.loads(json.dumps(chosen.to_dict())) else "")
+        or ("recipe" if Recipe.from_dict(earlier["recipe"]).digest != chosen.digest else "")
     )
     if other:
         raise ConfigError(f"out: {str(place)!r} holds ratios of another {other}; give another folder")

@@ -1,0 +1,92 @@
+"""Which recipe suits a checkpoint: what each engine holds of the named ones, and the best of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from attention.geometry import HeadGeometry
+from attention.messages import one_of
+from search_spaces.recipes.engine_form import EngineForm
+from search_spaces.recipes.recipe import Recipe, RecipeError
+from search_spaces.recipes.recipes import RECIPES
+
+AUTO = "auto"
+BEST_FIRST = ("headfold", "headfold_layers", "headfold_gqa")  # by loss at equal bytes, docs/papers.md
+ENGINE_TARGETS: Mapping[str, tuple[str, ...]] = {
+    "vllm": ("vllm",),
+    "llama.cpp": ("gguf",),
+    "transformers": ("transformers", "gqa"),
+}
+"""Engines, and the export targets that they load, the one that holds most plans first."""
+
+ENGINE_NAMES = {"vllm": "vLLM", "llama.cpp": "llama.cpp", "transformers": "transformers"}
+SERVERS = ("vllm", "llama.cpp")  # what a recipe is chosen for where no engine is named
+
+
+@dataclass(frozen=True)
+class RecipeChoice:
+    """The recipe that suits a checkpoint, the engines that load its results, and why it was taken."""
+
+    recipe: str
+    engines: tuple[str, ...]
+    reason: str
+
+
+def engine_name(name: str) -> str:
+    """Return the engine of a name as people write it. Raises RecipeError for an unknown one."""
+    plain = {"gguf": "llama.cpp", "llamacpp": "llama.cpp", "hf": "transformers"}.get(name.lower(), name.lower())
+    if plain not in ENGINE_TARGETS:
+        raise RecipeError(one_of("engine", ENGINE_TARGETS, name))
+    return plain
+
+
+def engine_forms(config: Any, geometry: HeadGeometry) -> dict[str, list[EngineForm]]:
+    """Return what each engine holds of a family, one form per export target that it loads."""
+    return {
+        engine: [EngineForm.of(target, config, geometry) for target in targets]
+        for engine, targets in ENGINE_TARGETS.items()
+    }
+
+
+def refusals(recipe: Recipe, forms: list[EngineForm]) -> list[str]:
+    """Return why an engine cannot hold the plans of a recipe at their own bytes; empty if it can.
+
+    `forms`: of the export targets that it loads; the reasons are those of the first one.
+    """
+    reasons = [form.refusals(vars(recipe), equal_groups=recipe.equal_groups) for form in forms]
+    return min(reasons, key=bool)
+
+
+def engines_of(recipe: Recipe, forms: Mapping[str, list[EngineForm]]) -> tuple[str, ...]:
+    """Return the engines that hold all plans of a recipe at their own bytes."""
+    return tuple(engine for engine in forms if not refusals(recipe, forms[engine]))
+
+
+def choose_recipe(config: Any, geometry: HeadGeometry, engine: str | None = None) -> RecipeChoice:
+    """Return the best recipe for a checkpoint, by the order of `BEST_FIRST`.
+
+    With `engine` the first that it holds; else the first that all servers hold which hold any, so that
+    the result is not tied to one of them. A family that no engine holds in groups gets the best recipe
+    in Headfold's own format. Raises RecipeError where the named engine holds none.
+    """
+    forms = engine_forms(config, geometry)
+    engines = {name: engines_of(RECIPES[name], forms) for name in BEST_FIRST}
+    if engine is not None:
+        for name in BEST_FIRST:
+            if engine in engines[name]:
+                return RecipeChoice(name, engines[name], f"the best that {ENGINE_NAMES[engine]} loads")
+        reason = refusals(RECIPES[BEST_FIRST[-1]], forms[engine])[0]
+        raise RecipeError(f"no recipe suits {ENGINE_NAMES[engine]}: {reason}")
+    servers = [server for server in SERVERS if any(server in names for names in engines.values())]
+    for name in BEST_FIRST:
+        if servers and all(server in engines[name] for server in servers):
+            loads = " and ".join(ENGINE_NAMES[server] for server in servers)
+            return RecipeChoice(name, engines[name], f"the best that {loads} load{'s' * (len(servers) == 1)}")
+    for name in BEST_FIRST:
+        if engines[name]:
+            return RecipeChoice(name, engines[name], f"the best that {ENGINE_NAMES[engines[name][0]]} loads")
+    return RecipeChoice(
+        BEST_FIRST[0], (), f"no engine loads grouped heads of the {geometry.family} family, so the best is taken"
+    )

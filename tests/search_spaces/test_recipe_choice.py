@@ -1,0 +1,77 @@
+"""`auto`: the recipe that suits a checkpoint, by what the engines load of its family."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from transformers import Gemma2Config, GPT2Config, GraniteConfig, LlamaConfig, Qwen3Config
+
+from attention.families import families, geometry_of
+from attention.io.targets import TargetError, target
+from attention.plan import AttentionPlan, LayerPlan
+from search_spaces.recipes.bibliography import PAPERS
+from search_spaces.recipes.choice import ENGINE_TARGETS, choose_recipe, engine_name
+from search_spaces.recipes.recipe import RecipeError
+from search_spaces.recipes.recipes import NAMED, RECIPES
+
+LLAMA = LlamaConfig()
+QWEN3 = Qwen3Config(tie_word_embeddings=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "engine", "recipe"),
+    [
+        (LLAMA, None, "headfold_layers"),
+        (LLAMA, "vllm", "headfold_layers"),
+        (LLAMA, "llama.cpp", "headfold_layers"),
+        (LLAMA, "transformers", "headfold"),
+        (QWEN3, None, "headfold_gqa"),
+        (Qwen3Config(tie_word_embeddings=True), None, "headfold_gqa"),
+        (Qwen3Config(tie_word_embeddings=True), "llama.cpp", "headfold_layers"),
+        (GraniteConfig(), None, "headfold_gqa"),
+        (Gemma2Config(), "transformers", "headfold_gqa"),
+        (GPT2Config(), None, "headfold"),
+    ],
+)
+def test_auto_takes_the_best_recipe_that_the_engine_loads(config: Any, engine: str | None, recipe: str) -> None:
+    assert choose_recipe(config, geometry_of(config), engine).recipe == recipe
+
+
+@pytest.mark.parametrize("family", sorted(families()))
+def test_every_family_has_a_recipe_and_its_engines_hold_it(family: str) -> None:
+    config = families()[family].config_class()
+    geometry = geometry_of(config)
+    choice = choose_recipe(config, geometry)
+    halves = tuple(head // 2 for head in range(geometry.num_heads))
+    plan = AttentionPlan((LayerPlan(halves, halves),) * geometry.num_layers, geometry.head_dim)
+    for engine in choice.engines:
+        bytes_per_token = set()
+        for name in ENGINE_TARGETS[engine]:
+            with suppress(TargetError):
+                bytes_per_token.add(target(name).held(config, plan).bytes_per_token("float16"))
+        assert plan.kv_bytes_per_token("float16") in bytes_per_token
+
+
+def test_an_engine_that_holds_no_grouped_heads_is_refused_with_the_reason() -> None:
+    config = GPT2Config()
+    with pytest.raises(RecipeError, match=r"no recipe suits vLLM: target vllm holds"):
+        choose_recipe(config, geometry_of(config), "vllm")
+
+
+def test_engines_have_the_names_that_people_write() -> None:
+    assert [engine_name(n) for n in ("vLLM", "gguf", "hf")] == ["vllm", "llama.cpp", "transformers"]
+    with pytest.raises(RecipeError, match=r"got 'vlm' \(did you mean vllm\?\)"):
+        engine_name("vlm")
+
+
+def test_each_recipe_says_what_it_is_what_it_costs_and_where_it_comes_from() -> None:
+    assert [named.recipe.name for named in NAMED] == list(RECIPES)
+    for named in NAMED:
+        assert named.summary.endswith(".")
+        assert named.cost
+        assert set(named.papers) <= set(PAPERS)
+        assert bool(named.papers) != named.recipe.source.startswith("ours")
+    assert {key for named in NAMED for key in named.papers} == set(PAPERS)
+    assert len({paper.arxiv for paper in PAPERS.values()}) == len(PAPERS)
