@@ -186,3 +186,13 @@ def completions_of(answer: Mapping[str, Any]) -> list[Completion]:
 def threads() -> int:
     """Threads that an engine may take: OMP_NUM_THREADS, else all cores."""
     return int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+
+
+def idle_threads() -> int:
+    """Return the threads for which cores are idle now, at least 1 and at most `threads()`.
+
+    llama.cpp's threads wait for each other by spinning: with one more than there are idle cores it
+    generates a twentieth of the tokens per second that one thread does.
+    """
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return max(1, min(threads(), (os.cpu_count() or 1) - round(load)))

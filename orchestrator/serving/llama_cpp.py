@@ -24,6 +24,7 @@ from orchestrator.serving.engine import (
     SpeedQuestion,
     completions_of,
     has_module,
+    idle_threads,
     run_child,
     threads,
 )
@@ -96,7 +97,7 @@ def _run(
         "cells": cells,
         "cache_dtype": cache_dtype,
         "flash_attention": flash,
-        "threads": threads(),
+        "threads": threads() if timed else idle_threads(),
     }
     return run_child(NAME, [python, "-P", str(CHILDREN / "llama_cpp_child.py")], request, os.environ)
 

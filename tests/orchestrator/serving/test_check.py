@@ -19,7 +19,7 @@ from attention.io.targets import Held, target
 from attention.plan import AttentionPlan
 from orchestrator.serving import llama_cpp
 from orchestrator.serving.check import check_export, prompts_for
-from orchestrator.serving.engine import CHILDREN, EngineError, Question, run_child
+from orchestrator.serving.engine import CHILDREN, EngineError, Question, idle_threads, run_child
 from orchestrator.serving.engines import ENGINES, engine
 
 GROUPS = ((0, 0, 1, 1, 2, 2, 3, 3), (0,) * 8)
@@ -174,3 +174,15 @@ def test_bytes_are_read_from_the_log(log: str, held: int) -> None:
     assert llama_cpp.kv_bytes_per_token(f"x\n{log}\ny", 256) == held
     with pytest.raises(EngineError, match="does not name the size of its KV cache"):
         llama_cpp.kv_bytes_per_token("nothing", 256)
+
+
+@pytest.mark.parametrize(("cores", "load", "threads"), [(8, 0.2, 8), (8, 5.0, 3), (2, 9.5, 1), (8, 30.0, 1)])
+def test_a_check_takes_the_cores_that_are_idle(
+    cores: int, load: float, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    assert idle_threads() == threads
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert idle_threads() == min(threads, 2)
