@@ -15,6 +15,7 @@ from pydantic import Field
 
 from attention.conversion import conversion
 from attention.io import checkpoint
+from attention.io.sources import check_source
 from attention.messages import near
 from attention.modeling.composition import reset
 from attention.modeling.modeling import headfold_config, plan_of_config
@@ -106,6 +107,7 @@ def check(
 
     Raises ConfigError or PlanError, and DataError for a source of text that there is not.
     """
+    check_source(architecture, "architecture")
     section = _section(train_record({"recipe": recipe}, overrides, learning_rate, seed, device))
     check_training(section.train)
     loading.geometry_of(str(architecture), sequence_length, key="architecture", weights=False)

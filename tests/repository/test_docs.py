@@ -100,11 +100,9 @@ def test_what_is_missing_is_found(tmp_path: Path) -> None:
         "gone.md",
     ]
     assert missing_targets("run `make dinner`\nmake nothing now") == ["dinner", "nothing"]
+    text = "`headfold search a.yaml b=[1] 'c=[2]'` [3]\n$ headfold demo \\\n  d={e: 1} \"f={g: 1}\"\n"
+    assert unquoted_brackets(text) == ["b=[1]", "d={e:"]
     text = "`headfold fly`\n| `export DIR --wings 2` | x |\npython orchestrator/main.py search a.yaml \\\n  --gone\n"
-    assert unquoted_brackets("`headfold search a.yaml b=[1] 'c=[2]'` [3]\n$ headfold demo \\\n  d={e: 1} \"f={g: 1}\"\n") == [
-        "b=[1]",
-        "d={e:",
-    ]
     assert sorted(missing_verbs(text)) == ["export --wings", "fly", "search --gone"]
 
 

@@ -106,7 +106,14 @@ class Corpus:
 
 
 def resolve(source: str) -> Corpus:
-    """The corpus that a source names. Raises DataError when local files are named but missing or of no known type."""
+    """The corpus that a source names. Raises DataError when local files are named but missing or of no known type, and
+    TypeError for texts themselves."""
+    if not isinstance(source, str):
+        raise TypeError(
+            "data: expected the name of a source of text (str: a local file or folder, a hub data set, or "
+            f"'stdlib'), got {type(source).__name__}; write texts to a .jsonl file, one {{\"text\": ...}} object per "
+            "line, and pass its path"
+        )
     if not source.strip():
         raise DataError("a source of text has no name; give 'stdlib', local text or a hub data set")
     if source == "stdlib":
