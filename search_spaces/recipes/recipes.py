@@ -22,7 +22,7 @@ NAMED = (
         objective="layer",
         similarity="activation",
         together=False,
-        source="Chen 2024 (paper 003); the score is the layer's output error, objective=model is the paper's",
+        source="Chen 2024 (AsymGQA); the score is the layer's output error, objective=model is the paper's",
     ),
     Recipe(
         "dha",
@@ -32,7 +32,7 @@ NAMED = (
         relaxation="lagrangian",
         together=False,
         settings=(("grouping.equal_sizes", False),),
-        source="Chen 2024 (paper 000): searched groups and budgets, learned per-dimension fusion",
+        source="Chen 2024 (DHA): searched groups and budgets, learned per-dimension fusion",
     ),
     Recipe(
         "align",
@@ -47,20 +47,20 @@ NAMED = (
             ("recovery.distillation", "kl_bild"),
             ("recovery.distillation_weight", 1.0),
         ),
-        source="Jin 2024 (paper 001): value similarity by distance (Table 1), L0 masks, KL + BiLD",
+        source="Jin 2024: value similarity by distance (Table 1), L0 masks, KL + BiLD",
     ),
-    Recipe("directshare", sharing="direct", source="Cao 2024 (paper 004): heads share weights, none is grouped"),
+    Recipe("directshare", sharing="direct", source="Cao 2024: heads share weights, none is grouped"),
     Recipe(
         "postshare",
         sharing="post",
         relaxation="pull_together",
-        source="Cao 2024 (paper 004): the same after drawing them together",
+        source="Cao 2024: the same after drawing them together",
     ),
     Recipe(
         "dcformer",
         **LEAST_SQUARES,
         composition="dcmha",
-        source="Xiao 2024 (paper 002), added to a converted model; from scratch: the verb train",
+        source="Xiao 2024, added to a converted model; from scratch: the verb train",
     ),
     Recipe(
         "least_squares",

@@ -4,7 +4,7 @@ A *source* is one of
 - `stdlib`: the Python standard library's source, one document a file, without its tests;
 - a local file, folder or glob of .txt, .jsonl, .json or .parquet;
 - a hub data set, `name`, `name@subset`;
-- `synthetic:NAME`: the tasks of paper 002, see `trainers.text.synthetic_corpus`;
+- `synthetic:NAME`: the tasks of Xiao 2024, see `trainers.text.synthetic_corpus`;
 and files and data sets may end in `:split`. Text that belongs to no split, or to `train`, is divided by the md5 rule
 below; text of any other split (`validation`, `test`) is held out as a whole.
 """
