@@ -150,16 +150,8 @@ PAIRS = LayerPlan((0, 0, 1, 1), (0, 0, 1, 1))
 SINGLE = LayerPlan((0, 0, 0, 0), (0, 0, 0, 0))
 PER_LAYER = AttentionPlan((PAIRS, SINGLE), head_dim=8)
 TEXTS = [
-    "--data",
-    "notes.txt",
-    "--calibration-tokens",
-    "64",
-    "--eval-data",
-    "notes.txt",
-    "--eval-tokens",
-    "64",
-    "--sequence-length",
-    "32",
+    *("--data", "notes.txt", "--calibration-tokens", "64"),
+    *("--eval-data", "notes.txt", "--eval-tokens", "64", "--sequence-length", "32"),
 ]
 OPEN_TOKENIZERS = """
 import sys
