@@ -69,7 +69,7 @@ class LayerHeads:
         return replace(self, **changes)
 
     def expand(self, key_map: Sequence[int], value_map: Sequence[int]) -> LayerHeads:
-        """One key and one value head a query head, by repeating: the lossless lift to MHA (paper 000, App. D)."""
+        """One key and one value head a query head, by repeating: the lossless lift to MHA (DHA, App. D)."""
         keys = torch.as_tensor(key_map, device=self.k.device)
         values = torch.as_tensor(value_map, device=self.v.device)
         return self.changed(KEY_SIDE, lambda rows: rows[keys]).changed(VALUE_SIDE, lambda rows: rows[values])

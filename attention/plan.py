@@ -23,7 +23,7 @@ class AttentionPlan:
     """The maps of all layers, the shared heads, and the composition. An invalid plan cannot be constructed.
 
     `shares`: heads that use the query, key and value weights of another. `query_shares`, `key_shares`, `value_shares`:
-    the same of one projection alone, where each follows a match of its own (paper 004's ablation); not beside `shares`.
+    the same of one projection alone, where each follows a match of its own (Cao 2024's ablation); not beside `shares`.
     `output_shares`: the head's columns of the output projection, which `shares` leaves to the layer.
     `mlp_shares`: shared blocks of the MLPs, each MLP split into as many blocks as a layer has query heads.
     """

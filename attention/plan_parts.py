@@ -109,7 +109,7 @@ class LayerPlan:
 
 @dataclass(frozen=True, order=True)
 class HeadShare:
-    """Head `head` of layer `layer` uses the Q, K, V weights of head `source_head` of an earlier layer (paper 004).
+    """Head `head` of layer `layer` uses the Q, K, V weights of head `source_head` of an earlier layer (Cao 2024).
 
     In `AttentionPlan.mlp_shares` the same of MLP blocks: their neurons, in and out, are those of the earlier block.
     """
@@ -144,7 +144,7 @@ def resolve_shares(shares: Iterable[HeadShare]) -> tuple[HeadShare, ...]:
 
 @dataclass(frozen=True)
 class Composition:
-    """Settings of dynamically composable heads (paper 002, sections 3 and 4.6).
+    """Settings of dynamically composable heads (Xiao 2024, sections 3 and 4.6).
 
     `rank`: R of the low-rank branch, of each group. `query_side`, `key_side`: the branches made from the query token
     and from the key token. `before_softmax`, `after_softmax`: where heads are composed, each place with its own
@@ -197,7 +197,7 @@ class Composition:
         return 2 * self.rank * self.projection + self.gate
 
     def cached_values(self, num_heads: int) -> int:
-        """Key-side weights of a token in a layer's cache: 2R + 1 a query head at each place (paper 002, sec. 4.4)."""
+        """Key-side weights of a token in a layer's cache: 2R + 1 a query head at each place (Xiao 2024, sec. 4.4)."""
         places = self.before_softmax + self.after_softmax
         return places * num_heads * self.width if self.key_side else 0
 

@@ -1,6 +1,6 @@
-"""Composed heads (paper 002) against the plain transformer: a training step, a forward pass, and decoding.
+"""Composed heads (Xiao 2024) against the plain transformer: a training step, a forward pass, and decoding.
 
-The paper's Table 9 has 74 to 89 % of the transformer's training speed and 88 to 95 % of its inference speed, on
+The paper's Table 6 has 74 to 89 % of the transformer's training speed and 88 to 95 % of its inference speed, on
 accelerators and with larger models. `rival / ours` is that share.
 """
 

@@ -49,7 +49,7 @@ def relaxed_step(part: Part, layers: int, batch: Tensor) -> Callable[[], None]:
 
 
 def _shared(layers: int) -> AttentionPlan:
-    """Three heads in ten share the weights of an earlier layer (paper 004)."""
+    """Three heads in ten share the weights of an earlier layer (Cao 2024)."""
     count = max(1, round(0.3 * layers * 8))
     places = [(layer, head) for layer in range(1, layers) for head in range(8)][:count]
     shares = tuple(HeadShare(layer, head, 0, head) for layer, head in places)

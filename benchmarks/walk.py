@@ -1,4 +1,4 @@
-"""One iteration of the walk on the cheap score against one on the loss of the whole model (paper 003)."""
+"""One iteration of the walk on the cheap score against one on the loss of the whole model (AsymGQA)."""
 
 from __future__ import annotations
 

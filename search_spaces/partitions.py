@@ -34,7 +34,7 @@ def group_sizes(num_heads: int, groups: int) -> list[int]:
 
 
 def full_sizes(num_heads: int, groups: int) -> list[int]:
-    """As many full groups as fit and the rest in one smaller group (paper 003, Alg. 1: `P[i : i + m]`; Table 1).
+    """As many full groups as fit and the rest in one smaller group (AsymGQA, Alg. 1: `P[i : i + m]`; Table 1).
 
     32 heads in 6 groups are [6, 6, 6, 6, 6, 2], in 11 groups ten of 3 and one of 2. Where no size m gives so many
     groups (8 heads in 5), sizes differ by at most one, as in `group_sizes`.

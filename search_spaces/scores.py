@@ -204,7 +204,7 @@ def _norms(module: Any) -> tuple[Norm, Norm]:
 
 @dataclass
 class ModelScore:
-    """Minus the loss of the whole model (paper 003 takes accuracy), each partition measured once.
+    """Minus the loss of the whole model (AsymGQA takes accuracy), each partition measured once.
 
     Silent: whether earlier layers are already grouped when a later one is searched. They are here: `plan_with` keeps
     what was found, as the paper's order "from the first layer to the last" suggests.

@@ -1,7 +1,7 @@
-"""LoRA: a low-rank change of each projection is trained, all else is frozen (Hu 2021; paper 003, Tables 1 and 3).
+"""LoRA: a low-rank change of each projection is trained, all else is frozen (Hu 2021; AsymGQA, Tables 1 and 3).
 
 Legend: r rank; a projection `W [out, in]` becomes `W + (alpha / r) B A` with `A [r, in]` and `B [out, r]`, B = 0 at
-first, so that training starts at the given model. Paper 003 is **silent** on r, alpha and which projections.
+first, so that training starts at the given model. AsymGQA's paper is **silent** on r, alpha and which projections.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How far apart DHA's mixes of heads come to lie under the language-model loss alone (paper 000, Chen 2024).
+"""How far apart DHA's mixes of heads come to lie under the language-model loss alone.
 
 The search phase (sec. 4.3 and App. B.2) groups heads by these distances. The paper begins every fusion process, of 2x,
 4x and 8x, with such steps and groups anew. **Decided here:** the final groups are those of the search phase, since the

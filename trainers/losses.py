@@ -20,13 +20,13 @@ DISTILLATIONS = ("none", "kl", "kl_bild")
 
 
 def bild(student: Tensor, teacher: Tensor, k: int = 16) -> Tensor:
-    """Bi-directional logit-difference loss (Li 2024, named by paper 001, appendix on distillation), mean over tokens.
+    """Bi-directional logit-difference loss (Li 2024, named by Jin 2024, appendix on distillation), mean over tokens.
 
     Take the k largest logits of one side and the other side's logits at the same places; the differences of all
     pairs i < j, `[..., n]` on each side, pass a softmax; KL(teacher ‖ student) of the two. Once with the teacher
     choosing the places and once with the student; the sum of both. Logits `[..., V]`.
 
-    Paper 001 only names the loss. Decided here: no temperature, and the choice of places is not differentiated.
+    Jin 2024 only names the loss. Decided here: no temperature, and the choice of places is not differentiated.
     Raises ValueError for a k below 3: two logits have one difference, whose softmax is 1 on both sides.
     """
     if not 3 <= k <= student.shape[-1]:
@@ -48,7 +48,7 @@ def objective(distillation: str = "none", weight: float = 0.5, teacher: Any = No
     """The training loss as the loop wants it, `f(model, batch [B, T]) -> scalar`.
 
     "none": language modelling. "kl": `(1 - weight)` of it and `weight` of KL(teacher ‖ model) on the same predictions.
-    "kl_bild": KL + BiLD in the place of KL (paper 001, Eq. 30; its k is `bild`'s default, its weight 1). Of a teacher
+    "kl_bild": KL + BiLD in the place of KL (Jin 2024, Eq. 30; its k is `bild`'s default, its weight 1). Of a teacher
     only the hidden states are computed before the model runs (`attention.modeling.predictions`).
     """
     if distillation not in DISTILLATIONS:

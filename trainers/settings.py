@@ -88,9 +88,9 @@ class TrainSettings(Strict):
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """AdamW's."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """AdamW's; paper 002 (App. C) trains from scratch with 0.9."""
+    """AdamW's; Xiao 2024 (App. C) trains from scratch with 0.9."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """AdamW's; paper 002 (App. C) trains from scratch with 0.95."""
+    """AdamW's; Xiao 2024 (App. C) trains from scratch with 0.95."""
     warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of the steps in which the learning rate rises."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -109,7 +109,7 @@ class TrainSettings(Strict):
     ] = "float32"
     """What training computes in; what a promotion ships has the checkpoint's own. bfloat16 needs zero_stage 1 to 3."""
     distillation: Literal["none", "kl", "kl_bild"] = "none"
-    """kl mixes KL(original model ‖ model) into the loss, kl_bild KL + BiLD (paper 001)."""
+    """kl mixes KL(original model ‖ model) into the loss, kl_bild KL + BiLD (Jin 2024)."""
     distillation_weight: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Weight of the distillation in the loss; the language-modelling loss keeps the rest."""
     tuning: Literal["full", "lora", "kv"] = "full"

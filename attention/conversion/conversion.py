@@ -31,7 +31,7 @@ def read_layers(model: PreTrainedModel) -> list[LayerHeads]:
 
 
 def lift(model: PreTrainedModel) -> list[LayerHeads]:
-    """The heads of every layer with one key and one value head a query head (paper 000, App. D), in float32."""
+    """The heads of every layer with one key and one value head a query head (DHA, App. D), in float32."""
     return list(LiftedHeads(model))
 
 

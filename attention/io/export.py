@@ -165,7 +165,8 @@ def check_cache(plan: AttentionPlan, held: Held, name: str, dtype: str) -> None:
             f"target {name} takes {after} KV bytes per token, the plan {before}: {widest_layers(plan)}, of which each "
             "takes a KV head there, and a format with one count for all layers has as many in every layer. Convert "
             "with a recipe of one count for all layers (headfold_gqa, align, gqa), let --target auto find a format "
-            "that holds this plan, or accept the larger cache: --allow-larger-cache"
+            "that holds this plan, or accept the larger cache: --allow-larger-cache (in Python: "
+            "allow_larger_cache=True)"
         )
 
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from attention.io.files import names_beside, sha256
+from attention.io.sources import check_source
 
 DIGESTS = "digests.json"
 LONGEST = 64  # characters of a file's name in a checkpoint
@@ -33,11 +34,14 @@ def check_folder(
     It must be free or empty; with `overwrite` it may be one that we wrote, unchanged since. Never: a file, a link, a
     mount, the current or the home folder or what they lie in, one of `reads` (the model, where it is a local folder),
     what it lies in, or a folder within a checkpoint. That it can be written is tried, without a trace. Raises
-    OutputError, whose message starts with `key`.
+    OutputError, whose message starts with `key`, and TypeError for a source that is no path.
     """
+    sources = list(reads)
+    for source in sources:
+        check_source(source, "model")
     try:
         place = resolved(folder)
-        _check_place(place, reads, key)
+        _check_place(place, sources, key)
         if os.path.lexists(place):
             _check_kind(place, key)
         recover(place)
@@ -117,8 +121,8 @@ def _check_content(place: Path, overwrite: bool, key: str) -> None:
         )
     if not overwrite:
         raise OutputError(
-            f"{key}: {str(place)!r} holds what Headfold wrote earlier; add --overwrite to replace it, or give another "
-            "folder"
+            f"{key}: {str(place)!r} holds what Headfold wrote earlier; to replace it add --overwrite (in Python: "
+            "overwrite=True), or give another folder"
         )
     if (other := changed(place)) is not None:
         raise OutputError(

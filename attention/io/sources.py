@@ -59,3 +59,12 @@ def hub_answers() -> bool:
     except Exception:  # offline mode, no network, no name service, a proxy that refuses: all mean no
         return False
     return True
+
+
+def check_source(source: object, key: str) -> None:
+    """Raise TypeError for what is not the name of a checkpoint, e.g. a loaded model: its `str` is no path."""
+    if not isinstance(source, (str, Path)):
+        raise TypeError(
+            f"{key}: expected the path of a checkpoint or a hub name (str or Path), got "
+            f"{type(source).__name__}; save a model and its tokenizer with save_pretrained, and pass the folder"
+        )

@@ -89,7 +89,7 @@ def composed_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention with composed heads (paper 002, App. D): `[B, H, T, d]`. The scores of all heads are held at once.
+    """Attention with composed heads (Xiao 2024, App. D): `[B, H, T, d]`. The scores of all heads are held at once.
 
     x `[B, T, D]`: the attention input of the query tokens; `layer`: where the key-side weights of earlier tokens lie.
     """

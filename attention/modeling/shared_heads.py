@@ -1,4 +1,4 @@
-"""Heads and MLP blocks of later layers that use the weights of earlier ones (paper 004, head-wise sharing).
+"""Heads and MLP blocks of later layers that use the weights of earlier ones (Cao 2024, head-wise sharing).
 
 A shared head takes over query, key and value rows with their biases, and its columns of the output projection if the
 plan shares them; norms and position embedding stay the layer's own. A shared MLP block takes over its neurons: rows of

@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from attention.io.precision import round_weights
+from attention.io.sources import check_source
 from attention.messages import one_of
 from attention.modeling.modeling import plan_of
 from attention.plan import AttentionPlan
@@ -71,6 +72,7 @@ def inspect_checkpoint(
     ValueError for what a user can mend, all before the model is loaded where that can be known.
     """
     started = time.perf_counter()
+    check_source(model, "checkpoint")
     geometry = loading.geometry_of(str(model), sequence_length, key="checkpoint")
     chosen = sensitivity_recipe(recipe, counts, recipe_settings)
     others = {name: untrained(name) for name in compare}

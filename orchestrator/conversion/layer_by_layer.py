@@ -83,7 +83,7 @@ def check_conversion(
 ) -> tuple[ConversionRequest, Path]:
     """What is asked for, checked as far as can be without texts and weights, and the absolute path of `out`."""
     if out is None:
-        raise ConfigError("out: a conversion layer by layer is written layer by layer; give it a folder with --out")
+        raise ConfigError("out: a conversion layer by layer is written layer by layer; give it a folder as out (--out)")
     place = check_folder(out, overwrite=overwrite, reads=[model])
     check_stage(stage_of(place))
     request = ConversionRequest.check(model, recipe, [kv_ratio], **settings)

@@ -67,7 +67,7 @@ class Stage:
             if stage.reached and not overwrite:
                 raise OutputError(
                     f"out: {folder} holds {stage.reached} finished layers of another conversion; its command goes on "
-                    "with them; add --overwrite to give them up, or give another folder"
+                    "with them; to give them up add --overwrite (in Python: overwrite=True), or give another folder"
                 )
             note = f"{folder} holds another conversion; starting over" if stage.reached else ""
         shutil.rmtree(folder, ignore_errors=True)

@@ -17,6 +17,7 @@ from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from attention.io.precision import DTYPES
+from attention.io.sources import check_source
 from attention.io.stock_form import format_of
 from attention.modeling.modeling import plan_of_config
 from attention.plan import AttentionPlan
@@ -114,8 +115,9 @@ class ConversionRequest:
         `kv_ratios` are shares of the checkpoint's own KV cache; one that changes nothing is refused. With `nearest` a
         ratio that the recipe cannot meet exactly is no mistake if a smaller one can be met. With `config_only` there
         need be neither weights nor a tokenizer. `settings` are the fields that have a default.
-        Raises ConfigError, RecipeError or ValueError for what a user can mend.
+        Raises ConfigError, RecipeError or ValueError for what a user can mend, TypeError for a model that is no path.
         """
+        check_source(model, "model")
         for ratio in kv_ratios:
             if not 0 < ratio <= 1:
                 raise ConfigError(

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
+from attention.io.sources import check_source
 from attention.modeling.modeling import plan_of
 from attention.progress import clock
 from orchestrator.conversion import loading
@@ -44,6 +45,9 @@ def evaluate_checkpoint(
     `dtype`: what the cache is held in, and what decodes for the speed (auto: the checkpoint's own); losses are computed
     as `loading.working_dtype` says. Raises ConfigError or DataError for what a user can mend.
     """
+    for key, source in (("checkpoint", path), ("original", original), ("baseline", baseline)):
+        if source is not None:
+            check_source(source, key)
     phases = loading.Phases()
     recipe = checkpoint.note_of(path).get("recipe")
     with phases("data"):

@@ -189,10 +189,15 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
+SAME = 1e-6  # nats per token, between seeds of one plan
+
+
 def _mean_and_sd(values: Spread) -> str:
-    """Mean ± standard deviation; the mean alone of one seed."""
+    """Mean ± standard deviation; the mean alone of one seed, and of seeds that are all the same: a plan that does not
+    depend on the seed has no spread, and "± 0.000" would read as a precision."""
     mean = number(values["mean"])
-    return mean if values["sd"] is None else f"{mean} ± {values['sd']:.3f}"
+    deviation = values["sd"]
+    return mean if deviation is None or deviation < SAME else f"{mean} ± {deviation:.3f}"
 
 
 ODD = ("diverged", "failed", "stopped", "copied", "unfinished")
@@ -208,7 +213,8 @@ def footnote(rows: Sequence[Row]) -> str:
     """What the reader of the table must know."""
     several = max((row["seeds_asked"] for row in rows), default=0)
     note = (
-        f"Each arm at its best learning rate of the same grid; mean ± sample standard deviation over {several} seeds; "
+        f"Each arm at its best learning rate of the same grid; mean ± sample standard deviation over {several} seeds "
+        "(none where the seed changes nothing); "
         "a rate with a failed, diverged or early stopped seed is left out of the choice; fit steps: Adam steps on "
         "single layers before training; FLOPs: of these and of the training, 6 a parameter and token; seconds: of all"
     )

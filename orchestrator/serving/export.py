@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from attention.io import checkpoint
 from attention.io.export import export
 from attention.io.precision import DTYPES, round_weights
+from attention.io.sources import check_source
 from attention.io.stock_form import format_of
 from attention.io.targets import Target, best_target, target
 from attention.modeling.modeling import plan_of_config
@@ -46,6 +47,7 @@ def export_checkpoint(
     tokens is told. Raises ConfigError or ValueError as in `export`, EngineError before any work if the engine is not
     installed, CheckError if it shows something else.
     """
+    check_source(source, "checkpoint")
     loading.geometry_of(str(source), key="checkpoint")
     others: dict[str, str] = {}
     if target_name == AUTO:
@@ -54,7 +56,9 @@ def export_checkpoint(
     chosen = target(target_name)
     written = dtype if dtype in chosen.dtypes else loading.written_dtype(source, dtype)
     if not check and (engine or python):
-        raise ConfigError("engine, engine_python: are of a check; add --check, or leave them out")
+        raise ConfigError(
+            "engine, engine_python: are of a check; add --check (in Python: check=True), or leave them out"
+        )
     asked = _check(chosen, source, written, engine, python, memory) if check else None
     allowed = {"allow_larger_cache": allow_larger_cache, "overwrite": overwrite}
     made = export(source, chosen.name, out, source, dtype=written, check=asked, **allowed)

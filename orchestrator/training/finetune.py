@@ -16,6 +16,7 @@ from torch import Tensor
 from attention.io import checkpoint, piecewise
 from attention.io.precision import DTYPES
 from attention.io.safetensors_files import opened, stored_tensors
+from attention.io.sources import check_source
 from attention.modeling.modeling import plan_of_config
 from orchestrator.cluster.tasks import on_cluster
 from orchestrator.config.schema import ConfigError, Section, parse_section
@@ -129,6 +130,9 @@ def check(
 
     Raises ConfigError, and DataError for a source of text that there is not.
     """
+    check_source(model, "model")
+    if original is not None:
+        check_source(original, "original")
     settings = _settings(train_record({}, overrides, learning_rate, seed, device), tuning, original is not None)
     check_training(settings)
     geometry = loading.geometry_of(str(model), sequence_length, key="model")

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from attention.conversion import conversion
 from attention.io import checkpoint
+from attention.io.sources import check_source
 from attention.messages import near
 from attention.modeling.composition import reset
 from attention.modeling.modeling import headfold_config, plan_of_config
@@ -106,6 +107,7 @@ def check(
 
     Raises ConfigError or PlanError, and DataError for a source of text that there is not.
     """
+    check_source(architecture, "architecture")
     section = _section(train_record({"recipe": recipe}, overrides, learning_rate, seed, device))
     check_training(section.train)
     loading.geometry_of(str(architecture), sequence_length, key="architecture", weights=False)
@@ -163,13 +165,13 @@ def train_from_scratch(
 ) -> dict[str, Any]:
     """Train a model with the architecture and the tokenizer of `architecture` from random weights and save it in `out`.
 
-    `settings` are those of `check`; `recipe` "dcformer" composes heads dynamically (paper 002) from the paper's
+    `settings` are those of `check`; `recipe` "dcformer" composes heads dynamically (Xiao 2024) from the paper's
     initialisation, "transformer" does not. With one seed both start from the same weights, composition apart, and see
     the same text. `out` must be free, hold this very training, or with `overwrite` a checkpoint that we wrote; its
     `out.training` is never replaced by another. `progress` is told each milestone in words. Returns one record: losses
     in nats per token at each milestone, tokens, tokens a second of training, parameters, seconds; measured on
     `synthetic:NAME` also `answers`: accuracy and perplexity of the answers alone, over `count` examples and by task
-    (paper 002, Table 5).
+    (Xiao 2024, Table 5).
     """
     task = check(architecture, out, **settings)
     task.check_folders(overwrite)
@@ -199,7 +201,7 @@ def _answers(task: Scratch) -> dict[str, Any]:
 
 
 def untrained(architecture: str | Path, plan: AttentionPlan, seed: int) -> PreTrainedModel:
-    """A model of the plan with the architecture's own initialisation, composition with that of paper 002, sec. 4.
+    """A model of the plan with the architecture's own initialisation, composition with that of Xiao 2024, sec. 4.
 
     The weights follow from `seed` alone; torch's own generator, which transformers initialises with, is left as it was.
     """

@@ -17,7 +17,7 @@ def dha_greedy(
     *,
     first: int = 1,
 ) -> tuple[int, ...]:
-    """Heads for each layer, `total` in all, more where the loss is greater (paper 000, App. B.4, Alg. 5).
+    """Heads for each layer, `total` in all, more where the loss is greater (DHA, App. B.4, Alg. 5).
 
     `quanta` (small, large): every layer starts with `small`; the `first` layers of greatest loss are raised to `large`,
     but as printed only as many as whole `large` fit into what is left (line 10: R // 16, though each takes 12); then
@@ -60,7 +60,7 @@ def dha_greedy(
 
 @ALLOCATION.part(
     "dha",
-    source="Chen 2024 (paper 000), App. B.4, Alg. 5",
+    source="Chen 2024 (DHA), App. B.4, Alg. 5",
     knobs=(
         Knob("small", "int", "heads that every layer has, and the step; 0: an eighth of the heads", low=0),
         Knob("large", "int", "heads of the layers of greatest loss; 0: half of the heads", low=0),
@@ -72,7 +72,7 @@ def dha_greedy(
 def dha(
     problem: AllocationProblem, *, small: int = 0, large: int = 0, first: int = 1, key_share: float = 0.5
 ) -> Counts:
-    """Greedy, once for keys and once for values (paper 000, sec. 3.2 and 4.3); `key_share` of the total goes to keys,
+    """Greedy, once for keys and once for values (DHA, sec. 3.2 and 4.3); `key_share` of the total goes to keys,
     with what is no whole head. **Silent** in the paper is the split of the total.
 
     The default quanta are the paper's 4 and 16 of 32 heads in proportion, less where the total or the heads ask for it.

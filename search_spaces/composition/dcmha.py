@@ -1,4 +1,4 @@
-"""Dynamically composable heads (paper 002). The settings are those that the paper varies in its Tables 6 to 9."""
+"""Dynamically composable heads (Xiao 2024). The settings are those that the paper varies in its Tables 9 and 10."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attention.axes import Knob
 from attention.plan import AttentionPlan, Composition
 from search_spaces.axes import COMPOSITION
 
-WINDOW = 256  # paper 002, sec. 4: "a sliding attention window of 256 tokens for each other layer"
+WINDOW = 256  # Xiao 2024, sec. 4: "a sliding attention window of 256 tokens for each other layer"
 KNOBS = (
     Knob("rank", "int", "R of the low-rank branches", 1, 16, searched=True),
     Knob("query_side", "bool", "weights made from the query token"),
@@ -41,7 +41,7 @@ def composition_of(settings: Mapping[str, Any]) -> Composition:
     return Composition(**own)
 
 
-@COMPOSITION.part("dcmha", source="Xiao 2024 (paper 002), sec. 3 and 4", knobs=KNOBS, passes_to=Composition)
+@COMPOSITION.part("dcmha", source="Xiao 2024, sec. 3 and 4", knobs=KNOBS, passes_to=Composition)
 def dcmha(plan: AttentionPlan, *, windowed: bool = False, **knobs: Any) -> AttentionPlan:
     """Raises PlanError for settings that cannot be."""
     return replace(plan, composition=composition_of({"windowed": windowed, **knobs}))

@@ -75,7 +75,7 @@ def anneal(
     moves: int = 1,
     restarts: int = 1,
 ) -> Grouping:
-    """A partition of low total cost (paper 000, App. B.3, Alg. 4; its schedule is the default: 110 moves).
+    """A partition of low total cost (DHA, App. B.3, Alg. 4; its schedule is the default: 110 moves).
 
     `cost`: of one group (`GroupCost`, function of its members) or of one pair (`[n, n]` matrix, a distance). Groups
     start equal (by one where `groups` does not divide the heads) and keep their sizes. `moves` at each temperature;
@@ -94,7 +94,7 @@ def anneal(
 
 @GROUPING.part(
     "anneal",
-    source="Chen 2024 (paper 000), App. B.3, Alg. 4",
+    source="Chen 2024 (DHA), App. B.3, Alg. 4",
     knobs=(
         Knob("start_temperature", "log_float", "temperature of the first move", low=1e-6, high=1e6),
         Knob("end_temperature", "log_float", "annealing ends below it", low=1e-9, high=1e6),
@@ -117,7 +117,7 @@ def anneal_part(
 
 @GROUPING.part(
     "anneal_restarts",
-    source="Jin 2024 (paper 001), sec. 3.4, Alg. 2",
+    source="Jin 2024, sec. 3.4, Alg. 2",
     knobs=(
         Knob("moves", "int", "swaps tried in each run", low=0, high=1_000_000),
         Knob("restarts", "int", "runs, of which the best counts", low=1, high=10_000),

@@ -2,7 +2,7 @@
 
 Legend: L layers, U stored KV heads a layer (units).
 
-Sites are searched from the first layer to the last, as in paper 003, the keys of a layer before its values. **Silent**
+Sites are searched from the first layer to the last, as in AsymGQA, the keys of a layer before its values. **Silent**
 in the paper is what later sites look like meanwhile: they keep all heads, so only plans of the last one meet the ratio.
 """
 

@@ -1,4 +1,4 @@
-"""One walk, step by step: what the walk of paper 003 does between two scores, for callers that have to wait for them.
+"""One walk, step by step: what the walk of AsymGQA does between two scores, for callers that have to wait for them.
 
 Legend: n heads.
 """
@@ -33,7 +33,7 @@ def propose(
     generator: np.random.Generator,
     symmetric: bool = False,
 ) -> Partition:
-    """One move of the walk (paper 003, App. A, Alg. 1 and 2). At least two groups.
+    """One move of the walk (AsymGQA, App. A, Alg. 1 and 2). At least two groups.
 
     A random head a goes to the group of b, one of its `neighbours` most similar heads outside its own group. In return
     another random member of that group (sec. 2.1: "another head b' in group B"; b only where it is alone there) takes
@@ -65,7 +65,7 @@ def propose(
 class Walk:
     """The state of one walk: where it is, the best so far, and the partition whose score it waits for.
 
-    `propose_next` and `tell` alternate: the body of the loop of paper 003, Alg. 1 and 2. Pickled and read back, the
+    `propose_next` and `tell` alternate: the body of the loop of AsymGQA, Alg. 1 and 2. Pickled and read back, the
     walk goes on with the same decisions. `count` heads are put into `groups` groups, at least two and fewer than
     `count`; it starts at random ones of `full_sizes`. Probabilities and `neighbours` as in `asym_walk`.
     """

@@ -30,7 +30,7 @@ def asym_walk(
     generator: np.random.Generator,
     symmetric: bool = False,
 ) -> Grouping:
-    """Search a partition of high score (paper 003, App. A, Alg. 1 and 2, with the defects named in `propose` mended).
+    """Search a partition of high score (AsymGQA, App. A, Alg. 1 and 2, with the defects named in `propose` mended).
 
     `similarity` `[n, n]`, higher is closer; `score(partition)`, higher is better, any sign. The walk starts, and
     restarts with probability `reset` before an iteration, at random groups of `full_sizes`, also when asymmetric. It
@@ -68,7 +68,7 @@ def _walk(problem: GroupingProblem, generator: np.random.Generator, symmetric: b
 
 @GROUPING.part(
     "walk_symmetric",
-    source="Chen 2024 (paper 003), sec. 2.1, Alg. 1",
+    source="Chen 2024 (AsymGQA), sec. 2.1, Alg. 1",
     knobs=(*_KNOBS, EQUAL_SIZES),
     needs=("similarity", "objective"),
     passes_to=asym_walk,
@@ -85,7 +85,7 @@ def walk_symmetric(
 
 @GROUPING.part(
     "walk_asymmetric",
-    source="Chen 2024 (paper 003), sec. 2.1, Alg. 2",
+    source="Chen 2024 (AsymGQA), sec. 2.1, Alg. 2",
     knobs=(*_KNOBS, _PRESERVE),
     needs=("similarity", "objective"),
     passes_to=asym_walk,

@@ -8,7 +8,7 @@ from search_spaces.costs import PairCost
 from search_spaces.site import Site
 
 
-@OBJECTIVE.part("pairs", source="Jin 2024 (paper 001), sec. 3.4; Chen 2024 (paper 000), Alg. 4", needs=("similarity",))
+@OBJECTIVE.part("pairs", source="Jin 2024, sec. 3.4; Chen 2024 (DHA), Alg. 4", needs=("similarity",))
 def pairs(site: Site) -> PairCost:
     """Additive: each pair costs its distance from the layer's closest pair."""
     return PairCost.from_similarity(site.need_similarity("objective=pairs"))
@@ -22,7 +22,7 @@ KNOBS = (
 
 @OBJECTIVE.part(
     "fusion_loss",
-    source="Chen 2024 (paper 000), sec. 4.3, Eq. 7 and App. B.2 to B.4",
+    source="Chen 2024 (DHA), sec. 4.3, Eq. 7 and App. B.2 to B.4",
     knobs=KNOBS,
     needs=("fusion_distances",),
 )

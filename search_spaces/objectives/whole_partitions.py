@@ -10,7 +10,7 @@ from search_spaces.site import Site
 
 @OBJECTIVE.part(
     "layer",
-    source="ours: stands in for the whole-model score of paper 003 (linearity of projections and RoPE)",
+    source="ours: stands in for the whole-model score of AsymGQA (linearity of projections and RoPE)",
     knobs=(
         Knob("tokens", "int", "calibration tokens that a partition is scored on", low=1),
         Knob("length", "int", "tokens of a sequence that are used, from its start", low=1),
@@ -22,7 +22,7 @@ def layer(site: Site, *, tokens: int = 2048, length: int = 512) -> LayerOutputSc
     return LayerOutputScore.from_site(site, tokens=tokens, length=length)
 
 
-@OBJECTIVE.part("model", source="Chen 2024 (paper 003), sec. 2.1", needs=("model", "measure", "whole_partition"))
+@OBJECTIVE.part("model", source="Chen 2024 (AsymGQA), sec. 2.1", needs=("model", "measure", "whole_partition"))
 def model(site: Site) -> ModelScore:
     """Minus the loss of the model converted with the partition here and what was found at the sites before."""
     if site.plan_with is None or site.measure is None:

@@ -153,7 +153,7 @@ class PlanningContext:
         return self._metrics[tokens][layer]
 
     def fusion_distance(self, layer: int, sides: Sequence[str]) -> np.ndarray | None:
-        """L_head of Eq. 7 (paper 000) of a layer's units, summed over `sides`, `[U, U]`; None if not there."""
+        """L_head of Eq. 7 (DHA) of a layer's units, summed over `sides`, `[U, U]`; None if not there."""
         if self.fusion_distances is None:
             return None
         first = [unit[0] for unit in self.units]

@@ -42,7 +42,7 @@ class NamedRecipe:
 
 NAMED = (
     NamedRecipe(
-        Recipe("gqa", source="Ainslie 2023 (GQA), sec. 2: neighbours pooled by their mean"),
+        Recipe("gqa", source="Ainslie 2023, sec. 2: neighbours pooled by their mean"),
         "Average neighbouring KV heads: the baseline.",
         ("GQA",),
     ),
@@ -50,7 +50,7 @@ NAMED = (
         Recipe(
             "mqa",
             allocation="single",
-            source="Shazeer 2019 (MQA); Ainslie 2023: GQA with one group in every layer",
+            source="Shazeer 2019; Ainslie 2023: GQA with one group in every layer",
         ),
         "Average all KV heads of a layer to one.",
         ("MQA", "GQA"),
@@ -95,7 +95,7 @@ NAMED = (
                 ("recovery.distillation", "kl_bild"),
                 ("recovery.distillation_weight", 1.0),
             ),
-            source="Jin 2024 (Align): value similarity by distance (Table 1), L0 masks, KL + BiLD",
+            source="Jin 2024: value similarity by distance (Table 1), L0 masks, KL + BiLD",
         ),
         "Rotate the heads of a group towards each other, then prune to their mean under L0 masks.",
         ("Align",),
@@ -104,7 +104,7 @@ NAMED = (
         Recipe(
             "directshare",
             sharing="direct",
-            source="Cao 2024 (DirectShare): heads share weights, none is grouped",
+            source="Cao 2024: heads share weights, none is grouped",
         ),
         "Let similar heads of different layers share weights: fewer parameters, the same KV cache.",
         ("DirectShare",),
@@ -114,7 +114,7 @@ NAMED = (
             "postshare",
             sharing="post",
             relaxation="pull_together",
-            source="Cao 2024 (PostShare): the same after drawing them together",
+            source="Cao 2024: the same after drawing them together",
         ),
         "The same after training pulls the weights of each pair together.",
         ("DirectShare",),
@@ -124,7 +124,7 @@ NAMED = (
             "dcformer",
             **LEAST_SQUARES,
             composition="dcmha",
-            source="Xiao 2024 (DCMHA), added to a converted model; from scratch: the verb train",
+            source="Xiao 2024, added to a converted model; from scratch: the verb train",
         ),
         "Group by least squares, then add dynamic composition of heads to win back the loss.",
         ("DCMHA",),

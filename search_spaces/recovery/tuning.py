@@ -13,7 +13,7 @@ KNOBS = (
     Knob(
         "distillation",
         "choice",
-        "learn from the original model: as the training's settings say, not at all, KL, or KL + BiLD (paper 001)",
+        "learn from the original model: as the training's settings say, not at all, KL, or KL + BiLD (Jin 2024)",
         choices=(AS_CONFIGURED, "none", "kl", "kl_bild"),
     ),
     Knob("distillation_weight", "float", "its share of the loss; 1 leaves language modelling out", 0.01, 1.0),
@@ -21,7 +21,7 @@ KNOBS = (
         "decay",
         "choice",
         "the cosine, which spans the relaxation too, ends as the training's settings say, at a tenth of the peak "
-        "(paper 000, B.5) or at 0 (paper 001, 4.1)",
+        "(DHA, B.5) or at 0 (Jin 2024, 4.1)",
         choices=(AS_CONFIGURED, *ENDS),
     ),
 )
@@ -40,7 +40,7 @@ def full(
 
 @RECOVERY.part(
     "lora",
-    source="Hu 2022; Chen 2024 (paper 003), Table 3",
+    source="Hu 2021; Chen 2024 (AsymGQA), Table 3",
     knobs=(
         Knob("rank", "int", "rank of an adapter", 1, 64, searched=True),
         Knob("alpha", "float", "an adapter counts alpha / rank times", 1e-3, 1e4),
@@ -49,5 +49,5 @@ def full(
     passes_to=full,
 )
 def lora(*, rank: int = 8, alpha: float = 16.0, **knobs: Any) -> dict[str, Any]:
-    """Low-rank adapters train, the weights stay (paper 003, Table 3, has both)."""
+    """Low-rank adapters train, the weights stay (AsymGQA, Table 3, has both)."""
     return {"tuning": "lora", "lora_rank": rank, "lora_alpha": alpha, **full(**knobs)}

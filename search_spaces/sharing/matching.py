@@ -1,4 +1,4 @@
-"""Which head of an earlier layer each head could use the weights of (paper 004, Eq. 3 and Alg. 1).
+"""Which head of an earlier layer each head could use the weights of (Cao 2024, Eq. 3 and Alg. 1).
 
 Legend: L layers, H heads (or MLP blocks) a layer, d head dim, D model dim, N shares.
 """

@@ -1,4 +1,4 @@
-"""What is shared among layers: the question, its answer, and the parts that give it (paper 004)."""
+"""What is shared among layers: the question, its answer, and the parts that give it (Cao 2024)."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def none(problem: SharingProblem) -> Shares:
 
 
 # The plan is the same. "post" trains the heads towards each other first: a penalty pulls each pair together.
-@SHARING.part("post", source="Cao 2024 (paper 004), PostShare: the matches of DirectShare", knobs=KNOBS)
-@SHARING.part("direct", source="Cao 2024 (paper 004), Eq. 3 and Alg. 1", knobs=KNOBS)
+@SHARING.part("post", source="Cao 2024, PostShare: the matches of DirectShare", knobs=KNOBS)
+@SHARING.part("direct", source="Cao 2024, Eq. 3 and Alg. 1", knobs=KNOBS)
 def match(
     problem: SharingProblem, *, alpha: float = 0.3, mlp: bool = False, match: str = "qk", output: bool = False
 ) -> Shares:

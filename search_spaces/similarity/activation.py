@@ -17,7 +17,7 @@ from search_spaces.similarity.projections import activations
 
 
 def activation_similarity(a: Tensor, b: Tensor) -> float:
-    """Similarity of two heads' activations a, b `[n, d]`, one row a token (paper 003, section 2.2, Eq. 1).
+    """Similarity of two heads' activations a, b `[n, d]`, one row a token (AsymGQA, section 2.2, Eq. 1).
 
     Half the sum, over the rows of a, of the largest cosine with any row of b, plus half the same from b to a. At most
     n; n for a head with itself. A zero row has cosine 0 with everything. Raises ValueError on unequal widths.
@@ -34,7 +34,7 @@ def _unit(x: Tensor) -> Tensor:
 
 @SIMILARITY.part(
     "activation",
-    source="Chen 2024 (paper 003), sec. 2.2, Eq. 1",
+    source="Chen 2024 (AsymGQA), sec. 2.2, Eq. 1",
     knobs=(Knob("tokens", "int", "tokens a head is compared on; cost grows with their square", low=1),),
     needs=("statistics",),
 )

@@ -14,7 +14,7 @@ from search_spaces.similarity.projections import projection
 
 @SIMILARITY.part(
     "aligned",
-    source="Jin 2024 (paper 001), sec. 3.3, Eq. 18, 19 and 22",
+    source="Jin 2024, sec. 3.3, Eq. 18, 19 and 22",
     knobs=(CRITERION,),
     needs=("statistics",),
 )

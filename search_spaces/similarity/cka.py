@@ -17,7 +17,7 @@ from search_spaces.similarity.projections import projection
 
 
 def cka(a: Tensor, b: Tensor, *, center: bool = False) -> float:
-    """Linear CKA of a `[n, p]` and b `[n, q]`, one row an example: in [0, 1] (paper 000, App. B.1).
+    """Linear CKA of a `[n, p]` and b `[n, q]`, one row an example: in [0, 1] (DHA, App. B.1).
 
     Unchanged by orthogonal maps and scaling of the columns' space. The paper prints the formula without centring and
     uses it on weights; `center=True` subtracts the mean of each column first, as Kornblith 2019 does for activations.
@@ -32,7 +32,7 @@ def cka(a: Tensor, b: Tensor, *, center: bool = False) -> float:
     return float((a.T @ b).norm() ** 2 / scale) if scale > 0 else 0.0
 
 
-@SIMILARITY.part("cka", source="Chen 2024 (paper 000), App. B.1")
+@SIMILARITY.part("cka", source="Chen 2024 (DHA), App. B.1")
 def cka_similarity(heads: LayerHeads, statistics: LayerStatistics | None, geometry: HeadGeometry, side: str) -> Tensor:
     """Linear CKA of the heads' weights, rows being the model's dims, so that a rotation inside a head changes nothing.
     `[H, H]` float64."""
@@ -45,7 +45,7 @@ def cka_similarity(heads: LayerHeads, statistics: LayerStatistics | None, geomet
     return square / torch.outer(scale, scale).clamp_min(torch.finfo(torch.float64).tiny)
 
 
-@SIMILARITY.part("weight", source="Chen 2024 (paper 003), sec. 2.2, option 1; the exact form is silent there")
+@SIMILARITY.part("weight", source="Chen 2024 (AsymGQA), sec. 2.2, option 1; the exact form is silent there")
 def weight(heads: LayerHeads, statistics: LayerStatistics | None, geometry: HeadGeometry, side: str) -> Tensor:
     """Cosine of the flattened weights. `[H, H]` float64.
 

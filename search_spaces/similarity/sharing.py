@@ -1,7 +1,7 @@
 """How alike the heads are that a plan lets share, as they are and once turned towards each other.
 
 Legend: H query heads, d head dim. Cosines are means over tokens of the cosine of two heads' vectors of one token
-(paper 001, section 3.3); keys are taken before RoPE, biases included.
+(Jin 2024, section 3.3); keys are taken before RoPE, biases included.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def pair_cosines(
 ) -> PairCosines:
     """Cosines of the pairs of lifted heads of a layer, on the first sampled sequences that hold `tokens` tokens.
 
-    Each pair has a map of its own, so `aligned` is what paper 001, eq. 18 and 19 score pairs by; one map a head for a
+    Each pair has a map of its own, so `aligned` is what Jin 2024, eq. 18 and 19 score pairs by; one map a head for a
     group of three or more reaches less. With a norm on the keys theirs is only what a rotation could do. Raises
     ValueError without sampled inputs, or for a side that is neither "key" nor "value".
     """

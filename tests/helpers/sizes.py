@@ -51,7 +51,7 @@ def saved_parameters(model: nn.Module, plan: AttentionPlan) -> int:
 
 
 def extra_parameters(settings: Composition, num_layers: int, num_heads: int, hidden_size: int) -> int:
-    """Parameters that composition adds to a model, exactly (paper 002, App. E; over 12 D^2: about (2R + 1) / 3d)."""
+    """Parameters that composition adds to a model, exactly (Xiao 2024, App. E; over 12 D^2: about (2R + 1) / 3d)."""
     inner = 2 * settings.rank * num_heads
     side = settings.projection * (hidden_size * inner + inner * inner // settings.groups)
     side += settings.gate * hidden_size * num_heads

@@ -19,6 +19,7 @@ PAGES = sorted(
 )
 VERBS = get_command(app).commands  # type: ignore[attr-defined]
 TOP = ["attention", "search_spaces", "trainers", "orchestrator", "tests", "docs", "configs", "examples", "benchmarks"]
+CODE = ["attention", "search_spaces", "trainers", "orchestrator", "examples", "benchmarks"]
 # Files that a page tells the reader to make.
 MADE_BY_READER = {"attention/conversion/fusion/strongest.py"}
 page = pytest.mark.parametrize("page", PAGES, ids=lambda file: file.relative_to(REPOSITORY).as_posix())
@@ -41,7 +42,6 @@ def missing_targets(text: str) -> list[str]:
 def missing_verbs(text: str) -> list[str]:
     """Verbs and their options, in commands and in the table of verbs."""
     lost = []
-    text = re.sub(r"<!-- bad inputs: made.*?<!-- bad inputs: end -->", "", text, flags=re.DOTALL)  # wrong on purpose
     calls = re.findall(r"(?:headfold|orchestrator/main\.py) ([a-z]+)\b((?:[^`\n\\&;]|\\\n)*)", text)
     calls += re.findall(r"^\| `([a-z]+) ([^`]*)` \|", text, re.MULTILINE)
     for verb, rest in calls:
@@ -51,6 +51,13 @@ def missing_verbs(text: str) -> list[str]:
         known = {option for parameter in VERBS[verb].params for option in (*parameter.opts, *parameter.secondary_opts)}
         lost += [f"{verb} {option}" for option in re.findall(r"(?<!\S)\[?(--[a-z-]+)", rest) if option not in known]
     return lost
+
+
+def unquoted_brackets(text: str) -> list[str]:
+    """Words of commands with a bracket outside of quotes: zsh takes them for patterns ("no matches found")."""
+    calls = re.findall(r"(?:headfold|orchestrator/main\.py) [a-z]+\b((?:[^`\n\\]|\\\n)*)", text)
+    bare = [re.sub(r"'[^']*'|\"[^\"]*\"", "", call) for call in calls]
+    return [word for call in bare for word in re.findall(r"\S*\w=?\[\S*|\S*=\{\S*", call)]
 
 
 @page
@@ -69,6 +76,19 @@ def test_verbs_and_options_exist(page: Path) -> None:
 
 
 @page
+def test_brackets_in_commands_are_quoted(page: Path) -> None:
+    assert unquoted_brackets(page.read_text()) == []
+
+
+def test_brackets_are_quoted_in_commands_of_configs_and_messages() -> None:
+    configs = [*(REPOSITORY / "configs").rglob("*.yaml"), *(REPOSITORY / "deploy").rglob("*.yaml")]
+    code = [file for folder in CODE for file in (REPOSITORY / folder).rglob("*.py")]
+    assert len(configs) > 5 and len(code) > 100
+    lost = {file.name: unquoted_brackets(file.read_text()) for file in [*configs, *code]}
+    assert {name: words for name, words in lost.items() if words} == {}
+
+
+@page
 def test_configs_on_the_page_are_accepted(page: Path) -> None:
     for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL):
         parse_config(yaml.safe_load(block), where=page.name)
@@ -80,6 +100,8 @@ def test_what_is_missing_is_found(tmp_path: Path) -> None:
         "gone.md",
     ]
     assert missing_targets("run `make dinner`\nmake nothing now") == ["dinner", "nothing"]
+    text = "`headfold search a.yaml b=[1] 'c=[2]'` [3]\n$ headfold demo \\\n  d={e: 1} \"f={g: 1}\"\n"
+    assert unquoted_brackets(text) == ["b=[1]", "d={e:"]
     text = "`headfold fly`\n| `export DIR --wings 2` | x |\npython orchestrator/main.py search a.yaml \\\n  --gone\n"
     assert sorted(missing_verbs(text)) == ["export --wings", "fly", "search --gone"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,3 +76,9 @@ def test_each_recipe_says_what_it_is_what_it_costs_and_where_it_comes_from() -> 
         assert bool(named.papers) != named.recipe.source.startswith("ours")
     assert {key for named in NAMED for key in named.papers} == set(PAPERS)
     assert len({paper.arxiv for paper in PAPERS.values()}) == len(PAPERS)
+
+
+def test_the_bibliography_of_the_documents_has_the_same_titles_and_numbers() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "methods.md").read_text(encoding="utf-8")
+    for paper in PAPERS.values():
+        assert f"| {paper.title} | arXiv {paper.arxiv} |" in page, paper.key

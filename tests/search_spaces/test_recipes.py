@@ -25,7 +25,7 @@ def test_the_named_recipes() -> None:
 
 
 def test_faithful_settings_of_the_walk() -> None:
-    """Paper 003, sec. 3.1: n = 10, p_accept = p_reset = .1, p_preserve = .2, k = 3."""
+    """AsymGQA, sec. 3.1: n = 10, p_accept = p_reset = .1, p_preserve = .2, k = 3."""
     knobs = recipe("asymgqa").knobs("grouping")
     assert knobs == {"iterations": 10, "accept": 0.1, "reset": 0.1, "preserve": 0.2, "neighbours": 3}
     assert not recipe("asymgqa").together

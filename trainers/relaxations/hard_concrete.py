@@ -1,6 +1,6 @@
 """Align: each head fades from its own key and value to its group's new ones, by an L0 mask under one constraint.
 
-Paper 001 (Jin 2024), section 3.5, Eq. 25 to 29; the masks are hard concrete (Louizos 2017, Eq. 10 to 13).
+Jin 2024, section 3.5, Eq. 25 to 29; the masks are hard concrete (Louizos 2017, Eq. 10 to 13).
 Legend: L layers with masks, H query heads, G groups, d head dim, D model dim; z mask, T target.
 
 Where the paper is **silent**:
@@ -34,7 +34,7 @@ from trainers.relaxations.base import (
     put_in_place,
 )
 
-SOURCE = "Jin 2024 (paper 001), sec. 3.5, Eq. 25 to 29; Louizos 2017, Eq. 10 to 13"
+SOURCE = "Jin 2024, sec. 3.5, Eq. 25 to 29; Louizos 2017, Eq. 10 to 13"
 BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1  # temperature and stretched interval, Louizos 2017, sec. 4.1
 
 

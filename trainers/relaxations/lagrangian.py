@@ -1,6 +1,6 @@
 """DHA: every head becomes a learned mix of its group's heads; a Lagrangian draws the mixes of a group together.
 
-Paper 000 (Chen 2024), sections 4.2 and 4.3, App. B.2. Legend: L layers, S heads that a projection holds, g heads of a
+Chen 2024 (DHA), sections 4.2 and 4.3, App. B.2. Legend: L layers, S heads that a projection holds, g heads of a
 group, d head dim, P = sum of g² over a layer's groups.
 
 Where the paper is **silent** or at odds with itself:
@@ -26,7 +26,7 @@ from attention.plan import AttentionPlan
 from trainers.loop import ParameterGroup
 from trainers.relaxations.base import RELAXATION, Groups, HeadProjection, Learned, Relaxation, opened, put_in_place
 
-SOURCE = "Chen 2024 (paper 000), sec. 4.2, Eq. 5 to 8, and App. B.2"
+SOURCE = "Chen 2024 (DHA), sec. 4.2, Eq. 5 to 8, and App. B.2"
 
 
 # ---- the equations --------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """PostShare: before a later head takes over an earlier head's Q, K and V weights, a penalty draws the two together.
 
-Paper 004 (Cao 2024), section on PostShare: the loss is that of the language model plus the squared distance of the
+Cao 2024, section on PostShare: the loss is that of the language model plus the squared distance of the
 selected pairs. An MLP block is shared, and drawn, as a head is. Legend: a *star* is an earlier block and the m later
 ones that are to use its weights; C its mean, D_i what lies between its i-th later block and the earlier one.
 
@@ -117,7 +117,7 @@ def _part(site: SharedSite, plain: SharedSite) -> Iterator[Star]:
         projection.register_forward_hook(Beside(site, at_blocks, projection.weight.device))
 
 
-@RELAXATION.part("pull_together", source="Cao 2024 (paper 004): PostShare", knobs=PULL_TOGETHER, needs=("shares",))
+@RELAXATION.part("pull_together", source="Cao 2024: PostShare", knobs=PULL_TOGETHER, needs=("shares",))
 class PullTogether(Relaxation):
     """PostShare's post-training, of a copy of `model`: the shared model of `plan`, and beside it the differences, which
     shrink. Nothing is random, and no schedule depends on `steps`.

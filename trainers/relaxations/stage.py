@@ -23,11 +23,11 @@ class RelaxationSpec:
     """Which relaxation, towards what, for how long.
 
     `plans`: JSON of the plan to reach, or of several, each coarser than the one before, reached one after the other
-    (DHA's 2x, 4x, 8x: paper 000, App. B.2); every one takes up to `steps` steps. `knobs` are the part's. `settings`: of
+    (DHA's 2x, 4x, 8x: App. B.2); every one takes up to `steps` steps. `knobs` are the part's. `settings`: of
     this training; None for those of the job. `save_every`: steps between training checkpoints, which a killed run
     resumes from.
 
-    `own_schedule`: each stage has a learning-rate schedule of its own, and so has what follows (paper 000, Table 4);
+    `own_schedule`: each stage has a learning-rate schedule of its own, and so has what follows (DHA, Table 4);
     else one spans all. `regroup_steps`: so many steps before each stage but the last say which heads of a group are
     fused first (`trainers.fusion_search`); 0: as `plans` have it. For "lagrangian" alone.
     """

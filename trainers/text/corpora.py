@@ -4,7 +4,7 @@ A *source* is one of
 - `stdlib`: the Python standard library's source, one document a file, without its tests;
 - a local file, folder or glob of .txt, .jsonl, .json or .parquet;
 - a hub data set, `name`, `name@subset`;
-- `synthetic:NAME`: the tasks of paper 002, see `trainers.text.synthetic_corpus`;
+- `synthetic:NAME`: the tasks of Xiao 2024, see `trainers.text.synthetic_corpus`;
 and files and data sets may end in `:split`. Text that belongs to no split, or to `train`, is divided by the md5 rule
 below; text of any other split (`validation`, `test`) is held out as a whole.
 """
@@ -106,7 +106,14 @@ class Corpus:
 
 
 def resolve(source: str) -> Corpus:
-    """The corpus that a source names. Raises DataError when local files are named but missing or of no known type."""
+    """The corpus that a source names. Raises DataError when local files are named but missing or of no known type, and
+    TypeError for texts themselves."""
+    if not isinstance(source, str):
+        raise TypeError(
+            "data: expected the name of a source of text (str: a local file or folder, a hub data set, or "
+            f"'stdlib'), got {type(source).__name__}; write texts to a .jsonl file, one {{\"text\": ...}} object per "
+            "line, and pass its path"
+        )
     if not source.strip():
         raise DataError("a source of text has no name; give 'stdlib', local text or a hub data set")
     if source == "stdlib":

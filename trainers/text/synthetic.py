@@ -1,4 +1,4 @@
-"""Synthetic tasks that need the right source token and the right change of it (paper 002, sec. 4.3 and App. F).
+"""Synthetic tasks that need the right source token and the right change of it (Xiao 2024, sec. 4.3 and App. F).
 
 A task is an attention pattern (whom to look up) with a transformation (what to make of what is found there): heads
 with one fixed QK and one fixed OV circuit need one head for every pair, composed heads only one for each. The paper
@@ -210,7 +210,7 @@ class Score:
 
 
 def evaluate_tasks(model: Any, items: Sequence[Example], encode: Encode, *, batch_size: int = 16) -> Score:
-    """Score a causal model on examples (paper 002, Table 5). `encode` gives token ids without special tokens.
+    """Score a causal model on examples (Xiao 2024, Table 5). `encode` gives token ids without special tokens.
 
     Padded on the right, which a causal model does not see. The answer is encoded with its leading space.
     """

@@ -1,6 +1,6 @@
 """Words and sentences of the synthetic tasks: what the contexts speak of, and what can be said about it.
 
-All of it is written for this project; paper 002 (App. F) gives only the idea and a few examples.
+All of it is written for this project; Xiao 2024 (App. F) gives only the idea and a few examples.
 """
 
 from __future__ import annotations

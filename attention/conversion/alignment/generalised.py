@@ -31,7 +31,7 @@ def unaligned(
 
 @ALIGNMENT.part(
     "procrustes",
-    source="paper 001 (Align Attention Heads Before Merging Them), sec. 3.2 to 3.3, eq. 4 to 22, alg. 1",
+    source="Jin 2024 (Align Attention Heads Before Merging Them), sec. 3.2 to 3.3, eq. 4 to 22, alg. 1",
     knobs=(
         CRITERION,
         Knob("iterations", "int", "most rounds of generalised Procrustes", low=1, high=10_000),
@@ -50,7 +50,7 @@ def align(
     """Align the keys of each key group and the values of each value group of lifted heads; an equivalent layer.
 
     Keys turn within their rotary pairs and queries turn with them; values turn freely and the output projection turns
-    back (paper 001, eq. 12 to 16). With a norm on queries or keys after the projection only values turn. A group of one
+    back (Jin 2024, eq. 12 to 16). With a norm on queries or keys after the projection only values turn. A group of one
     stays as it is. Raises ValueError without statistics or if the heads are not lifted.
     """
     if statistics is None:
@@ -77,7 +77,7 @@ def align_heads(
 
 
 def align_group(gram: Tensor, layout: RotaryLayout, *, iterations: int = 100, tolerance: float = 1e-9) -> Tensor:
-    """Generalised Procrustes of g heads (paper 001, alg. 1): rotations `[g, d, d]` that bring P_i k_i together.
+    """Generalised Procrustes of g heads (Jin 2024, alg. 1): rotations `[g, d, d]` that bring P_i k_i together.
 
     Each round turns every head towards the mean of all, then takes the mean anew; the summed squared distance to the
     mean never grows, and the rounds end when it falls by less than `tolerance` of the heads' energy (the paper
@@ -104,11 +104,11 @@ def _agreement(gram: Tensor, rotations: Tensor) -> float:
 
 
 def rotate_keys(heads: LayerHeads, rotations: Tensor) -> LayerHeads:
-    """Turn key head h and query head h by `rotations[h]` `[d, d]`: q^T k is unchanged (paper 001, eq. 15 to 17)."""
+    """Turn key head h and query head h by `rotations[h]` `[d, d]`: q^T k is unchanged (Jin 2024, eq. 15 to 17)."""
     return heads.mapped(q=rotations, k=rotations)
 
 
 def rotate_values(heads: LayerHeads, rotations: Tensor) -> LayerHeads:
-    """Turn value head h by `rotations[h]` and its output columns back (paper 001, eq. 12 and 13)."""
+    """Turn value head h by `rotations[h]` and its output columns back (Jin 2024, eq. 12 and 13)."""
     o = (heads.o.double() @ rotations.transpose(1, 2).to(heads.o.device)).to(heads.o.dtype)
     return replace(heads.mapped(v=rotations), o=o)

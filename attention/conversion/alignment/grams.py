@@ -25,7 +25,7 @@ def head_gram(heads: LayerHeads, statistics: LayerStatistics, side: str, criteri
     """Gram of the key or value activations (keys before RoPE), `[H, H, d, d]` float64.
 
     `dist` takes the activations as they are, over all calibration tokens; `cos` makes each vector one unit long first
-    (paper 001, eq. 7 and 8), on the sampled inputs. Raises ValueError for an unknown side or criterion, or if `cos`
+    (Jin 2024, eq. 7 and 8), on the sampled inputs. Raises ValueError for an unknown side or criterion, or if `cos`
     finds no sample.
     """
     if side not in SIDES:
@@ -59,7 +59,7 @@ def _best_inner(gram: Tensor, layout: RotaryLayout) -> Tensor:
 def pair_similarity(gram: Tensor, criterion: str, layout: RotaryLayout) -> Tensor:
     """Similarity of every pair of heads once the one is aligned with the other, `[H, H]`, symmetric.
 
-    `cos`: mean cosine (paper 001, eq. 18 and 19; give the Gram of unit vectors). `dist`: minus the distance (eq. 22);
+    `cos`: mean cosine (Jin 2024, eq. 18 and 19; give the Gram of unit vectors). `dist`: minus the distance (eq. 22);
     the paper averages distances over tokens, we take their root mean square, which one Gram matrix yields for all
     pairs. `layout` is the head's rotary layout for keys and `RotaryLayout.none(d)` for values.
     """

@@ -61,7 +61,7 @@ def _lost_norm(gram: Tensor, groups: Groups) -> Tensor:
 
 @FUSION.part(
     "norm_restored",
-    source="ours: a mean of partly aligned heads is shorter than its parts (seen with paper 001, sec. 3.3)",
+    source="ours: a mean of partly aligned heads is shorter than its parts (seen with Jin 2024, sec. 3.3)",
     needs=("statistics",),
 )
 def norm_restored_fuse(

@@ -1,4 +1,4 @@
-"""A cache layer that keeps the key-side weights of composition beside keys and values (paper 002, sec. 4.4).
+"""A cache layer that keeps the key-side weights of composition beside keys and values (Xiao 2024, sec. 4.4).
 
 Legend: B batch, S cached tokens, C values a token (`Composition.cached_values`).
 """

@@ -1,4 +1,4 @@
-"""Dynamically composable heads (paper 002): every score becomes a mix of the scores of all heads.
+"""Dynamically composable heads (Xiao 2024): every score becomes a mix of the scores of all heads.
 
 Legend: B batch, H query heads in n groups of h, R rank, D model dim, T query tokens, S key tokens, d head dim, G^K kept
 key heads; A `[B, H, T, S]` are scores before softmax or weights after it.
@@ -26,13 +26,13 @@ EPSILON = 1e-6
 
 
 def head_norm(x: Tensor) -> Tensor:
-    """RMS norm over the last axis without a scale (paper 002, Eq. 5), in at least float32."""
+    """RMS norm over the last axis without a scale (Xiao 2024, Eq. 5), in at least float32."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * (wide.square().mean(-1, keepdim=True) + EPSILON).rsqrt()).to(x.dtype)
 
 
 def low_rank(scores_BnhXY: Tensor, down_BXnRh: Tensor, up_BXnRh: Tensor) -> Tensor:
-    """H -> R -> H with weights of their own for every position of X (paper 002, Eq. 7 and App. D)."""
+    """H -> R -> H with weights of their own for every position of X (Xiao 2024, Eq. 7 and App. D)."""
     inner = torch.einsum("bnhxy,bxnrh->bnrxy", scores_BnhXY, down_BXnRh)
     return torch.einsum("bnrxy,bxnrh->bnhxy", inner, up_BXnRh)
 
@@ -59,7 +59,7 @@ def compose(
     groups: int = 1,
     rank: int = 2,
 ) -> Tensor:
-    """A + low rank and gate of the query side + low rank and gate of the key side (paper 002, Eq. 7).
+    """A + low rank and gate of the query side + low rank and gate of the key side (Xiao 2024, Eq. 7).
 
     scores `[B, H, T, S]`; query_weights `[B, T, H(2R+1)]` and key_weights `[B, S, H(2R+1)]`, packed, or None without
     that side, narrower without projection or gate (see `unpack`); base `[n, h, h]` replaces the skip. Linear in the
@@ -85,7 +85,7 @@ def compose(
 
 
 class DynamicWeights(nn.Module):
-    """What one side of one place makes of its tokens (paper 002, Eq. 5 and 6): `[B, X, D]` -> `[B, X, H(2R+1)]`.
+    """What one side of one place makes of its tokens (Xiao 2024, Eq. 5 and 6): `[B, X, D]` -> `[B, X, H(2R+1)]`.
 
     dw = gelu(x W_1) W_2, split in two of `[R, h]` a group, the first normed over heads; gate = tanh(x W_g). Each group
     is a Compose of its own (sec. 3.2): `w_1 [D, n, 2hR]`, `w_2 [n, 2hR, 2hR]`, `w_gate [D, H]`. Without the projection
@@ -142,7 +142,7 @@ class DynamicWeights(nn.Module):
 
 
 class Compose(nn.Module):
-    """One compose function (paper 002, Eq. 3 and 7) with its parameters.
+    """One compose function (Xiao 2024, Eq. 3 and 7) with its parameters.
 
     Extra parameters: a side has `D 2RH + (2RH)^2 / n` for the projection and `D H` for the gate; the static base
     `H^2 / n`.
@@ -161,7 +161,7 @@ class Compose(nn.Module):
 
     @torch.no_grad()
     def reset(self, *, identity: bool = False, generator: torch.Generator | None = None) -> None:
-        """The static base alone: Xavier normal as the rest (paper 002, sec. 4), or the unit matrix."""
+        """The static base alone: Xavier normal as the rest (Xiao 2024, sec. 4), or the unit matrix."""
         if self.base is not None:
             if identity:
                 self.base.copy_(torch.eye(self.base.shape[-1], device=self.base.device, dtype=self.base.dtype))
@@ -179,7 +179,7 @@ class Compose(nn.Module):
 
 
 class QueryKeyNorm(nn.Module):
-    """QKNorm (paper 002, sec. 4.2, after Dehghani 2023); see `Composition` for what the paper leaves open."""
+    """QKNorm (Xiao 2024, sec. 4.2, after Dehghani 2023); see `Composition` for what the paper leaves open."""
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class HeadComposition(nn.Module):
         dropout: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Composed attention weights from scaled scores (paper 002, Eq. 4 and App. D).
+        """Composed attention weights from scaled scores (Xiao 2024, Eq. 4 and App. D).
 
         scores `[B, H, T, S]`; x `[B, T, D]`: the attention input of the T query tokens, which are the last of the S;
         key_weights: of all S tokens, from `key_weights`; mask broadcastable to the scores, boolean (True: seen) or

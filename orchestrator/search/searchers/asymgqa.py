@@ -1,4 +1,4 @@
-"""The walk of AsymGQA (paper 003) as parallel trials: every move that it scores is a probe of its own.
+"""The walk of AsymGQA as parallel trials: every move that it scores is a probe of its own.
 
 Several chains walk at a time, each with a generator of its own and one probe at most under way, so that each accepts,
 resets and preserves as in the paper; results are taken as they come. A chain's score is minus its probe's loss on the
@@ -203,7 +203,7 @@ def spread(
 
 @SEARCHERS.part(
     "asymgqa",
-    source="Chen 2024 (paper 003), sec. 2.1, Alg. 1 and 2, as parallel chains",
+    source="Chen 2024 (AsymGQA), sec. 2.1, Alg. 1 and 2, as parallel chains",
     knobs=(Knob("chains", "int", "walks at a time for each KV ratio", low=1, high=1024),),
 )
 def asymgqa(problem: SearchProblem, *, chains: int = 2) -> ResumableSearcher:

@@ -143,7 +143,7 @@ def test_generalised_procrustes_is_algorithm_1_on_tokens(name: str) -> None:
     layout = LAYOUTS[name]
     heads = normal(5, 8, 200) + 2 * normal(1, 8, 200, seed=9)
     turned = heads.clone()
-    for _ in range(3):  # paper 001, alg. 1, with the tokens themselves
+    for _ in range(3):  # Jin 2024, alg. 1, with the tokens themselves
         mean = turned.mean(0)
         turned = torch.stack([rotary_procrustes(head, mean, layout) @ head for head in turned])
     found = align_group(gram_of(heads), layout, iterations=3) @ heads

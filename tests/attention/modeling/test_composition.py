@@ -70,7 +70,7 @@ def gelu(x: float) -> float:
 
 
 def loop_weights(side: DynamicWeights, x: list[float], group: int) -> tuple[list[list[float]], list[list[float]]]:
-    """w_1 and w_2 of paper 002, Eq. 5, for one token and one group, as `[R][h]`: nothing but floats."""
+    """w_1 and w_2 of Xiao 2024, Eq. 5, for one token and one group, as `[R][h]`: nothing but floats."""
     h, rank = side.group_heads, side.rank
     w_1, w_2 = side.w_1.tolist(), side.w_2.tolist()
     inner = [gelu(sum(x[d] * w_1[d][group][i] for d in range(len(x)))) for i in range(2 * h * rank)]
@@ -82,7 +82,7 @@ def loop_weights(side: DynamicWeights, x: list[float], group: int) -> tuple[list
 
 
 def loop_compose(compose: Compose, a: Tensor, x_q: Tensor, x_k: Tensor) -> Tensor:
-    """Paper 002, Eq. 7, one score at a time."""
+    """Xiao 2024, Eq. 7, one score at a time."""
     out = torch.zeros_like(a)
     size = H // compose.groups
     for b in range(B):
@@ -220,7 +220,7 @@ def test_extra_parameters(settings: Composition, tiny_model) -> None:
 
 
 def test_extra_parameters_worked_example() -> None:
-    """Paper 002, App. E and Table 2: 2.6 % of 12 L D^2 at D = 2048, H = 32, R = 2; in short (2R + 1) / 3d."""
+    """Xiao 2024, App. E and Table 2: 2.6 % of 12 L D^2 at D = 2048, H = 32, R = 2; in short (2R + 1) / 3d."""
     extra, model = extra_parameters(Composition(), 24, 32, 2048), 24 * 12 * 2048**2
     R, d = 2, 64
     assert extra / model == pytest.approx(2 * R / (3 * d) + 4 * R**2 / (3 * d**2) + 1 / (3 * d), rel=1e-12)

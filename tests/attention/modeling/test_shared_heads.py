@@ -156,21 +156,33 @@ def test_projections_and_outputs_that_share_by_themselves(
     assert torch.allclose(logits(unshare(back)), logits(shared), atol=1e-4)
 
 
-def test_the_papers_share_of_the_parameters_of_a_llama_2_7b() -> None:
-    """Table "Statistics of Memory Reduction": 6.09B of 6.74B at 30 % of the heads, which takes the outputs too."""
-    config = LlamaConfig(
-        hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, vocab_size=32000
-    )
+SEVEN = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+THIRTEEN = {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mlp", "left"),
+    [
+        (SEVEN, False, "6.09B of 6.74B"),
+        (SEVEN, True, "4.80B of 6.74B"),  # the paper's table has 4.74B
+        (THIRTEEN, False, "11.76B of 13.02B"),
+        (THIRTEEN, True, "9.21B of 13.02B"),
+    ],
+)
+def test_the_papers_share_of_the_parameters_of_a_llama_2(sizes: dict[str, int], mlp: bool, left: str) -> None:
+    """Cao 2024, table "Statistics of Memory Reduction": 30 % of the heads, outputs too, and of the MLP's blocks."""
+    config = LlamaConfig(**sizes, vocab_size=32000)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    shares = tuple(HeadShare(layer, head, 0, head) for layer in range(1, 32) for head in range(32))[:307]
-    heads = AttentionPlan((LayerPlan.identity(32),) * 32, 128, shares)
+    layers = heads = config.num_attention_heads
+    many = round(0.3 * layers * heads)
+    shares = tuple(HeadShare(layer, head, 0, head) for layer in range(1, layers) for head in range(heads))[:many]
+    width = config.hidden_size // heads
+    plan = AttentionPlan((LayerPlan.identity(heads),) * layers, width, shares)
+    assert saved_parameters(model, plan) == many * 3 * width * config.hidden_size
+    plan = replace(plan, output_shares=shares, mlp_shares=shares if mlp else ())
     whole = parameters(model)
-    assert whole == 6_738_415_616
-    assert saved_parameters(model, heads) == 307 * 3 * 128 * 4096
-    saved = saved_parameters(model, replace(heads, output_shares=shares))
-    assert saved == 307 * 4 * 128 * 4096
-    assert f"{(whole - saved) / 1e9:.2f}B of {whole / 1e9:.2f}B" == "6.09B of 6.74B"
+    assert f"{(whole - saved_parameters(model, plan)) / 1e9:.2f}B of {whole / 1e9:.2f}B" == left
 
 
 def test_outputs_of_a_gpt2_are_refused_and_a_refit_of_shared_ones(tiny_model) -> None:

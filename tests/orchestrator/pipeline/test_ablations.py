@@ -27,7 +27,7 @@ def test_no_two_arms_are_the_same() -> None:
     assert len({recipe.digest for recipe in found.values()}) == len(found)
 
 
-def test_the_seven_rows_of_paper_001_table_1() -> None:
+def test_the_seven_rows_of_table_1_of_jin_2024() -> None:
     rows = [recipe for name, recipe in arms().items() if name.startswith("align_")]
     table = {(r.grouping, r.by, r.alignment, r.knobs("alignment").get("criterion")) for r in rows}
     assert len(rows) == len(table) == 7
@@ -47,7 +47,7 @@ def test_the_seven_rows_of_paper_001_table_1() -> None:
 
 
 def test_dha_with_and_without_adaptive_transformation_fuse_alike() -> None:
-    """Paper 000, Table 2: only the search phase, its groups and its budgets are left out."""
+    """DHA, Table 2: only the search phase, its groups and its budgets are left out."""
     found = arms()
     whole, plain = found["dha"], found["dha_not_adaptive"]
     assert whole.knobs("relaxation") == plain.knobs("relaxation")

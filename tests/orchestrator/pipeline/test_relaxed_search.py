@@ -75,7 +75,7 @@ def test_a_relaxation_takes_its_share_of_the_steps(
 
 
 def test_a_fusion_stage_of_its_own(context: TrialContext, tmp_path: Path, demo_model) -> None:
-    """Paper 000, sec. 5.1 and Table 4: steps, batch, rate and schedule of the fusion stage, not the recovery's."""
+    """DHA, sec. 5.1 and Table 4: steps, batch, rate and schedule of the fusion stage, not the recovery's."""
     own = {"steps": 40, "batch_size": 2, "learning_rate": 2e-4, "own_schedule": True, "rate": 0.05}
     chosen = recipe("dha", **{f"relaxation.{name}": value for name, value in own.items()})
     (tmp_path / "plan.json").write_text(planned("dha", demo_model))

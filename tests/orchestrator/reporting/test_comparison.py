@@ -139,6 +139,15 @@ def test_rows_are_plain_json_and_the_terminal_shows_them() -> None:
         assert word in text
 
 
+def test_losses_that_no_seed_changes_are_shown_without_a_spread() -> None:
+    """A plan that does not depend on the seed: "± 0.000" would read as a precision."""
+    rows = compare([trial("headfold", seed, [2.5, 2.4, 2.3 + seed / 10]) for seed in range(3)], BASE)
+    out = Console(width=300, record=True)
+    out.print(comparison_table(rows).for_terminal())
+    shown = out.export_text()
+    assert "2.500" in shown and "2.500 ±" not in shown and "2.400 ± 0.100" in shown
+
+
 def test_what_a_pull_has_left_of_the_distance_is_told() -> None:
     points = [{"step": 1, "train_loss": 3.0, "distance": 0.5}, {"step": 20, "train_loss": 2.5, "distance": 0.02}]
     pulled = trial("postshare", 0, [3.0, 2.9, 2.8], relaxation=points)

@@ -220,7 +220,7 @@ def test_what_may_never_be_a_folder_to_write(home: Path, tmp_path: Path) -> None
 def test_only_what_headfold_wrote_and_nobody_changed_is_replaced(home: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     written(out)
-    with pytest.raises(OutputError, match="wrote earlier; add --overwrite"):
+    with pytest.raises(OutputError, match="wrote earlier; to replace it add --overwrite"):
         check_folder(out)
     check_folder(out, overwrite=True)
     (out / "deep" / "notes.txt").write_text("mine")

@@ -171,7 +171,7 @@ def test_swapping_methods_keep_sizes_and_report_their_cost(method: str) -> None:
 
 
 def test_default_annealing_is_the_papers_110_moves(monkeypatch) -> None:
-    """T from 100 by 0.9 down to 0.001 (paper 000, Alg. 4)."""
+    """T from 100 by 0.9 down to 0.001 (DHA, Alg. 4)."""
     seen: list[list[float]] = []
     from search_spaces.grouping import anneal as annealing
 

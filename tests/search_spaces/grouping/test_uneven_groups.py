@@ -1,4 +1,4 @@
-"""Group sizes that do not divide the heads: full groups, and the rest in one smaller (paper 003, Table 1)."""
+"""Group sizes that do not divide the heads: full groups, and the rest in one smaller (AsymGQA, Table 1)."""
 
 from __future__ import annotations
 
