@@ -12,7 +12,7 @@ from orchestrator.cli import options, publishing
 
 
 def convert(
-    model: Annotated[str, typer.Option(help="Folder with safetensors, or hub name.")],
+    model: Annotated[str, typer.Option(help="Folder with safetensors, a GGUF file, or hub name.")],
     recipe: Annotated[str, typer.Option(help="Named recipe, e.g. gqa, asymgqa, align, headfold.")],
     kv_ratio: options.KVRatios = None,
     kv_heads: options.KVHeads = None,
@@ -39,11 +39,13 @@ def convert(
     seed: options.Seed = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    dequantize: options.Dequantize = False,
 ) -> None:
     """Convert one checkpoint, without training. Needs no cluster, and prints the loss before and after."""
     from orchestrator.config.schema import ConfigError
     from orchestrator.conversion.convert import convert_checkpoint
     from orchestrator.conversion.estimates.estimate import announce
+    from orchestrator.conversion.loading import resolve_model
     from orchestrator.conversion.request import asked_ratios
     from orchestrator.conversion.several_ratios import (
         convert_curve,
@@ -54,8 +56,9 @@ def convert(
     from orchestrator.storage.outputs import check_results
     from orchestrator.storage.records import percent, unmet
 
-    ratios = asked_ratios(model, kv_ratio, kv_heads)
     check_results(json, folder=out)
+    model = resolve_model(model, dequantize=dequantize, weights=not dry_run)
+    ratios = asked_ratios(model, kv_ratio, kv_heads)
     if out is None and not dry_run:
         print("no --out: what is converted is measured, and nothing of it will be saved", file=sys.stderr, flush=True)
     settings: dict[str, Any] = {
@@ -100,7 +103,7 @@ def convert(
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint, converted or not.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint, converted or not; or a GGUF file.")],
     target: Annotated[
         str,
         typer.Option(help="What to export to: auto, gqa, vllm, gguf (llama.cpp), transformers, phi (for GPT-NeoX)."),
@@ -128,14 +131,17 @@ def export(
     dry_run: publishing.DryRun = True,
     overwrite: options.Overwrite = False,
     json: options.JsonFile = None,
+    dequantize: options.Dequantize = False,
 ) -> None:
     """Write a checkpoint in a format that engines load. Tells whether it is exact, and KV bytes before and after."""
+    from orchestrator.conversion.loading import resolve_model
     from orchestrator.serving.export import export_checkpoint
     from orchestrator.serving.tables import print_check
     from orchestrator.storage.outputs import check_results
     from orchestrator.storage.records import percent
 
     check_results(json, folder=out)
+    checkpoint = Path(resolve_model(checkpoint, dequantize=dequantize, key="checkpoint"))
     allowed = {"allow_larger_cache": allow_larger_cache, "overwrite": overwrite}
     asked = {"check": check, "engine": engine, "python": engine_python, "memory": check_memory * 2**30}
     record = export_checkpoint(checkpoint, target, out, dtype=dtype, **allowed, **asked)

@@ -17,6 +17,7 @@ from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from attention.io.precision import DTYPES
+from attention.io.sources import source_name
 from attention.io.stock_form import format_of
 from attention.modeling.modeling import plan_of_config
 from attention.plan import AttentionPlan
@@ -198,7 +199,7 @@ class ConversionRequest:
         `measured`: losses and KL in nats per token, and what else only a model tells; `out`: where it was saved.
         """
         return {
-            "model": self.model,
+            "model": source_name(self.model),
             **measured,
             "loss_increase": measured["loss"] - measured["original_loss"],
             "calibration_tokens": int(sequences.numel()),
