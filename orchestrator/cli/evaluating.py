@@ -76,9 +76,8 @@ def evaluate(
 
     check_results(json)
     if engine is not None:
-        _refuse_with_engine(
-            tasks=tasks, prompts=prompts, baseline=baseline, dry_run=dry_run or None, dequantize=dequantize or None
-        )
+        flags = {"dry_run": dry_run or None, "dequantize": dequantize or None}
+        _refuse_with_engine(tasks=tasks, prompts=prompts, baseline=baseline, **flags)
         record = engine_speed(
             checkpoint,
             original,

@@ -111,8 +111,8 @@ def finetune(
     dequantize: options.Dequantize = False,
 ) -> None:
     """Continue training a checkpoint on your text. With Ray Train and DeepSpeed; run again, it goes on."""
-    from orchestrator.storage.outputs import check_results
     from orchestrator.conversion.loading import resolve_model
+    from orchestrator.storage.outputs import check_results
     from orchestrator.training.finetune import check, finetune_checkpoint
 
     check_results(json, folder=out)

@@ -20,8 +20,8 @@ from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from attention.io.dtype_names import SHORT, full_name
 from attention.io.precision import DTYPES, DtypeError, own_dtype
-from attention.io.stock_files import GENERATION, TOKENIZER_FILES
 from attention.io.quantised.plain_copy import plain_checkpoint
+from attention.io.stock_files import GENERATION, TOKENIZER_FILES
 from attention.io.weights import check, check_finite, check_plain
 from attention.messages import reason
 from attention.modeling.modeling import check_fits, plan_of, plan_of_config
@@ -182,6 +182,15 @@ def check_own_cache(config: PretrainedConfig, geometry: HeadGeometry, path: str,
         raise ConfigError(
             f"{key}: {path!r} was converted already and keeps {kept} of {own_heads(geometry)} key and value heads; "
             "convert the original model to the smaller cache instead"
+        )
+
+
+def check_several_heads(geometry: HeadGeometry, path: str) -> None:
+    """Raise ConfigError for a checkpoint with one KV head a layer."""
+    if geometry.num_kv_heads == 1:
+        raise ConfigError(
+            f"model: {path!r} has 1 KV head a layer (multi-query attention), so there is nothing to share within a "
+            "layer; recipes directshare and postshare share heads between layers, or choose a model with 2 or more"
         )
 
 

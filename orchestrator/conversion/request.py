@@ -128,6 +128,8 @@ class ConversionRequest:
         geometry = loading.geometry_of(str(model), length, key="model", weights=not config_only)
         config = checkpoint.load_config(model)
         loading.check_own_cache(config, geometry, str(model), "model")
+        if chosen.sharing == chosen.composition == "none":
+            loading.check_several_heads(geometry, str(model))
         dtype = loading.written_dtype(model, dtype)
         for ratio in kv_ratios:
             if reason := keeps_everything(chosen.sharing, chosen.composition, ratio):
