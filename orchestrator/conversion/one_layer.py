@@ -179,7 +179,7 @@ class LayerwiseConversion:
 
 @torch.no_grad()
 def _cache_bytes(model: PreTrainedModel, rows: Tensor) -> int:
-    return cache_bytes(model(rows.to(model.device), use_cache=True).past_key_values)
+    return cache_bytes(cache_of(model(rows.to(model.device), use_cache=True)))
 
 
 @torch.no_grad()

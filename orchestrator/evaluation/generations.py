@@ -75,7 +75,7 @@ def greedy(model: Any, prompt: Sequence[int], end: int | None) -> list[int]:
             made.append(int(token))
             if made[-1] == end:
                 break
-            output = model(token, past_key_values=output.past_key_values, use_cache=True)
+            output = next_output(model, token, output)
     return made
 
 

@@ -115,7 +115,8 @@ def _in_float(record: Record) -> Record:
 
 
 def _call(module: nn.Module, record: Record, inputs: Tensor | None = None) -> Tensor:
-    args, kwargs = record.args, {**record.kwargs, "past_key_values": None, "use_cache": False}
+    args, kwargs = record.args, {name: value for name, value in record.kwargs.items() if name not in CACHE_NAMES}
+    kwargs["use_cache"] = False
     if inputs is not None:
         args, kwargs = entered_by(inputs, args, kwargs)
     output = module(*args, **kwargs)

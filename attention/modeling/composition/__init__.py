@@ -53,6 +53,6 @@ def _pass_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     Nothing is stored on the module, so recomputing a layer (gradient checkpointing) runs as the first time did.
     """
     x = args[0] if args else kwargs["hidden_states"]
-    cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
+    cache = cache_in(kwargs)
     layer = None if cache is None else composed_layer(cache, cast(int, module.layer_idx))
     return args, {**kwargs, "composed_input": x, "composed_layer": layer}
