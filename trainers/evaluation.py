@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attention.modeling.grouped import cache_bytes
+from attention.modeling.growing_cache import cache_of, next_output
 from attention.modeling.predictions import Final, final, in_chunks, mean_cost
 from attention.modeling.running import evaluating
 from attention.progress import stage

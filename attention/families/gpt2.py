@@ -17,6 +17,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from attention.families import Family, _separate, _uneven
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
+from attention.modeling.growing_cache import take_cache
 
 
 def geometry(config: Any) -> HeadGeometry:

@@ -8,12 +8,16 @@ writes in place between.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+CACHE_NAMES = ("cache", "past_key_values", "layer_past")
+"""What transformers calls the cache among an attention module's keywords: since 5.24, before, and in GPT-NeoX."""
 # Tokens that there is room for after a copy. At S tokens a step copies S / ROOM of them on average.
 ROOM = 64
 
@@ -75,7 +79,8 @@ def take_cache(kwargs: dict[str, Any]) -> Any:
 
 def cache_of(output: Any) -> Any:
     """The cache in the output of a model."""
-    return output["cache"] if "cache" in output else output.past_key_values
+    name = next(name for name in CACHE_NAMES if name in output)
+    return output[name]
 
 
 def next_output(model: Any, tokens: Tensor, output: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from attention.modeling.growing_cache import next_output
 from attention.modeling.running import evaluating
 from orchestrator.config.schema import ConfigError
 

@@ -26,6 +26,7 @@ from attention.conversion.refinement.original import Original, Text
 from attention.conversion.refinement.parallel import ONE_AT_A_TIME, each_layer, largest
 from attention.conversion.refinement.refine import REFINEMENT, LayerFit, Work
 from attention.families import family_of
+from attention.modeling.growing_cache import CACHE_NAMES
 from attention.modeling.modeling import plan_of
 from attention.modeling.running import entered_by, entering
 from attention.progress import stage

@@ -264,18 +264,23 @@ def llama3_rope(factors: Tensor, base: float) -> dict[str, Any] | None:
     turns = frequencies / (2 * torch.pi)  # per token: one over the wavelength
     smooth = (inverse - 1 / largest) / (1 - 1 / largest)
     between = ((smooth > 1e-4) & (smooth < 1 - 1e-4)).nonzero().flatten()
-    if len(between) < 2:
-        low, high, length = 1.0, 4.0, 8192.0
-    else:
+    high = 4.0  # of every published Llama 3, where the factors do not say
+    if len(between) > 1:
         first, last = int(between[0]), int(between[-1])
         slope = float((smooth[first] - smooth[last]) / (turns[first] - turns[last]))
         offset = float(slope * turns[first] - smooth[first])  # low / (high - low)
-        low, high, length = 1.0, 1 + 1 / offset, slope / offset
+        high, length = 1 + 1 / offset, slope / offset
+    elif len(between):
+        length = float((smooth[between] * (high - 1) + 1) / turns[between])
+    else:  # anywhere between the last frequency that is kept and the first that is divided by the whole factor
+        kept = int((smooth >= 1 - 1e-4).sum())
+        bounds = high / turns[max(kept - 1, 0)], 1 / turns[min(kept, len(turns) - 1)]
+        length = float((bounds[0] * bounds[1]).sqrt())
     found = {
         "rope_type": "llama3",
         "rope_theta": base,
         "factor": round(largest, 4),
-        "low_freq_factor": low,
+        "low_freq_factor": 1.0,
         "high_freq_factor": round(high, 3),
         "original_max_position_embeddings": round(length),
     }

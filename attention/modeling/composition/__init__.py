@@ -10,6 +10,7 @@ from torch import nn
 
 from attention.modeling.composition.composed_cache import composed_layer
 from attention.modeling.composition.composing import Compose, DynamicWeights, HeadComposition, QueryKeyNorm
+from attention.modeling.growing_cache import cache_in
 
 OWNERS = (DynamicWeights, Compose, QueryKeyNorm)
 """The modules that own parameters of a composition, each with a `reset` for these."""
