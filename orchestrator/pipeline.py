@@ -39,7 +39,7 @@ from orchestrator.search.prepare import (
     trial_context,
 )
 from orchestrator.search.tune_run import run_trials
-from orchestrator.search.validation import Prepared, check_epochs, validate_search
+from orchestrator.search.validation import Prepared, check_epochs, open_models, validate_search
 from orchestrator.search.waiting import waiting_told
 from orchestrator.storage import records
 from orchestrator.storage.journal import Journal, check_format, load_trials
@@ -69,6 +69,7 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
     if in_ray_job() and not is_remote(config.storage) and str(storage) != config.storage:
         print(f"storage {config.storage!r} is relative and this is a Ray job: results go to {storage}", flush=True)
         config = config.model_copy(update={"storage": str(storage)})
+    config = open_models(config)
     with mirrored(config.storage, storage):
         folder = _earlier(config, storage, resume)
         prepared = validate_search(config)

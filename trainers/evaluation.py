@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attention.modeling.grouped import cache_bytes
+from attention.modeling.growing_cache import cache_of, next_output
 from attention.modeling.predictions import Final, final, in_chunks, mean_cost
 from attention.modeling.running import evaluating
 from attention.progress import stage
@@ -115,7 +116,7 @@ def measure_cache(model: Any, tokens: int) -> int:
     """Bytes that the cache really holds after a prefill of `tokens` tokens, batch 1 (see `cache_bytes`)."""
     ids = torch.zeros(1, tokens, dtype=torch.int64, device=next(model.parameters()).device)
     with evaluating(model):
-        return cache_bytes(model(ids, use_cache=True).past_key_values)
+        return cache_bytes(cache_of(model(ids, use_cache=True)))
 
 
 def decode_speed(model: Any, prompt: Tensor, new: int) -> Speed:
@@ -136,7 +137,7 @@ def _generate(model: Any, prompt: Tensor, new: int) -> tuple[float, float]:
     ready = _now(prompt)
     for _ in range(new):
         token = output.logits[:, -1:].argmax(-1)
-        output = model(token, past_key_values=output.past_key_values, use_cache=True)
+        output = next_output(model, token, output)
     return ready - started, _now(prompt) - ready
 
 

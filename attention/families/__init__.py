@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
-from attention.messages import one_of
+from attention.messages import one_of, reason
 from attention.plan import LayerPlan
 
 
@@ -75,6 +75,11 @@ def family_of(config: Any) -> Family:
     if model_type not in families():
         if (text := getattr(config, "text_config", None)) is not None:
             raise ValueError(_multimodal(model_type, getattr(text, "model_type", None)))
+        if getattr(config, "kv_lora_rank", None):
+            raise ValueError(
+                f"a {model_type} caches one latent vector per token (multi-head latent attention, MLA) and has no KV "
+                "heads to share; Headfold converts models with key and value heads"
+            )
         known = sorted(families())  # a name that is nearly one of them is another architecture and no misspelling
         raise ValueError(
             f"model type must be one of {known}, got {model_type!r}; see CONTRIBUTING.md for how to add a family"
@@ -97,10 +102,14 @@ def _multimodal(model_type: str, text_type: Any) -> str:
 
 
 def geometry_of(config: Any) -> HeadGeometry:
-    """Geometry of a transformers config. Raises ValueError with the supported families for any other."""
+    """Geometry of a transformers config. Raises ValueError with the supported families for any other, and for a config
+    that does not say what all layers have."""
     family = family_of(config)
     _check_rope(config)
-    return family.geometry(config)
+    try:
+        return family.geometry(config)
+    except (RuntimeError, AttributeError) as error:  # of a config that does not say the same for all layers
+        raise ValueError(f"the config of this {family.name} cannot be used: {reason(error)}") from None
 
 
 def window_of(config: Any) -> int:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
-from transformers.cache_utils import Cache
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from attention.families import Family, _separate, _uneven
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
+from attention.modeling.growing_cache import take_cache
 
 
 def geometry(config: Any) -> HeadGeometry:
@@ -33,7 +33,6 @@ class UnevenGPT2Attention(GPT2Attention):
     def forward(
         self,
         hidden_states: Tensor,
-        past_key_values: Cache | None = None,
         attention_mask: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
@@ -44,7 +43,7 @@ class UnevenGPT2Attention(GPT2Attention):
             raise ValueError("a converted GPT-2 has no cross-attention, got encoder_hidden_states")
         states = _uneven.project(self, hidden_states, self.head_dim)
         rates = {"scaling": self.scaling, "dropout": self.attn_dropout.p}
-        mixed, weights = _uneven.attend(self, states, attention_mask, past_key_values, **rates, **kwargs)
+        mixed, weights = _uneven.attend(self, states, attention_mask, take_cache(kwargs), **rates, **kwargs)
         return self.resid_dropout(self.c_proj(mixed)), weights
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 from transformers import OPTConfig, OPTForCausalLM
-from transformers.cache_utils import Cache
 from transformers.models.opt.modeling_opt import OPTAttention
 
 from attention.families import _separate, _uneven
 from attention.geometry import HeadGeometry
+from attention.modeling.growing_cache import take_cache
 from attention.plan import LayerPlan
 
 
@@ -24,7 +24,6 @@ class UnevenOPTAttention(OPTAttention):
     def forward(
         self,
         hidden_states: Tensor,
-        past_key_values: Cache | None = None,
         attention_mask: Tensor | None = None,
         output_attentions: bool = False,
         **kwargs: Any,
@@ -32,7 +31,7 @@ class UnevenOPTAttention(OPTAttention):
         q, k, v = _uneven.project(self, hidden_states, self.head_dim)
         # As in the stock forward, queries are scaled before the product and the product is not.
         states, rates = (q * self.scaling, k, v), {"scaling": 1.0, "dropout": self.dropout}
-        mixed, weights = _uneven.attend(self, states, attention_mask, past_key_values, **rates, **kwargs)
+        mixed, weights = _uneven.attend(self, states, attention_mask, take_cache(kwargs), **rates, **kwargs)
         return self.out_proj(mixed), weights
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Phi3Config, Phi3ForCausalLM
-from transformers.cache_utils import Cache
 from transformers.models.phi3.modeling_phi3 import Phi3Attention, apply_rotary_pos_emb
 
 from attention.families import _separate, _uneven
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
+from attention.modeling.growing_cache import take_cache
 from attention.plan import LayerPlan
 
 FUSED = "qkv_proj"
@@ -33,13 +33,12 @@ class UnevenPhi3Attention(Phi3Attention):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None,
-        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         q, k, v = _uneven.project(self, hidden_states, self.head_dim)
         states = (*apply_rotary_pos_emb(q, k, *position_embeddings), v)
         rates = {"scaling": self.scaling, "dropout": self.attention_dropout}
-        mixed, weights = _uneven.attend(self, states, attention_mask, past_key_values, **rates, **kwargs)
+        mixed, weights = _uneven.attend(self, states, attention_mask, take_cache(kwargs), **rates, **kwargs)
         return self.o_proj(mixed), weights
 
 

@@ -10,14 +10,21 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
-from attention.families import family_of, geometry_of
+from attention.families import families, family_of, geometry_of
 from attention.io import weights
 from attention.io.files import honour_umask, sha256, write_whole
 from attention.io.replacing import DIGESTS, digests, parents_made, recover, resolved, swap, unused
@@ -30,6 +37,8 @@ from attention.modeling.modeling import PREFIX, family_fields, plan_of
 from attention.plan import AttentionPlan
 
 PLAN_FILE = "headfold.json"
+LLAMA_ONLY = ("attention_bias", "mlp_bias", "pretraining_tp")
+"""Fields of a Llama's config that Mistral does not know."""
 ORIGINAL = "original"  # in that file: what the checkpoint was converted from
 
 
@@ -207,6 +216,7 @@ def load(
         with weights.without_report():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(source),
+                config=config,
                 dtype=dtype or "auto",
                 trust_remote_code=trust_remote_code,
                 use_safetensors=True,
@@ -224,13 +234,20 @@ def load(
 
 
 def load_config(source: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """The config of a local folder or hub name. Raises CheckpointError if there is none."""
+    """The config of a local folder or hub name. Raises CheckpointError if there is none, or if it cannot be used.
+
+    A Llama whose width is no multiple of its heads, which LlamaConfig refuses, is a Mistral without a window.
+    """
     modeling.register()
     cached = False
     try:
         if Path(source).name and Path(source).parent.exists():
             recover(Path(source))
         cached = only_cached(source)
+        fields, _ = PretrainedConfig.get_config_dict(str(source), local_files_only=cached)
+        _check_fields(fields, source, trust_remote_code)
+        if (mistral := _as_mistral(fields, source)) is not None:
+            return mistral
         return AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code, local_files_only=cached)
     except CheckpointError:
         raise
@@ -242,6 +259,54 @@ def load_config(source: str | Path, *, trust_remote_code: bool = False) -> Any:
             f"no checkpoint at {str(source)!r}: expected a folder with config.json and safetensors, or a hub name; "
             f"{why}"
         ) from None
+
+
+def _check_fields(fields: Mapping[str, Any], source: str | Path, trust_remote_code: bool) -> None:
+    """Raise CheckpointError for a config that transformers would answer in words of its own, or read by half."""
+    kind = str(fields.get("model_type"))
+    known = {name for family in families() for name in (family, PREFIX + family)}
+    if fields.get("auto_map") and not trust_remote_code and kind not in known and kind not in CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{source}: a model of type {kind!r} is computed by Python files that lie beside it (auto_map in "
+            f"config.json), which Headfold does not run; supported are {', '.join(sorted(families()))}. If it is an "
+            "export, give the checkpoint that it was made from; if it is one of these under another name, set "
+            "model_type in config.json and remove auto_map"
+        )
+    layers = fields.get("per_layer_config") or {}
+    own = layers.items() if isinstance(layers, Mapping) else ()
+    differing: dict[str, list[str]] = {}
+    for layer, settings in own:
+        for name, value in settings.items():
+            if name not in fields or fields[name] != value:
+                differing.setdefault(name, []).append(str(layer))
+    if differing:
+        listed = "; ".join(f"{name} in {len(where)}: {', '.join(where[:8])}" for name, where in differing.items())
+        raise CheckpointError(
+            f"{source}: config.json gives layers settings of their own (per_layer_config: {listed}), which Headfold "
+            "does not read; give the original model, whose layers are alike, and convert it by a recipe that gives "
+            "each layer a count of its own (headfold_layers)"
+        )
+
+
+def _as_mistral(fields: Mapping[str, Any], source: str | Path) -> PretrainedConfig | None:
+    """The config of a Llama with a width that is no multiple of its heads, as target gqa exports one; None for any
+    other. Raises CheckpointError for one with biases, which Mistral has not."""
+    width, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
+    whole = isinstance(width, int) and isinstance(heads, int) and heads > 0
+    if fields.get("model_type") != "llama" or not whole or width % heads == 0 or not fields.get("head_dim"):
+        return None
+    if fields.get("attention_bias") or fields.get("mlp_bias"):
+        raise CheckpointError(
+            f"{source}: a Llama of width {width} with {heads} heads is read as a Mistral, since LlamaConfig refuses a "
+            "width that is no multiple of the heads, and a Mistral has no biases (attention_bias, mlp_bias); take a "
+            "model without them"
+        )
+    unknown = ("model_type", "architectures", "auto_map", *LLAMA_ONLY)
+    made = MistralConfig(
+        **{n: v for n, v in fields.items() if n not in unknown and n[:1] != "_"} | {"sliding_window": None}
+    )
+    made.architectures = ["MistralForCausalLM"]
+    return made
 
 
 def weights_digest(folder: str | Path, cache_dir: str | Path | None = None) -> str:

@@ -80,7 +80,7 @@ def save_as(
     wanted = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
 
     def write(fresh: Path) -> None:
-        given, dtype = _write_shards(((n, t) for n, t in tensors if n not in tied), fresh, shard)
+        given, dtype = write_shards(((n, t) for n, t in tensors if n not in tied), fresh, shard)
         if given != wanted:
             raise ValueError(f"expected the tensors of {source}; others are {sorted(given.items() ^ wanted.items())}")
         config.dtype, config.architectures = dtype, [type(model).__name__]
@@ -92,7 +92,7 @@ def save_as(
     return checkpoint.write_atomically(folder, write)
 
 
-def _write_shards(
+def write_shards(
     tensors: Iterable[tuple[str, Tensor]], folder: Path, shard: int
 ) -> tuple[dict[str, tuple[int, ...]], torch.dtype]:
     """Write all tensors into files of at most `shard` bytes, named as transformers does. Returns the shapes by name,

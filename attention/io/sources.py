@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 NOT_REACHED = (
     "there is no such folder, and the hub cannot be reached (no network, or HF_HUB_OFFLINE is set) nor has this "
     "machine a copy of it: check the name, or fetch it where there is a network (hf download {})"
 )
+SOURCE_FILE = "source.json"
+"""Beside a plain copy of a GGUF file or a quantised checkpoint: what it was made of
+(`attention.io.quantised.plain_copy`)."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 
 
@@ -32,7 +37,7 @@ def is_folder(source: str | Path) -> bool:
         return True
     wanted = "expected a folder with config.json and safetensors, or a hub name"
     if name and path.exists():
-        gguf = "; a GGUF file is not read: give the checkpoint that it was made from" if path.suffix == ".gguf" else ""
+        gguf = "; open a GGUF file with attention.io.quantised.plain_copy" if path.suffix == ".gguf" else ""
         raise CheckpointError(f"no checkpoint at {name!r}: it is a file; {wanted}{gguf}")
     first = name.split("/")[0]
     if not HUB_NAME.fullmatch(name):
@@ -43,6 +48,21 @@ def is_folder(source: str | Path) -> bool:
             "for the hub's model of that name, run where there is no such folder"
         )
     return False
+
+
+def source_note(folder: str | Path) -> dict[str, Any]:
+    """What a plain copy was made of: `source`, `rounded` (names of the types whose rounding is in its weights), and
+    whether it has `weights`. Empty for any other checkpoint."""
+    try:
+        record = json.loads((Path(folder) / SOURCE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) and "source" in record else {}
+
+
+def source_name(model: str | Path) -> str:
+    """What a model is called in records: the source of a plain copy, else the name itself."""
+    return str(source_note(model).get("source", model))
 
 
 def only_cached(source: str | Path) -> bool:

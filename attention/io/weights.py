@@ -26,6 +26,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from attention.io.experts import Place, parts_of, stacked, stacks
 from attention.io.precision import STORED
 from attention.io.safetensors_files import Stored, WeightsError, listed, opened, stored_tensors
+from attention.io.sources import source_note
 
 __all__ = ["WeightsError", "check", "check_finite", "check_loaded", "without_report"]
 
@@ -34,6 +35,8 @@ TIED_APART = (
     "config.json ties the output matrix to the embedding (tie_word_embeddings), but the weights hold two that differ; "
     "set tie_word_embeddings to false in config.json"
 )
+METHODS = ("fp8", "compressed-tensors", "mxfp4")
+"""Values of `quant_method` whose weights can be read as plain numbers (`attention.io.quantised.packed`)."""
 # What quantisers keep beside or instead of a weight.
 QUANTISED = re.compile(
     r"\.(qweight|qzeros|SCB|weight_scale(_inv)?|weight_packed|weight_shape|weight\.(absmax|quant_map|quant_state.*))$"
@@ -57,11 +60,9 @@ def check(source: str | Path, config: PretrainedConfig) -> dict[str, Place]:
     a warning. Raises WeightsError for quantised weights, for files that cannot be read, and unless every parameter and
     persistent buffer is there in its shape (of tied ones, one).
     """
-    if settings := getattr(config, "quantization_config", None):
-        method = settings.get("quant_method") if isinstance(settings, dict) else None
-        raise WeightsError(_quantised(source, f"config.json has a quantization_config ({method or 'of no name'})"))
+    check_plain(source, config)
     folder = Path(source)
-    if not folder.is_dir():
+    if not folder.is_dir() or not source_note(folder).get("weights", True):
         return {}
     stored = stored_tensors(folder)
     # Before the model is built: a config of a million layers would take for ever.
@@ -86,6 +87,14 @@ def check(source: str | Path, config: PretrainedConfig) -> dict[str, Place]:
             places |= {tied: present, root: present}
     _refuse(folder, model, _differences(model, places))
     return places
+
+
+def check_plain(source: str | Path, config: PretrainedConfig) -> None:
+    """Raise WeightsError for a config that says its weights are quantised. No file is read."""
+    if settings := getattr(config, "quantization_config", None):
+        method = settings.get("quant_method") if isinstance(settings, dict) else None
+        what = f"config.json has a quantization_config ({method or 'of no name'})"
+        raise WeightsError(_quantised(source, what, method))
 
 
 def _differences(model: PreTrainedModel, places: Mapping[str, Place]) -> Differences:
@@ -193,16 +202,16 @@ def _check_tie(folder: Path, first: Stored, second: Stored, rows: int = 4096) ->
             raise WeightsError(f"{folder}: {TIED_APART}")
 
 
-def _quantised(source: str | Path, what: str) -> str:
-    if "mxfp4" in what:  # as gpt-oss is published
+def _quantised(source: str | Path, what: str, method: str | None = None) -> str:
+    said = f"{source} is quantised: {what}. Heads are fused in plain floats: "
+    if method in METHODS:
         return (
-            f"{source} is quantised: {what}. Heads are fused in plain floats: load it in transformers with "
-            "from_pretrained(SOURCE, quantization_config=Mxfp4Config(dequantize=True), dtype='bfloat16') and "
-            "save_pretrained into a new folder"
+            f"{said}add --dequantize (in a search model.dequantize=true), which reads its weights as plain numbers, "
+            "or take the model that it was made of"
         )
     return (
-        f"{source} is quantised: {what}. Heads are fused in plain floats: take the model that it was made of, or load "
-        "it in transformers, call model.dequantize() and save_pretrained into a new folder"
+        f"{said}take the model that it was made of, or load it in transformers, call model.dequantize() and "
+        "save_pretrained into a new folder"
     )
 
 
@@ -249,6 +258,11 @@ def _lacking(source: str | Path, kind: str, layers: int, state: set[str], diff: 
         return (
             f"{said}; config.json says num_hidden_layers {layers}, the weights end after layer "
             f"{whole - 1}: mend one of them"
+        )
+    if diff.missing == {"lm_head.weight"}:
+        return (
+            f"{said}, the output matrix. Copy or save the weights of the original model again, or set "
+            "tie_word_embeddings to true in config.json if its output matrix is the embedding"
         )
     return f"{said}. Copy or save the weights of the original model again"
 

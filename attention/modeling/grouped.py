@@ -135,7 +135,8 @@ class UnevenStaticLayer(StaticLayer):
         super().lazy_initialization(key_states, value_states)
         batch, heads, _, width = value_states.shape
         if heads != key_states.shape[1]:
-            self.values = torch.zeros((batch, heads, self.max_cache_len, width), dtype=self.dtype, device=self.device)
+            shape = (batch, heads, self.max_cache_len, width)
+            self.values = torch.zeros(shape, dtype=value_states.dtype, device=value_states.device)
 
 
 class UnevenSlidingLayer(UnevenStaticLayer, StaticSlidingWindowLayer):

@@ -8,12 +8,16 @@ writes in place between.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+CACHE_NAMES = ("cache", "past_key_values", "layer_past")
+"""What transformers calls the cache among an attention module's keywords: since 5.24, before, and in GPT-NeoX."""
 # Tokens that there is room for after a copy. At S tokens a step copies S / ROOM of them on average.
 ROOM = 64
 
@@ -60,6 +64,32 @@ def _longer(held: Tensor, tokens: int) -> Tensor:
     return result
 
 
+def cache_in(kwargs: Mapping[str, Any]) -> Any:
+    """The cache among the keywords of an attention module, whatever it is called there; None without one."""
+    return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+
+
+def take_cache(kwargs: dict[str, Any]) -> Any:
+    """The same, taken out of the keywords."""
+    cache = cache_in(kwargs)
+    for name in CACHE_NAMES:
+        kwargs.pop(name, None)
+    return cache
+
+
+def cache_of(output: Any) -> Any:
+    """The cache in the output of a model."""
+    name = next(name for name in CACHE_NAMES if name in output)
+    return output[name]
+
+
+def next_output(model: Any, tokens: Tensor, output: Any) -> Any:
+    """What a model makes of the `tokens` `[B, T]` that follow those of `output`, in the same cache."""
+    known = inspect.signature(model.forward).parameters
+    name = next(name for name in CACHE_NAMES if name in known)
+    return model(tokens, **{name: cache_of(output)}, use_cache=True)
+
+
 def own_layer(cache: Cache, index: int, kind: type[GrowingLayer]) -> Any:
     """The layer of a cache, swapped for one of `kind` if it is a fresh dynamic one; None if there is no such layer."""
     while cache.layer_class_to_replicate is DynamicLayer and len(cache.layers) <= index:
@@ -72,6 +102,6 @@ def own_layer(cache: Cache, index: int, kind: type[GrowingLayer]) -> Any:
 
 def grow_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A forward pre-hook of attention modules: their layer of a fresh dynamic cache grows in place."""
-    cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
+    cache = cache_in(kwargs)
     if isinstance(cache, Cache):
         own_layer(cache, module.layer_idx, GrowingLayer)

@@ -13,7 +13,7 @@ from orchestrator.cli.recipes import chosen_recipe
 
 
 def convert(
-    model: Annotated[str, typer.Option(help="Folder with safetensors, or hub name.")],
+    model: Annotated[str, typer.Option(help="Folder with safetensors, a GGUF file, or hub name.")],
     recipe: options.Recipe = "auto",
     engine: options.Engine = None,
     kv_ratio: options.KVRatios = None,
@@ -41,11 +41,13 @@ def convert(
     seed: options.Seed = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    dequantize: options.Dequantize = False,
 ) -> None:
     """Convert one checkpoint, without training. Needs no cluster, and prints the loss before and after."""
     from orchestrator.config.schema import ConfigError
     from orchestrator.conversion.convert import convert_checkpoint
     from orchestrator.conversion.estimates.estimate import announce
+    from orchestrator.conversion.loading import resolve_model
     from orchestrator.conversion.request import asked_ratios
     from orchestrator.conversion.several_ratios import (
         convert_curve,
@@ -56,8 +58,9 @@ def convert(
     from orchestrator.storage.outputs import check_results
     from orchestrator.storage.records import percent, unmet
 
-    ratios = asked_ratios(model, kv_ratio, kv_heads)
     check_results(json, folder=out)
+    model = resolve_model(model, dequantize=dequantize, weights=not dry_run)
+    ratios = asked_ratios(model, kv_ratio, kv_heads)
     recipe_settings = options.recipe_settings(overrides)
     recipe = chosen_recipe(model, recipe, engine, recipe_settings)
     if out is None and not dry_run:
@@ -104,7 +107,7 @@ def convert(
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint, converted or not.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint, converted or not; or a GGUF file.")],
     target: Annotated[
         str,
         typer.Option(help="What to export to: auto, gqa, vllm, gguf (llama.cpp), transformers, phi (for GPT-NeoX)."),
@@ -132,14 +135,17 @@ def export(
     dry_run: publishing.DryRun = True,
     overwrite: options.Overwrite = False,
     json: options.JsonFile = None,
+    dequantize: options.Dequantize = False,
 ) -> None:
     """Write a checkpoint in a format that engines load. Tells whether it is exact, and KV bytes before and after."""
+    from orchestrator.conversion.loading import resolve_model
     from orchestrator.serving.export import export_checkpoint
     from orchestrator.serving.tables import print_check
     from orchestrator.storage.outputs import check_results
     from orchestrator.storage.records import percent
 
     check_results(json, folder=out)
+    checkpoint = Path(resolve_model(checkpoint, dequantize=dequantize, key="checkpoint"))
     allowed = {"allow_larger_cache": allow_larger_cache, "overwrite": overwrite}
     asked = {"check": check, "engine": engine, "python": engine_python, "memory": check_memory * 2**30}
     record = export_checkpoint(checkpoint, target, out, dtype=dtype, **allowed, **asked)

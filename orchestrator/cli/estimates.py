@@ -26,7 +26,8 @@ def estimate(
     ] = None,
     config: Annotated[Path | None, typer.Option(help="The same YAML file.")] = None,
     model: Annotated[
-        str | None, typer.Option(help="Of a conversion: folder with config.json, or hub name; no weights are read.")
+        str | None,
+        typer.Option(help="Of a conversion: folder with config.json, a GGUF file, or hub name; no weights are read."),
     ] = None,
     recipe: options.Recipe = "auto",
     engine: options.Engine = None,
@@ -39,6 +40,7 @@ def estimate(
     sequence_length: options.SequenceLength = 256,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    dequantize: options.Dequantize = False,
 ) -> None:
     """Say what a search or a conversion will take. Before it runs: tokens, hours, peak memory, disk."""
     from orchestrator.config.schema import ConfigError
@@ -52,14 +54,17 @@ def estimate(
         if model or recipe != "auto" or engine or kv_ratio or kv_heads:
             raise ConfigError(f"estimate: expected one of two, {OF_SEARCH}, or {OF_CONVERSION}; got parts of both")
         from orchestrator.config.schema import load_config
+        from orchestrator.search.validation import open_models
 
-        tell_search(load_config(config, given), json)
+        tell_search(open_models(load_config(config, given), weights=False), json)
         return
     if model is None or (kv_ratio is None and kv_heads is None):
         raise ConfigError(f"estimate: expected {OF_SEARCH}, or {OF_CONVERSION}")
     from orchestrator.conversion.estimates.estimate import describe, estimate_conversion
+    from orchestrator.conversion.loading import resolve_model
     from orchestrator.conversion.request import asked_ratios
 
+    model = resolve_model(model, dequantize=dequantize, weights=False)
     ratios = asked_ratios(model, kv_ratio, kv_heads)
     recipe_settings = options.recipe_settings(overrides)
     recipe = chosen_recipe(model, recipe, engine, recipe_settings)

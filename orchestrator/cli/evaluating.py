@@ -10,7 +10,7 @@ from orchestrator.cli import options
 
 
 def evaluate(
-    checkpoint: Annotated[str, typer.Argument(help="Folder of a checkpoint, or hub name.")],
+    checkpoint: Annotated[str, typer.Argument(help="Folder of a checkpoint, a GGUF file, or hub name.")],
     original: Annotated[str | None, typer.Option(help="The original checkpoint to compare with.")] = None,
     baseline: Annotated[
         str | None, typer.Option(help="One more checkpoint to compare with, e.g. of recipe gqa.")
@@ -60,10 +60,12 @@ def evaluate(
     seed: options.Seed = 0,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    dequantize: options.Dequantize = False,
 ) -> None:
     """Measure a checkpoint beside its original. Held-out loss, KL, KV bytes planned and allocated, speed; where asked,
     tasks, generated text and long contexts."""
     from orchestrator.config.schema import ConfigError
+    from orchestrator.conversion.loading import resolve_model
     from orchestrator.evaluation.evaluate import evaluate_checkpoint, rehearse_evaluation
     from orchestrator.evaluation.extras import Extras
     from orchestrator.evaluation.generations import read_prompts
@@ -74,7 +76,8 @@ def evaluate(
 
     check_results(json)
     if engine is not None:
-        _refuse_with_engine(tasks=tasks, prompts=prompts, baseline=baseline, dry_run=dry_run or None)
+        flags = {"dry_run": dry_run or None, "dequantize": dequantize or None}
+        _refuse_with_engine(tasks=tasks, prompts=prompts, baseline=baseline, **flags)
         record = engine_speed(
             checkpoint,
             original,
@@ -92,6 +95,10 @@ def evaluate(
         return
     if engine_python is not None:
         raise ConfigError("engine_python: is of a measurement in an engine; add --engine, or leave it out")
+    opening = {"dequantize": dequantize, "weights": not dry_run}
+    checkpoint = resolve_model(checkpoint, key="checkpoint", **opening)
+    original = original and resolve_model(original, key="original", **opening)
+    baseline = baseline and resolve_model(baseline, key="baseline", **opening)
     settings: dict[str, Any] = {
         "baseline": baseline,
         "extras": Extras(named(tasks), read_prompts(prompts), context_lengths),

@@ -11,7 +11,7 @@ from orchestrator.cli import options
 
 
 def inspect(
-    checkpoint: Annotated[str, typer.Argument(help="Folder with safetensors, or hub name.")],
+    checkpoint: Annotated[str, typer.Argument(help="Folder with safetensors, a GGUF file, or hub name.")],
     kv_ratio: options.KVRatios = None,
     kv_heads: options.KVHeads = None,
     recipe: Annotated[str, typer.Option(help="Recipe whose grouping and fusion the single places get.")] = "headfold",
@@ -39,15 +39,18 @@ def inspect(
     seed: options.Seed = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    dequantize: options.Dequantize = False,
 ) -> None:
     """Show which heads matter, and what recipes cost: one page. Also which are alike, and what each layer keeps."""
     from orchestrator.conversion.inspection import COMPARED, inspect_checkpoint
+    from orchestrator.conversion.loading import resolve_model
     from orchestrator.conversion.request import asked_ratios
     from orchestrator.reporting.inspection_tables import print_inspection
     from orchestrator.reporting.pages.inspection_page import build_page
     from orchestrator.storage.outputs import check_results, write_page
 
     check_results(json, page=out)
+    checkpoint = resolve_model(checkpoint, dequantize=dequantize, key="checkpoint")
     names = COMPARED if compare is None else [name.strip() for name in compare.split(",") if name.strip() != "none"]
     record = inspect_checkpoint(
         checkpoint,

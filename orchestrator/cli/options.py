@@ -54,6 +54,13 @@ Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of plans and of w
 Dtype = Annotated[
     str, typer.Option(help="Of what is written: auto (the checkpoint's own), float32, bfloat16 (bf16) or float16.")
 ]
+Dequantize = Annotated[
+    bool,
+    typer.Option(
+        "--dequantize",
+        help="Read quantised weights (FP8, compressed-tensors, MXFP4) as plain numbers; a GGUF file needs no option.",
+    ),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Check everything and say what it will take; nothing is written or started.")

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 def recipes(
     model: Annotated[
         str | None,
-        typer.Argument(help="Folder with config.json, or hub name (default: a Llama)."),
+        typer.Argument(help="Folder with config.json, a GGUF file, or hub name (default: a Llama)."),
     ] = None,
     engine: options.Engine = None,
     json: options.JsonFile = None,
+    dequantize: options.Dequantize = False,
 ) -> None:
     """List the recipes: what each does, its paper, what it costs, and which engines load it."""
     from transformers import LlamaConfig
@@ -36,6 +37,7 @@ def recipes(
         config = LlamaConfig()
         geometry = geometry_of(config)
     else:
+        model = loading.resolve_model(model, dequantize=dequantize, weights=False)
         geometry = loading.geometry_of(model, key="model", weights=False)
         config = loading.checkpoint.load_config(model)
     chosen = choice.choose_recipe(config, geometry, engine and choice.engine_name(engine))

@@ -51,8 +51,9 @@ def search(
 
 def _rehearse(settings: SearchConfig) -> None:
     from orchestrator.search.estimate import check_disk, local_parallel
-    from orchestrator.search.validation import check_epochs, rehearse_search
+    from orchestrator.search.validation import check_epochs, open_models, rehearse_search
 
+    settings = open_models(settings, weights=False)
     prepared = rehearse_search(settings)
     check_epochs(settings)
     tell_search(settings)

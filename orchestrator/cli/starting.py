@@ -8,9 +8,13 @@ from typing import Annotated
 
 import typer
 
+from orchestrator.cli import options
+
 
 def init(
-    model: Annotated[str, typer.Argument(help="Folder with config.json, or hub name; no weights are read.")],
+    model: Annotated[
+        str, typer.Argument(help="Folder with config.json, a GGUF file, or hub name; no weights are read.")
+    ],
     out: Annotated[
         Path | None, typer.Option(help="The YAML file (default: the model's name in this folder); - prints it.")
     ] = None,
@@ -21,6 +25,7 @@ def init(
     gpu_memory: Annotated[
         int | None, typer.Option(min=1, help="GiB of memory of each (default: of those here; 80 where there is none).")
     ] = None,
+    dequantize: options.Dequantize = False,
 ) -> None:
     """Write a first configuration for a checkpoint. Commented; `headfold search FILE --dry-run` checks it."""
     from orchestrator.config.first import FirstConfig, Place
@@ -30,13 +35,14 @@ def init(
     from orchestrator.conversion.estimates.sizes import Size
     from orchestrator.storage.shipped import shipped
 
-    geometry = loading.geometry_of(model, key="model", weights=False)
-    config = loading.checkpoint.load_config(model)
+    opened = loading.resolve_model(model, dequantize=dequantize, weights=False)
+    geometry = loading.geometry_of(opened, key="model", weights=False)
+    config = loading.checkpoint.load_config(opened)
     loading.check_own_cache(config, geometry, model, "model")
     here, held = _gpus_here()
     place = Place(here if gpus is None else gpus, gpu_memory * 2**30 if gpu_memory else held, os.cpu_count() or 1)
-    schema, dtype = str(shipped("docs/config.schema.json")), loading.written_dtype(model)
-    first = FirstConfig(model, geometry, dtype, Size.of(config).total, data, place, schema)
+    schema, dtype = str(shipped("docs/config.schema.json")), loading.written_dtype(opened)
+    first = FirstConfig(model, geometry, dtype, Size.of(config).total, data, place, schema, dequantize)
     text = first.text()
     parse_config(read_yaml(text), where="the new configuration")
     if str(out) == "-":

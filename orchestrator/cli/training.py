@@ -46,10 +46,12 @@ def train(
     device: options.Device = "auto",
 ) -> None:
     """Train a model from random weights. With Ray Train and DeepSpeed; run again, it goes on where it was stopped."""
+    from orchestrator.conversion.loading import resolve_model
     from orchestrator.storage.outputs import check_results
     from orchestrator.training.scratch import check, train_from_scratch
 
     check_results(json, folder=out)
+    architecture = resolve_model(architecture, weights=False, key="architecture")
     settings: dict[str, Any] = {
         "recipe": recipe,
         "steps": steps,
@@ -77,7 +79,7 @@ def train(
 
 
 def finetune(
-    model: Annotated[str, typer.Option(help="Folder or hub name of the checkpoint, converted or not.")],
+    model: Annotated[str, typer.Option(help="Folder, GGUF file or hub name of the checkpoint, converted or not.")],
     steps: Steps,
     learning_rate: LearningRate,
     out: Annotated[Path, typer.Option(help="Folder for the best measured step; what it comes from: OUT.training.")],
@@ -106,12 +108,17 @@ def finetune(
     seed: options.Seed = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    dequantize: options.Dequantize = False,
 ) -> None:
     """Continue training a checkpoint on your text. With Ray Train and DeepSpeed; run again, it goes on."""
+    from orchestrator.conversion.loading import resolve_model
     from orchestrator.storage.outputs import check_results
     from orchestrator.training.finetune import check, finetune_checkpoint
 
     check_results(json, folder=out)
+    opening = {"dequantize": dequantize, "weights": not dry_run}
+    model = resolve_model(model, **opening)
+    original = original and resolve_model(original, key="original", **opening)
     settings: dict[str, Any] = {
         "tuning": tuning,
         "original": original,

@@ -38,6 +38,7 @@ class FirstConfig:
     source: str
     place: Place
     schema: str
+    dequantize: bool = False
 
     def text(self) -> str:
         """The YAML, with a comment on what each choice was made by. Raises ConfigError for a checkpoint that has
@@ -57,7 +58,7 @@ name: {self.name}
 
 model:
   path: {self.quoted(self.model)}
-
+{self.reading}
 data:
   source: {self.quoted(self.source)}    # {self.about_source}
   sequence_length: {length}    # the model takes up to {g.max_positions}
@@ -93,9 +94,14 @@ storage: runs    # a folder, for a cluster one that every node sees, or s3://buc
 {self.resources()}"""
 
     @property
+    def reading(self) -> str:
+        return "  dequantize: true    # its weights are quantised: read as plain numbers\n" if self.dequantize else ""
+
+    @property
     def name(self) -> str:
         """The last part of the model's name, as a name of a search."""
-        return re.sub(r"[^a-z0-9._-]+", "-", Path(self.model).name.lower()).strip("._-")[:64] or "search"
+        last = Path(self.model).name.lower().removesuffix(".gguf")
+        return re.sub(r"[^a-z0-9._-]+", "-", last).strip("._-")[:64] or "search"
 
     @property
     def length(self) -> int:

@@ -9,7 +9,18 @@ import itertools
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PositiveFloat, PositiveInt, ValidationInfo
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    model_serializer,
+)
 
 from attention.io.dtype_names import SHORT, full_name
 from trainers.settings import Seed, Strict
@@ -69,7 +80,7 @@ class ModelSection(Section):
     """The checkpoint to convert."""
 
     path: str = Field(min_length=1)
-    """A folder with safetensors, or a name on the hub."""
+    """A folder with safetensors, a GGUF file, or a name on the hub."""
     teacher: str | None = Field(default=None, min_length=1)
     """What is distilled from, e.g. the checkpoint after fine-tuning; none: the checkpoint itself."""
     dtype: Annotated[
@@ -77,6 +88,21 @@ class ModelSection(Section):
         BeforeValidator(full_name, json_schema_input_type=Literal["auto", "float32", "bfloat16", "float16", *SHORT]),
     ] = "auto"
     """What converted and promoted checkpoints are written in, and bytes counted in; auto: the checkpoint's own."""
+    dequantize: bool = False
+    """Read quantised weights (FP8, compressed-tensors, MXFP4) as plain numbers; a GGUF file needs no such wish."""
+    _sources: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def with_folders(self, **folders: str) -> ModelSection:
+        """The same section opened from other folders (`path`, `teacher`): plain copies of what is named here. What is
+        kept of it in files still names the sources."""
+        sources = {key: str(getattr(self, key)) for key, folder in folders.items() if folder != getattr(self, key)}
+        opened = self.model_copy(update=folders)
+        opened._sources = self._sources | sources
+        return opened
+
+    @model_serializer(mode="wrap")
+    def _as_named(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return handler(self) | self._sources
 
 
 class TextSection(Section):

@@ -20,8 +20,9 @@ from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from attention.io.dtype_names import SHORT, full_name
 from attention.io.precision import DTYPES, DtypeError, own_dtype
+from attention.io.quantised.plain_copy import plain_checkpoint
 from attention.io.stock_files import GENERATION, TOKENIZER_FILES
-from attention.io.weights import check, check_finite
+from attention.io.weights import check, check_finite, check_plain
 from attention.messages import reason
 from attention.modeling.modeling import check_fits, plan_of, plan_of_config
 from attention.ratios import own_heads, ratio_of
@@ -113,6 +114,30 @@ def device_of(name: str) -> torch.device:
     return device
 
 
+def resolve_model(
+    source: str | Path,
+    *,
+    dequantize: bool = False,
+    weights: bool = True,
+    cache: Path | None = None,
+    key: str = "model",
+) -> str:
+    """What is opened for a model that a user names: itself, or the plain copy of a GGUF file or, with `dequantize`, of
+    a quantised checkpoint (`attention.io.quantised.plain_copy`). To be called once, at the start of a verb.
+
+    `weights` False: for what reads none; the copy then holds config and tokenizer alone. What is written is told on
+    stderr. Raises ConfigError.
+    """
+    try:
+        return plain_checkpoint(source, dequantize=dequantize, weights=weights, cache=cache, report=_to_stderr)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from None
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def geometry_of(
     path: str, sequence_length: int | None = None, key: str = "model.path", *, weights: bool = True
 ) -> HeadGeometry:
@@ -125,6 +150,7 @@ def geometry_of(
         config = checkpoint.load_config(path)
         geometry = families.geometry_of(config)
         check_fits(plan_of_config(config), geometry)
+        check_plain(path, config)
         if weights:
             check(path, config)
     except ValueError as error:
@@ -156,6 +182,15 @@ def check_own_cache(config: PretrainedConfig, geometry: HeadGeometry, path: str,
         raise ConfigError(
             f"{key}: {path!r} was converted already and keeps {kept} of {own_heads(geometry)} key and value heads; "
             "convert the original model to the smaller cache instead"
+        )
+
+
+def check_several_heads(geometry: HeadGeometry, path: str) -> None:
+    """Raise ConfigError for a checkpoint with one KV head a layer."""
+    if geometry.num_kv_heads == 1:
+        raise ConfigError(
+            f"model: {path!r} has 1 KV head a layer (multi-query attention), so there is nothing to share within a "
+            "layer; recipes directshare and postshare share heads between layers, or choose a model with 2 or more"
         )
 
 

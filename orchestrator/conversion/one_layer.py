@@ -36,6 +36,7 @@ from attention.io.layers.windows import (
 )
 from attention.io.precision import cast_weights, round_weights
 from attention.modeling.grouped import cache_bytes
+from attention.modeling.growing_cache import cache_of
 from attention.modeling.predictions import in_chunks, positions_at_once
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import ConfigError
@@ -179,7 +180,7 @@ class LayerwiseConversion:
 
 @torch.no_grad()
 def _cache_bytes(model: PreTrainedModel, rows: Tensor) -> int:
-    return cache_bytes(model(rows.to(model.device), use_cache=True).past_key_values)
+    return cache_bytes(cache_of(model(rows.to(model.device), use_cache=True)))
 
 
 @torch.no_grad()

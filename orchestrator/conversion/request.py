@@ -17,7 +17,7 @@ from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from attention.io.precision import DTYPES
-from attention.io.sources import check_source
+from attention.io.sources import check_source, source_name
 from attention.io.stock_form import format_of
 from attention.modeling.modeling import plan_of_config
 from attention.plan import AttentionPlan
@@ -129,6 +129,8 @@ class ConversionRequest:
         geometry = loading.geometry_of(str(model), length, key="model", weights=not config_only)
         config = checkpoint.load_config(model)
         loading.check_own_cache(config, geometry, str(model), "model")
+        if chosen.sharing == chosen.composition == "none":
+            loading.check_several_heads(geometry, str(model))
         dtype = loading.written_dtype(model, dtype)
         for ratio in kv_ratios:
             if reason := keeps_everything(chosen.sharing, chosen.composition, ratio):
@@ -200,7 +202,7 @@ class ConversionRequest:
         `measured`: losses and KL in nats per token, and what else only a model tells; `out`: where it was saved.
         """
         return {
-            "model": self.model,
+            "model": source_name(self.model),
             **measured,
             "loss_increase": measured["loss"] - measured["original_loss"],
             "calibration_tokens": int(sequences.numel()),

@@ -10,6 +10,7 @@ from typing import Any
 
 from attention.io.files import written_whole
 from attention.io.replacing import check_folder, digests, resolved
+from attention.io.sources import source_name
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion.convert import convert_checkpoint
 from orchestrator.conversion.estimates.estimate import describe, estimate_conversion
@@ -148,8 +149,9 @@ def check_curve(
 
 def _same(one: str | Path, other: str | Path) -> bool:
     """Whether two names are those of one model."""
+    one, other = source_name(one), source_name(other)
     folders = Path(one), Path(other)
-    return str(one) == str(other) or (all(map(Path.exists, folders)) and folders[0].samefile(folders[1]))
+    return one == other or (all(map(Path.exists, folders)) and folders[0].samefile(folders[1]))
 
 
 def _folder(out: str | Path, ratio: float) -> Path:

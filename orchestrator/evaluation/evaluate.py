@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
-from attention.io.sources import check_source
+from attention.io.sources import check_source, source_name
 from attention.modeling.modeling import plan_of
 from attention.progress import clock
 from orchestrator.conversion import loading
@@ -72,12 +72,12 @@ def evaluate_checkpoint(
     heads, kind = _reference_cache(path, model, teacher)
     cast_weights(model, loading.dtype_of(dtype))
     record = {
-        "checkpoint": str(path),
-        "original": None if original is None else str(original),
+        "checkpoint": source_name(path),
+        "original": None if original is None else source_name(original),
         "loss": scored.loss,
         "original_loss": original_loss,
         "loss_increase": None if original_loss is None else scored.loss - original_loss,
-        "baseline": None if baseline is None else str(baseline),
+        "baseline": None if baseline is None else source_name(baseline),
         "baseline_loss": baseline_loss,
         "kl": scored.kl,
         "eval_tokens": scored.tokens,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from attention.modeling.growing_cache import next_output
 from attention.modeling.running import evaluating
 from orchestrator.config.schema import ConfigError
 
@@ -75,7 +76,7 @@ def greedy(model: Any, prompt: Sequence[int], end: int | None) -> list[int]:
             made.append(int(token))
             if made[-1] == end:
                 break
-            output = model(token, past_key_values=output.past_key_values, use_cache=True)
+            output = next_output(model, token, output)
     return made
 
 

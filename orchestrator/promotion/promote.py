@@ -25,7 +25,7 @@ from orchestrator.reporting import console
 from orchestrator.reporting.base_model import base_of
 from orchestrator.search.leftovers import best_of_recipe, select
 from orchestrator.search.prepare import SearchSession, trial_context
-from orchestrator.search.validation import validate_search
+from orchestrator.search.validation import open_models, validate_search
 from orchestrator.search.waiting import waiting_told
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.lock import SearchLock
@@ -44,6 +44,7 @@ def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int |
     Raises ConfigError if the folder is none, a trial id is unknown or of a baseline, or the cluster is too small.
     """
     folder, config, chosen = asked(search, trials, top)
+    config = open_models(config)
     prepared = validate_search(config)
     with (
         mirrored(folder.address or str(folder.storage), folder.storage),

@@ -10,7 +10,7 @@ from orchestrator.conversion.estimates.sizes import Size
 from orchestrator.promotion.promote import asked
 from orchestrator.promotion.state import PromotionState
 from orchestrator.search.estimate import in_hours, training_rate
-from orchestrator.search.validation import rehearse_search
+from orchestrator.search.validation import open_models, rehearse_search
 from orchestrator.storage.records import compact
 
 
@@ -18,6 +18,7 @@ def rehearse_promotion(search: str | Path, *, trials: Iterable[str] = (), top: i
     """What `promote_search` would do, in words by what they are about, after all that it checks without a cluster.
     Nothing is written. Raises as it does."""
     folder, config, chosen = asked(search, trials, top)
+    config = open_models(config, weights=False)
     rehearse_search(config)
     state = PromotionState.load(folder.promotion)
     ratios = {trial.kv_ratio for trial in chosen}

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import yaml
 
+from attention.io.sources import source_name
+
 NAMED = ("base", "base_id", "license")
 
 
 def base_of(model: str | Path) -> dict[str, str | None]:
     """The name of a model (`base`), the same on the hub if it is there (`base_id`), and the `license` that its own card
     names. Nothing of where it lies on this machine."""
-    text, folder = str(model), Path(model)
+    text = source_name(model)
+    folder = Path(text)
     cached = re.search(r"models--([\w.-]+?)--([\w.-]+)", text)
     base_id = f"{cached[1]}/{cached[2]}" if cached else None
     if base_id is None and not folder.is_dir() and re.fullmatch(r"[\w.-]+/[\w.-]+", text):

@@ -42,6 +42,19 @@ class Prepared:
         return self.texts.folders
 
 
+def open_models(config: SearchConfig, *, weights: bool = True) -> SearchConfig:
+    """The configuration with the plain copies of its models where they are GGUF files or quantised: in the storage,
+    which every node sees. Without `weights` (for estimates) they hold configs and tokenizers alone, in the user's
+    cache. Raises ConfigError."""
+    section, folders = config.model, {}
+    cache = storage_path(config.storage) / "cache" if weights else None
+    for key in ("path", "teacher"):
+        if (source := getattr(section, key)) is not None:
+            opening = {"dequantize": section.dequantize, "weights": weights, "cache": cache}
+            folders[key] = loading.resolve_model(source, key=f"model.{key}", **opening)
+    return config.model_copy(update={"model": section.with_folders(**folders)})
+
+
 def validate_search(config: SearchConfig) -> Prepared:
     """Check a configuration (`check_search`), and tokenise texts that are small into its storage. Raises as that."""
     prepared = check_search(config)

@@ -26,6 +26,7 @@ from attention.conversion.refinement.original import Original, Text
 from attention.conversion.refinement.parallel import ONE_AT_A_TIME, each_layer, largest
 from attention.conversion.refinement.refine import REFINEMENT, LayerFit, Work
 from attention.families import family_of
+from attention.modeling.growing_cache import CACHE_NAMES
 from attention.modeling.modeling import plan_of
 from attention.modeling.running import entered_by, entering
 from attention.progress import stage
@@ -115,7 +116,8 @@ def _in_float(record: Record) -> Record:
 
 
 def _call(module: nn.Module, record: Record, inputs: Tensor | None = None) -> Tensor:
-    args, kwargs = record.args, {**record.kwargs, "past_key_values": None, "use_cache": False}
+    args, kwargs = record.args, {name: value for name, value in record.kwargs.items() if name not in CACHE_NAMES}
+    kwargs["use_cache"] = False
     if inputs is not None:
         args, kwargs = entered_by(inputs, args, kwargs)
     output = module(*args, **kwargs)

@@ -40,7 +40,7 @@ def _stock_config(config: Any, heads: int, kv_heads: int) -> PretrainedConfig:
         return family.config_class(**fields)
     if family.name == "llama":
         _check_mistral(config, heads)
-        for name in ("attention_bias", "mlp_bias", "pretraining_tp"):  # off, and unknown to Mistral
+        for name in checkpoint.LLAMA_ONLY:  # off, and unknown to Mistral
             fields.pop(name, None)
         return MistralConfig(**fields, sliding_window=None)
     way_out = "choose a plan with equal groups, or export to target transformers"

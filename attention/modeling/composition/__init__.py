@@ -10,6 +10,7 @@ from torch import nn
 
 from attention.modeling.composition.composed_cache import composed_layer
 from attention.modeling.composition.composing import Compose, DynamicWeights, HeadComposition, QueryKeyNorm
+from attention.modeling.growing_cache import cache_in
 
 OWNERS = (DynamicWeights, Compose, QueryKeyNorm)
 """The modules that own parameters of a composition, each with a `reset` for these."""
@@ -53,6 +54,6 @@ def _pass_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     Nothing is stored on the module, so recomputing a layer (gradient checkpointing) runs as the first time did.
     """
     x = args[0] if args else kwargs["hidden_states"]
-    cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
+    cache = cache_in(kwargs)
     layer = None if cache is None else composed_layer(cache, cast(int, module.layer_idx))
     return args, {**kwargs, "composed_input": x, "composed_layer": layer}

@@ -41,7 +41,8 @@ def remembered(cache: Any, layer: int, layers: int, weights: Tensor) -> Tensor:
 def hand_on(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Give the attention function the input of the module and its cache."""
     composed_input = args[0] if args else kwargs["hidden_states"]
-    return args, {**kwargs, "composed_input": composed_input, "composed_cache": kwargs.get("past_key_values")}
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))  # its name since transformers 5.24, and before
+    return args, {**kwargs, "composed_input": composed_input, "composed_cache": cache}
 
 
 def attend(

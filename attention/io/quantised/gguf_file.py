@@ -1,0 +1,293 @@
+"""A GGUF file as a source: its config and tokenizer as transformers reads them, its tensors one at a time.
+
+Families that llama.cpp's target of the export knows are read tensor by tensor, the inverse of what it writes; others as
+a whole by transformers, in the dtype that is asked for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from attention.families import family_of, geometry_of
+from attention.io import checkpoint
+from attention.io.safetensors_files import WeightsError, listed
+from attention.io.sources import CheckpointError
+from attention.io.stock_files import GENERATION, put_tokenizer, write_both_forms
+from attention.io.targets._gguf.architectures import OF_FAMILY, Architecture, halve
+from attention.messages import reason
+
+SUFFIX = ".gguf"
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+ROPE_FREQUENCIES = "rope_freqs.weight"
+SPECIAL_TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """One file. Only headers are read before a tensor is asked for."""
+
+    path: Path
+
+    @cached_property
+    def reader(self) -> Any:
+        """`gguf.GGUFReader`, which maps the file. Raises CheckpointError for a file that is not whole."""
+        import gguf
+
+        with self.path.open("rb") as stream:
+            if stream.read(4) != b"GGUF":
+                raise CheckpointError(f"{str(self.path)!r} is not a GGUF file; download or copy it again")
+        try:
+            return gguf.GGUFReader(self.path)
+        except Exception as error:  # it reads whatever the bytes say, and stumbles in any way
+            raise CheckpointError(
+                f"{str(self.path)!r} cannot be read as GGUF: {reason(error)}; download or copy it again"
+            ) from None
+
+    def field(self, name: str, default: Any = None) -> Any:
+        """A value of the header."""
+        found = self.reader.get_field(name)
+        return default if found is None else found.contents()
+
+    @cached_property
+    def kinds(self) -> dict[str, int]:
+        """How many numbers of the file are stored in each of GGUF's types, the most frequent first."""
+        counts: dict[str, int] = {}
+        for tensor in self.reader.tensors:
+            counts[tensor.tensor_type.name] = counts.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
+        return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What most numbers are stored in; bfloat16 where that is no floating-point type."""
+        return FLOATS.get(next(iter(self.kinds), ""), torch.bfloat16)
+
+    @property
+    def numbers(self) -> int:
+        return sum(self.kinds.values())
+
+    def write_config(self, folder: Path) -> PretrainedConfig:
+        """Put config.json, tokenizer and generation config into `folder`; returns the config.
+
+        Raises CheckpointError for a file that transformers or Headfold cannot read.
+        """
+        architecture = str(self.field("general.architecture"))
+        if int(self.field("split.count", 1) or 1) > 1:
+            raise CheckpointError(
+                f"{str(self.path)!r} is one of {self.field('split.count')} files; join them first: "
+                "llama-gguf-split --merge FIRST_FILE WHOLE.gguf"
+            )
+        counts = self.field(f"{architecture}.attention.head_count_kv")
+        if isinstance(counts, list) and len(set(counts)) > 1:
+            raise CheckpointError(
+                f"{str(self.path)!r} has KV head counts of each layer's own ({counts}): it was converted already; "
+                "give the original model, or the checkpoint that the file was exported from"
+            )
+        where: dict[str, Any] = {"gguf_file": self.path.name, "local_files_only": True}
+        try:
+            fields, _ = PretrainedConfig.get_config_dict(str(self.path.parent), **where)
+        except Exception as error:
+            raise CheckpointError(
+                f"{str(self.path)!r}: transformers cannot read a GGUF file of architecture {architecture}: "
+                f"{reason(error)}; give the checkpoint that it was made from"
+            ) from None
+        fields = {name: value for name, value in fields.items() if not name.startswith("_")}
+        fields.pop("quantization_config", None)
+        fields |= self._rope(architecture) | {"dtype": str(self.dtype).removeprefix("torch.")}
+        if (width := self.field(f"{architecture}.attention.key_length")) is not None:
+            fields["head_dim"] = int(width)  # lost by some readers
+        config_file = folder / "config.json"
+        config_file.write_text(json.dumps(fields, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8")
+        config = checkpoint.load_config(folder)
+        config.architectures = [family_of(config).model_class.__name__]
+        config.save_pretrained(folder)
+        write_both_forms(folder)
+        self._write_tokenizer(folder)
+        return config
+
+    def _rope(self, architecture: str) -> dict[str, Any]:
+        """The scaling of rotary embedding that the file states, and that transformers' reader leaves out."""
+        kind = self.field(f"{architecture}.rope.scaling.type", "none")
+        base = float(self.field(f"{architecture}.rope.freq_base", 10_000.0))
+        if (factors := self._tensors().get(ROPE_FREQUENCIES)) is not None:
+            found = llama3_rope(_plain(factors), base)
+            if found is None:
+                raise CheckpointError(
+                    f"{str(self.path)!r}: its rotary frequencies ({ROPE_FREQUENCIES}) are not those of Llama 3; give "
+                    "the checkpoint that it was made from"
+                )
+            return {"rope_parameters": found}
+        if kind == "linear":
+            factor = float(self.field(f"{architecture}.rope.scaling.factor", 1.0))
+            return {"rope_parameters": {"rope_type": "linear", "rope_theta": base, "factor": factor}}
+        if kind not in ("none", "") and architecture != "gpt-oss":
+            raise CheckpointError(
+                f"{str(self.path)!r}: rotary scaling of type {kind} is not read from a GGUF file; give the checkpoint "
+                "that it was made from"
+            )
+        return {}
+
+    def _write_tokenizer(self, folder: Path) -> None:
+        if self.field("tokenizer.ggml.model", "none") == "none":
+            return
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(self.path.parent), gguf_file=self.path.name)
+        except Exception as error:
+            raise CheckpointError(
+                f"{str(self.path)!r}: its tokenizer cannot be read: {reason(error)}; give the checkpoint that it was "
+                "made from"
+            ) from None
+        put_tokenizer(tokenizer, folder)
+        ids = {key: self.field(f"tokenizer.ggml.{name}_token_id") for key, name in SPECIAL_TOKENS.items()}
+        known = {key: int(value) for key, value in ids.items() if value is not None}
+        (folder / GENERATION).write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
+
+    def _tensors(self) -> dict[str, Any]:
+        return {tensor.name: tensor for tensor in self.reader.tensors}
+
+    def check(self, config: PretrainedConfig) -> None:
+        """Raise WeightsError, from headers alone, for a tensor that the config's model has and the file has not."""
+        if (form := form_of(config, str(self.field("general.architecture")))) is None:
+            return
+        from attention.io.targets._gguf.tensors import outside_attention
+
+        with torch.device("meta"), no_init_weights():
+            model = AutoModelForCausalLM.from_config(config)
+        stored = self._tensors().keys()
+        missing = {known for _, _, known in outside_attention(model, form) if known not in stored}
+        names = ["attn_qkv"] if form.fused else ["attn_q", "attn_k", "attn_v"]
+        for layer in range(config.num_hidden_layers):
+            missing |= {f"blk.{layer}.{name}.weight" for name in [*names, "attn_output"]} - stored
+        if missing:
+            raise WeightsError(f"{str(self.path)!r} lacks {len(missing)} tensors: {listed(missing)}; copy it again")
+
+    def tensors(self, config: PretrainedConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """All tensors of the config's model, by the names that its class has, in `dtype`. Raises WeightsError."""
+        form = form_of(config, str(self.field("general.architecture")))
+        if form is None:
+            yield from self._whole(config, dtype)
+            return
+        self.check(config)
+        try:
+            yield from _one_by_one(self._tensors(), config, form, dtype)
+        except (ValueError, KeyError, IndexError, RuntimeError) as error:
+            raise WeightsError(
+                f"{str(self.path)!r} is not a whole GGUF file of the model that it describes: {reason(error)}"
+            ) from None
+
+    def _whole(self, config: PretrainedConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """By transformers, whose newer versions would leave weights in their blocks unless told otherwise."""
+        more: dict[str, Any] = {}
+        try:
+            from transformers import GgufConfig  # pyright: ignore[reportAttributeAccessIssue]
+        except ImportError:
+            pass
+        else:
+            more["quantization_config"] = GgufConfig(**_accepted(GgufConfig, dequantize=True))
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            str(self.path.parent), gguf_file=self.path.name, dtype=dtype, **more
+        )
+        tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
+        yield from ((name, tensor) for name, tensor in model.state_dict().items() if name not in tied)
+
+
+def _accepted(kind: Any, **settings: Any) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name in inspect.signature(kind).parameters}
+
+
+def _plain(tensor: Any) -> Tensor:
+    """The numbers of one tensor of a file, in float32."""
+    import gguf
+
+    return torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy()).float()
+
+
+def form_of(config: PretrainedConfig, architecture: str) -> Architecture | None:
+    """How the heads of a layer lie in a file of this architecture; None where only transformers knows."""
+    form = OF_FAMILY.get(family_of(config).name)
+    return form if form is not None and form.name == architecture else None
+
+
+@torch.no_grad()
+def _one_by_one(
+    stored: dict[str, Any], config: PretrainedConfig, form: Architecture, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file under the names of the model's class. No more than a layer's attention, or the parts of one
+    tensor, is in memory at a time."""
+    from attention.io.targets._gguf.tensors import attention_names, outside_attention, reshaped, stored_heads
+
+    with torch.device("meta"), no_init_weights():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    family, geometry, state = family_of(config), geometry_of(config), model.state_dict()
+    # The parts of one tensor (gate and up projections of experts) follow each other.
+    unfinished: dict[str, Tensor] = {}
+    for name, part, known in outside_attention(model, form):
+        for other in [other for other in unfinished if other != name]:
+            yield other, unfinished.pop(other)
+        whole = unfinished.setdefault(name, torch.empty(state[name].shape, dtype=dtype))
+        whole[part].copy_(reshaped(name, _plain(stored[known]), family, back=True))
+    yield from unfinished.items()
+    names = {layer: name for name, layer in attention_names(model).items()}
+    for layer, module in enumerate(family.attention_modules(model)):
+        prefix = f"blk.{layer}.attn_"
+        own = {name: _plain(tensor) for name, tensor in stored.items() if name.startswith(prefix)}
+        heads = stored_heads(own, layer, geometry.head_dim)
+        module.to_empty(device="cpu")
+        family.write(module, halve(heads, config) if form.interleaved else heads)
+        for name, tensor in module.state_dict().items():
+            if "norm" not in name:  # of queries and keys: read above
+                yield f"{names[layer]}.{name}", tensor.detach().clone()
+        module.to("meta")
+
+
+def llama3_rope(factors: Tensor, base: float) -> dict[str, Any] | None:
+    """The `rope_parameters` of Llama 3 that divide the rotary frequencies by `factors`; None if none do.
+
+    Between its two bounds the factor's inverse is linear in the frequency, so that two points on it give both. One of
+    four settings is free: `low_freq_factor` is 1, as in every published Llama 3.
+    """
+    inverse = 1 / factors.double()
+    frequencies = base ** -(torch.arange(len(factors), dtype=torch.float64) / len(factors))
+    largest = float(factors.max())
+    if largest <= 1.0:
+        return None
+    turns = frequencies / (2 * torch.pi)  # per token: one over the wavelength
+    smooth = (inverse - 1 / largest) / (1 - 1 / largest)
+    between = ((smooth > 1e-4) & (smooth < 1 - 1e-4)).nonzero().flatten()
+    high = 4.0  # of every published Llama 3, where the factors do not say
+    if len(between) > 1:
+        first, last = int(between[0]), int(between[-1])
+        slope = float((smooth[first] - smooth[last]) / (turns[first] - turns[last]))
+        offset = float(slope * turns[first] - smooth[first])  # low / (high - low)
+        high, length = 1 + 1 / offset, slope / offset
+    elif len(between):
+        length = float((smooth[between] * (high - 1) + 1) / turns[between])
+    else:  # anywhere between the last frequency that is kept and the first that is divided by the whole factor
+        kept = int((smooth >= 1 - 1e-4).sum())
+        bounds = high / turns[max(kept - 1, 0)], 1 / turns[min(kept, len(turns) - 1)]
+        length = float((bounds[0] * bounds[1]).sqrt())
+    found = {
+        "rope_type": "llama3",
+        "rope_theta": base,
+        "factor": round(largest, 4),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": round(high, 3),
+        "original_max_position_embeddings": round(length),
+    }
+    return found if torch.allclose(_llama3_factors(found, turns), factors.double(), rtol=2e-4) else None
+
+
+def _llama3_factors(rope: dict[str, Any], turns: Tensor) -> Tensor:
+    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+    smooth = ((turns * rope["original_max_position_embeddings"] - low) / (high - low)).clamp(0, 1)
+    return 1 / ((1 - smooth) / factor + smooth)
