@@ -32,9 +32,9 @@ def estimate(
     kv_heads: options.KVHeads = None,
     overrides: options.Overrides = None,
     json: options.JsonFile = None,
-    calibration_tokens: options.CalibrationTokens = 16_384,
-    eval_tokens: options.EvalTokens = 16_384,
-    sequence_length: options.SequenceLength = 256,
+    calibration_tokens: options.CalibrationTokens = None,
+    eval_tokens: options.EvalTokens = None,
+    sequence_length: options.SequenceLength = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
 ) -> None:
