@@ -187,9 +187,8 @@ def _add(out: str | Path, point: Mapping[str, Any]) -> None:
     earlier, asked = read_result(file), point["kv_ratio_asked"]
     others = [p for p in earlier.get("points", ()) if p["kv_ratio_asked"] != asked]
     points = [p for p in others if _folder(out, p["kv_ratio_asked"]).is_dir()]
-    other = [
-        name for name in SHARED if name not in OF_THE_CALL and points and earlier.get(name, point[name]) != point[name]
-    ]
+    same = [name for name in SHARED if name not in OF_THE_CALL]
+    other = points and [name for name in same if earlier.get(name, point[name]) != point[name]]
     if points and (other or abs(earlier["original_loss"] - point["original_loss"]) > SAME_LOSS):
         print(f"note: {file} leaves out earlier points, which were measured otherwise", file=sys.stderr)
         points = []

@@ -15,7 +15,7 @@ from orchestrator.storage.records import number, percent, unmet
 from trainers.evaluation import perplexity
 
 RECIPE_COLUMNS = (
-    *("recipe", "asked of the checkpoint's KV", "kept", "KV bytes/token", "loss", "loss increase", "KL"),
+    *("recipe", "asked of the checkpoint's KV", "kept", "KV bytes/token", "loss", "perplexity", "loss increase", "KL"),
     *("steps of fit a layer", "time"),
 )
 

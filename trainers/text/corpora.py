@@ -362,7 +362,8 @@ def _open(corpus: Corpus) -> Any:
         _check_json(corpus)
         raise DataError(
             f"{corpus.source}: cannot be opened as a data set: {type(error).__name__}: {reason(error)}; "
-            "expected 'builtin', 'stdlib', local .txt, .jsonl, .json or .parquet, or a hub name that this machine can reach"
+            "expected 'builtin', 'stdlib', local .txt, .jsonl, .json or .parquet, or a hub name that this machine can "
+            "reach"
         ) from error
 
 

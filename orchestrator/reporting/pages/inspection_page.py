@@ -9,6 +9,7 @@ from typing import Any
 
 from attention.plan import AttentionPlan
 from attention.progress import clock
+from orchestrator.reporting.evaluation_tables import increase_of, text_of
 from orchestrator.reporting.figures import inspection, search
 from orchestrator.reporting.figures.inspection import fitting_told
 from orchestrator.reporting.inspection_tables import agreement_table, best_entry, lead, recipe_table, worst_places
@@ -120,8 +121,8 @@ def _provenance(record: Mapping[str, Any]) -> Table:
             "checkpoint": record["model"],
             "recipe of the single places": f"{recipe['name']}: grouping {recipe['grouping']}, "
             f"fusion {recipe['fusion']}",
-            "text": f"calibrated on {record['calibration_tokens']:,} tokens of {record['calibration_data']}, measured on "
-            f"{text_of(record)}, in sequences of {record['sequence_length']}",
+            "text": f"calibrated on {record['calibration_tokens']:,} tokens of {record['calibration_data']}, "
+            f"measured on {text_of(record)}, in sequences of {record['sequence_length']}",
             "seed": record["seed"],
             "number format": record["dtype"],
             "cache": record["cache"],
