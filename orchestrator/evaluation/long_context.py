@@ -92,7 +92,8 @@ class Needles:
     @classmethod
     def hide(cls, sequences: Tensor, tokenizer: Any, seed: int) -> Needles:
         """In `sequences [TEXTS, L]` of held-out text, behind what the tokenizer begins a text with. The line is
-        `KEY_code = 'VALUE'`, the question `KEY_code = '`; keys and values are words of the vocabulary, values of one token. Raises ConfigError where it has too few."""
+        `KEY_code = 'VALUE'`, the question `KEY_code = '`; keys and values are words of the vocabulary, values of one
+        token. Raises ConfigError where it has too few."""
         words = _words(tokenizer)
         if len(words) < 2 * CANDIDATES:
             raise ConfigError(
