@@ -62,7 +62,7 @@ CONVERSIONS = (
     ),
     Bad(
         "equal documents",
-        f"{C} ... --data odd.jsonl",
+        f"{C} ... --data odd.jsonl --eval-data odd.jsonl",
         ("2 documents, all of them equal", "--eval-data"),
         writes("odd.jsonl", '{"text": "a word"}\n' * 2),
     ),
