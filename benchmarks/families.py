@@ -93,7 +93,7 @@ def trained(name: str, text: Tensor, steps: int) -> PreTrainedModel:
 def halved(name: str, folder: Path, cache: str, scale: Scale) -> Iterator[Row]:
     tokens = scale.pick(4, 64) * LENGTH
     same: dict[str, Any] = {"calibration_tokens": tokens, "eval_tokens": 2 * tokens, "sequence_length": LENGTH}
-    same |= {"cache_dir": cache, "device": "cpu"}
+    same |= {"cache_dir": cache, "device": "cpu", "calibration_data": "stdlib"}
     means = convert_checkpoint(folder, "gqa", 0.5, **same)
     for recipe, settings in (("least_squares", {}), ("headfold_gqa", scale.pick({"refinement.fit_steps": 2}, {}))):
         ours = convert_checkpoint(folder, recipe, 0.5, recipe_settings=settings, **same)

@@ -155,6 +155,7 @@ def fit_decay(scale: Scale) -> Iterator[Row]:
     """Loss increases foreseen from short local fits, against those after refinement's own number of steps."""
     whole = scale.pick(8, 480)
     sizes: dict[str, Any] = {
+        "calibration_data": "stdlib",
         "calibration_tokens": scale.pick(1024, 16_384),
         "eval_tokens": 1024,
         "sequence_length": 256,

@@ -9,7 +9,7 @@ English instead of code. The prose is what every installation has: Python's refe
 standard library and of the packages that this project needs. It is written to `prose.jsonl`, a source of text like any:
 
     headfold convert --model runs/my-neox/trained --recipe headfold --kv-ratio 0.5,0.25 \\
-        --calibration-data runs/my-neox/prose.jsonl --eval-data runs/my-neox/prose.jsonl
+        --data runs/my-neox/prose.jsonl --sequence-length 256
 """
 
 from __future__ import annotations

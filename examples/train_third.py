@@ -7,7 +7,7 @@ What people have is grouped-query attention with norms on queries and keys; to h
 to halve a multi-head one. The text is the prose of `train_second.py` and the standard library's code, in `mixed.jsonl`:
 
     headfold convert --model runs/my-qwen3/trained --recipe headfold --kv-ratio 0.5 \\
-        --calibration-data runs/my-qwen3/mixed.jsonl --eval-data runs/my-qwen3/mixed.jsonl
+        --data runs/my-qwen3/mixed.jsonl --sequence-length 256
 """
 
 from __future__ import annotations

@@ -64,6 +64,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEMO = REPOSITORY / "examples" / "stdlib-llama"
+BEGINNING = 2047  # the last token of its vocabulary, with which the texts of `chat_tokenizer` begin
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -209,6 +210,41 @@ def demo_model() -> PreTrainedModel:
 @pytest.fixture(scope="session")
 def demo_tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(DEMO)
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role not in ('system', 'user', 'assistant') %}"
+    "{{ raise_exception('no role ' ~ message.role) }}{% endif %}"
+    "[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+)
+
+
+@pytest.fixture(scope="session")
+def chat_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the demo checkpoint with a tokenizer of a chat model: a token of its own begins every text, and a
+    template writes conversations, that token included."""
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    folder.mkdir()
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        (folder / name).symlink_to(DEMO / name)
+    state = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
+    first = next(word for word, token in state["model"]["vocab"].items() if token == BEGINNING)
+    special = {"id": first, "ids": [BEGINNING], "tokens": [first]}
+    own = {"SpecialToken": {"id": first, "type_id": 0}}
+    state["added_tokens"].append(state["added_tokens"][0] | {"id": BEGINNING, "content": first})
+    state["post_processor"]["single"].insert(0, own)
+    state["post_processor"]["pair"].insert(0, own)
+    state["post_processor"]["special_tokens"] = {first: special}
+    (folder / "tokenizer.json").write_text(json.dumps(state), encoding="utf-8")
+    settings = json.loads((DEMO / "tokenizer_config.json").read_text(encoding="utf-8"))
+    settings |= {"bos_token": first, "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer(chat_dir: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(chat_dir)
 
 
 @pytest.fixture(scope="session")

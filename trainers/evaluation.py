@@ -5,9 +5,10 @@ Legend: N sequences, T tokens a sequence, V vocabulary.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,27 +17,58 @@ from torch import Tensor
 from attention.modeling.grouped import cache_bytes
 from attention.modeling.growing_cache import cache_of, next_output
 from attention.modeling.predictions import Final, final, in_chunks, mean_cost
-from attention.modeling.running import evaluating
+from attention.modeling.running import evaluating, sequences_at_once
 from attention.progress import stage
-from trainers.losses import kl, language_modelling
+from trainers.losses import kl, prediction_losses
 from trainers.shortage import give_back, is_shortage
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """Held-out `loss` and `kl` = KL(teacher ‖ model), mean nats a predicted token (`kl` None without a teacher);
-    `tokens`: how many predictions they are means of; `seconds`: wall-clock time; `notes`: of memory that it lacked."""
+    `tokens`: how many predictions they are means of; `seconds`: wall-clock time; `notes`: of memory that it lacked;
+    `sequence_losses`: mean loss of each sequence, `[N]` float64, None where workers share the sequences."""
 
     loss: float
     kl: float | None
     tokens: int
     seconds: float
     notes: tuple[str, ...] = ()
+    sequence_losses: Tensor | None = field(default=None, repr=False, compare=False)
 
     @property
     def noted(self) -> dict[str, list[str]]:
         """What a record takes over of the notes: nothing where there are none."""
         return {"notes": list(self.notes)} if self.notes else {}
+
+    def compared(self, original: Evaluation) -> dict[str, Any]:
+        """Fields of a record that say what this model's loss is beside that of the original on the same sequences."""
+        return comparison(self.loss, original.loss, self.sequence_losses, original.sequence_losses)
+
+
+def perplexity(loss: float) -> float:
+    """Of a loss in nats per token; infinite where it is more than a float holds."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def comparison(
+    loss: float, original_loss: float, losses: Tensor | None, original_losses: Tensor | None
+) -> dict[str, Any]:
+    """Increase of a loss with its standard error, and both perplexities. `losses`: of each sequence, `[N]`.
+
+    The error is that of the mean difference over the sequences: both models read the same ones, so how hard a sequence
+    is for either does not count. None for a single sequence.
+    """
+    error = None
+    if losses is not None and original_losses is not None and len(losses) > 1:
+        difference = losses.double() - original_losses.double()
+        error = float(difference.std() / math.sqrt(len(difference)))
+    return {
+        "loss_increase": loss - original_loss,
+        "loss_increase_stderr": error,
+        "perplexity": perplexity(loss),
+        "original_perplexity": perplexity(original_loss),
+    }
 
 
 @dataclass(frozen=True)
@@ -52,7 +84,7 @@ def evaluate(
     sequences: Tensor,
     *,
     teacher: Any = None,
-    batch_size: int = 8,
+    batch_size: int | None = None,
     rank: int = 0,
     world_size: int = 1,
     reduce: Callable[[Tensor], Any] | None = None,
@@ -61,7 +93,8 @@ def evaluate(
     `CachedTeacher`, which then knows these sequences.
 
     Of each batch the teacher's hidden states are computed, then the model's, then the logits of both for a part of the
-    positions at a time (`attention.modeling.predictions`).
+    positions at a time (`attention.modeling.predictions`). `batch_size`: sequences at once, by default as many as
+    `attention.modeling.running.sequences_at_once` says.
 
     With several workers each scores the rows of its rank, in equally many forward passes (in which split weights are
     gathered), and `reduce` must sum a tensor over them in place; every worker returns the same means.
@@ -71,10 +104,11 @@ def evaluate(
     """
     if sequences.ndim != 2 or sequences.shape[0] < 1 or sequences.shape[1] < 2:
         raise ValueError(f"sequences must be [N, T] with N >= 1 and T >= 2, got shape {tuple(sequences.shape)}")
+    batch_size = batch_size or sequences_at_once(sequences.shape[1])
     started, notes, at_once = time.perf_counter(), (), min(batch_size, len(sequences))
     while True:
         try:
-            totals = _totals(model, teacher, sequences, _share(len(sequences), at_once, rank, world_size))
+            totals, losses = _totals(model, teacher, sequences, _share(len(sequences), at_once, rank, world_size))
             break
         except RuntimeError as error:
             if reduce is not None or at_once == 1 or not is_shortage(error):
@@ -86,7 +120,8 @@ def evaluate(
         reduce(totals)
     loss, divergence, tokens = totals.tolist()
     distance = divergence / tokens if teacher is not None else None
-    return Evaluation(loss / tokens, distance, int(tokens), time.perf_counter() - started, notes)
+    seconds = time.perf_counter() - started
+    return Evaluation(loss / tokens, distance, int(tokens), seconds, notes, losses if world_size == 1 else None)
 
 
 TEACHER_BYTES = 256 * 2**20
@@ -147,38 +182,55 @@ def _now(like: Tensor) -> float:
     return time.perf_counter()
 
 
-def _totals(model: Any, teacher: Any, sequences: Tensor, share: Iterable[tuple[list[int], int]]) -> Tensor:
-    """The sums of `_score` over batches of row numbers."""
+def _totals(
+    model: Any, teacher: Any, sequences: Tensor, share: Iterable[tuple[list[int], int]]
+) -> tuple[Tensor, Tensor]:
+    """The sums of `_score` over batches of row numbers, and the mean loss of each row that counts."""
     module = model.model if isinstance(model, CachedTeacher) else model
     device = next(module.parameters()).device
-    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    totals, losses = torch.zeros(3, dtype=torch.float64, device=device), [torch.zeros(0, dtype=torch.float64)]
     batches = list(share)
     with evaluating(module), stage("measuring the loss", len(batches), "batches") as told:
         for rows, counted in batches:
-            totals += _score(model, teacher, sequences[rows].long().to(device), counted)
+            sums, of_rows = _score(model, teacher, sequences[rows].long().to(device), counted)
+            totals += sums
+            losses.append(of_rows)
             told.step()
-    return totals
+    return totals, torch.cat(losses)
 
 
-def _score(model: Any, teacher: Any, batch: Tensor, counted: int) -> Tensor:
-    """Sums over the first `counted` rows of the batch: loss, KL, predictions; `[3]` float64."""
+def _score(model: Any, teacher: Any, batch: Tensor, counted: int) -> tuple[Tensor, Tensor]:
+    """Sums over the first `counted` rows of the batch: loss, KL, predictions, `[3]` float64; mean loss of each row."""
     reference = None
     if teacher is not None:
         reference = teacher(batch) if isinstance(teacher, CachedTeacher) else final(teacher, batch)
+    costs = PredictionCosts()
     if isinstance(model, CachedTeacher):
-        means = in_chunks(model(batch), batch, _costs, reference, counted)
+        means = in_chunks(model(batch), batch, costs, reference, counted)
     else:
-        means = mean_cost(model, batch, _costs, reference, counted)  # also of no rows: all workers run each pass
+        means = mean_cost(model, batch, costs, reference, counted)  # also of no rows: all workers run each pass
     if not counted:
-        return torch.zeros(3, dtype=torch.float64, device=batch.device)
-    return means * counted * (batch.shape[1] - 1)
+        return torch.zeros(3, dtype=torch.float64, device=batch.device), torch.zeros(0, dtype=torch.float64)
+    return means * counted * (batch.shape[1] - 1), costs.of_rows(counted)
 
 
-def _costs(logits: Tensor, labels: Tensor, reference: Tensor | None) -> Tensor:
-    """Loss, KL (0 without a reference), and 1 for each prediction; `[3]` float64."""
-    loss = language_modelling(logits, labels).double()
-    divergence = torch.zeros_like(loss) if reference is None else kl(logits, reference).double()
-    return torch.stack([loss, divergence, torch.ones_like(loss)])
+class PredictionCosts:
+    """A `Cost` of a batch: loss, KL (0 without a reference), and 1 for each prediction; `[3]` float64. It remembers the
+    loss of each prediction, in the order of the positions."""
+
+    def __init__(self) -> None:
+        self._losses: list[Tensor] = []
+
+    def __call__(self, logits: Tensor, labels: Tensor, reference: Tensor | None) -> Tensor:
+        losses = prediction_losses(logits, labels)
+        self._losses.append(losses.cpu())
+        loss = losses.mean()
+        divergence = torch.zeros_like(loss) if reference is None else kl(logits, reference).double()
+        return torch.stack([loss, divergence, torch.ones_like(loss)])
+
+    def of_rows(self, rows: int) -> Tensor:
+        """Mean loss of each of the `rows` sequences that have been seen, `[rows]` float64 on the CPU."""
+        return torch.cat(self._losses).view(rows, -1).mean(1)
 
 
 def _share(count: int, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[list[int], int]]:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.modeling.losses import divergence, kl, language_modelling, wide
+from attention.modeling.losses import divergence, kl, language_modelling, prediction_losses, wide
 from attention.modeling.predictions import final, mean_cost
 
-__all__ = ["DISTILLATIONS", "bild", "kl", "language_modelling", "objective"]
+__all__ = ["DISTILLATIONS", "bild", "kl", "language_modelling", "objective", "prediction_losses"]
 
 DISTILLATIONS = ("none", "kl", "kl_bild")
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.modeling.predictions import mean_cost
+from attention.modeling.running import sequences_at_once
 
 
 def language_modelling(logits: Tensor, labels: Tensor, _: Tensor | None = None) -> Tensor:
@@ -21,6 +22,11 @@ def language_modelling(logits: Tensor, labels: Tensor, _: Tensor | None = None) 
     Computed in float32 at least, whatever the model's dtype.
     """
     return F.cross_entropy(wide(logits), labels.long())
+
+
+def prediction_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """The same of each token, `[P]` float64, for means over parts of them."""
+    return F.cross_entropy(wide(logits), labels.long(), reduction="none").double()
 
 
 def kl(student: Tensor, teacher: Tensor) -> Tensor:
@@ -48,7 +54,7 @@ def mean_loss(losses: Iterable[tuple[Tensor, Tensor]]) -> float:
 
 
 @torch.no_grad()
-def language_loss(model: PreTrainedModel, sequences: Tensor, *, batch_size: int = 8) -> float:
+def language_loss(model: PreTrainedModel, sequences: Tensor, *, batch_size: int | None = None) -> float:
     """Mean next-token loss of `sequences` `[N, T]`, in the mode that the model is in."""
-    batches = sequences.split(batch_size)
+    batches = sequences.split(batch_size or sequences_at_once(sequences.shape[1]))
     return mean_loss((mean_cost(model, batch.to(model.device), language_modelling), batch) for batch in batches)

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+SEQUENCES, TOKENS = 8, 4096  # that are run at once
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def sequences_at_once(length: int) -> int:
+    """Sequences of `length` tokens that are run at once where nothing else is asked for: SEQUENCES, or as many as have
+    TOKENS together, so that memory does not grow with their length; one at least."""
+    return max(1, min(SEQUENCES, TOKENS // length))
 
 
 class _Reached(Exception):

@@ -33,11 +33,12 @@ def convert(
     overwrite: options.Overwrite = False,
     dry_run: options.DryRun = False,
     json: options.JsonFile = None,
-    calibration_data: options.CalibrationData = "stdlib",
-    eval_data: options.EvalData = "stdlib",
-    calibration_tokens: options.CalibrationTokens = 16_384,
-    eval_tokens: options.EvalTokens = 16_384,
-    sequence_length: options.SequenceLength = 256,
+    calibration_data: options.CalibrationData = None,
+    eval_data: options.EvalData = None,
+    text_field: options.TextField = "text",
+    calibration_tokens: options.CalibrationTokens = None,
+    eval_tokens: options.EvalTokens = None,
+    sequence_length: options.SequenceLength = None,
     seed: options.Seed = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
@@ -55,6 +56,7 @@ def convert(
         is_curve,
         rehearse_conversion,
     )
+    from orchestrator.reporting.evaluation_tables import increase_of, text_of
     from orchestrator.storage.outputs import check_results
     from orchestrator.storage.records import percent, unmet
 
@@ -68,6 +70,7 @@ def convert(
     settings: dict[str, Any] = {
         "calibration_data": calibration_data,
         "eval_data": eval_data,
+        "text_field": text_field,
         "calibration_tokens": calibration_tokens,
         "eval_tokens": eval_tokens,
         "sequence_length": sequence_length,
@@ -78,6 +81,7 @@ def convert(
     }
     if layerwise and len(ratios) > 1:
         raise ConfigError("layerwise: one ratio at a time is converted layer by layer; give one --kv-ratio")
+    options.advise_text(calibration_data, eval_data)
     if dry_run:
         for words in rehearse_conversion(
             model, recipe, ratios, out, layerwise=layerwise, overwrite=overwrite, **settings
@@ -95,8 +99,9 @@ def convert(
     for point in [record | point for point in record["points"]] if len(ratios) > 1 else [record]:
         print(
             f"{recipe} at {percent(point['kv_ratio'])} of the checkpoint's KV cache{unmet(point)}: held-out loss "
-            f"{point['original_loss']:.3f} before, {point['loss']:.3f} after ({point['loss_increase']:+.3f} nats per "
-            f"token), KL {point['kl']:.3f}; {point['kv_bytes_per_token']} KV bytes per token, "
+            f"{point['original_loss']:.3f} before, {point['loss']:.3f} after ({increase_of(point)} nats per token), "
+            f"perplexity {point['original_perplexity']:.2f} before, {point['perplexity']:.2f} after, KL "
+            f"{point['kl']:.3f}, on {text_of(point)}; {point['kv_bytes_per_token']} KV bytes per token, "
             f"{point['kv_bytes_per_token_original']} before"
         )
         for note in (*([point["format_note"]] if out is not None else []), *point.get("notes", ())):

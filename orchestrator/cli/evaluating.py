@@ -54,9 +54,14 @@ def evaluate(
     speed_tokens: Annotated[int, typer.Option(min=0, help="Tokens to decode for the speed; 0 skips it.")] = 32,
     dry_run: options.DryRun = False,
     json: options.JsonFile = None,
-    eval_data: options.EvalData = "stdlib",
-    eval_tokens: options.EvalTokens = 16_384,
-    sequence_length: options.SequenceLength = 256,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Text whose held-out part is measured on, as convert does; the same kinds of source."),
+    ] = None,
+    eval_data: options.EvalData = None,
+    text_field: options.TextField = "text",
+    eval_tokens: options.EvalTokens = None,
+    sequence_length: options.SequenceLength = None,
     seed: options.Seed = 0,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -102,13 +107,16 @@ def evaluate(
     settings: dict[str, Any] = {
         "baseline": baseline,
         "extras": Extras(named(tasks), read_prompts(prompts), context_lengths),
+        "data": data,
         "eval_data": eval_data,
+        "text_field": text_field,
         "eval_tokens": eval_tokens,
         "sequence_length": sequence_length,
         "seed": seed,
         "device": device,
         "dtype": dtype,
     }
+    options.advise_text(data, eval_data)
     if dry_run:
         options.rehearsed(rehearse_evaluation(checkpoint, original, **settings))
         return

@@ -31,11 +31,12 @@ def inspect(
         Path | None, typer.Option(help="Folder where measurements are kept (default: in the user's cache).")
     ] = None,
     json: options.JsonFile = None,
-    calibration_data: options.CalibrationData = "stdlib",
-    eval_data: options.EvalData = "stdlib",
-    calibration_tokens: options.CalibrationTokens = 16_384,
-    eval_tokens: options.EvalTokens = 16_384,
-    sequence_length: options.SequenceLength = 256,
+    calibration_data: options.CalibrationData = None,
+    eval_data: options.EvalData = None,
+    text_field: options.TextField = "text",
+    calibration_tokens: options.CalibrationTokens = None,
+    eval_tokens: options.EvalTokens = None,
+    sequence_length: options.SequenceLength = None,
     seed: options.Seed = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
@@ -51,6 +52,7 @@ def inspect(
 
     check_results(json, page=out)
     checkpoint = resolve_model(checkpoint, dequantize=dequantize, key="checkpoint")
+    options.advise_text(calibration_data, eval_data)
     names = COMPARED if compare is None else [name.strip() for name in compare.split(",") if name.strip() != "none"]
     record = inspect_checkpoint(
         checkpoint,
@@ -63,6 +65,7 @@ def inspect(
         cache_dir=cache,
         calibration_data=calibration_data,
         eval_data=eval_data,
+        text_field=text_field,
         calibration_tokens=calibration_tokens,
         eval_tokens=eval_tokens,
         sequence_length=sequence_length,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,17 +40,31 @@ Engine = Annotated[
 ]
 
 CalibrationData = Annotated[
-    str,
+    str | None,
     typer.Option(
-        "--calibration-data",
         "--data",
-        help="Text to calibrate on: stdlib, a hub name, or local text / jsonl / parquet files.",
+        "--calibration-data",
+        help="Text to calibrate on, and to measure on a part of it that is held out: local text, jsonl or parquet "
+        "files, a hub name, stdlib, or builtin (the default: prose and code of this Python).",
     ),
 ]
-EvalData = Annotated[str, typer.Option(help="Text to measure the held-out loss on; the same kinds of source.")]
-CalibrationTokens = Annotated[int, typer.Option(min=2, help="Tokens to calibrate on.")]
-EvalTokens = Annotated[int, typer.Option(min=2, help="Tokens to measure the held-out loss on.")]
-SequenceLength = Annotated[int, typer.Option(min=2, help="Tokens a sequence.")]
+EvalData = Annotated[
+    str | None,
+    typer.Option(help="Another text to measure on, whole, less documents of --data; the same kinds of source."),
+]
+TextField = Annotated[
+    str, typer.Option(help="Field of a record that holds its text; conversations in messages are found without.")
+]
+CalibrationTokens = Annotated[
+    int | None, typer.Option(min=2, help="Tokens to calibrate on (default: 16384, or what the text has).")
+]
+EvalTokens = Annotated[
+    int | None, typer.Option(min=2, help="Tokens to measure the loss on (default: 16384, or what the text has).")
+]
+SequenceLength = Annotated[
+    int | None,
+    typer.Option(min=2, help="Tokens per sequence (default: 2048, or what the model takes; less for little text)."),
+]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of plans and of which text is taken.")]
 Dtype = Annotated[
     str, typer.Option(help="Of what is written: auto (the checkpoint's own), float32, bfloat16 (bf16) or float16.")
@@ -65,6 +80,17 @@ Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Check everything and say what it will take; nothing is written or started.")
 ]
+
+
+def advise_text(*sources: str | None) -> None:
+    """Say on stderr what text is taken where none was named."""
+    if not any(sources):
+        print(
+            "text: none was named, so the built-in one is taken (Python's help topics and standard library); give text "
+            "like that of your users with --data",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def tell(words: Mapping[str, str]) -> None:

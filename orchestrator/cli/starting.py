@@ -18,7 +18,9 @@ def init(
     out: Annotated[
         Path | None, typer.Option(help="The YAML file (default: the model's name in this folder); - prints it.")
     ] = None,
-    data: Annotated[str, typer.Option(help="Text to train and measure on: files, a folder, or a hub name.")] = "stdlib",
+    data: Annotated[
+        str, typer.Option(help="Text to train and measure on: files, a folder, a hub name, stdlib or builtin.")
+    ] = "builtin",
     gpus: Annotated[
         int | None, typer.Option(min=0, help="GPUs of the machine or node that it will run on (default: those here).")
     ] = None,

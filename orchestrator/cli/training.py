@@ -11,7 +11,15 @@ from orchestrator.cli import options
 
 Steps = Annotated[int, typer.Option(min=1, help="Optimiser steps.")]
 LearningRate = Annotated[float, typer.Option(help="Peak of the schedule: warm-up, then a cosine.")]
-TrainData = Annotated[str, typer.Option(help="Text to train on; the same kinds of source.")]
+TrainData = Annotated[
+    str | None,
+    typer.Option(
+        "--train-data",
+        "--data",
+        help="Text to train on, and to measure on a part of it that is held out: local text, jsonl or parquet files, a "
+        "hub name, stdlib, or builtin (the default: prose and code of this Python).",
+    ),
+]
 EvalEvery = Annotated[
     int | None, typer.Option(min=1, help="Steps between measurements and checkpoints (default: a tenth).")
 ]
@@ -31,7 +39,7 @@ def train(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="e.g. composition.rank=4, train.batch_size=32; repeatable."),
     ] = None,
-    train_data: TrainData = "stdlib",
+    train_data: TrainData = None,
     train_tokens: Annotated[
         int | None, typer.Option(min=2, help="Tokens of training text (default: what the steps take, 4M at most).")
     ] = None,
@@ -39,9 +47,10 @@ def train(
     overwrite: options.Overwrite = False,
     dry_run: options.DryRun = False,
     json: options.JsonFile = None,
-    eval_data: options.EvalData = "stdlib",
-    eval_tokens: options.EvalTokens = 16_384,
-    sequence_length: options.SequenceLength = 256,
+    eval_data: options.EvalData = None,
+    text_field: options.TextField = "text",
+    eval_tokens: options.EvalTokens = None,
+    sequence_length: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = 256,
     seed: options.Seed = 0,
     device: options.Device = "auto",
 ) -> None:
@@ -61,11 +70,13 @@ def train(
         "train_tokens": train_tokens,
         "eval_every": eval_every,
         "eval_data": eval_data,
+        "text_field": text_field,
         "eval_tokens": eval_tokens,
         "sequence_length": sequence_length,
         "seed": seed,
         "device": device,
     }
+    options.advise_text(train_data, eval_data)
     if dry_run:
         options.rehearsed(check(architecture, out, **settings).rehearse(overwrite))
         return
@@ -83,8 +94,9 @@ def finetune(
     steps: Steps,
     learning_rate: LearningRate,
     out: Annotated[Path, typer.Option(help="Folder for the best measured step; what it comes from: OUT.training.")],
-    train_data: TrainData = "stdlib",
-    eval_data: options.EvalData = "stdlib",
+    train_data: TrainData = None,
+    eval_data: options.EvalData = None,
+    text_field: options.TextField = "text",
     tuning: Annotated[
         str,
         typer.Option(help="full: all weights; lora: adapters, merged at the end; kv: projections of keys and values."),
@@ -103,8 +115,8 @@ def finetune(
     overwrite: options.Overwrite = False,
     dry_run: options.DryRun = False,
     json: options.JsonFile = None,
-    eval_tokens: options.EvalTokens = 16_384,
-    sequence_length: options.SequenceLength = 256,
+    eval_tokens: options.EvalTokens = None,
+    sequence_length: options.SequenceLength = None,
     seed: options.Seed = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
@@ -129,12 +141,14 @@ def finetune(
         "train_tokens": train_tokens,
         "eval_every": eval_every,
         "eval_data": eval_data,
+        "text_field": text_field,
         "eval_tokens": eval_tokens,
         "sequence_length": sequence_length,
         "seed": seed,
         "dtype": dtype,
         "device": device,
     }
+    options.advise_text(train_data, eval_data)
     if dry_run:
         options.rehearsed(check(model, out, **settings).rehearse(overwrite))
         return

@@ -11,6 +11,7 @@ from attention.geometry import HeadGeometry
 from attention.io.targets.vllm import LLAMA_LIKE
 from orchestrator.config.parsing import ConfigError
 
+COMES_ALONG = ("builtin", "stdlib")
 BILLION = 1_000_000_000
 EXACT = 16  # KV heads up to which the best grouping is found by trying all
 ADAM = 16  # bytes a trained parameter in bfloat16: weight, gradient, float32 copy, two moments
@@ -110,11 +111,11 @@ storage: runs    # a folder, for a cluster one that every node sees, or s3://buc
     @property
     def steps(self) -> tuple[list[int], int]:
         """Rungs, and steps of the promotion: few on the little text that comes along."""
-        return ([0, 20, 60], 60) if self.source == "stdlib" else ([0, 100, 400], 1000)
+        return ([0, 20, 60], 60) if self.source in COMES_ALONG else ([0, 100, 400], 1000)
 
     @property
     def batch(self) -> int:
-        wanted = 32 if self.parameters >= BILLION and self.source != "stdlib" else 8
+        wanted = 32 if self.parameters >= BILLION and self.source not in COMES_ALONG else 8
         return math.ceil(wanted / self.workers) * self.workers
 
     @property
@@ -139,7 +140,7 @@ storage: runs    # a folder, for a cluster one that every node sees, or s3://buc
 
     @property
     def about_source(self) -> str:
-        if self.source == "stdlib":
+        if self.source in COMES_ALONG:
             return "comes along, to try things out; put your own here: files, a folder, or a dataset on the hub"
         return "files, a folder, or a dataset on the hub"
 

@@ -117,8 +117,9 @@ class TextSection(Section):
 class DataSection(Section):
     """Texts for training, for the held-out loss, and for calibration."""
 
-    source: str = Field(default="stdlib", min_length=1)
-    """`stdlib` (the source of Python's standard library), a local .txt / .jsonl / .json / .parquet file, a folder or
+    source: str = Field(default="builtin", min_length=1)
+    """`builtin` (Python's help topics and standard library, prose and code; to try things out), `stdlib` (the source of
+    the standard library), a local .txt / .jsonl / .json / .parquet file, a folder or
     glob of them, or a dataset name on the hub (`name:split` for a split of its own)."""
     sequence_length: int = Field(default=256, ge=2)
     """Tokens a sequence, of all texts; at most the positions of the model."""
@@ -129,7 +130,8 @@ class DataSection(Section):
     calibration: TextSection = TextSection(tokens=16_384)
     """The text that statistics of the heads are collected on, by which plans are made."""
     text_field: str = "text"
-    """The field of a record, or the column, that holds the text."""
+    """The field of a record, or the column, that holds the text. Without it conversations are taken, from `messages`
+    (role, content) or `conversations` (from, value), by the tokenizer's chat template."""
     max_epochs: PositiveFloat = 1.0
     """How often one training may go through the text of `train`; a search whose longest training needs more is
     refused."""

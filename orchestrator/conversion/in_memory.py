@@ -30,8 +30,9 @@ from orchestrator.conversion.steps import cost, planning_context, refine_with
 from search_spaces.planning.context import convert_with
 from search_spaces.planning.planning import PlanningContext, make_plan
 from search_spaces.recipes.recipe import Recipe
-from trainers.evaluation import CachedTeacher, evaluate
+from trainers.evaluation import CachedTeacher, Evaluation, evaluate
 from trainers.settings import TrainSettings
+from trainers.text.data import LoadedTexts
 
 
 def plan_and_convert(
@@ -63,16 +64,25 @@ class Source:
     """A checkpoint with its texts and statistics, ready to be converted at any KV ratio.
 
     `original`: the original model, in what is computed in; `teacher`: the same, for what others are compared with on
-    `held_out`; `loss`: its held-out loss.
+    the held-out text; `worth`: what it is worth there.
     """
 
     request: ConversionRequest
     original: PreTrainedModel
-    sequences: Tensor
-    held_out: Tensor
+    texts: LoadedTexts
     context: PlanningContext
     teacher: CachedTeacher
-    loss: float
+    worth: Evaluation
+
+    @property
+    def loss(self) -> float:
+        """Held-out loss of the original model."""
+        return self.worth.loss
+
+    def measured(self, converted: PreTrainedModel) -> dict[str, Any]:
+        """Fields of a record: held-out loss and KL of a converted model, beside the original."""
+        scored = evaluate(converted, self.texts.held_out, teacher=self.teacher)
+        return {"loss": scored.loss, "kl": scored.kl, **scored.compared(self.worth), **scored.noted}
 
     @classmethod
     def load(
@@ -92,7 +102,8 @@ class Source:
         request = ConversionRequest.check(model, recipe, kv_ratios, **settings)
         garbage.settle()
         needs, phases = request.recipe.needs, request.phases
-        sequences, held_out = request.texts()
+        texts = request.texts()
+        sequences = texts.calibration
         original = request.load_model()
         calibration = None
         if always_calibrate or "statistics" in needs:
@@ -100,7 +111,7 @@ class Source:
                 calibration = _calibration(request, original, sequences)
         with phases("evaluate"):
             teacher = CachedTeacher(original)
-            loss = evaluate(teacher, held_out).loss
+            worth = evaluate(teacher, texts.held_out)
         distances = None
         if NEED in needs:
             print("measuring how far apart heads come to lie in training (dha's search phase)", file=sys.stderr)
@@ -109,7 +120,7 @@ class Source:
                 training = TrainSettings(zero_stage=0, batch_size=min(8, len(sequences)))
                 distances = measure(original, sequences, training, knobs["steps"], knobs["rate"], request.seed)
         context = planning_context(Original(original), calibration, sequences, request.cache_dir, distances)
-        return cls(request, original, sequences, held_out, context, teacher, loss)
+        return cls(request, original, texts, context, teacher, worth)
 
     def at(
         self, kv_ratio: float | Fraction, out: str | Path | None = None, *, overwrite: bool = False
@@ -119,15 +130,13 @@ class Source:
         converted, plan, spent = plan_and_convert(request.recipe, kv_ratio, self.context, request.seed, phases)
         with phases("evaluate"):
             round_weights(converted, request.written)  # what is measured is what is written
-            scored = evaluate(converted, self.held_out, teacher=self.teacher)
+            scored = self.measured(converted)
             cast_weights(converted, request.written)
         measured = {
             "original_loss": self.loss,
-            "loss": scored.loss,
-            "kl": scored.kl,
-            "eval_tokens": scored.tokens,
+            **scored,
+            "eval_tokens": self.worth.tokens,
             "cost": spent,
-            **scored.noted,
             **loading.cache_facts(converted, own_heads(request.geometry)),
         }
         if self.context.calibration is not None:
@@ -135,7 +144,7 @@ class Source:
         if out is not None:
             with phases("save"):
                 checkpoint.save(converted, out, request.model, record=request.note(), overwrite=overwrite)
-        return request.record(plan, kv_ratio, self.sequences, measured, out) | {"seconds": dict(phases)}
+        return request.record(plan, kv_ratio, self.texts, measured, out) | {"seconds": dict(phases)}
 
 
 def _calibration(request: ConversionRequest, original: PreTrainedModel, sequences: Tensor) -> Calibration:

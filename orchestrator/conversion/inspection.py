@@ -34,7 +34,7 @@ from search_spaces.recipes.recipes import RECIPES, Recipe
 from search_spaces.recipes.recipes import recipe as named_recipe
 from search_spaces.similarity.sharing import similarity_pairs
 from search_spaces.site import SIDES
-from trainers.evaluation import evaluate
+from trainers.evaluation import perplexity
 
 COMPARED = ("gqa", "headfold")
 FIT_KEY = "refinement.fit_steps"
@@ -50,7 +50,7 @@ def inspect_checkpoint(
     counts: str | None = None,
     agreement: bool = False,
     recipe_settings: Mapping[str, Any] | None = None,
-    sequence_length: int = 256,
+    sequence_length: int | None = None,
     seed: int = 0,
     cache_dir: str | Path | None = None,
     **sources: Any,
@@ -108,8 +108,10 @@ def inspect_checkpoint(
         "parameters": loading.parameters(source.original),
         "kv_bytes_per_token": plan_of(source.original).kv_bytes_per_token(request.dtype),
         "original_loss": source.loss,
-        "eval_tokens": int(source.held_out.numel()),
-        "calibration_tokens": int(source.sequences.numel()),
+        "original_perplexity": perplexity(source.loss),
+        **source.texts.facts,
+        "eval_tokens": int(source.texts.held_out.numel()),
+        "calibration_tokens": int(source.texts.calibration.numel()),
         "recipe": chosen.to_dict(),
         "sensitivity": [{"layer": layer} | sides for layer, sides in enumerate(curves)],
         "similarity": similarity,
@@ -230,5 +232,4 @@ def _scored(recipe: Recipe, plan: AttentionPlan, source: Source) -> dict[str, An
     converted = convert_with(recipe, source.original, plan, source.context.calibration, share=True)
     refine_with(recipe, source.context.looked_at, converted, source.context.sequences)
     round_weights(converted, source.request.written)
-    scored = evaluate(converted, source.held_out, teacher=source.teacher)
-    return {"loss": scored.loss, "loss_increase": scored.loss - source.loss, "kl": scored.kl, **scored.noted}
+    return source.measured(converted)

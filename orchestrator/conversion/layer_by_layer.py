@@ -42,6 +42,7 @@ from orchestrator.storage.outputs import Interrupted
 from search_spaces.planning.budgets import counts_of
 from search_spaces.planning.planning import site_generators
 from search_spaces.recipes.recipe import AXES, Recipe
+from trainers.text.data import LoadedTexts
 
 FORMAT = 3  # of what is kept on the way
 
@@ -69,7 +70,7 @@ def convert_layerwise(
     up.
     """
     request, place = check_conversion(model, recipe, kv_ratio, out, overwrite=overwrite, **settings)
-    return LayerwiseJob(request, float(kv_ratio), place, progress, overwrite).run(*request.texts())
+    return LayerwiseJob(request, float(kv_ratio), place, progress, overwrite).run(request.texts())
 
 
 def check_conversion(
@@ -106,12 +107,13 @@ class LayerwiseJob:
     progress: Callable[[str], None]
     overwrite: bool
 
-    def run(self, sequences: Tensor, held_out: Tensor) -> dict[str, Any]:
-        """Convert, measure, write. `sequences` and `held_out` `[., T]`: calibration and evaluation tokens."""
+    def run(self, texts: LoadedTexts) -> dict[str, Any]:
+        """Convert, measure, write."""
         garbage.settle()
         source = local_folder(self.request.model)
-        used = sequences if self.request.recipe.needs & {"statistics", "sequences", "model"} else sequences[:0]
-        tokens = torch.cat([used, held_out])
+        needed = self.request.recipe.needs & {"statistics", "sequences", "model"}
+        used = texts.calibration if needed else texts.calibration[:0]
+        tokens = torch.cat([used, texts.held_out])
         weights = LazyWeights(source, self.request.config)
         with parents_made(self.out):
             stage = self._stage(source, tokens, len(used))
@@ -126,7 +128,7 @@ class LayerwiseJob:
         fits = [fit for layer in stage.layers for fit in layer["fits"]]
         spent = cost([*stage.planned, *(Work(**fit["work"]) for fit in fits)], self.request.phases)
         more = {"fits": fits, "layerwise": True, "cost": spent}
-        record = self.request.record(plan, self.kv_ratio, sequences, measured, self.out)
+        record = self.request.record(plan, self.kv_ratio, texts, measured, self.out)
         return record | more | {"seconds": dict(self.request.phases)}
 
     def _carry_out(self, stage: Stage, work: LayerwiseConversion, tokens: Tensor) -> dict[str, Any]:

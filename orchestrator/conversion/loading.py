@@ -203,6 +203,22 @@ def check_same_words(one: HeadGeometry, model: HeadGeometry, key: str, path: str
         )
 
 
+def check_same_tokens(tokenizer: Any, path: str | Path, key: str, other: str) -> None:
+    """Raises ConfigError if the checkpoint `path` has a tokenizer with another vocabulary: what is measured in the
+    tokens of one says nothing about the other. `key`: of the checkpoint; `other`: whose `tokenizer` is, in a word."""
+    try:
+        words, mine = read_tokenizer(path).get_vocab(), tokenizer.get_vocab()
+    except TokenizerError:
+        return  # none of its own
+    if words != mine:
+        different = len(words.items() ^ mine.items())
+        raise ConfigError(
+            f"{key}: the tokenizer of {str(path)!r} is not that of the {other} ({different} entries of their "
+            "vocabularies differ), and losses in different tokens cannot be compared; give a model with the same "
+            "tokenizer, such as the one that the checkpoint was converted from, or measure each by itself"
+        )
+
+
 def load_model(path: str | Path, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
     """A checkpoint in evaluation mode, without gradients. Raises WeightsError for parameters that are not finite."""
     model = checkpoint.load(path, dtype_of(dtype)).to(device_of(device))  # pyright: ignore[reportArgumentType]

@@ -49,7 +49,7 @@ from search_spaces.planning.by_layer import plan_layer
 from search_spaces.planning.context import PlanningContext, convert_with
 from search_spaces.planning.loss_increases import ESTIMATED
 from search_spaces.recipes.recipe import Recipe
-from trainers.losses import kl, language_modelling
+from trainers.evaluation import PredictionCosts, comparison
 
 BATCH, ATTENTION_BYTES = 8, 128 * 2**20  # sequences run at once; less if their attention weights would take more
 
@@ -186,19 +186,22 @@ def _cache_bytes(model: PreTrainedModel, rows: Tensor) -> int:
 @torch.no_grad()
 def score(
     head: Head, original: Tensor, converted: Tensor, tokens: Tensor, rounded: Head | None = None
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Held-out losses and KL in nats per token, from the streams `[N, T, D]` that leave the last layer, of `tokens`
     `[N, T]`. `rounded`: the head of the converted model, where it is another. Sums in float64, as in `evaluate`."""
-    totals = torch.zeros(3, dtype=torch.float64)
+    divergence = 0.0
+    costs = PredictionCosts(), PredictionCosts()
     for rows in torch.arange(len(tokens)).split(max(1, positions_at_once(head.vocabulary) // tokens.shape[1])):
         ids = tokens[rows].long().to(head.device)
         before, after = head.final(original[rows]), (rounded or head).final(converted[rows])
-        totals += in_chunks(after, ids, _costs, before).cpu() * len(rows)
-    original_loss, loss, divergence = (totals / len(tokens)).tolist()
-    return {"original_loss": original_loss, "loss": loss, "kl": divergence}
 
+        def both(logits: Tensor, labels: Tensor, expected: Tensor | None) -> Tensor:
+            assert expected is not None  # the original's logits are always there
+            costs[0](expected, labels, None)
+            return costs[1](logits, labels, expected)
 
-def _costs(logits: Tensor, labels: Tensor, expected: Tensor | None) -> Tensor:
-    assert expected is not None  # the original's logits are always there
-    losses = language_modelling(expected, labels), language_modelling(logits, labels)
-    return torch.stack([value.double() for value in (*losses, kl(logits, expected))])
+        divergence += float(in_chunks(after, ids, both, before)[1]) * len(rows) / len(tokens)
+    original_losses, losses = (cost.of_rows(len(tokens)) for cost in costs)
+    original_loss, loss = float(original_losses.mean()), float(losses.mean())
+    worth = {"original_loss": original_loss, "loss": loss, "kl": divergence}
+    return worth | comparison(loss, original_loss, losses, original_losses)

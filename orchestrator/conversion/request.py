@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from attention.families import geometry_of
@@ -30,7 +29,7 @@ from search_spaces.planning.budgets import check_budget, nearest_budget
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.recipes.recipes import recipe as named_recipe
 from search_spaces.recipes.rules import keeps_everything
-from trainers.text.data import load_sequences
+from trainers.text.data import TOKENS, LoadedTexts, Texts, default_length
 
 Number = TypeVar("Number", int, float)
 
@@ -79,7 +78,8 @@ def asked_ratios(
 class ConversionRequest:
     """What a conversion is asked for, checked as far as can be without weights (`check`).
 
-    `config`: of the checkpoint; `dtype`: of what is written, by name; `phases`: seconds that it took.
+    `config`: of the checkpoint; `dtype`: of what is written, by name; `phases`: seconds that it took; the texts and
+    how much of them: see `trainers.text.data.Texts`.
     """
 
     model: str
@@ -87,11 +87,12 @@ class ConversionRequest:
     recipe: Recipe
     tokenizer: Any
     dtype: str
-    calibration_data: str = "stdlib"
-    eval_data: str = "stdlib"
-    calibration_tokens: int = 16_384
-    eval_tokens: int = 16_384
-    sequence_length: int = 256
+    calibration_data: str | None = None
+    eval_data: str | None = None
+    text_field: str = "text"
+    calibration_tokens: int | None = None
+    eval_tokens: int | None = None
+    sequence_length: int | None = None
     seed: int = 0
     device: str = "auto"
     cache_dir: str | Path | None = None
@@ -125,7 +126,7 @@ class ConversionRequest:
                     "checkpoint's own cache"
                 )
         chosen = named_recipe(recipe, **dict(recipe_settings or {})) if isinstance(recipe, str) else recipe
-        length = settings.get("sequence_length", cls.sequence_length)
+        length = settings.get("sequence_length")
         geometry = loading.geometry_of(str(model), length, key="model", weights=not config_only)
         config = checkpoint.load_config(model)
         loading.check_own_cache(config, geometry, str(model), "model")
@@ -164,16 +165,22 @@ class ConversionRequest:
         with self.phases(name), stage(f"layer {layer + 1} of {self.geometry.num_layers}, {doing}"):
             yield
 
-    def texts(self) -> tuple[Tensor, Tensor]:
+    def texts(self) -> LoadedTexts:
         """Calibration and held-out token sequences. Raises DataError naming the source."""
-        cut: dict[str, Any] = {"sequence_length": self.sequence_length, "seed": self.seed, "cache_dir": self.cache_dir}
         with self.phases("data"):
-            return (
-                load_sequences(
-                    self.calibration_data, self.tokenizer, split="calibration", tokens=self.calibration_tokens, **cut
-                ),
-                load_sequences(self.eval_data, self.tokenizer, split="eval", tokens=self.eval_tokens, **cut),
+            return Texts(self.calibration_data, self.eval_data, self.text_field, self.seed).load(
+                self.tokenizer,
+                self.geometry.max_positions,
+                calibration_tokens=self.calibration_tokens,
+                eval_tokens=self.eval_tokens,
+                sequence_length=self.sequence_length,
             )
+
+    @property
+    def text_sizes(self) -> tuple[int, int, int]:
+        """Tokens to calibrate on, tokens to measure on, and tokens a sequence: at most, before a text is read."""
+        tokens = self.calibration_tokens or TOKENS, self.eval_tokens or TOKENS
+        return (*tokens, self.sequence_length or default_length(self.geometry.max_positions, *tokens))
 
     def load_model(self) -> PreTrainedModel:
         """The original model, in what is computed in. Raises WeightsError."""
@@ -193,19 +200,20 @@ class ConversionRequest:
         self,
         plan: AttentionPlan,
         kv_ratio: float | Fraction,
-        sequences: Tensor,
+        texts: LoadedTexts,
         measured: Mapping[str, Any],
         out: str | Path | None,
     ) -> dict[str, Any]:
-        """The result of a conversion to `plan`, of which `kv_ratio` was asked for, with calibration on `sequences`.
+        """The result of a conversion to `plan`, of which `kv_ratio` was asked for, calibrated and measured on `texts`.
 
-        `measured`: losses and KL in nats per token, and what else only a model tells; `out`: where it was saved.
+        `measured`: losses and KL in nats per token with what `trainers.evaluation.comparison` makes of them, and what
+        else only a model tells; `out`: where it was saved.
         """
         return {
             "model": source_name(self.model),
             **measured,
-            "loss_increase": measured["loss"] - measured["original_loss"],
-            "calibration_tokens": int(sequences.numel()),
+            **texts.facts,
+            "calibration_tokens": int(texts.calibration.numel()),
             "kv_ratio": ratio_of(plan, own_heads(self.geometry)),
             "kv_bytes_per_token": plan.kv_bytes_per_token(self.dtype),
             "kv_bytes_per_token_original": plan_of_config(self.config).kv_bytes_per_token(self.dtype),

@@ -24,8 +24,24 @@ from search_spaces.recipes.recipes import recipe as named_recipe
 
 BASE_BYTES = "kv_bytes_per_token_original"
 CURVE, PICTURE = "curve.json", "curve.png"
-SHARED = ("model", "recipe", "original_loss", "eval_tokens", "calibration_tokens", "seed", "dtype", BASE_BYTES)
-OF_THE_CALL = ("model", "recipe", "original_loss")  # the same by `check_curve`, or up to SAME_LOSS
+TEXTS = ("calibration_data", "eval_data", "eval_documents_left_out", "sequence_length", "original_perplexity")
+SHARED = (
+    "model",
+    "recipe",
+    "original_loss",
+    *TEXTS,
+    "eval_tokens",
+    "calibration_tokens",
+    "seed",
+    "dtype",
+    BASE_BYTES,
+)
+OF_THE_CALL = (
+    "model",
+    "recipe",
+    "original_loss",
+    "original_perplexity",
+)  # the same by `check_curve`, or up to SAME_LOSS
 SAME_LOSS = 1e-4  # nats per token, between two measurements of one model
 
 
@@ -172,7 +188,8 @@ def _add(out: str | Path, point: Mapping[str, Any]) -> None:
     earlier, asked = read_result(file), point["kv_ratio_asked"]
     others = [p for p in earlier.get("points", ()) if p["kv_ratio_asked"] != asked]
     points = [p for p in others if _folder(out, p["kv_ratio_asked"]).is_dir()]
-    other = [name for name in SHARED if name not in OF_THE_CALL and points and earlier[name] != point[name]]
+    same = [name for name in SHARED if name not in OF_THE_CALL]
+    other = points and [name for name in same if earlier.get(name, point[name]) != point[name]]
     if points and (other or abs(earlier["original_loss"] - point["original_loss"]) > SAME_LOSS):
         print(f"note: {file} leaves out earlier points, which were measured otherwise", file=sys.stderr)
         points = []

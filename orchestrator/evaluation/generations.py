@@ -12,6 +12,7 @@ import torch
 from attention.modeling.growing_cache import next_output
 from attention.modeling.running import evaluating
 from orchestrator.config.schema import ConfigError
+from trainers.text.tokenising import beginning
 
 NEW_TOKENS = 48
 
@@ -55,7 +56,8 @@ def _prompt(line: str, file: Path) -> str:
 
 def encode_prompts(prompts: Sequence[str], tokenizer: Any, most: int) -> list[list[int]]:
     """Token ids of each. Raises ConfigError for one after which a model of `most` positions has no room."""
-    encoded = [tokenizer.encode(prompt) for prompt in prompts]
+    first = beginning(tokenizer)  # and not what some tokenizers put after a text
+    encoded = [[*first, *tokenizer.encode(prompt, add_special_tokens=False)] for prompt in prompts]
     for prompt, ids in zip(prompts, encoded, strict=True):
         if not 0 < len(ids) <= most - NEW_TOKENS:
             raise ConfigError(

@@ -18,6 +18,7 @@ from torch import Tensor
 from attention.modeling.predictions import final, positions_at_once
 from attention.modeling.running import evaluating
 from orchestrator.config.schema import ConfigError
+from trainers.text.tokenising import beginning
 
 BINS = 8
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the line: the beginning of the context, ..., right before the question
@@ -90,22 +91,25 @@ class Needles:
 
     @classmethod
     def hide(cls, sequences: Tensor, tokenizer: Any, seed: int) -> Needles:
-        """In `sequences [TEXTS, L]` of held-out text. The line is `KEY_code = 'VALUE'`, the question `KEY_code = '`;
-        keys and values are words of the vocabulary, values of one token. Raises ConfigError where it has too few."""
+        """In `sequences [TEXTS, L]` of held-out text, behind what the tokenizer begins a text with. The line is
+        `KEY_code = 'VALUE'`, the question `KEY_code = '`; keys and values are words of the vocabulary, values of one
+        token. Raises ConfigError where it has too few."""
         words = _words(tokenizer)
         if len(words) < 2 * CANDIDATES:
             raise ConfigError(
                 f"context lengths: the vocabulary has {len(words)} words of one token, needed are {2 * CANDIDATES} to "
                 "hide lines with; measure this model without --context-lengths"
             )
-        generator = torch.Generator().manual_seed(seed)
+        generator, first = torch.Generator().manual_seed(seed), len(beginning(tokenizer))
         contexts, candidates = [], []
         for row in sequences:
             drawn = torch.randperm(len(words), generator=generator)[: CANDIDATES + 1].tolist()
             key, *values = [words[i] for i in drawn]
             question = _encode(tokenizer, f"\n{tokenizer.decode([key]).strip()}_code = '")
             lines = [[*question, value, *_encode(tokenizer, "'\n")] for value in values]
-            contexts.append([[_hidden(row.tolist(), line, question, depth) for line in lines] for depth in DEPTHS])
+            contexts.append(
+                [[_hidden(row.tolist(), line, question, depth, first) for line in lines] for depth in DEPTHS]
+            )
             candidates.append(values)
         return cls(torch.tensor(contexts).transpose(0, 1), torch.tensor(candidates))
 
@@ -150,8 +154,9 @@ def _words(tokenizer: Any) -> list[int]:
     return list(found.values())
 
 
-def _hidden(text: list[int], line: list[int], question: list[int], depth: float) -> list[int]:
-    """As many tokens as `text` has: its beginning with the line in it, and the question."""
+def _hidden(text: list[int], line: list[int], question: list[int], depth: float, first: int) -> list[int]:
+    """As many tokens as `text` has: its beginning with the line in it, and the question. `first`: tokens that begin
+    every text, before which nothing is put."""
     kept = text[: len(text) - len(line) - len(question)]
-    place = round(depth * len(kept))
+    place = max(first, round(depth * len(kept)))
     return [*kept[:place], *line, *kept[place:], *question]

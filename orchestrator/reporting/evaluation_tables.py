@@ -52,15 +52,31 @@ def recall_table(recall: Mapping[str, Mapping[str, Sequence[Mapping[str, float]]
     return Table(("context", "depth", *models), rows)
 
 
+def increase_of(record: Mapping[str, Any]) -> str:
+    """The increase of the loss, with its standard error where more than one sequence was measured."""
+    error = record.get("loss_increase_stderr")
+    return f"{record['loss_increase']:+.3f}" + ("" if error is None else f" ± {error:.3f}")
+
+
+def text_of(record: Mapping[str, Any]) -> str:
+    """What a loss was measured on."""
+    left_out = record.get("eval_documents_left_out")
+    less = f" ({left_out} documents left out that are calibrated on)" if left_out else ""
+    return f"{record['eval_tokens']:,} tokens of {record['eval_data']}{less}"
+
+
 def print_worth(record: Mapping[str, Any]) -> None:
     """Loss, cache and speed, from a record of `headfold evaluate`."""
-    print(f"held-out loss {record['loss']:.3f} nats per token over {record['eval_tokens']} tokens")
+    print(
+        f"held-out loss {record['loss']:.3f} nats per token, perplexity {record['perplexity']:.2f}, on "
+        f"{text_of(record)}"
+    )
     for note in record.get("notes", ()):
         print(f"note: {note}")
     if record["original"] is not None:
         print(
-            f"original model {record['original_loss']:.3f}, loss increase {record['loss_increase']:+.3f}, "
-            f"KL {record['kl']:.3f}"
+            f"original model {record['original_loss']:.3f}, perplexity {record['original_perplexity']:.2f}; loss "
+            f"increase {increase_of(record)} nats per token, KL {record['kl']:.3f}"
         )
     if record["baseline"] is not None:
         print(f"baseline {record['baseline_loss']:.3f}")

@@ -8,12 +8,14 @@ from typing import Any
 from attention.progress import clock
 from orchestrator.reporting.comparison import OF_THE_CHECKPOINT, UNTOLD
 from orchestrator.reporting.console import console
+from orchestrator.reporting.evaluation_tables import increase_of, text_of
 from orchestrator.reporting.figures.inspection import fitting_told
 from orchestrator.reporting.tables import Table
 from orchestrator.storage.records import number, percent, unmet
+from trainers.evaluation import perplexity
 
 RECIPE_COLUMNS = (
-    *("recipe", "asked of the checkpoint's KV", "kept", "KV bytes/token", "loss", "loss increase", "KL"),
+    *("recipe", "asked of the checkpoint's KV", "kept", "KV bytes/token", "loss", "perplexity", "loss increase", "KL"),
     *("steps of fit a layer", "time"),
 )
 
@@ -25,13 +27,14 @@ def lead(record: Mapping[str, Any]) -> str:
         if (best := best_entry(record, laid_out["kv_ratio_asked"])) is not None:
             told.append(
                 f"{percent(laid_out['kv_ratio_asked'])} of the checkpoint's KV{unmet(laid_out)}: loss "
-                f"{best['loss_increase']:+.3f} by {best['recipe']}{fitting_told(best)}."
+                f"{increase_of(best)} by {best['recipe']}{fitting_told(best)}."
             )
     heads = f"{record['heads']} query heads over {record['kv_heads']} KV heads of {record['head_dim']}"
     told.append(
         f"Original model: {record['family']}, {record['layers']} layers of {heads}, "
         f"{record['kv_bytes_per_token']:,} KV bytes per token, held-out loss "
-        f"{record['original_loss']:.3f} nats per token."
+        f"{record['original_loss']:.3f} nats per token, perplexity {record['original_perplexity']:.2f}, on "
+        f"{text_of(record)} (calibrated on {record['calibration_tokens']:,} of {record['calibration_data']})."
     )
     if worst := worst_places(record):
         increase, side, layer = worst[0]
@@ -58,13 +61,14 @@ def recipe_table(record: Mapping[str, Any]) -> Table:
     """Every recipe at every KV ratio; the lowest loss of each ratio marked."""
     rows, marked = [], set()
     for index, entry in enumerate(record["recipes"]):
-        numbers = ["cannot", *["-"] * 5]
+        numbers = ["cannot", *["-"] * 6]
         if "loss_increase" in entry:
             numbers = [
                 percent(entry["kv_ratio"]),
                 f"{entry['kv_bytes_per_token']:,}",
                 number(entry["loss"]),
-                number(entry["loss_increase"], "+.3f"),
+                number(perplexity(entry["loss"]), ".2f"),
+                increase_of(entry),
                 number(entry["kl"]),
                 str(entry.get("fit_steps", UNTOLD)),
             ]
@@ -103,7 +107,7 @@ def print_inspection(record: Mapping[str, Any]) -> None:
         )
     columns = (OF_THE_CHECKPOINT, "bytes/token", "sum", "layers from the first")
     out.print(Table(columns, rows).for_terminal(), "\n")
-    out.print("Each recipe before any training, on held-out text (* lowest at its KV ratio):")
+    out.print(f"Each recipe before any training, on {text_of(record)} (± standard error; * lowest at its KV ratio):")
     out.print(recipe_table(record).for_terminal(star=True))
     for entry in record["recipes"]:
         if "why_not" in entry:

@@ -34,7 +34,7 @@ from orchestrator.training.task import (
 from trainers.evaluation import evaluate
 from trainers.jobs.worker import TrainJob
 from trainers.settings import TrainSettings
-from trainers.text.data import read_sequences
+from trainers.text.data import Texts, read_sequences
 
 TRAIN_TOKENS = 100_000_000  # of text at most, unless asked for
 DISTILLATION = "kl"
@@ -116,11 +116,12 @@ def check(
     tuning: str = "full",
     original: str | Path | None = None,
     overrides: Sequence[str] = (),
-    train_data: str = "stdlib",
-    eval_data: str = "stdlib",
+    train_data: str | None = None,
+    eval_data: str | None = None,
+    text_field: str = "text",
     train_tokens: int | None = None,
-    eval_tokens: int = 16_384,
-    sequence_length: int = 256,
+    eval_tokens: int | None = None,
+    sequence_length: int | None = None,
     eval_every: int | None = None,
     seed: int = 0,
     dtype: str = "auto",
@@ -136,7 +137,8 @@ def check(
     settings = _settings(train_record({}, overrides, learning_rate, seed, device), tuning, original is not None)
     check_training(settings)
     geometry = loading.geometry_of(str(model), sequence_length, key="model")
-    loading.load_tokenizer(model)
+    tokenizer = loading.load_tokenizer(model)
+    texts = Texts(train_data, eval_data, text_field, seed)
     plan = plan_of_config(checkpoint.load_config(model))
     if plan.head_shares and tuning == "kv":
         raise ConfigError("tuning: layers of this model share heads, and so their weights; use --tuning full")
@@ -147,6 +149,10 @@ def check(
                 f"original: its vocabulary has {other.vocab_size} tokens, that of {str(model)!r} has "
                 f"{geometry.vocab_size}; give the model that this one was converted from"
             )
+        loading.check_same_tokens(tokenizer, original, "original", "model")
+    if sequence_length is None:
+        measured = {"eval_tokens": eval_tokens, "calibrate": False}
+        sequence_length = texts.load(tokenizer, geometry.max_positions, **measured).held_out.shape[1]
     task = FineTuning(
         model=absolute(model),
         original=None if original is None else absolute(original),
@@ -154,8 +160,9 @@ def check(
         settings=settings,
         steps=steps,
         eval_every=spans(steps, eval_every),
-        train_data=train_data,
-        eval_data=eval_data,
+        train_data=texts.source,
+        eval_data=texts.eval_source,
+        text_field=text_field,
         train_tokens=min(steps * settings.batch_size * sequence_length, TRAIN_TOKENS)
         if train_tokens is None
         else train_tokens,

@@ -36,6 +36,7 @@ from search_spaces.composition.dcmha import composition_of
 from trainers.jobs.worker import TrainJob
 from trainers.settings import TrainSettings
 from trainers.text import synthetic_corpus
+from trainers.text.data import Texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -94,10 +95,11 @@ def check(
     steps: int,
     learning_rate: float,
     overrides: Sequence[str] = (),
-    train_data: str = "stdlib",
-    eval_data: str = "stdlib",
+    train_data: str | None = None,
+    eval_data: str | None = None,
+    text_field: str = "text",
     train_tokens: int | None = None,
-    eval_tokens: int = 16_384,
+    eval_tokens: int | None = None,
     sequence_length: int = 256,
     eval_every: int | None = None,
     seed: int = 0,
@@ -118,6 +120,7 @@ def check(
     plan = replace(plan_of_config(config), composition=composed)
     headfold_config(config, plan)  # whether the plan fits
     wanted = min(steps * section.train.batch_size * sequence_length, TRAIN_TOKENS)
+    texts = Texts(train_data, eval_data, text_field, seed)
     task = Scratch(
         architecture=absolute(architecture),
         recipe=section.recipe,
@@ -125,8 +128,9 @@ def check(
         settings=section.train,
         steps=steps,
         eval_every=eval_every,
-        train_data=train_data,
-        eval_data=eval_data,
+        train_data=texts.source,
+        eval_data=texts.eval_source,
+        text_field=text_field,
         train_tokens=wanted if train_tokens is None else train_tokens,
         eval_tokens=eval_tokens,
         sequence_length=sequence_length,

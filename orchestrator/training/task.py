@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,7 +37,8 @@ from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.curve import read_curve
 from trainers.jobs.worker import TrainJob, run_training
 from trainers.settings import TrainSettings
-from trainers.text.data import TextCut, token_set
+from trainers.text.data import SMALL, TextCut, Texts, token_set
+from trainers.text.token_sets import is_complete
 
 OWN_OPTIONS = ("learning_rate", "seed")
 POLL_SECONDS = 0.5
@@ -61,8 +62,9 @@ class TrainingTask:
     eval_every: int
     train_data: str
     eval_data: str
+    text_field: str = "text"
     train_tokens: int
-    eval_tokens: int
+    eval_tokens: int | None
     sequence_length: int
     out: Path
 
@@ -113,9 +115,18 @@ class TrainingTask:
     @property
     def cuts(self) -> tuple[TextCut, TextCut]:
         """The text to train on and the held-out text."""
-        length, seed = self.sequence_length, self.settings.seed
-        train = TextCut(self.train_data, "train", self.train_tokens, length, seed)
-        return train, TextCut(self.eval_data, "eval", self.eval_tokens, length, seed)
+        texts = Texts(self.train_data, self.eval_data, self.text_field, self.settings.seed)
+        length = self.sequence_length
+        return texts.cut("train", self.train_tokens, length), texts.cut("eval", self.eval_tokens, length)
+
+    def check_texts(self) -> None:
+        """Raises DataError where there is too little text. What takes long to read is not read, and what an earlier
+        start has tokenised neither."""
+        tokenizer = loading.load_tokenizer(self.source)
+        for cut in self.cuts:
+            cut.check()
+            if cut.tokens <= SMALL and not is_complete(cut.folder(tokenizer, self.folder / "data")):
+                cut.in_memory(tokenizer)
 
     @property
     def mark(self) -> Path:
@@ -147,7 +158,8 @@ class TrainingTask:
             check_folder(self.out, overwrite=overwrite, reads=[self.source])
             check_folder(self.folder, reads=[self.source])
             return
-        record, known = self.to_dict(), self.known
+        plain = {f.name: f.default for f in fields(self) if f.default is not MISSING}  # of a field that came later
+        record, known = self.to_dict(), plain | self.known
         if changed := [name for name in record if known.get(name) != json.loads(json.dumps(record[name]))]:
             raise ConfigError(
                 f"out: {self.folder} holds {self.WORDS} with another {', '.join(changed)}; give another --out, or "
@@ -170,6 +182,7 @@ class TrainingTask:
         progress(f"training: {self.title}, {self.steps} steps, {of_text}; in {self.folder}")
         if self.finished():
             return self.known
+        self.check_texts()
         if starts_ray():
             concurrency(local_nodes(), self.demand)
         prepare_process()
@@ -184,6 +197,7 @@ class TrainingTask:
         """What `carry_out` would do, in words by what they are about, after all that is checked without a cluster.
         Nothing is written. Raises what `check_folders` does, and ConfigError where the machine is too small."""
         self.check_folders(overwrite)
+        self.check_texts()
         train, config = self.settings, checkpoint.load_config(self.source)
         if starts_ray():
             concurrency(local_nodes(), self.demand)
@@ -196,6 +210,7 @@ class TrainingTask:
         return {
             "training": f"{self.title}, {self.steps} steps, {compact(self.tokens)} tokens ({self.epochs} of the text)",
             "model": f"{compact(size.total)} parameters, composition left out, as {Path(self.source).name} has them",
+            "text": f"{self.train_data} to train on, {self.eval_data} to measure on",
             "rate": f"{speed}{source}{hours}",
             "results": f"{self.out}, and beside it {self.folder.name}",
         }

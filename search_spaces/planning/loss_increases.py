@@ -27,7 +27,7 @@ from attention.modeling.grouped import attach
 from attention.modeling.losses import language_modelling, mean_loss
 from attention.modeling.modeling import plan_of
 from attention.modeling.predictions import mean_cost
-from attention.modeling.running import Streams
+from attention.modeling.running import Streams, sequences_at_once
 from attention.plan import AttentionPlan, LayerPlan
 from search_spaces.recipes.recipe import Recipe
 
@@ -47,7 +47,7 @@ class LayerTrials:
     are best tried in ascending order: going back to a lower one starts again from the embeddings.
     """
 
-    def __init__(self, model: PreTrainedModel, sequences: Tensor, *, batch_size: int = 8) -> None:
+    def __init__(self, model: PreTrainedModel, sequences: Tensor, *, batch_size: int | None = None) -> None:
         own = plan_of(model).unshared
         identity = LayerPlan.identity(own.num_heads)
         lifted = convert(model, replace(own, layers=(identity,) * own.num_layers), share=True)
@@ -56,7 +56,7 @@ class LayerTrials:
         self.geometry = geometry_of(self.model.config)
         self.heads = LiftedHeads(model)  # of the model given: those of the copy may be views of what is written to
         self.modules = list(self.family.attention_modules(self.model))
-        self.streams = Streams(self.model, self.modules, sequences, batch_size)
+        self.streams = Streams(self.model, self.modules, sequences, batch_size or sequences_at_once(sequences.shape[1]))
 
     @cached_property
     def base(self) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.conversion.conversion import convert
+from attention.modeling.running import sequences_at_once
 from attention.plan import AttentionPlan, LayerPlan
 from trainers.evaluation import CachedTeacher, decode_speed, evaluate, measure_cache
 
@@ -68,6 +71,33 @@ def test_a_model_is_at_no_distance_from_itself(tiny_model: Any, ids: Tensor) -> 
     model = tiny_model("llama")
     assert evaluate(model, ids, teacher=model).kl == pytest.approx(0, abs=1e-7)
     assert evaluate(model, ids).kl is None
+
+
+def test_an_increase_has_the_standard_error_of_the_paired_difference(tiny_model: Any, ids: Tensor) -> None:
+    model, original = tiny_model("llama"), tiny_model("llama", seed=1)
+    scored, worth = evaluate(model, ids, batch_size=3), evaluate(original, ids)
+    each = [(slow(model, original, row[None])[0], slow(original, model, row[None])[0]) for row in ids]
+    assert scored.sequence_losses is not None
+    assert scored.sequence_losses.tolist() == pytest.approx([mine for mine, _ in each], abs=1e-5)
+    found = scored.compared(worth)
+    differences = [mine - other for mine, other in each]
+    assert found["loss_increase"] == pytest.approx(statistics.mean(differences), abs=1e-5)
+    assert found["loss_increase_stderr"] == pytest.approx(statistics.stdev(differences) / math.sqrt(7), abs=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(scored.loss))
+    assert found["original_perplexity"] == pytest.approx(math.exp(worth.loss))
+    assert worth.compared(worth)["loss_increase_stderr"] == 0
+    one = evaluate(model, ids[:1])
+    assert one.compared(evaluate(original, ids[:1]))["loss_increase_stderr"] is None  # of one sequence nobody knows
+
+
+def test_long_sequences_are_run_few_at_a_time(tiny_model: Any) -> None:
+    assert [sequences_at_once(length) for length in (64, 512, 1024, 2048, 8192)] == [8, 8, 4, 2, 1]
+    model, seen = tiny_model("llama", max_position_embeddings=2048), list[torch.Size]()
+    model.get_decoder().register_forward_hook(
+        lambda _, __, kwargs, output: seen.append(output[0].shape), with_kwargs=True
+    )
+    assert evaluate(model, torch.zeros(3, 2048, dtype=torch.int64)).tokens == 3 * 2047
+    assert [shape[0] for shape in seen] == [2, 1]
 
 
 @pytest.mark.parametrize("world", [2, 3, 9])

@@ -1,23 +1,29 @@
 """Where text comes from, as documents: this interpreter's standard library, local files, a hub data set, or tasks.
 
 A *source* is one of
+- `builtin`: prose and code of this interpreter, half and half: the help topics of `pydoc` and files of `stdlib`;
 - `stdlib`: the Python standard library's source, one document a file, without its tests;
 - a local file, folder or glob of .txt, .jsonl, .json or .parquet;
 - a hub data set, `name`, `name@subset`;
 - `synthetic:NAME`: the tasks of Xiao 2024, see `trainers.text.synthetic_corpus`;
 and files and data sets may end in `:split`. Text that belongs to no split, or to `train`, is divided by the md5 rule
-below; text of any other split (`validation`, `test`) is held out as a whole.
+below, of small files with a larger held-out side where that is asked for (`Division`); text of any other split
+(`validation`, `test`) is held out as a whole.
+
+A record of a file or data set has its text in one field, or a conversation in `messages` (role, content) or
+`conversations` (from, value): a `Conversation`, which becomes text by the tokenizer's chat template.
 """
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import json
 import os
 import platform
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -25,12 +31,43 @@ from typing import Any, Literal
 from attention.messages import reason
 from trainers.text import synthetic_corpus
 
-Side = Literal["train", "held_out"]
+Side = Literal["train", "held_out", "all"]
+"""Documents to train and calibrate on, documents to measure on, or both."""
 
+Division = Literal["twentieth", "by_size", "whole"]
+"""How a source is divided into sides. `twentieth`: by the md5 rule. `by_size`: the same, with more documents on the
+held-out side of local files that are too small for it. `whole`: not at all, since another source is for the other side;
+the built-in sources, whose held-out side is fixed, are divided by the md5 rule all the same."""
+
+BUILTIN, STDLIB = "builtin", "stdlib"
 HOLD_OUT = 20  # one document of so many is held out
 SHUFFLE_BUFFER = 10_000  # documents in memory while shuffling; a corpus of fewer is shuffled completely
 FEW_FILES = 20  # fewer text files than this are cut at blank lines: whole files could not be divided
 BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+SMALL_BYTES = 32 * 2**20  # of files that are read once more to divide them by size
+HELD_OUT_CHARACTERS = (
+    100_000  # that `by_size` holds out, some 25,000 tokens, but no more than LARGEST_SHARE of the text
+)
+LARGEST_SHARE = 0.25
+TOPICS_HELD_OUT = 4  # one of so many help topics: there are 80, and a twentieth of them is no text to measure on
+NOT_READ = (
+    ".csv",
+    ".tsv",
+    ".xlsx",
+    ".xls",
+    ".md",
+    ".rst",
+    ".html",
+    ".pdf",
+    ".docx",
+    ".gz",
+    ".bz2",
+    ".xz",
+    ".zst",
+    ".zip",
+)
+CHAT_FIELDS = ("messages", "conversations")
+ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "observation": "tool", "function": "tool"}
 PLAIN = (".txt", ".jsonl", ".json")  # whose size in bytes bounds the text
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -40,17 +77,54 @@ class DataError(ValueError):
     """Text that cannot be used. The message says what was expected, what was found, and what to do."""
 
 
-def held_out(identity: str) -> bool:
-    """True for about one document in HOLD_OUT, by the md5 digest of what identifies it: the same in every process."""
-    return int(hashlib.md5(identity.encode()).hexdigest(), 16) % HOLD_OUT == 0
+class Conversation(str):
+    """The messages of a conversation as JSON: a list of objects with `role` and `content`. `field`: where they were."""
+
+    field: str
+
+    @classmethod
+    def of(cls, messages: Sequence[Mapping[str, Any]], field: str) -> Conversation:
+        """From messages of either form. Raises DataError naming `field` for anything else."""
+        plain: list[dict[str, Any]] = []
+        for message in messages:
+            known = {name: value for name, value in message.items() if value is not None}
+            if "from" in known and "value" in known:
+                known = {"role": ROLES.get(str(known["from"]), known["from"]), "content": known["value"]}
+            if not isinstance(known.get("role"), str) or not ({"content", "tool_calls"} & set(known)):
+                raise DataError(
+                    f"{field}: expected messages with role and content (or from and value), got one with "
+                    f"{sorted(known)}"
+                )
+            plain.append(known)
+        made = cls(json.dumps(plain, ensure_ascii=False, sort_keys=True))
+        made.field = field
+        return made
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        return json.loads(self)
+
+
+def held_out(identity: str, one_in: int = HOLD_OUT) -> bool:
+    """True for about one document in `one_in`, by the md5 digest of what identifies it: the same in every process."""
+    return _md5(identity) % one_in == 0
+
+
+def _md5(identity: str) -> int:
+    return int(hashlib.md5(identity.encode()).hexdigest(), 16)
+
+
+def document_digest(text: str) -> bytes:
+    """What two equal documents have in common, in 16 bytes."""
+    return hashlib.md5(text.encode()).digest()
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """One source, resolved: `kind` is stdlib, files, hub or synthetic; `fingerprint` changes when the text may have."""
+    """One source, resolved: `fingerprint` changes when the text may have."""
 
     source: str
-    kind: Literal["stdlib", "files", "hub", "synthetic"]
+    kind: Literal["builtin", "stdlib", "files", "hub", "synthetic"]
     name: str
     fingerprint: str
     split: str | None = None
@@ -62,47 +136,131 @@ class Corpus:
         return self.split not in (None, "train")
 
     @property
+    def divisible(self) -> bool:
+        """Whether which side a document is on depends on how the source is divided."""
+        return self.kind in ("files", "hub") and not self.wholly_held_out
+
+    @property
+    def text_of(self) -> tuple[Any, ...]:
+        """The same for two names of the same text."""
+        return self.kind, self.files or self.name, self.subset, self.split or "train"
+
+    @property
     def most_tokens(self) -> int | None:
-        """More tokens cannot be in the text, end tokens included; None where only reading it tells."""
-        if self.kind != "stdlib" and not (self.files and self.files[0].suffix in PLAIN):
+        """More tokens cannot be in the text, beginning and end tokens included; None where only reading it tells."""
+        if self.kind not in (STDLIB, BUILTIN) and not (self.files and self.files[0].suffix in PLAIN):
             return None
         # A token stands for a byte or more, and so does a document, which has one end token
-        return 2 * sum(file.stat().st_size for file in self.files)
+        return 2 * self.size
 
-    def documents(self, side: Side, text_field: str, seed: int | None) -> Iterator[str]:
-        """Texts of one side, in the order of the source, or shuffled when a seed is given.
+    @property
+    def size(self) -> int:
+        """Bytes of the files."""
+        return sum(file.stat().st_size for file in self.files)
 
-        Raises DataError when the source is missing, has no `text_field`, or is held out and asked to train.
+    def documents(
+        self, side: Side, text_field: str, seed: int | None, division: Division = "twentieth", *, mixed: bool = False
+    ) -> Iterator[str]:
+        """Texts of one side, in the order of the source, or shuffled when a seed is given. `mixed`: of `builtin` only
+        as much code as there is prose.
+
+        Raises DataError when the source is missing, has no `text_field`, is held out and asked to train, or cannot be
+        divided.
         """
         if side == "train" and self.wholly_held_out:
             raise DataError(
                 f"{self.source}: split {self.split!r} is held out and cannot be trained on or calibrated with; "
                 f"name {self.name} without it, or its train split"
             )
-        if self.kind == "stdlib":
+        if self.kind == BUILTIN:
+            return self._builtin(side, seed, mixed)
+        if self.kind == STDLIB:
             return self._library(side, seed)
         if self.kind == "synthetic":
             return synthetic_corpus.documents(self.name, side == "train", seed)
-        return self._datasets(side, text_field, seed)
+        return self._datasets("all" if division == "whole" else side, text_field, seed, division)
 
     def _library(self, side: Side, seed: int | None) -> Iterator[str]:
-        import torch
-
-        files = [f for f in self.files if held_out(f.relative_to(LIBRARY).as_posix()) == (side == "held_out")]
-        if seed is not None:
-            order = torch.randperm(len(files), generator=torch.Generator().manual_seed(seed)).tolist()
-            files = [files[i] for i in order]
-        for file in files:
+        names = [(file, file.relative_to(LIBRARY).as_posix()) for file in self.files]
+        files = [f for f, name in names if side == "all" or held_out(name) == (side == "held_out")]
+        for file in _shuffled(files, seed):
             yield file.read_text(encoding="utf-8", errors="replace")
 
-    def _datasets(self, side: Side, text_field: str, seed: int | None) -> Iterator[str]:
+    def _builtin(self, side: Side, seed: int | None, mixed: bool) -> Iterator[str]:
+        """Topics and as much code, by turns; then the rest of the code, unless `mixed`."""
+        topics = help_topics()
+        kept = sorted(
+            name for name in topics if side == "all" or held_out(name, TOPICS_HELD_OUT) == (side == "held_out")
+        )
+        prose = [topics[name] for name in _shuffled(kept, seed)]
+        # Shuffled always: files in the order of their names would be those of a few packages
+        code = self._library(side, 0 if seed is None else seed)
+        characters = [0, 0]
+        for text in prose:
+            characters[0] += len(text)
+            yield text
+            while characters[1] < characters[0] and (file := next(code, None)) is not None:
+                characters[1] += len(file)
+                yield file
+        if not mixed:
+            yield from code
+
+    def _datasets(self, side: Side, text_field: str, seed: int | None, division: Division) -> Iterator[str]:
+        more = self._held_out_by_size(text_field) if side != "all" and division == "by_size" else frozenset()
         stream = _open(self)
         if seed is not None:
             stream = stream.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
-        wanted = side == "held_out"
         for text in _texts(stream, text_field, self):
-            if self.wholly_held_out or held_out(text) == wanted:
+            apart = held_out(text) if not more else document_digest(text) in more
+            if self.wholly_held_out or side == "all" or apart == (side == "held_out"):
                 yield text
+
+    def _held_out_by_size(self, text_field: str) -> frozenset[bytes]:
+        """Digests of the held-out documents of small files: those by the md5 rule, and of the others as many as it
+        takes, in the order of the digests. Empty where the md5 rule is enough. Raises DataError for text that has less
+        than two different documents."""
+        if self.wholly_held_out or not self.files or self.size > SMALL_BYTES:
+            return frozenset()
+        lengths: dict[str, int] = {}
+        documents = 0
+        for text in _texts(_open(self), text_field, self):
+            lengths[text] = len(text)
+            documents += 1
+        if not lengths:
+            return frozenset()
+        if len(lengths) == 1:
+            found = "1 document" if documents == 1 else f"{documents} documents, all of them equal"
+            raise DataError(
+                f"{self.source}: expected at least two different documents, so that one can be held out to measure on, "
+                f"found {found}; give more text, or other text to measure on (--eval-data)"
+            )
+        order = sorted(lengths, key=lambda text: (_md5(text) % HOLD_OUT, _md5(text)))
+        wanted = min(HELD_OUT_CHARACTERS, LARGEST_SHARE * sum(lengths.values()))
+        chosen: list[str] = []
+        characters = 0
+        for text in order[:-1]:
+            if characters >= wanted and not held_out(text):
+                break
+            chosen.append(text)
+            characters += lengths[text]
+        return frozenset(map(document_digest, chosen))
+
+
+def _shuffled(items: list[Any], seed: int | None) -> list[Any]:
+    import torch
+
+    if seed is None:
+        return items
+    return [items[i] for i in torch.randperm(len(items), generator=torch.Generator().manual_seed(seed)).tolist()]
+
+
+def help_topics() -> dict[str, str]:
+    """The texts of `help()` about Python, by name: English with examples. Empty where an interpreter comes without."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        return {}
+    return {name: text for name, text in topics.items() if text.strip()}
 
 
 def resolve(source: str) -> Corpus:
@@ -115,10 +273,14 @@ def resolve(source: str) -> Corpus:
             "line, and pass its path"
         )
     if not source.strip():
-        raise DataError("a source of text has no name; give 'stdlib', local text or a hub data set")
-    if source == "stdlib":
+        raise DataError("a source of text has no name; give 'builtin', 'stdlib', local text or a hub data set")
+    if source in (STDLIB, BUILTIN):
         files = tuple(library_files())
-        return Corpus(source, "stdlib", source, _digest(platform.python_version(), *map(_stamp, files)), files=files)
+        parts = [platform.python_version(), *map(_stamp, files)]
+        if source == STDLIB:
+            return Corpus(source, STDLIB, source, _digest(*parts), files=files)
+        code = tuple(file for file in files if file.parent.name != "pydoc_data")  # the topics themselves
+        return Corpus(source, BUILTIN, source, _digest(*parts, *help_topics().values()), files=code)
     if source.startswith(synthetic_corpus.PREFIX):
         name = source.removeprefix(synthetic_corpus.PREFIX)
         try:
@@ -135,10 +297,21 @@ def resolve(source: str) -> Corpus:
         ) from None
     if files:
         return Corpus(source, "files", name, _digest(*map(_stamp, files)), split, files=files)
-    if Path(name).suffix in BUILDERS or name.startswith((".", "/", "~")) or glob.has_magic(name) or Path(name).exists():
-        raise DataError(f"{source}: expected a file, folder or glob of {', '.join(BUILDERS)}; found none there")
+    path, kinds = Path(name).expanduser(), ", ".join(BUILDERS)
+    if path.is_file():
+        raise DataError(
+            f"{source}: {path.suffix or 'a file without a suffix'} is not read; expected {kinds} (a table as .jsonl: "
+            '{"text": "..."} in each line)'
+        )
+    if path.exists() or glob.has_magic(name):
+        raise DataError(f"{source}: expected a file, folder or glob of {kinds}; found none there")
+    if path.suffix in (*BUILDERS, *NOT_READ) or name.startswith((".", "/", "~")):
+        raise DataError(f"{source}: no such file; expected a file, folder or glob of {kinds}")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w.-]+)?", name):
-        raise DataError(f"{source!r} is neither 'stdlib', nor local text, nor a hub name like owner/name@subset:split")
+        raise DataError(
+            f"{source!r} is neither 'builtin', nor 'stdlib', nor local text (no such file), nor a hub name like "
+            "owner/name@subset:split"
+        )
     hub_name, _, subset = name.partition("@")
     return Corpus(source, "hub", hub_name, _digest(name, split or "train"), split, subset or None)
 
@@ -193,29 +366,69 @@ def _open(corpus: Corpus) -> Any:
     except Exception as error:  # the library raises a dozen types, of its own and of its HTTP client
         if corpus.files and not any(file.stat().st_size for file in corpus.files):
             raise DataError(f"{corpus.source}: expected text, and what it names is empty") from None
+        _check_json(corpus)
         raise DataError(
             f"{corpus.source}: cannot be opened as a data set: {type(error).__name__}: {reason(error)}; "
-            "expected 'stdlib', local .txt, .jsonl, .json or .parquet, or a hub name that this machine can reach"
+            "expected 'builtin', 'stdlib', local .txt, .jsonl, .json or .parquet, or a hub name that this machine can "
+            "reach"
         ) from error
 
 
 def _texts(stream: Any, text_field: str, corpus: Corpus) -> Iterator[str]:
     try:
         for row in stream:
-            if text_field not in row:
-                raise DataError(
-                    f"{corpus.source}: expected a field {text_field!r}, got {sorted(row)}; "
-                    "rename the field, or set data.text_field in a search"
-                )
-            text = row[text_field]
-            if not isinstance(text, str):
-                raise DataError(f"{corpus.source}: field {text_field!r} must be text, got {type(text).__name__}")
+            text = _text(row, text_field, corpus)
             if text.strip():
                 yield text
     except DataError:
         raise
     except Exception as error:
+        _check_json(corpus)
         raise DataError(f"{corpus.source}: reading failed: {type(error).__name__}: {reason(error)}") from error
+
+
+def _text(row: Mapping[str, Any], text_field: str, corpus: Corpus) -> str:
+    """The text of a record, or its `Conversation`."""
+    name = text_field
+    if name not in row:
+        name = next((chat for chat in CHAT_FIELDS if isinstance(row.get(chat), list)), "")
+    if not name:
+        raise DataError(
+            f"{corpus.source}: expected a field {text_field!r}, or a conversation in {' or '.join(CHAT_FIELDS)}, got "
+            f"{sorted(row)}; name the field with --text-field (data.text_field in a search)"
+        )
+    value = row[name]
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
+        return Conversation.of(value, f"{corpus.source}: field {name!r}") if value else ""
+    raise DataError(f"{corpus.source}: field {name!r} must be text, or a list of messages, got {type(value).__name__}")
+
+
+def _check_json(corpus: Corpus) -> None:
+    """Raises DataError naming the first line of a JSON file that is none."""
+    for file in corpus.files if corpus.kind == "files" and BUILDERS[corpus.files[0].suffix] == "json" else ():
+        try:
+            content = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise DataError(f"{corpus.source}: {file.name} is not encoded in UTF-8; convert it first") from None
+        starts = content.lstrip()[:1]
+        pieces = [(1, content)] if starts == "[" else list(enumerate(content.split("\n"), start=1))
+        for first, piece in pieces:
+            try:
+                record = json.loads(piece) if piece.strip() else {}
+            except ValueError as error:
+                line = first + getattr(error, "lineno", 1) - 1
+                shown = content.split("\n")[line - 1].strip()[:60]
+                raise DataError(
+                    f"{corpus.source}: line {line} of {file.name} is not valid JSON "
+                    f"({getattr(error, 'msg', error)}): {shown!r}; correct or remove that line"
+                ) from None
+            if starts != "[" and not isinstance(record, dict):
+                raise DataError(
+                    f"{corpus.source}: line {first} of {file.name} must be a JSON object such as "
+                    f'{{"text": "..."}}, got {piece.strip()[:60]!r}'
+                )
 
 
 def _stamp(file: Path) -> str:

@@ -1,5 +1,9 @@
 """Text to token sequences: tokenise, join with the end token, cut to equal length, keep on disk, batch.
 
+Where a tokenizer begins every text with a token, every sequence begins with it too, since a sequence begins in the
+middle of a document, and most heads attend to what every prompt begins with: it stands in the place of the sequence's
+first token, which nothing predicts.
+
 Legend: N sequences, T tokens a sequence, B sequences a step over all workers, W workers.
 """
 
@@ -8,18 +12,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from attention.progress import Stage, stage
-from trainers.text.corpora import HOLD_OUT, Corpus, DataError, resolve
+from trainers.text.corpora import BUILTIN, HOLD_OUT, Corpus, DataError, Division, Side, document_digest, resolve
 from trainers.text.token_sets import (
     FORMAT,
     SHARD_TOKENS,
@@ -34,6 +38,7 @@ from trainers.text.token_sets import (
 from trainers.text.tokenising import (
     Tokenise,
     TokenReader,
+    beginning,
     blocks,
     check_end_token,
     largest_id,
@@ -47,6 +52,10 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 SMALL = 16_000_000  # tokens of a text that one process reads and tokenises in seconds
 POOL = 4_000_000  # tokens of text at most from which evaluation and calibration sequences are spaced evenly
 CALIBRATION_SPREAD = 64  # calibration keeps one sequence in so many: few long documents must not stand for all
+COMPARED = 64_000_000  # characters of the other text that a whole evaluation text is compared with
+TOKENS = 16_384  # to calibrate and to measure on by default, or as many as there are
+LENGTH, SHORTEST = 2048, 64  # of sequences by default, and of those that little text is cut to
+FEWEST = 4  # sequences of a split: little text is cut to shorter ones, since a standard error needs some
 CALIBRATION_SEED = 1  # added to the seed: calibration takes other documents first than training does
 
 
@@ -59,6 +68,9 @@ class TextCut:
     calibration evenly spaced over many documents; `eval` from the held-out side, evenly spaced over it, in fixed order
     whatever the seed. The sequences of `train` are the first of the text; evaluation and calibration are small, and
     their text is held in memory (see `POOL`).
+
+    `division`: how the source is divided into the two sides. `apart_from`: another source, whose documents are left out
+    of `eval`. `at_most`: where there is less text, all that there is.
     """
 
     source: str
@@ -67,6 +79,9 @@ class TextCut:
     sequence_length: int
     seed: int = 0
     text_field: str = "text"
+    division: Division = "twentieth"
+    apart_from: str | None = None
+    at_most: bool = False
 
     def __post_init__(self) -> None:
         """Raises DataError for what cannot be, before a text is read."""
@@ -110,27 +125,62 @@ class TextCut:
         record = asdict(self) | {"tokens": self.sequences * self.sequence_length}
         record["seed"] = None if self.split == "eval" else self.seed
         record["spread"] = CALIBRATION_SPREAD if self.split == "calibration" else None
+        # What is as it always was is left out, so that token sets keep their names
+        for name, plain in (("division", "twentieth"), ("apart_from", None), ("at_most", False)):
+            if record[name] == plain:
+                del record[name]
+        if self.apart_from is not None:
+            record["apart_from"] = resolve(self.apart_from).fingerprint
+        if first := beginning(tokenizer):
+            record["beginning"] = first
         return record | {"fingerprint": self.corpus.fingerprint, "tokenizer": tokenizer_digest(tokenizer)}
 
-    def _texts(self) -> Iterator[str]:
-        order = None if self.split == "eval" else self.seed + (CALIBRATION_SEED if self.split == "calibration" else 0)
-        return self.corpus.documents("held_out" if self.split == "eval" else "train", self.text_field, order)
+    def _texts(self, left_out: list[str] | None = None) -> Iterator[str]:
+        """Documents in order. `left_out`: takes those that also stand in `apart_from`."""
+        seed = self.seed + (CALIBRATION_SEED if self.split == "calibration" else 0)
+        side: Side = "held_out" if self.split == "eval" else "train"
+        own = {"division": self.division, "mixed": self.split != "train"}
+        texts = self.corpus.documents(side, self.text_field, None if self.split == "eval" else seed, **own)
+        if self.apart_from is None:
+            yield from texts
+            return
+        others = self._others()
+        for text in texts:
+            if document_digest(text) not in others:
+                yield text
+            elif left_out is not None:
+                left_out.append(text)
+
+    def _others(self) -> set[bytes]:
+        """Digests of the documents of `apart_from`, of its first COMPARED characters in the order that a calibration
+        reads them in."""
+        found: set[bytes] = set()
+        characters = 0
+        other = resolve(self.apart_from or self.source)
+        for text in other.documents("train", self.text_field, self.seed + CALIBRATION_SEED, "whole", mixed=True):
+            found.add(document_digest(text))
+            characters += len(text)
+            if characters >= COMPARED:
+                break
+        return found
 
     def in_memory(self, tokenizer: Any) -> np.ndarray:
         """The sequences, `[N, T]` int32. Raises DataError when there is too little text."""
+        if self.split != "train":
+            return self.pooled(tokenizer).sequences(self)
         check_end_token(tokenizer)
-        tokens, wanted, length = tokenise_here(blocks(self._texts()), tokenizer), self.sequences, self.sequence_length
-        if self.split == "train":
-            reader = TokenReader(tokens, Place())
-            ids = reader.take(wanted * length)
-            documents = reader.place.documents
-        else:
-            most = POOL if self.split == "eval" else min(POOL, CALIBRATION_SPREAD * self.tokens)
-            ids, documents = pool(tokens, max(self.tokens, most))
-        there = len(ids) // length
-        if there < wanted:
-            raise self._too_few(len(ids), documents)
-        return ids[: there * length].reshape(there, length)[np.arange(wanted) * there // wanted]
+        reader = TokenReader(tokenise_here(blocks(self._texts()), tokenizer), Place())
+        ids = reader.take(self.sequences * self.sequence_length)
+        return PooledTokens(ids, reader.place.documents, beginning(tokenizer)).sequences(self)
+
+    def pooled(self, tokenizer: Any) -> PooledTokens:
+        """The text that the sequences of an evaluation or a calibration are spaced over."""
+        check_end_token(tokenizer)
+        left_out: list[str] = []
+        most = POOL if self.split == "eval" else min(POOL, CALIBRATION_SPREAD * self.tokens)
+        tokens = tokenise_here(blocks(self._texts(left_out)), tokenizer)
+        ids, documents = pool(tokens, max(self.tokens, most))
+        return PooledTokens(ids, documents, beginning(tokenizer), len(left_out))
 
     def write(self, tokenizer: Any, folder: Path, shard_tokens: int, tokenise: Tokenise) -> None:
         """Write the token set, what an earlier run has left of it excepted. Raises DataError when there is too little
@@ -150,30 +200,171 @@ class TextCut:
             for run in missing:
                 start = writer.start(run[0])
                 texts = islice(self._texts(), start.documents, None)  # passed over, not tokenised again
-                self._write_run(writer, run, TokenReader(tokenise(blocks(texts), tokenizer), start), told)
+                reader = TokenReader(tokenise(blocks(texts), tokenizer), start)
+                self._write_run(writer, run, reader, beginning(tokenizer), told)
         writer.finish()
 
-    def _write_run(self, writer: TokenSetWriter, run: list[int], reader: TokenReader, told: Stage) -> None:
+    def _write_run(
+        self, writer: TokenSetWriter, run: list[int], reader: TokenReader, first: list[int], told: Stage
+    ) -> None:
         length, layout = self.sequence_length, writer.layout
         done = run[0] * layout.sequences_per_shard * length
         for number in run:
             wanted = layout.rows(number) * length
             ids = reader.take(wanted)
             if len(ids) < wanted:
-                raise self._too_few(done + len(ids), reader.place.documents)
-            writer.write(number, ids.reshape(-1, length), reader.place)
+                raise self.too_few(done + len(ids), reader.place.documents)
+            writer.write(number, _begun(ids.reshape(-1, length), first), reader.place)
             told.to(done := done + wanted)
 
-    def _too_few(self, tokens: int, documents: int) -> DataError:
+    def too_few(self, tokens: int, documents: int, left_out: int = 0) -> DataError:
+        """The mistake that a text of so many tokens is."""
         wanted, length = self.sequences, self.sequence_length
         there = tokens // length
         fewer = f"ask for at most {there * length} tokens or give" if there else "give"
-        held_out = self.split == "eval" and not self.corpus.wholly_held_out
-        apart = f" (about one document in {HOLD_OUT} is held out to measure on)" if held_out else ""
+        apart = ""
+        if left_out:
+            apart = f" ({left_out} documents also stand in {self.apart_from} and are left out)"
+        elif self.split == "eval" and not self.corpus.wholly_held_out:
+            share = "a part of the documents" if self.division == "by_size" else f"about one document in {HOLD_OUT}"
+            apart = f" ({share} is held out to measure on, by a digest of its text: of equal ones all or none)"
         return DataError(
             f"{self.source}: {self.split} needs {wanted} sequences of {length} tokens ({wanted * length}), found "
             f"{there} ({tokens} tokens in {documents} documents); {fewer} more text{apart}"
         )
+
+
+@dataclass(frozen=True)
+class PooledTokens:
+    """Tokens `[n]` int32 of the first documents of a split. `first`: what every sequence begins with; `left_out`:
+    documents that also stand in the text that it is to be apart from."""
+
+    ids: np.ndarray
+    documents: int
+    first: list[int]
+    left_out: int = 0
+
+    def sequences(self, cut: TextCut) -> np.ndarray:
+        """Those of `cut`, `[N, T]` int32, evenly spaced. Raises DataError when there is too little text."""
+        wanted, length = cut.sequences, cut.sequence_length
+        there = len(self.ids) // length
+        if there < (1 if cut.at_most else wanted):
+            raise cut.too_few(len(self.ids), self.documents, self.left_out)
+        wanted = min(wanted, there)
+        return _begun(
+            self.ids[: there * length].reshape(there, length)[np.arange(wanted) * there // wanted], self.first
+        )
+
+
+def _begun(sequences: np.ndarray, first: list[int]) -> np.ndarray:
+    """Sequences `[N, T]` that begin with the tokens `first`."""
+    if not first:
+        return sequences
+    sequences = sequences.copy()
+    sequences[:, : len(first)] = first[: sequences.shape[1]]
+    return sequences
+
+
+def default_length(positions: int, *tokens: int) -> int:
+    """Tokens a sequence by default, for a model of so many positions and splits of so many tokens: LENGTH, or all that
+    the model takes; less where the tokens would be fewer than FEWEST sequences."""
+    length = min(LENGTH, positions)
+    while length > SHORTEST and min(tokens, default=length * FEWEST) < length * FEWEST:
+        length //= 2
+    return length
+
+
+class LoadedTexts(NamedTuple):
+    """Calibration and held-out token sequences `[N, T]` int64, and `facts` of where they are from, for a record."""
+
+    calibration: Tensor
+    held_out: Tensor
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Which text is calibrated or trained on (`data`), and which is measured on (`eval_data`).
+
+    One source is for both, and is divided. Where another one is named to measure on, both are used whole, less the
+    documents of `eval_data` that also stand in the first. Without any it is `builtin`. Token counts of None: TOKENS, or
+    as many as there are; a sequence length of None: `default_length`.
+    """
+
+    data: str | None = None
+    eval_data: str | None = None
+    text_field: str = "text"
+    seed: int = 0
+
+    @property
+    def source(self) -> str:
+        """What is calibrated or trained on."""
+        return self.data or BUILTIN
+
+    @property
+    def eval_source(self) -> str:
+        """What is measured on."""
+        return self.eval_data or self.source
+
+    @property
+    def words(self) -> str:
+        """The sources, for people."""
+        return self.source if self.one else f"{self.source} and {self.eval_source}"
+
+    @cached_property
+    def one(self) -> bool:
+        """Whether both are parts of one text. Raises DataError for a source that is not there."""
+        return resolve(self.source).text_of == resolve(self.eval_source).text_of
+
+    def cut(self, split: Split, tokens: int | None, length: int) -> TextCut:
+        """One split. Raises DataError for a source that is not there, and for tokens that fill no sequence."""
+        source = self.eval_source if split == "eval" else self.source
+        corpus, apart = resolve(source), None
+        if split == "eval" and not self.one and corpus.kind in ("files", "hub") and self.data is not None:
+            apart = None if resolve(self.data).kind == "synthetic" else self.data
+        return TextCut(
+            source,
+            split,
+            TOKENS if tokens is None else tokens,
+            length,
+            self.seed,
+            self.text_field,
+            ("by_size" if self.one else "whole") if corpus.divisible else "twentieth",
+            apart,
+            tokens is None,
+        )
+
+    def load(
+        self,
+        tokenizer: Any,
+        positions: int,
+        *,
+        eval_tokens: int | None = None,
+        sequence_length: int | None = None,
+        calibration_tokens: int | None = None,
+        calibrate: bool = True,
+    ) -> LoadedTexts:
+        """Both texts, for a model of so many `positions`; that to calibrate on is empty, `[0, T]`, unless it is wanted
+        (`calibrate`). Raises DataError for a source that is not there or has too little text."""
+        wanted: dict[Split, int | None] = {"eval": eval_tokens}
+        if calibrate:
+            wanted["calibration"] = calibration_tokens
+        length = sequence_length or default_length(positions, *(tokens or TOKENS for tokens in wanted.values()))
+        cuts = {split: self.cut(split, tokens, length) for split, tokens in wanted.items()}
+        pools = {split: cut.pooled(tokenizer) for split, cut in cuts.items()}
+        if sequence_length is None:
+            length = default_length(positions, *(min(cuts[split].tokens, len(pools[split].ids)) for split in cuts))
+        rows = {
+            split: torch.from_numpy(pools[split].sequences(replace(cut, sequence_length=length))).long()
+            for split, cut in cuts.items()
+        }
+        facts = {
+            **({"calibration_data": self.source} if calibrate else {}),
+            "eval_data": self.eval_source,
+            "eval_documents_left_out": pools["eval"].left_out,
+            "sequence_length": length,
+        }
+        return LoadedTexts(rows.get("calibration", rows["eval"][:0]), rows["eval"], facts)
 
 
 def load_sequences(source: str, tokenizer: Any, *, cache_dir: str | Path | None = None, **cut: Any) -> Tensor:

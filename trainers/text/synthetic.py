@@ -209,8 +209,11 @@ class Score:
     by_task: dict[str, float]
 
 
-def evaluate_tasks(model: Any, items: Sequence[Example], encode: Encode, *, batch_size: int = 16) -> Score:
-    """Score a causal model on examples (Xiao 2024, Table 5). `encode` gives token ids without special tokens.
+def evaluate_tasks(
+    model: Any, items: Sequence[Example], encode: Encode, *, first: Sequence[int] = (), batch_size: int = 16
+) -> Score:
+    """Score a causal model on examples (Xiao 2024, Table 5). `encode` gives token ids without special tokens; `first`:
+    those that a prompt begins with.
 
     Padded on the right, which a causal model does not see. The answer is encoded with its leading space.
     """
@@ -222,7 +225,9 @@ def evaluate_tasks(model: Any, items: Sequence[Example], encode: Encode, *, batc
     nats, right = [], []
     with evaluating(model):
         for start in range(0, len(items), batch_size):
-            pairs = [(list(encode(e.prompt)), list(encode(f" {e.answer}"))) for e in items[start : start + batch_size]]
+            pairs = [
+                ([*first, *encode(e.prompt)], list(encode(f" {e.answer}"))) for e in items[start : start + batch_size]
+            ]
             rows = [torch.tensor(prompt + answer, device=device) for prompt, answer in pairs]
             logits = model(input_ids=pad_sequence(rows, batch_first=True), use_cache=False).logits
             for row, (prompt, answer) in enumerate(pairs):

@@ -62,4 +62,6 @@ def score(model: Any, tokenizer: Any, name: str, per_task: int = 12) -> Score:
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
-    return evaluate_tasks(model, asked, encode)
+    from trainers.text.tokenising import beginning  # which knows of sources of text, this one among them
+
+    return evaluate_tasks(model, asked, encode, first=beginning(tokenizer))

@@ -1,8 +1,8 @@
 """Documents to token ids, block by block, so that several processes can work on one text and the result is the same.
 
-A text is the concatenation of its documents, each followed by the end token. It is tokenised in blocks of documents
-(`tokenise`, which a process of any machine can do for any block) and cut at any token (`TokenReader`): which block was
-tokenised where, and how many at a time, changes no token.
+A text is the concatenation of its documents, each followed by the end token, and begun as the tokenizer begins a text
+(`beginning`). It is tokenised in blocks of documents (`tokenise`, which a process of any machine can do for any block)
+and cut at any token (`TokenReader`): which block was tokenised where, and how many at a time, changes no token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainers.text.corpora import DataError
+from attention.messages import reason
+from trainers.text.corpora import Conversation, DataError
 from trainers.text.token_sets import Place
 
 DOCUMENTS_AT_ONCE = 256
@@ -25,7 +26,7 @@ BLOCK_CHARACTERS = 1_000_000  # a block ends with the document that reaches it
 
 
 class Block(NamedTuple):
-    """Token ids `[n]` int32 of some documents, each with the end token, and where each of them ends in `ids`."""
+    """Token ids `[n]` int32 of some documents, each with beginning and end, and where each of them ends in `ids`."""
 
     ids: np.ndarray
     ends: np.ndarray
@@ -50,9 +51,45 @@ def blocks(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 def tokenise(texts: list[str], tokenizer: Any) -> Block:
-    """The tokens of one block: of nothing but the block and the tokenizer."""
-    documents = [np.array([*row, tokenizer.eos_token_id], dtype=np.int32) for row in _ids(texts, tokenizer)]
+    """The tokens of one block: of nothing but the block and the tokenizer. Raises DataError for conversations that the
+    tokenizer's chat template does not take."""
+    first, end = beginning(tokenizer), tokenizer.eos_token_id
+    written = [_written(text, tokenizer) if isinstance(text, Conversation) else text for text in texts]
+    documents: list[np.ndarray] = []
+    for text, ids in zip(texts, _ids(written, tokenizer), strict=True):
+        if isinstance(text, Conversation):  # begins and ends as the template says
+            document = ids if ids[-1:] == [end] else [*ids, end]
+        else:
+            document = [*first, *ids, end]
+        documents.append(np.array(document, dtype=np.int32))
     return Block(np.concatenate(documents), np.cumsum([len(ids) for ids in documents]))
+
+
+def beginning(tokenizer: Any) -> list[int]:
+    """What the tokenizer puts before a text, as it is served: the beginning token of most Llamas and Gemmas, nothing
+    for GPT-2 and Qwen."""
+    plain = _ids(["a"], tokenizer)[0]
+    whole = list(tokenizer("a")["input_ids"])
+    places = range(len(whole) - len(plain) + 1)
+    return whole[: next((place for place in places if whole[place : place + len(plain)] == plain), 0)]
+
+
+def _written(conversation: Conversation, tokenizer: Any) -> str:
+    """A conversation as text, special tokens included."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise DataError(
+            f"{conversation.field} holds conversations, and the tokenizer has no chat template to write them by; copy "
+            "chat_template.jinja (or tokenizer_config.json) of the model's chat version beside it, or give records "
+            "with their text in one field (--text-field)"
+        )
+    try:
+        return tokenizer.apply_chat_template(conversation.messages, tokenize=False)
+    except Exception as error:  # of the template, which may raise whatever it likes
+        roles = ", ".join(str(message["role"]) for message in conversation.messages[:6])
+        raise DataError(
+            f"{conversation.field}: the tokenizer's chat template does not take a conversation of roles {roles}: "
+            f"{reason(error)}; change or remove such records"
+        ) from None
 
 
 def _ids(texts: list[str], tokenizer: Any) -> list[list[int]]:

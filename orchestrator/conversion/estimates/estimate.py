@@ -107,8 +107,8 @@ def estimate_conversion(
     """
     asked = ConversionRequest.check(model, recipe, [kv_ratio], config_only=True, nearest=nearest, **settings)
     met = nearest_budget(asked.recipe, kv_ratio, asked.geometry) if nearest else kv_ratio
-    sizes = (asked.calibration_tokens, asked.eval_tokens, asked.sequence_length)
-    result = estimate(Conversion(asked.config, asked.recipe, float(met), *sizes, asked.written, asked.working))
+    made_of = (asked.config, asked.recipe, float(met), *asked.text_sizes)
+    result = estimate(Conversion(*made_of, asked.written, asked.working))
     return replace(result, kv_ratio_asked=float(kv_ratio), available=available_bytes(loading.device_of(asked.device)))
 
 

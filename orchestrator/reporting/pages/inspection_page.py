@@ -9,6 +9,7 @@ from typing import Any
 
 from attention.plan import AttentionPlan
 from attention.progress import clock
+from orchestrator.reporting.evaluation_tables import increase_of, text_of
 from orchestrator.reporting.figures import inspection, search
 from orchestrator.reporting.figures.inspection import fitting_told
 from orchestrator.reporting.inspection_tables import agreement_table, best_entry, lead, recipe_table, worst_places
@@ -80,7 +81,7 @@ def _cost_sections(record: Mapping[str, Any]) -> list[Section]:
     for asked in dict.fromkeys(budget["kv_ratio_asked"] for budget in record["budgets"]):
         if (best := best_entry(record, asked)) is not None:
             stats += [
-                (f"{percent(best['kv_ratio'])} of the KV cache", f"{best['loss_increase']:+.3f}",
+                (f"{percent(best['kv_ratio'])} of the KV cache", increase_of(best),
                  f"loss increase by {best['recipe']}{fitting_told(best)}"),
                 (f"perplexity at {percent(best['kv_ratio'])}", number(math.exp(best["loss"]), ".2f"),
                  f"original {math.exp(record['original_loss']):.2f}"),
@@ -120,7 +121,8 @@ def _provenance(record: Mapping[str, Any]) -> Table:
             "checkpoint": record["model"],
             "recipe of the single places": f"{recipe['name']}: grouping {recipe['grouping']}, "
             f"fusion {recipe['fusion']}",
-            "text": f"{record['calibration_tokens']:,} calibration tokens, {record['eval_tokens']:,} held out",
+            "text": f"calibrated on {record['calibration_tokens']:,} tokens of {record['calibration_data']}, "
+            f"measured on {text_of(record)}, in sequences of {record['sequence_length']}",
             "seed": record["seed"],
             "number format": record["dtype"],
             "cache": record["cache"],

@@ -48,9 +48,24 @@ CONVERSIONS = (
     Bad("a sequence longer than the model takes", f"{C} ... --sequence-length 65", ("sequence_length", "65", "64")),
     Bad("fewer tokens than a sequence", f"{C} ... --calibration-tokens 16", ("calibration", "16", "32")),
     Bad("more held-out tokens than there are", f"{C} ... --eval-tokens 9999999", ("eval", "found", "at most")),
-    Bad("a text that is not there", f"{C} ... --data none.txt", ("none.txt", "none there")),
+    Bad("a text that is not there", f"{C} ... --data none.txt", ("none.txt", "no such file")),
     Bad("a data set that cannot be reached", f"{C} ... --data nobody/none", ("nobody/none", "data set")),
     Bad("a folder without texts", f"{C} ... --data work", ("work", ".jsonl")),
+    Bad(
+        "a table for a text", f"{C} ... --data odd.csv", ("odd.csv", ".csv is not read"), writes("odd.csv", "text\na\n")
+    ),
+    Bad(
+        "conversations without a template",
+        f"{C} ... --data odd.jsonl",
+        ("'messages'", "chat template"),
+        writes("odd.jsonl", '{"messages": [{"role": "user", "content": "a"}]}\n{"messages": []}\n' * 2),
+    ),
+    Bad(
+        "equal documents",
+        f"{C} ... --data odd.jsonl --eval-data odd.jsonl",
+        ("2 documents, all of them equal", "--eval-data"),
+        writes("odd.jsonl", '{"text": "a word"}\n' * 2),
+    ),
     Bad("no name for a text", f"{C} ... --data ''", ("stdlib",)),
     Bad("an empty text", f"{C} ... --data empty.txt", ("empty.txt", "found 0"), writes("empty.txt", "")),
     Bad("a .jsonl without a line", f"{C} ... --data none.jsonl", ("none.jsonl", "empty"), writes("none.jsonl", "")),
@@ -59,7 +74,7 @@ CONVERSIONS = (
     Bad(
         "JSON lines without text",
         f"{C} ... --data odd.jsonl",
-        ("'text'", "words", "text_field"),
+        ("'text'", "words", "--text-field"),
         writes("odd.jsonl", '{"words": "a"}\n'),
     ),
     Bad(

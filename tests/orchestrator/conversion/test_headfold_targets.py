@@ -14,7 +14,7 @@ from orchestrator.conversion.in_memory import Source
 from orchestrator.conversion.several_ratios import convert_curve
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(1800)]  # minutes of work, more beside others
-SETTINGS: dict[str, Any] = {"device": "cpu"}
+SETTINGS: dict[str, Any] = {"device": "cpu", "calibration_data": "stdlib", "sequence_length": 256}
 
 
 @pytest.fixture(scope="module")

@@ -59,8 +59,10 @@ def both_ways(source: Path, recipe: str, ratio: float, tmp_path: Path, **setting
 
 def assert_same(memory: dict, layerwise: dict, vocabulary: int, windows: bool = False, close: float = 1e-4) -> None:
     assert layerwise["plan"] == memory["plan"]
-    for name in ("original_loss", "loss", "kl"):
+    for name in ("original_loss", "loss", "kl", "loss_increase", "loss_increase_stderr"):
         assert layerwise[name] == pytest.approx(memory[name], abs=1e-4)
+    for name in ("calibration_data", "eval_data", "eval_documents_left_out", "sequence_length"):
+        assert layerwise[name] == memory[name]
     for name in ("parameters", "kv_bytes_per_token", "eval_tokens", "calibration_tokens"):
         assert layerwise[name] == memory[name]
     planned = layerwise["cache_tokens"] * layerwise["kv_bytes_per_token"]

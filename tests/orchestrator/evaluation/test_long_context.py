@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from orchestrator.config.schema import ConfigError
 from orchestrator.evaluation import long_context
 from orchestrator.evaluation.extras import Extras
+from orchestrator.evaluation.generations import encode_prompts
 from orchestrator.evaluation.long_context import BINS, CANDIDATES, DEPTHS, TEXTS, Needles, context_lengths
 from trainers.evaluation import evaluate
 from trainers.text.data import load_sequences
@@ -54,6 +55,14 @@ def test_a_line_lies_where_it_should_and_the_question_at_the_end(
     again = Needles.hide(texts, demo_tokenizer, 0)
     assert torch.equal(needles.ids, again.ids)
     assert not torch.equal(needles.ids, Needles.hide(texts, demo_tokenizer, 1).ids)
+
+
+def test_nothing_is_hidden_before_what_begins_every_text(chat_tokenizer: PreTrainedTokenizerBase) -> None:
+    texts = load_sequences("stdlib", chat_tokenizer, split="eval", tokens=TEXTS * 128, sequence_length=128)
+    needles = Needles.hide(texts, chat_tokenizer, 0)
+    assert (needles.ids[..., 0] == 2047).all()
+    assert (needles.ids[..., 1:] != 2047).float().mean() > 0.95
+    assert encode_prompts(["a b"], chat_tokenizer, 512) == [chat_tokenizer("a b")["input_ids"]]
 
 
 class Perfect(torch.nn.Module):

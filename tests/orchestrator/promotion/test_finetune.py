@@ -83,7 +83,7 @@ def test_its_run_is_in_the_mlflow_store_that_the_environment_names(whole: dict[s
     assert run.data.metrics["kv_bytes_per_token"] == UNEVEN.kv_bytes_per_token(torch.bfloat16)
     params = {"base_model": "converted", "tuning": "full", "steps": "12", "seed": "0", "learning_rate": "0.003"}
     assert params.items() <= run.data.params.items() and "batch_size" in run.data.params
-    assert {made.dataset.name for made in run.inputs.dataset_inputs} == {"train: stdlib", "eval: stdlib"}
+    assert {made.dataset.name for made in run.inputs.dataset_inputs} == {"train: builtin", "eval: builtin"}
     assert str(whole["out"]) in run.data.tags["mlflow.note.content"]
     assert run.data.tags["mlflow.source.name"] == "headfold finetune"
 

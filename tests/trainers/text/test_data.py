@@ -150,11 +150,12 @@ def test_cache_answers_without_tokenising_and_notices_changes(tmp_path: Path, de
         ("{file}", {"tokens": 10}, "10 tokens do not fill one sequence of 64"),
         ("{file}", {"length": 1}, "sequence_length must be at least 2"),
         ("{file}", {"split": "test"}, "split must be one of"),
-        ("{file}", {"text_field": "body"}, r"expected a field 'body', got \['number', 'text'\]"),
-        ("{file}", {"text_field": "number"}, "must be text, got int"),
-        ("{folder}/none.jsonl", {}, "found none there"),
+        ("{file}", {"text_field": "body"}, r"expected a field 'body'.*got \['number', 'text'\].*--text-field"),
+        ("{file}", {"text_field": "number"}, "must be text, or a list of messages, got int"),
+        ("{folder}/none.jsonl", {}, "no such file"),
+        ("none.csv", {}, "no such file"),
         ("{folder}/*.parquet", {}, "found none there"),
-        ("no such/thing at all", {}, "neither 'stdlib', nor local text, nor a hub name"),
+        ("no such/thing at all", {}, "neither 'builtin', nor 'stdlib', nor local text"),
         ("headfold-tests/no-such-set", {}, "cannot be opened as a data set"),
     ],
 )
@@ -164,6 +165,26 @@ def test_bad_input_is_refused(
     source = source.format(file=jsonl, folder=jsonl.parent)
     with pytest.raises(DataError, match=message):
         load(source, demo_tokenizer, **more)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("bad.jsonl", '{"text": "one"}\n{"text": "two}\n', "line 2 of bad.jsonl is not valid JSON"),
+        ("bad.jsonl", '{"text": "one"}\n\n["two"]\n', "line 3 of bad.jsonl must be a JSON object"),
+        ("bad.json", '[{"text": "one"},\n {"text": two}]\n', "line 2 of bad.json is not valid JSON"),
+        ("table.csv", "text\none\n", ".csv is not read; expected .txt, .jsonl, .json, .parquet"),
+        ("text", "one", "without a suffix is not read"),
+        ("calls.jsonl", '{"messages": [{"who": "me", "content": "one"}]}\n', r"field 'messages'.*\['content', 'who'\]"),
+        ("numbers.jsonl", '{"text": [1, 2]}\n', "must be text, or a list of messages, got list"),
+    ],
+)
+def test_files_that_cannot_be_read_say_where_and_what(
+    name: str, content: str, message: str, tmp_path: Path, demo_tokenizer: Any
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        load(tmp_path / name, demo_tokenizer)
 
 
 def test_mixed_folder_and_empty_text_are_refused(tmp_path: Path, demo_tokenizer: Any) -> None:
