@@ -8,6 +8,7 @@ composition caches besides heads is not in it, but in the bytes.
 
 from __future__ import annotations
 
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
@@ -30,14 +31,32 @@ def ratio_of(plan: AttentionPlan, own: int) -> float:
 def whole_heads(kv_ratio: float | Fraction, heads: int) -> int:
     """`kv_ratio * heads` as an integer. Raises ValueError unless the ratio is in (0, 1] and the product whole."""
     if not 0 < kv_ratio <= 1:
-        raise ValueError(f"kv_ratio must lie in (0, 1], got {float(kv_ratio)}")
+        raise ValueError(f"kv_ratio must lie in (0, 1), got {float(kv_ratio)}")
     exact = float(kv_ratio) * heads
     if abs(exact - round(exact)) > 1e-6 * heads or round(exact) < 1:
         raise ValueError(
-            f"kv_ratio {float(kv_ratio):g} of {heads} heads is {exact:g}, not a whole number; "
-            f"choose a multiple of 1/{heads}"
+            f"kv_ratio {float(kv_ratio):g} of {heads} heads is {exact:g}, not a whole number"
         )
     return round(exact)
+
+
+def most_heads(kv_ratio: float | Fraction, geometry: HeadGeometry) -> int:
+    """The most key heads plus value heads that are at most `kv_ratio` of the `own_heads` of a checkpoint.
+
+    A decimal of three digits or more that a fraction of the KV heads of a layer was rounded to stands for that fraction:
+    0.333 and 0.3333 of three KV heads are one of them. Raises ValueError unless the ratio is in (0, 1].
+    """
+    if not 0 < kv_ratio <= 1:
+        raise ValueError(f"kv_ratio must lie in (0, 1), got {float(kv_ratio)}")
+    own, stored = own_heads(geometry), geometry.num_kv_heads
+    exact = float(kv_ratio) * own
+    if abs(exact - round(exact)) <= 1e-6 * own:
+        return round(exact)
+    digits = -Decimal(str(float(kv_ratio))).as_tuple().exponent
+    nearest = round(kv_ratio * stored)
+    if digits >= 3 and 0 < nearest < stored and abs(nearest / stored - kv_ratio) < 10.0**-digits:
+        return nearest * own // stored
+    return int(exact)
 
 
 def ratio_of_kv_heads(kv_heads: int, geometry: HeadGeometry) -> float:
@@ -54,9 +73,9 @@ def ratio_of_kv_heads(kv_heads: int, geometry: HeadGeometry) -> float:
     return kv_heads / own
 
 
-def is_met(asked: float, kept: float) -> bool:
-    """Whether a ratio that was asked for is the one that is kept, up to the digits that were typed."""
-    return abs(asked - kept) <= ROUNDING
+def is_met(requested: float, used: float) -> bool:
+    """Whether no less is used than was requested, up to the digits that were typed."""
+    return used >= requested - ROUNDING
 
 
 def own_cache(geometry: HeadGeometry, dtype: Any = None) -> str:
