@@ -9,7 +9,6 @@ Legend: G^K key heads, d head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -16,6 +16,8 @@ def convert(
     recipe: Annotated[str, typer.Option(help="Named recipe, e.g. gqa, asymgqa, align, headfold.")],
     kv_ratio: options.KVRatios = None,
     kv_heads: options.KVHeads = None,
+    kv_bytes: options.KVBytes = None,
+    strict: options.Strict = False,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for the checkpoint (for several ratios: kv-RATIO in it, curve.json, curve.png)."),
@@ -44,7 +46,7 @@ def convert(
     from orchestrator.config.schema import ConfigError
     from orchestrator.conversion.convert import convert_checkpoint
     from orchestrator.conversion.estimates.estimate import announce
-    from orchestrator.conversion.request import asked_ratios
+    from orchestrator.conversion.request import asked_ratios, unit_of
     from orchestrator.conversion.several_ratios import (
         convert_curve,
         convert_into,
@@ -54,7 +56,7 @@ def convert(
     from orchestrator.storage.outputs import check_results
     from orchestrator.storage.records import percent, unmet
 
-    ratios = asked_ratios(model, kv_ratio, kv_heads)
+    ratios = asked_ratios(model, kv_ratio, kv_heads, kv_bytes, dtype=dtype)
     check_results(json, folder=out)
     if out is None and not dry_run:
         print("no --out: what is converted is measured, and nothing of it will be saved", file=sys.stderr, flush=True)
@@ -67,6 +69,8 @@ def convert(
         "seed": seed,
         "dtype": dtype,
         "device": device,
+        "strict": strict,
+        "unit": unit_of(kv_heads, kv_bytes),
         "recipe_settings": options.recipe_settings(overrides),
     }
     if layerwise and len(ratios) > 1:

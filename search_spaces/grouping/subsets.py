@@ -25,9 +25,10 @@ def exact_partition(
 ) -> dict[int, Grouping]:
     """The cheapest partition of `num_heads` heads into G groups, for each G in `groups` (default: all that can be).
 
-    `cost` as in `anneal`: of one group, or a matrix of pair costs. With `equal_sizes` no group of a partition is larger
-    than it must be, so that all have one size where G divides the heads, as it does by default. f[S, G] = min over the groups T of S that hold its first head, of
-    c[T] + f[S \\ T, G - 1]: O(3^n) in all. Ties go to the group of lowest bit mask. The score is minus the cost.
+    `cost` as in `anneal`: of one group, or a matrix of pair costs. With `equal_sizes` no group of a partition is
+    larger than it must be, so that all have one size where G divides the heads, as it does by default. f[S, G] = min
+    over the groups T of S that hold its first head, of c[T] + f[S \\ T, G - 1]: O(3^n) in all. Ties go to the group
+    of lowest bit mask. The score is minus the cost.
 
     Raises ValueError above 16 heads, or for a G that cannot be.
     """

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from attention.geometry import HeadGeometry
-from attention.ratios import most_heads, own_cache, own_heads
+from attention.ratios import most_heads, own_cache, own_heads, percent
 from search_spaces.allocation.knapsack import BY_CURVES, considered, reachable, usual_counts
 from search_spaces.allocation.problem import AllocationProblem, Counts
 from search_spaces.recipes.recipe import AXES, Recipe
@@ -52,9 +52,7 @@ def problem_of(
     """What the recipe's allocation is handed. `measures`: `loss`, `curves` and `final` of the problem."""
     counts = admissible_counts(recipe, geometry)
     usual = usual_counts(geometry.num_kv_heads, geometry.num_heads) if recipe.equal_groups else counts
-    return AllocationProblem(
-        geometry.num_layers, geometry.num_kv_heads, kv_ratio, counts, **measures, usual=usual
-    )
+    return AllocationProblem(geometry.num_layers, geometry.num_kv_heads, kv_ratio, counts, **measures, usual=usual)
 
 
 def check_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry, dtype: Any = None) -> None:
@@ -144,12 +142,23 @@ def require_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeo
     )
     if problem.total < 2 * geometry.num_layers:
         raise ValueError(
-            f"kv_ratio {float(kv_ratio):.4g} is {problem.total} heads, fewer than one key and one value head in each of "
-            f"{geometry.num_layers} layers; the least is {1 / geometry.num_kv_heads:g}"
+            f"kv_ratio {float(kv_ratio):.4g} is {problem.total} heads, fewer than one key and one value head in each "
+            f"of {geometry.num_layers} layers; the least is {1 / geometry.num_kv_heads:g}"
         )
     if recipe.allocation in BY_CURVES and problem.total in possible_totals(recipe, geometry):
         return
     recipe.apply("allocation", problem)
+
+
+class BelowLeast(ValueError):
+    """A budget below the `least` share of the checkpoint's KV heads that a recipe can keep."""
+
+    def __init__(self, recipe: Recipe, kv_ratio: float | Fraction, least: Fraction, geometry: HeadGeometry) -> None:
+        self.least = least
+        super().__init__(
+            f"recipe {recipe.name} keeps at least {percent(float(least))} of the checkpoint's KV cache, got "
+            f"{percent(float(kv_ratio))}; {own_cache(geometry)}"
+        )
 
 
 def nearest_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> Fraction:
@@ -168,10 +177,6 @@ def nearest_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeo
     if geometry.num_kv_heads == 1:
         raise ValueError(f"one KV head: nothing to share; {own_cache(geometry)}")
     if least := _met(recipe, totals[place:], geometry):
-        share = least[0] / heads
-        raise ValueError(
-            f"recipe {recipe.name} keeps at least {share:.4g} ({100 * share:.4g} %) of the checkpoint's KV cache, more "
-            f"than the {float(kv_ratio):.4g} of the request; {own_cache(geometry)}"
-        )
+        raise BelowLeast(recipe, kv_ratio, Fraction(least[0], heads), geometry)
     reason = _refused(recipe, Fraction(1, geometry.num_kv_heads), geometry)
     raise ValueError(f"recipe {recipe.name} can meet no kv_ratio on this checkpoint: {reason}; {own_cache(geometry)}")
