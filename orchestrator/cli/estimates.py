@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from orchestrator.config.schema import SearchConfig
 
 OF_SEARCH = "a search: headfold estimate CONFIG [KEY=VALUE]..."
-OF_CONVERSION = (
-    "a conversion: headfold estimate --model M --recipe R --kv-ratio 0.5,0.25 (or --kv-heads, --kv-bytes)"
-)
+OF_CONVERSION = "a conversion: headfold estimate --model M --recipe R --kv-ratio 0.5,0.25 (or --kv-heads, --kv-bytes)"
 
 
 def estimate(

@@ -86,7 +86,8 @@ class TrialRecord:
     def of(cls, trial_id: str, config: Mapping[str, Any]) -> TrialRecord:
         """A fresh record of a trial, from what the searcher has suggested."""
         given = {name: config[name] for name in ("recipe", "kv_ratio", "learning_rate", "choices")}
-        return cls(trial_id, **given, probe=bool(config.get("probe", False)), seed=config.get("seed"))
+        more: dict[str, Any] = {"seed": config.get("seed"), "actual_kv_ratio": config.get("used_kv_ratio")}
+        return cls(trial_id, **given, probe=bool(config.get("probe", False)), **more)
 
     @property
     def last(self) -> dict[str, Any]:
