@@ -56,7 +56,8 @@ class HeadGeometry:
 
     `qk_norm`: queries and keys are normalised after projection; `whole_norm`: over all heads of a layer together, not
     head by head; `centred_norm`: their mean is taken off first, as by a layer norm. `rotary_layers`: for each layer
-    whether it rotates at all; None if all do.
+    whether it rotates at all; None if all do. `pads_queries`: a stock checkpoint may have more query heads than the
+    model, so that zero query heads can make up groups of unequal size (`attention.io.targets._pairs`).
     """
 
     family: str
@@ -76,6 +77,7 @@ class HeadGeometry:
     whole_norm: bool = False
     centred_norm: bool = False
     rotary_layers: tuple[bool, ...] | None = None
+    pads_queries: bool = True
 
     @property
     def keeps_signs(self) -> bool:

@@ -8,6 +8,7 @@ composition caches besides heads is not in it, but in the bytes.
 
 from __future__ import annotations
 
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
@@ -15,6 +16,9 @@ from attention.geometry import HeadGeometry
 from attention.plan import BYTES, AttentionPlan
 
 ROUNDING = 2e-6  # of a ratio that was typed, or kept as a decimal
+
+UNITS = {"share": "", "heads": " KV heads per layer", "bytes": " KV bytes per token"}
+"""Units that a budget is requested and reported in, and what follows its number."""
 
 
 def own_heads(geometry: HeadGeometry) -> int:
@@ -30,14 +34,30 @@ def ratio_of(plan: AttentionPlan, own: int) -> float:
 def whole_heads(kv_ratio: float | Fraction, heads: int) -> int:
     """`kv_ratio * heads` as an integer. Raises ValueError unless the ratio is in (0, 1] and the product whole."""
     if not 0 < kv_ratio <= 1:
-        raise ValueError(f"kv_ratio must lie in (0, 1], got {float(kv_ratio)}")
+        raise ValueError(f"kv_ratio must lie in (0, 1), got {float(kv_ratio)}")
     exact = float(kv_ratio) * heads
     if abs(exact - round(exact)) > 1e-6 * heads or round(exact) < 1:
-        raise ValueError(
-            f"kv_ratio {float(kv_ratio):g} of {heads} heads is {exact:g}, not a whole number; "
-            f"choose a multiple of 1/{heads}"
-        )
+        raise ValueError(f"kv_ratio {float(kv_ratio):g} of {heads} heads is {exact:g}, not a whole number")
     return round(exact)
+
+
+def most_heads(kv_ratio: float | Fraction, geometry: HeadGeometry) -> int:
+    """The most key heads plus value heads that are at most `kv_ratio` of the `own_heads` of a checkpoint.
+
+    A decimal of three digits or more that a fraction of a layer's KV heads was rounded to stands for that fraction:
+    0.333 and 0.3333 of three KV heads are one of them. Raises ValueError unless the ratio is in (0, 1].
+    """
+    if not 0 < kv_ratio <= 1:
+        raise ValueError(f"kv_ratio must lie in (0, 1), got {float(kv_ratio)}")
+    own, stored = own_heads(geometry), geometry.num_kv_heads
+    exact = float(kv_ratio) * own
+    if abs(exact - round(exact)) <= 1e-6 * own:
+        return round(exact)
+    digits = -int(Decimal(str(float(kv_ratio))).as_tuple().exponent)
+    nearest = round(kv_ratio * stored)
+    if digits >= 3 and 0 < nearest < stored and abs(nearest / stored - kv_ratio) < 10.0**-digits:
+        return nearest * own // stored
+    return int(exact)
 
 
 def ratio_of_kv_heads(kv_heads: int, geometry: HeadGeometry) -> float:
@@ -54,9 +74,38 @@ def ratio_of_kv_heads(kv_heads: int, geometry: HeadGeometry) -> float:
     return kv_heads / own
 
 
-def is_met(asked: float, kept: float) -> bool:
-    """Whether a ratio that was asked for is the one that is kept, up to the digits that were typed."""
-    return abs(asked - kept) <= ROUNDING
+def is_met(requested: float, used: float) -> bool:
+    """Whether no less is used than was requested, up to the digits that were typed."""
+    return used >= requested - ROUNDING
+
+
+def percent(ratio: float) -> str:
+    """A KV ratio as text: 0.125 -> 12.5%, 0.25 -> 25%."""
+    return f"{100 * ratio:.4g}%"
+
+
+def amount(ratio: float, unit: str, geometry: HeadGeometry, dtype: Any) -> str:
+    """A share of the checkpoint's own KV cache in a unit of `UNITS`, as a number for people. `dtype`: of the cache."""
+    if unit == "heads":
+        return f"{ratio * geometry.num_kv_heads:.4g}"
+    return f"{round(ratio * own_bytes(geometry, dtype)):,}" if unit == "bytes" else percent(ratio)
+
+
+def ceiling_note(requested: float, used: float, unit: str, geometry: HeadGeometry, dtype: Any) -> str:
+    """`requested 50%, using 48.89%: 44 of 90 KV heads`; empty where what was requested is met."""
+    if is_met(requested, used):
+        return ""
+    own = own_heads(geometry)
+    heads = round(used * own)
+    pairs = f"{heads // 2} of {own // 2} KV heads"
+    counted = pairs if heads % 2 == 0 else f"{heads} of {own} key and value heads"
+    asked, given = (amount(ratio, unit, geometry, dtype) for ratio in (requested, used))
+    return f"requested {asked}{UNITS[unit]}, using {given}: {counted}"
+
+
+def own_bytes(geometry: HeadGeometry, dtype: Any) -> int:
+    """Bytes of the checkpoint's own KV cache per token. `dtype`: of the cache, a torch dtype or its name."""
+    return own_heads(geometry) * geometry.head_dim * BYTES[str(dtype).removeprefix("torch.")]
 
 
 def own_cache(geometry: HeadGeometry, dtype: Any = None) -> str:
@@ -66,5 +115,5 @@ def own_cache(geometry: HeadGeometry, dtype: Any = None) -> str:
     words = f"the checkpoint has {heads} KV head{'s' * (heads > 1)} a layer{shared}, {geometry.num_layers} layers"
     name = str(dtype).removeprefix("torch.")
     if name in BYTES:
-        words += f", {own_heads(geometry) * geometry.head_dim * BYTES[name]:,} KV bytes per token in {name}"
+        words += f", {own_bytes(geometry, name):,} KV bytes per token in {name}"
     return words

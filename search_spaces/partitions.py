@@ -20,6 +20,11 @@ def canonical(groups: Iterable[Iterable[int]]) -> Partition:
     return tuple(sorted(tuple(sorted(int(h) for h in group)) for group in groups if group))
 
 
+def largest_group(num_heads: int, groups: int, equal_sizes: bool) -> int:
+    """Members of the largest group allowed: with `equal_sizes` as few as so many groups can have at most."""
+    return -(-num_heads // groups) if equal_sizes else num_heads - groups + 1
+
+
 def check_groups(num_heads: int, groups: int) -> None:
     """Raise ValueError unless `num_heads` heads can form `groups` non-empty groups."""
     if not 1 <= groups <= num_heads:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -42,6 +42,7 @@ class Family:
     `query_norm(module, queries)`: queries `[N, H, d]` after the norm that follows the projection, where there is one.
     `key_norm(module, geometry, plan)`: a fresh norm for the plan's key heads, where weights of the norm are each head's
     own (`LayerHeads.k_norm`). `reshape` has done it.
+    `pads_queries`: as in `HeadGeometry`.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Family:
     query_norm: Callable[[Any, Tensor], Tensor] = _q_norm
     separate: Callable[[nn.Module, HeadGeometry, LayerPlan], None] | None = None
     key_norm: Callable[[Any, HeadGeometry, LayerPlan], None] | None = None
+    pads_queries: bool = True
 
 
 @cache
@@ -107,9 +109,10 @@ def geometry_of(config: Any) -> HeadGeometry:
     family = family_of(config)
     _check_rope(config)
     try:
-        return family.geometry(config)
+        geometry = family.geometry(config)
     except (RuntimeError, AttributeError) as error:  # of a config that does not say the same for all layers
         raise ValueError(f"the config of this {family.name} cannot be used: {reason(error)}") from None
+    return geometry if family.pads_queries else replace(geometry, pads_queries=False)
 
 
 def window_of(config: Any) -> int:

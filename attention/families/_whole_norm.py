@@ -9,7 +9,6 @@ Legend: G^K key heads, d head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -79,6 +78,7 @@ def geometry(config: Any, family: str) -> HeadGeometry:
 
 def family(name: str, config_class: type[PretrainedConfig], model_class: type[PreTrainedModel]) -> Family:
     """A family of this kind."""
-    own: dict[str, Callable[..., Any]] = {"read": read, "reshape": reshape, "write": write, "key_norm": key_norm}
+    own: dict[str, Any] = {"read": read, "reshape": reshape, "write": write, "key_norm": key_norm}
+    own["pads_queries"] = False  # the norm would count zero heads too
     own["query_norm"] = lambda module, queries: module.q_norm(queries.flatten(1)).view_as(queries)
     return _separate.family(name, config_class, model_class, partial(geometry, family=name), **own)

@@ -68,4 +68,5 @@ FAMILY = _separate.family(
     write=write,
     query_norm=lambda module, queries: module.q_layernorm(queries),
     key_norm=key_norm,
+    pads_queries=False,  # its class derives the head dim from the width and the number of heads
 )

@@ -30,7 +30,8 @@ class ExportReport:
 
     `kv_heads`: of each layer, as the engines hold them. `engines`: software that loads the folder.
     `kv_bytes_per_token_original`: of the model that was converted; None where that was not recorded. `check`: what an
-    engine that loaded it has shown, empty if none was asked.
+    engine that loaded it has shown, empty if none was asked. `zero_query_heads`: in all layers, and `extra_attention`:
+    their work over that of the model's own query heads.
     """
 
     target: str
@@ -48,6 +49,8 @@ class ExportReport:
     max_logit_difference: float = float("nan")
     max_logit: float = float("nan")
     check: Mapping[str, Any] = field(default_factory=dict)
+    zero_query_heads: int = 0
+    extra_attention: float = 0.0
 
 
 class LargerCacheError(ValueError):
@@ -92,7 +95,7 @@ def export(
         folder=str(Path(out).absolute()),
         model_type="",
         exact=lowered.exact and written in DTYPES,
-        notes=lowered.notes,
+        notes=(*lowered.notes, *padding_notes(held, plan)),
         dtype=written,
         cache_dtype=cached,
         engines=chosen.engines,
@@ -100,6 +103,8 @@ def export(
         kv_bytes_per_token_before=plan.kv_bytes_per_token(cached),
         kv_bytes_per_token_after=held.bytes_per_token(cached),
         kv_bytes_per_token_original=own and own * plan.head_dim * DTYPES[cached].itemsize,
+        zero_query_heads=held.zero_query_heads(plan),
+        extra_attention=held.extra_attention(plan),
     )
     after, folded, stock = plan_of(lowered.model), lowered.folded, [lowered.model]
     del model, lowered  # and taken from its list when it is written: neither lies beside the copy that is read back
@@ -168,6 +173,14 @@ def check_cache(plan: AttentionPlan, held: Held, name: str, dtype: str) -> None:
             "that holds this plan, or accept the larger cache: --allow-larger-cache (in Python: "
             "allow_larger_cache=True)"
         )
+
+
+def padding_notes(held: Held, plan: AttentionPlan) -> tuple[str, ...]:
+    """A note about query heads of zeros, if there are any."""
+    if not (zeros := held.zero_query_heads(plan)):
+        return ()
+    share = f"{100 * held.extra_attention(plan):.3g} % more work in attention, and no more cache"
+    return (f"{zeros} query heads of zeros, over all layers, even out the groups: {share}",)
 
 
 def tolerance(dtype: torch.dtype, folded: bool = False) -> float:

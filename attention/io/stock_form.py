@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from attention.families import family_of
 from attention.io.checkpoint import load_config
-from attention.io.targets import TargetError, kv_bytes_in, targets
+from attention.io.targets import Held, TargetError, kv_bytes_in, targets
 from attention.io.targets._gguf.architectures import OF_FAMILY
 from attention.io.targets._pairs import widths_of
 from attention.modeling.modeling import PREFIX, plan_of_config
@@ -19,7 +20,9 @@ ALL = ("transformers", "vLLM", "llama.cpp")
 
 def format_of(folder: str | Path, dtype: Any) -> dict[str, Any]:
     """What a checkpoint is, its KV cache being held in `dtype`: `format` ("stock" or "headfold"), `loads_in` (software
-    that loads it), and both in one line for people (`format_note`)."""
+    that loads it), and both in one line for people (`format_note`); of Headfold's own format also `padding`: of each
+    target that holds the plan in its own bytes, the query heads of zeros (`Held.zero_query_heads`) that it adds, if it
+    adds any, and their share of the work of attention."""
     config = load_config(folder)
     plan = plan_of_config(config)
     if not config.model_type.startswith(PREFIX):
@@ -31,8 +34,23 @@ def format_of(folder: str | Path, dtype: Any) -> dict[str, Any]:
         name = family_of(config).model_class.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
         return {"format": "stock", "loads_in": list(readers), "format_note": f"a stock {name} checkpoint: {load}"}
     note = f"Headfold's own format ({_reason(plan)}), which stock software does not load"
-    way_out = _way_out(config, plan, dtype)
-    return {"format": "headfold", "loads_in": ["headfold"], "format_note": f"{note}; {way_out}"}
+    held, padding = held_by(config, plan), {}
+    exact = [n for n in held if held[n].bytes_per_token(dtype) <= plan.kv_bytes_per_token(dtype)]
+    for name in exact:
+        if zeros := held[name].zero_query_heads(plan):
+            padding[name] = {"zero_query_heads": zeros, "extra_attention": held[name].extra_attention(plan)}
+    way_out = _way_out(held, exact, padding, plan, dtype)
+    facts = {"format": "headfold", "loads_in": ["headfold"], "format_note": f"{note}; {way_out}"}
+    return facts | ({"padding": padding} if padding else {})
+
+
+def held_by(config: Any, plan: AttentionPlan) -> dict[str, Held]:
+    """What the engines of each target keep of a plan, for targets that hold it at all."""
+    held = {}
+    for name, one in targets().items():
+        with suppress(TargetError):
+            held[name] = one.held(config, plan)
+    return held
 
 
 def _readers(config: Any, plan: AttentionPlan) -> tuple[str, ...]:
@@ -60,17 +78,22 @@ def _reason(plan: AttentionPlan) -> str:
     return "the family has no stock form with groups" if plan.is_uniform_gqa else "groups are of different sizes"
 
 
-def _way_out(config: Any, plan: AttentionPlan, dtype: Any) -> str:
+def _way_out(
+    held: Mapping[str, Held], exact: Sequence[str], padding: Mapping[str, Any], plan: AttentionPlan, dtype: Any
+) -> str:
     """The targets that hold the plan in its own bytes; else the stock one that takes more."""
-    before, takes = plan.kv_bytes_per_token(dtype), {}
-    for name in targets():
-        with suppress(TargetError):
-            takes[name] = kv_bytes_in(name, config, plan, dtype)
-    if exact := [name for name, after in takes.items() if after <= before]:
-        ways = ", ".join(f"--target {name} ({', '.join(targets()[name].engines)})" for name in exact)
+    before = plan.kv_bytes_per_token(dtype)
+    if exact:
+        ways = ", ".join(
+            f"--target {name} ({', '.join(targets()[name].engines)}{_more_work(padding.get(name))})" for name in exact
+        )
         return f"`headfold export` writes it at the same {before} KV bytes per token with {ways}"
     for name in ("gqa", "phi"):
-        if name in takes:
-            more = f"{takes[name]} KV bytes per token instead of {before}"
+        if name in held:
+            more = f"{held[name].bytes_per_token(dtype)} KV bytes per token instead of {before}"
             return f"`headfold export --target {name} --allow-larger-cache` lowers it to a stock one, at {more}"
     return "no stock format holds this plan"
+
+
+def _more_work(padding: Mapping[str, Any] | None) -> str:
+    return "" if padding is None else f"; {100 * padding['extra_attention']:.3g} % more work in attention"

@@ -18,6 +18,8 @@ def convert(
     engine: options.Engine = None,
     kv_ratio: options.KVRatios = None,
     kv_heads: options.KVHeads = None,
+    kv_bytes: options.KVBytes = None,
+    strict: options.Strict = False,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for the checkpoint (for several ratios: kv-RATIO in it, curve.json, curve.png)."),
@@ -49,7 +51,7 @@ def convert(
     from orchestrator.conversion.convert import convert_checkpoint
     from orchestrator.conversion.estimates.estimate import announce
     from orchestrator.conversion.loading import resolve_model
-    from orchestrator.conversion.request import asked_ratios
+    from orchestrator.conversion.request import asked_ratios, unit_of
     from orchestrator.conversion.several_ratios import (
         convert_curve,
         convert_into,
@@ -62,7 +64,7 @@ def convert(
 
     check_results(json, folder=out)
     model = resolve_model(model, dequantize=dequantize, weights=not dry_run)
-    ratios = asked_ratios(model, kv_ratio, kv_heads)
+    ratios = asked_ratios(model, kv_ratio, kv_heads, kv_bytes, dtype=dtype)
     recipe_settings = options.recipe_settings(overrides)
     recipe = chosen_recipe(model, recipe, engine, recipe_settings)
     if out is None and not dry_run:
@@ -77,6 +79,8 @@ def convert(
         "seed": seed,
         "dtype": dtype,
         "device": device,
+        "strict": strict,
+        "unit": unit_of(kv_heads, kv_bytes),
         "recipe_settings": recipe_settings,
     }
     if layerwise and len(ratios) > 1:

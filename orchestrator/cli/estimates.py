@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from orchestrator.config.schema import SearchConfig
 
 OF_SEARCH = "a search: headfold estimate CONFIG [KEY=VALUE]..."
-OF_CONVERSION = "a conversion: headfold estimate --model M --kv-ratio 0.5,0.25 (or --kv-heads 4,2)"
+OF_CONVERSION = "a conversion: headfold estimate --model M --kv-ratio 0.5,0.25 (or --kv-heads, --kv-bytes)"
 
 
 def estimate(
@@ -33,6 +33,8 @@ def estimate(
     engine: options.Engine = None,
     kv_ratio: options.KVRatios = None,
     kv_heads: options.KVHeads = None,
+    kv_bytes: options.KVBytes = None,
+    strict: options.Strict = False,
     overrides: options.Overrides = None,
     json: options.JsonFile = None,
     calibration_tokens: options.CalibrationTokens = None,
@@ -51,21 +53,21 @@ def estimate(
     if config is None and given and "=" not in given[0]:
         config = Path(given.pop(0))
     if config is not None:
-        if model or recipe != "auto" or engine or kv_ratio or kv_heads:
+        if model or recipe != "auto" or engine or kv_ratio or kv_heads or kv_bytes:
             raise ConfigError(f"estimate: expected one of two, {OF_SEARCH}, or {OF_CONVERSION}; got parts of both")
         from orchestrator.config.schema import load_config
         from orchestrator.search.validation import open_models
 
         tell_search(open_models(load_config(config, given), weights=False), json)
         return
-    if model is None or (kv_ratio is None and kv_heads is None):
+    if model is None or not (kv_ratio or kv_heads or kv_bytes):
         raise ConfigError(f"estimate: expected {OF_SEARCH}, or {OF_CONVERSION}")
-    from orchestrator.conversion.estimates.estimate import describe, estimate_conversion
+    from orchestrator.conversion.estimates.estimate import describe, estimate_conversions
     from orchestrator.conversion.loading import resolve_model
-    from orchestrator.conversion.request import asked_ratios
+    from orchestrator.conversion.request import asked_ratios, unit_of
 
     model = resolve_model(model, dequantize=dequantize, weights=False)
-    ratios = asked_ratios(model, kv_ratio, kv_heads)
+    ratios = asked_ratios(model, kv_ratio, kv_heads, kv_bytes, dtype=dtype)
     recipe_settings = options.recipe_settings(overrides)
     recipe = chosen_recipe(model, recipe, engine, recipe_settings)
     settings: dict[str, Any] = {
@@ -75,9 +77,10 @@ def estimate(
         "dtype": dtype,
         "device": device,
         "recipe_settings": recipe_settings,
-        "nearest": len(ratios) > 1,  # as `convert` takes several
+        "strict": strict,
+        "unit": unit_of(kv_heads, kv_bytes),
     }
-    points = [estimate_conversion(model, recipe, ratio, **settings) for ratio in ratios]
+    points = estimate_conversions(model, recipe, ratios, **settings)
     for number, point in enumerate(points):
         print("\n" * bool(number), end="")
         options.tell(describe(point))

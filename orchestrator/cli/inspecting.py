@@ -14,6 +14,8 @@ def inspect(
     checkpoint: Annotated[str, typer.Argument(help="Folder with safetensors, a GGUF file, or hub name.")],
     kv_ratio: options.KVRatios = None,
     kv_heads: options.KVHeads = None,
+    kv_bytes: options.KVBytes = None,
+    strict: options.Strict = False,
     recipe: Annotated[str, typer.Option(help="Recipe whose grouping and fusion the single places get.")] = "headfold",
     compare: Annotated[
         str | None, typer.Option(help="Recipes to convert by (default: gqa,headfold), or 'none'.")
@@ -45,7 +47,7 @@ def inspect(
     """Show which heads matter, and what recipes cost: one page. Also which are alike, and what each layer keeps."""
     from orchestrator.conversion.inspection import COMPARED, inspect_checkpoint
     from orchestrator.conversion.loading import resolve_model
-    from orchestrator.conversion.request import asked_ratios
+    from orchestrator.conversion.request import asked_ratios, unit_of
     from orchestrator.reporting.inspection_tables import print_inspection
     from orchestrator.reporting.pages.inspection_page import build_page
     from orchestrator.storage.outputs import check_results, write_page
@@ -56,7 +58,11 @@ def inspect(
     names = COMPARED if compare is None else [name.strip() for name in compare.split(",") if name.strip() != "none"]
     record = inspect_checkpoint(
         checkpoint,
-        kv_ratios=asked_ratios(checkpoint, kv_ratio, kv_heads, "0.5,0.25", "checkpoint"),
+        kv_ratios=asked_ratios(
+            checkpoint, kv_ratio, kv_heads, kv_bytes, dtype=dtype, default=(0.5, 0.25), key="checkpoint"
+        ),
+        strict=strict,
+        unit=unit_of(kv_heads, kv_bytes),
         recipe=recipe,
         compare=names,
         counts=counts,

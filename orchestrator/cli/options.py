@@ -19,11 +19,21 @@ ConfigOverrides = Annotated[
 ]
 KVRatios = Annotated[
     str | None,
-    typer.Option(help="Share of the checkpoint's own KV cache to keep, below 1; or several, e.g. 0.5,0.25."),
+    typer.Option(
+        help="Share of the checkpoint's own KV cache to keep at most, e.g. 0.5 or 50%; or several, e.g. 0.5,0.25."
+    ),
 ]
 KVHeads = Annotated[
     str | None,
-    typer.Option(help="In its place: how many of the checkpoint's KV heads a layer, on average; e.g. 4,2."),
+    typer.Option(help="In its place: at most how many KV heads per layer, on average; e.g. 4,2."),
+]
+KVBytes = Annotated[
+    str | None,
+    typer.Option(help="In its place: at most how many KV bytes per token, e.g. 24KiB or 24576; or a share, e.g. 0.5."),
+]
+Strict = Annotated[
+    bool,
+    typer.Option("--strict", help="Refuse what cannot be met exactly, instead of the largest plan at or below it."),
 ]
 Overrides = Annotated[
     list[str] | None,

@@ -124,19 +124,17 @@ storage: runs    # a folder, for a cluster one that every node sees, or s3://buc
 
     @property
     def kept(self) -> str:
-        """Budgets that its KV heads can be grouped to evenly: halves and quarters where there are."""
+        """A half and a quarter, where there is a KV head for each layer in them."""
         count = self.geometry.num_kv_heads
         if count == 1:
             raise ConfigError(
                 f"model: {self.model!r} has 1 KV head a layer already, so no heads are left to group; choose a "
                 "checkpoint with 2 or more"
             )
-        halves = [share for share in (2, 4) if count % share == 0]
-        if halves:
-            heads = " and ".join(str(count // share) for share in halves)
-            return f"kv_ratios: {[1 / share for share in halves]}    # {heads} of its {count} KV heads a layer"
-        largest = max(divisor for divisor in range(1, count) if count % divisor == 0)
-        return f"kv_heads: [{largest}]    # of its {count}; equal groups need a divisor"
+        shares = [share for share in (2, 4) if count >= share]
+        heads = " and ".join(f"{count / share:g}" for share in shares)
+        most = "" if all(count % share == 0 for share in shares) else "at most "
+        return f"kv_ratios: {[1 / share for share in shares]}    # {most}{heads} of its {count} KV heads a layer"
 
     @property
     def about_source(self) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -32,7 +33,17 @@ class Section(Strict, BaseModel):
 
 def _ratio(value: float) -> float:
     if not 0 < value <= 1:
-        raise ValueError("a KV ratio must lie in (0, 1]; 0.25 keeps a quarter of the checkpoint's own KV cache")
+        mistyped = f"; did you mean {value / 100:g}?" if 1 < value < 100 else ""
+        raise ValueError(
+            f"a KV ratio must lie in (0, 1); 0.25 keeps a quarter of the checkpoint's own KV cache{mistyped}"
+        )
+    return value
+
+
+def _share(value: Any) -> Any:
+    """`50%` is 0.5."""
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*([0-9.]+)\s*%\s*", value)):
+        return float(Decimal(match[1]) / 100)
     return value
 
 
@@ -70,7 +81,9 @@ def _either(kv_heads: list[int], info: ValidationInfo) -> list[int]:
     return kv_heads
 
 
-KVRatio = Annotated[float, Field(allow_inf_nan=True), AfterValidator(_ratio)]  # its own words for nan
+KVRatio = Annotated[
+    float, Field(allow_inf_nan=True), BeforeValidator(_share), AfterValidator(_ratio)  # its own words for nan
+]
 KVRatios = Annotated[list[KVRatio], AfterValidator(distinct)]
 KVHeads = Annotated[list[PositiveInt], AfterValidator(distinct), AfterValidator(_not_both)]
 Name = Annotated[str, AfterValidator(_slug)]
@@ -204,9 +217,12 @@ class SearchSection(Section):
     recipes: Arms = Field(default=[ArmSection(recipe="gqa"), ArmSection(recipe="headfold")], min_length=1)
     """The arms of the comparison: names of recipes, or arms with changes."""
     kv_ratios: KVRatios = []
-    """Shares of the checkpoint's own KV cache to keep, above 0 and at most 1, e.g. `[0.5, 0.25]`."""
+    """Shares of the checkpoint's own KV cache to keep at most, e.g. `[0.5, 0.25]` or `[50%, 25%]`: each recipe takes
+    its largest plan at or below each. 1, the whole cache, is for recipes that change something else."""
     kv_heads: Annotated[KVHeads, AfterValidator(_either)] = Field(default=[], validate_default=True)
-    """In place of `kv_ratios`: how many of its KV heads a layer, on average, e.g. `[4, 2]`."""
+    """In place of `kv_ratios`: at most how many KV heads per layer, on average, e.g. `[4, 2]`."""
+    strict: bool = False
+    """Whether a ratio that a recipe cannot meet exactly is refused."""
     learning_rates: Annotated[list[PositiveFloat], AfterValidator(distinct)] = []
     """Every recipe runs with each, and is judged at its best; none: `train.learning_rate`."""
     num_samples: int = Field(default=0, ge=0, le=1_000_000)

@@ -24,12 +24,13 @@ def convert_checkpoint(
 ) -> dict[str, Any]:
     """Convert, measure before and after, and save to `out` if given. `settings` are those of `ConversionRequest.check`.
 
-    `kv_ratio`: share of the checkpoint's own KV cache to keep, below 1 unless the recipe changes something else. `out`
-    must be free, or with `overwrite` hold what we wrote (`attention.io.replacing.check_folder`, whose OutputError comes
-    before any work). `layerwise`: hold one decoder layer at a time (`orchestrator.conversion.layer_by_layer`); None
-    does so where the model would not fit in memory. Returns one record: losses and KL in nats a token, KV bytes planned
-    and held, seconds by phase. Raises ConfigError, DataError or PlanError for what a user can mend, before the model is
-    loaded where that can be known.
+    `kv_ratio`: share of the checkpoint's own KV cache to keep, below 1 unless the recipe changes something else: the
+    largest plan at or below it is used, or with `strict` no other than one that meets it. `out` must be free, or with
+    `overwrite` hold what we wrote (`attention.io.replacing.check_folder`, whose OutputError comes before any work).
+    `layerwise`: hold one decoder layer at a time (`orchestrator.conversion.layer_by_layer`); None does so where the
+    model would not fit in memory. Returns one record: losses and KL in nats a token, KV bytes planned and held,
+    seconds by phase. Raises ConfigError, DataError or PlanError for what a user can mend, before the model is loaded
+    where that can be known.
     """
     if layerwise is None:
         layerwise = out is not None and needs_layerwise(model, recipe, kv_ratio, **settings)

@@ -122,12 +122,12 @@ class Source:
         context = planning_context(Original(original), calibration, sequences, request.cache_dir, distances)
         return cls(request, original, texts, context, teacher, worth)
 
-    def at(
-        self, kv_ratio: float | Fraction, out: str | Path | None = None, *, overwrite: bool = False
-    ) -> dict[str, Any]:
-        """Convert at one KV ratio, measure, save to `out` if given; one record (see `convert_checkpoint`)."""
+    def at(self, kv_ratio: float, out: str | Path | None = None, *, overwrite: bool = False) -> dict[str, Any]:
+        """Convert at one KV ratio or the largest below it, measure, save to `out` if given; one record (see
+        `convert_checkpoint`)."""
         request, phases = self.request, loading.Phases(self.request.phases)
-        converted, plan, spent = plan_and_convert(request.recipe, kv_ratio, self.context, request.seed, phases)
+        budget = request.budget(kv_ratio)
+        converted, plan, spent = plan_and_convert(request.recipe, budget, self.context, request.seed, phases)
         with phases("evaluate"):
             round_weights(converted, request.written)  # what is measured is what is written
             scored = self.measured(converted)

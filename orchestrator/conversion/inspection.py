@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +82,12 @@ def inspect_checkpoint(
     cache = Path(cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headfold")
     check_writable(cache, "cache")
     shared = {"sequence_length": sequence_length, "seed": seed, "cache_dir": cache}
-    source = Source.load(model, chosen, kv_ratios, nearest=True, always_calibrate=True, **shared, **sources)
+    source = Source.load(model, chosen, kv_ratios, always_calibrate=True, **shared, **sources)
     request, context, phases = source.request, source.context, source.request.phases
     with phases("similarity"):
         similarity = _similarity(context)
     with phases("sensitivity"):
-        plans, curves = _plans_and_curves(chosen, kv_ratios, context, seed)
+        plans, curves = _plans_and_curves(request.distinct(kv_ratios, report=True), source)
     with phases("recipes"):
         costs = _recipes(others, plans, source, dict(recipe_settings or {}).get(FIT_KEY, SHORT_FIT))
     sites = None
@@ -161,13 +162,14 @@ def _similarity(context: PlanningContext) -> list[dict[str, Any]]:
 
 
 def _plans_and_curves(
-    chosen: Recipe, kv_ratios: Sequence[float], context: PlanningContext, seed: int
+    budgets: Mapping[Fraction, float], source: Source
 ) -> tuple[dict[float, AttentionPlan], list[dict[str, dict[str, float]]]]:
-    """The plan of each ratio asked for, and of each layer and side the increases by head count (as text, for JSON)."""
-    geometry = context.geometry
+    """The plan of each budget by the ratio that requested it, and of each layer and side the increases by head count
+    (as text, for JSON)."""
+    request, context, geometry = source.request, source.context, source.context.geometry
     plans = {}
-    for ratio in sorted(kv_ratios, reverse=True):
-        plans[ratio] = make_plan(chosen, nearest_budget(chosen, ratio, geometry), context, np.random.default_rng(seed))
+    for budget, ratio in budgets.items():
+        plans[ratio] = make_plan(request.recipe, budget, context, np.random.default_rng(request.seed))
     (points,) = context.curves.values()  # one recipe, one seed: one set of curves
     curves: list[dict[str, dict[str, float]]] = [{side: {} for side in SIDES} for _ in range(geometry.num_layers)]
     for key, point in points.items():
@@ -187,6 +189,7 @@ def _budget(
     return {
         "kv_ratio_asked": asked,
         **_size(plan, request),
+        "ceiling": request.ceiling_note(asked, ratio_of(plan, own_heads(request.geometry))),
         **heads,
         "sum_of_increases": increase,
         "plan": plan.to_dict(),

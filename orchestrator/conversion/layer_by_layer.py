@@ -193,15 +193,17 @@ class LayerwiseJob:
         phases.update({name: phases.get(name, 0.0) + spent for name, spent in stage.seconds.items()})
         batch = batch_size(geometry.num_heads, length)
         generators, _ = site_generators(np.random.default_rng(request.seed), geometry.num_layers)
+        budget = request.budget(self.kv_ratio)
         if "measure" in AXES["allocation"].get(recipe.allocation).needs:
-            planner = PlanByLayer(request, weights, self.kv_ratio, stage, batch, self.progress)
+            planner = PlanByLayer(request, weights, budget, stage, batch, self.progress)
             plan = planner.plan(used)
             stage.planned = planner.work()
             plain = checkpoint.plain_form(headfold_config(request.config, plan), plan) is not None
             return LayerwiseConversion(request, weights, plan, generators, len(used), plain, batch)
-        counts = counts_of(recipe, self.kv_ratio, geometry)
+        counts = counts_of(recipe, budget, geometry)
         # Known beforehand: any other plan is uniform by accident alone, and stays in Headfold's own form.
-        equal = recipe.together and recipe.equal_groups and len({c for pair in counts for c in pair}) == 1
+        one_count = recipe.together and recipe.equal_groups and len({c for pair in counts for c in pair}) == 1
+        equal = one_count and geometry.num_kv_heads % counts[0][0] == 0
         plain = equal and self._has_plain(counts[0][0])
         return LayerwiseConversion(request, weights, counts, generators, len(used), plain, batch)
 

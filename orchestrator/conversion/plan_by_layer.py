@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -37,11 +38,12 @@ from search_spaces.planning.planning import site_generators
 
 @dataclass(frozen=True)
 class PlanByLayer:
-    """`stage`: where what is found is kept; `batch_size`: sequences at once; `progress`: takes lines for people."""
+    """`kv_ratio`: what the recipe meets exactly; `stage`: where what is found is kept; `batch_size`: sequences at once;
+    `progress`: takes lines for people."""
 
     request: ConversionRequest
     weights: LazyWeights
-    kv_ratio: float
+    kv_ratio: Fraction
     stage: Stage
     batch_size: int
     progress: Callable[[str], None]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,11 +24,20 @@ from attention.io.stock_form import format_of
 from attention.modeling.modeling import plan_of_config
 from attention.plan import AttentionPlan
 from attention.progress import stage
-from attention.ratios import own_cache, own_heads, ratio_of, ratio_of_kv_heads
+from attention.ratios import (
+    UNITS,
+    amount,
+    ceiling_note,
+    own_bytes,
+    own_cache,
+    own_heads,
+    ratio_of,
+    ratio_of_kv_heads,
+)
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
 from orchestrator.reporting.base_model import base_of
-from search_spaces.planning.budgets import check_budget, nearest_budget
+from search_spaces.planning.budgets import BelowLeast, check_budget, nearest_budget
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.recipes.recipes import recipe as named_recipe
 from search_spaces.recipes.rules import keeps_everything
@@ -34,38 +46,61 @@ from trainers.text.data import TOKENS, LoadedTexts, Texts, default_length
 Number = TypeVar("Number", int, float)
 
 
-RATIOS, HEADS = "--kv-ratio 0.5,0.25 (shares of the checkpoint's own KV cache)", "--kv-heads 4,2 (of its KV heads)"
+RATIOS = "--kv-ratio 0.5,0.25 (shares of the checkpoint's own KV cache)"
+HEADS = "--kv-heads 4,2 (of its KV heads)"
+SIZES = "--kv-bytes 0.5 or 24KiB (of its KV bytes per token)"
+BYTES_OF = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20}
+KEYS = {"share": "kv_ratio", "heads": "kv_heads", "bytes": "kv_bytes"}
 
 
 def parse_list(text: str, kind: Callable[[str], Number], key: str, example: str) -> list[Number]:
     """`0.9,0.5` -> [0.9, 0.5], each once. Raises ConfigError for anything but numbers of this kind."""
     try:
-        values = [kind(part) for part in text.split(",") if part.strip()]
-    except ValueError:
+        values = [kind(part.strip()) for part in text.split(",") if part.strip()]
+    except (ValueError, ArithmeticError):
         values = []
     if not values:
         raise ConfigError(f"{key}: expected {example}, got {text!r}")
     return list(dict.fromkeys(values))
 
 
-def asked_ratios(
-    model: str | Path, kv_ratio: str | None, kv_heads: str | None, default: str | None = None, key: str = "model"
-) -> list[float]:
-    """What `--kv-ratio` and `--kv-heads` ask for, as shares of the checkpoint's own KV cache.
+def parse_share(text: str) -> float:
+    """`0.5` or `50%`. Raises ArithmeticError or ValueError for anything else."""
+    return float(Decimal(text[:-1]) / 100 if text.endswith("%") else Decimal(text))
 
-    Both are lists; one of them must be given where there is no `default` ratio. Only config.json is read, and that only
-    for KV heads. Raises ConfigError.
+
+def asked_ratios(
+    model: str | Path,
+    kv_ratio: str | None,
+    kv_heads: str | None,
+    kv_bytes: str | None = None,
+    *,
+    dtype: str = loading.AUTO,
+    default: Sequence[float] = (),
+    key: str = "model",
+) -> list[float]:
+    """What `--kv-ratio`, `--kv-heads` or `--kv-bytes` request, as shares of the checkpoint's own KV cache.
+
+    All are lists; one of them must be given where there are no `default` ratios. `dtype`: of the cache, as the option
+    says it. Only config.json is read, and that only for heads and bytes. Raises ConfigError.
     """
-    if kv_ratio is not None and kv_heads is not None:
+    options = {"kv_ratio": kv_ratio, "kv_heads": kv_heads, "kv_bytes": kv_bytes}
+    given = {name: text for name, text in options.items() if text is not None}
+    if len(given) > 1:
+        got = " and ".join(f"{name} {text!r}" for name, text in given.items())
         raise ConfigError(
-            f"kv_ratio, kv_heads: expected one of the two, got both ({kv_ratio!r} and {kv_heads!r}); give {RATIOS} or "
-            f"{HEADS}"
+            f"{', '.join(options)}: expected one of the three, got {'both' if len(given) == 2 else 'all:'} {got}; give "
+            f"{RATIOS}, {HEADS} or {SIZES}"
         )
+    if kv_bytes is not None:
+        return _ratios_of_bytes(str(model), kv_bytes, dtype, key)
     if kv_heads is None:
-        if (kv_ratio or default) is None:
-            raise ConfigError(f"kv_ratio: expected {RATIOS} or {HEADS}, got neither")
-        text = str(kv_ratio if kv_ratio is not None else default)
-        return parse_list(text, float, "kv_ratio", "a number or a list like 0.5,0.25")
+        if kv_ratio is None and not default:
+            raise ConfigError(f"kv_ratio: expected {RATIOS}, {HEADS} or {SIZES}, got none of them")
+        if kv_ratio is None:  # those that any plan can meet
+            stored = loading.geometry_of(str(model), key=key, weights=False).num_kv_heads
+            return [ratio for ratio in default if ratio * stored >= 1] or list(default)
+        return parse_list(kv_ratio, parse_share, "kv_ratio", "a share like 0.5 or 50%, or a list like 0.5,0.25")
     counts = parse_list(kv_heads, int, "kv_heads", "a whole number of KV heads a layer or a list like 4,2")
     geometry = loading.geometry_of(str(model), key=key, weights=False)
     try:
@@ -74,12 +109,38 @@ def asked_ratios(
         raise ConfigError(f"kv_heads: {error}") from None
 
 
+def _ratios_of_bytes(model: str, text: str, dtype: str, key: str) -> list[float]:
+    """Shares that `--kv-bytes` requests: `0.5`, `50%`, or a size per token like `24KiB`."""
+    geometry = loading.geometry_of(model, key=key, weights=False)
+    dtype = loading.written_dtype(model, dtype)
+    own = own_bytes(geometry, dtype)
+
+    def share(part: str) -> float:
+        size = re.fullmatch(r"([0-9.]+) ?(B|KiB|MiB|)", part)
+        if size is None or (not size[2] and float(size[1]) <= 1):
+            return parse_share(part)
+        return float(size[1]) * BYTES_OF[size[2]] / own
+
+    ratios = parse_list(text, share, "kv_bytes", "a share like 0.5 or 50%, or bytes per token like 24KiB or 24576")
+    if (largest := max(ratios)) >= 1:
+        raise ConfigError(
+            f"kv_bytes: got {text!r}, {round(largest * own):,} bytes per token; {own_cache(geometry, dtype)}: give less"
+        )
+    return ratios
+
+
+def unit_of(kv_heads: str | None, kv_bytes: str | None) -> str:
+    """The unit in which the options request a budget, and in which the answer is given (`attention.ratios.UNITS`)."""
+    return "heads" if kv_heads is not None else "bytes" if kv_bytes is not None else "share"
+
+
 @dataclass(frozen=True)
 class ConversionRequest:
     """What a conversion is asked for, checked as far as can be without weights (`check`).
 
-    `config`: of the checkpoint; `dtype`: of what is written, by name; `phases`: seconds that it took; the texts and
-    how much of them: see `trainers.text.data.Texts`.
+    `config`: of the checkpoint; `dtype`: of what is written, by name; `unit`: in which budgets were requested
+    (`attention.ratios.UNITS`); `phases`: seconds that it took; the texts and how much of them: see
+    `trainers.text.data.Texts`.
     """
 
     model: str
@@ -96,6 +157,7 @@ class ConversionRequest:
     seed: int = 0
     device: str = "auto"
     cache_dir: str | Path | None = None
+    unit: str = "share"
     phases: loading.Phases = field(default_factory=loading.Phases)
 
     @classmethod
@@ -105,7 +167,7 @@ class ConversionRequest:
         recipe: str | Recipe,
         kv_ratios: Sequence[float],
         *,
-        nearest: bool = False,
+        strict: bool = False,
         dtype: str = loading.AUTO,
         recipe_settings: Mapping[str, Any] | None = None,
         config_only: bool = False,
@@ -113,17 +175,19 @@ class ConversionRequest:
     ) -> ConversionRequest:
         """Check all that can be checked before texts and weights are read.
 
-        `kv_ratios` are shares of the checkpoint's own KV cache; one that changes nothing is refused. With `nearest` a
-        ratio that the recipe cannot meet exactly is no mistake if a smaller one can be met. With `config_only` there
-        need be neither weights nor a tokenizer. `settings` are the fields that have a default.
+        `kv_ratios` are shares of the checkpoint's own KV cache, each a ceiling (see `budget`); one that changes nothing
+        is refused, and with `strict` one that the recipe cannot meet exactly. With `config_only` there need be neither
+        weights nor a tokenizer. `settings` are the fields that have a default.
         Raises ConfigError, RecipeError or ValueError for what a user can mend, TypeError for a model that is no path.
         """
         check_source(model, "model")
+        unit = settings.get("unit", cls.unit)
         for ratio in kv_ratios:
             if not 0 < ratio <= 1:
+                mistyped = f"; did you mean {ratio:g}%?" if 1 < ratio < 100 else ""
                 raise ConfigError(
-                    f"kv_ratio: got {ratio}; a KV ratio must lie in (0, 1], e.g. 0.25 for a quarter of the "
-                    "checkpoint's own cache"
+                    f"{KEYS[unit]}: got {ratio:g}; a KV ratio must lie in (0, 1), e.g. 0.25 or 25% for a quarter of "
+                    f"the checkpoint's own cache{mistyped}"
                 )
         chosen = named_recipe(recipe, **dict(recipe_settings or {})) if isinstance(recipe, str) else recipe
         length = settings.get("sequence_length")
@@ -135,11 +199,19 @@ class ConversionRequest:
         dtype = loading.written_dtype(model, dtype)
         for ratio in kv_ratios:
             if reason := keeps_everything(chosen.sharing, chosen.composition, ratio):
-                raise ConfigError(f"kv_ratio: {reason}; {own_cache(geometry, dtype)}")
-            if nearest:
-                nearest_budget(chosen, ratio, geometry)
-            else:
+                raise ConfigError(f"{KEYS[unit]}: {reason}; {own_cache(geometry, dtype)}")
+            if strict:
                 check_budget(chosen, ratio, geometry, dtype)
+            try:
+                nearest_budget(chosen, ratio, geometry)
+            except BelowLeast as error:
+                least, asked = (amount(float(r), unit, geometry, dtype) for r in (error.least, ratio))
+                raise ConfigError(
+                    f"{KEYS[unit]}: recipe {chosen.name} keeps at least {least}{UNITS[unit]} on this checkpoint, got "
+                    f"{asked}; {own_cache(geometry, dtype)}"
+                ) from None
+            except ValueError as error:
+                raise ConfigError(f"{KEYS[unit]}: {error}") from None
         loading.device_of(settings.get("device", cls.device))
         tokenizer = None if config_only else loading.load_tokenizer(model)
         return cls(str(model), config, chosen, tokenizer, dtype, **settings)
@@ -147,6 +219,30 @@ class ConversionRequest:
     @property
     def geometry(self) -> HeadGeometry:
         return geometry_of(self.config)
+
+    def budget(self, kv_ratio: float) -> Fraction:
+        """The share of the checkpoint's KV heads that is used where `kv_ratio` was requested."""
+        return nearest_budget(self.recipe, kv_ratio, self.geometry)
+
+    def distinct(self, kv_ratios: Sequence[float], *, report: bool = False) -> dict[Fraction, float]:
+        """Budgets in falling order, and the smallest ratio that requested each: what several come to is used once.
+
+        `report`: say so on stderr.
+        """
+        requested = {self.budget(ratio): ratio for ratio in sorted(kv_ratios, reverse=True)}
+        for ratio in kv_ratios if report else ():
+            if (kept := requested[self.budget(ratio)]) != ratio:
+                one, other = (self.amount(r) for r in (ratio, kept))
+                print(f"note: {one} and {other} come to the same plan: it is made once", file=sys.stderr, flush=True)
+        return requested
+
+    def amount(self, kv_ratio: float) -> str:
+        """A share in the unit of the request."""
+        return amount(float(kv_ratio), self.unit, self.geometry, self.dtype) + UNITS[self.unit]
+
+    def ceiling_note(self, kv_ratio: float, used: float) -> str:
+        """What is used where `kv_ratio` was requested, in words; empty if it is the same."""
+        return ceiling_note(float(kv_ratio), used, self.unit, self.geometry, self.dtype)
 
     @property
     def written(self) -> torch.dtype:
@@ -199,25 +295,27 @@ class ConversionRequest:
     def record(
         self,
         plan: AttentionPlan,
-        kv_ratio: float | Fraction,
+        kv_ratio: float,
         texts: LoadedTexts,
         measured: Mapping[str, Any],
         out: str | Path | None,
     ) -> dict[str, Any]:
-        """The result of a conversion to `plan`, of which `kv_ratio` was asked for, calibrated and measured on `texts`.
+        """The result of a conversion to `plan`, `kv_ratio` having been requested, calibrated and measured on `texts`.
 
         `measured`: losses and KL in nats per token with what `trainers.evaluation.comparison` makes of them, and what
         else only a model tells; `out`: where it was saved.
         """
+        used = ratio_of(plan, own_heads(self.geometry))
         return {
             "model": source_name(self.model),
             **measured,
             **texts.facts,
             "calibration_tokens": int(texts.calibration.numel()),
-            "kv_ratio": ratio_of(plan, own_heads(self.geometry)),
+            "kv_ratio": used,
             "kv_bytes_per_token": plan.kv_bytes_per_token(self.dtype),
             "kv_bytes_per_token_original": plan_of_config(self.config).kv_bytes_per_token(self.dtype),
             "kv_ratio_asked": float(kv_ratio),
+            "ceiling": self.ceiling_note(float(kv_ratio), used),
             "recipe": self.recipe.to_dict(),
             "plan": plan.to_dict(),
             "plan_digest": plan.digest,

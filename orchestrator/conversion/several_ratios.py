@@ -13,12 +13,11 @@ from attention.io.replacing import check_folder, digests, resolved
 from attention.io.sources import source_name
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion.convert import convert_checkpoint
-from orchestrator.conversion.estimates.estimate import describe, estimate_conversion
+from orchestrator.conversion.estimates.estimate import describe, estimate_conversions
 from orchestrator.conversion.in_memory import Source
 from orchestrator.conversion.layer_by_layer import check_conversion
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.storage.outputs import Interrupted, check_file, read_result, write_result
-from search_spaces.planning.budgets import nearest_budget
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.recipes.recipes import recipe as named_recipe
 
@@ -56,22 +55,19 @@ def convert_curve(
 ) -> dict[str, Any]:
     """Convert at each ratio; `settings` are those of `Source.load`.
 
-    A ratio that the recipe cannot meet stands for the largest one below it, each once. With `out`: a
+    A ratio stands for the largest one at or below it that the recipe can meet, each once. With `out`: a
     checkpoint in `kv-RATIO`, `curve.json` and `curve.png` there; the ratios that lie there already stay, and join the
     curve. `overwrite`: those that are named again are replaced. Returns what all points of this call share, and
     `points`, by falling KV ratio. Raises as `convert_checkpoint` does.
     """
     if out is not None:
         check_curve(out, model, recipe, kv_ratios, overwrite, settings.get("recipe_settings"))
-    source = Source.load(model, recipe, kv_ratios, nearest=True, **settings)
-    met: dict[Any, float] = {}  # ratio that can be met -> the first one that was asked for in its place
-    for ratio in sorted(kv_ratios, reverse=True):
-        met.setdefault(nearest_budget(source.request.recipe, ratio, source.request.geometry), ratio)
+    source = Source.load(model, recipe, kv_ratios, **settings)
     points: list[dict[str, Any]] = []
     try:
-        for kv_ratio, asked in met.items():
-            folder = None if out is None else _folder(out, asked)
-            points.append(source.at(kv_ratio, folder, overwrite=overwrite) | {"kv_ratio_asked": asked})
+        for kv_ratio in source.request.distinct(kv_ratios).values():
+            folder = None if out is None else _folder(out, kv_ratio)
+            points.append(source.at(kv_ratio, folder, overwrite=overwrite))
             if out is not None:
                 _add(out, points[-1])
     except KeyboardInterrupt:
@@ -120,8 +116,8 @@ def rehearse_conversion(
         check_conversion(model, recipe, kv_ratios[0], out, overwrite=overwrite, **settings)
     elif out is not None:
         check_folder(out, overwrite=overwrite, reads=[model])
-    ConversionRequest.check(model, recipe, kv_ratios, nearest=several, **settings).texts()
-    return [describe(estimate_conversion(model, recipe, r, nearest=several, **settings)) for r in kv_ratios]
+    ConversionRequest.check(model, recipe, kv_ratios, **settings).texts()
+    return [describe(estimated) for estimated in estimate_conversions(model, recipe, kv_ratios, **settings)]
 
 
 def is_curve(folder: str | Path) -> bool:

@@ -12,10 +12,10 @@ import numpy as np
 from attention.geometry import HeadGeometry
 from attention.io.checkpoint import load_config
 from attention.messages import cut, near
-from attention.ratios import ratio_of_kv_heads
+from attention.ratios import ROUNDING, ratio_of_kv_heads
 from orchestrator.config.parsing import ConfigError
 from orchestrator.config.schema import ArmSection, SearchConfig, SearchSection
-from search_spaces.planning.budgets import check_budget
+from search_spaces.planning.budgets import check_budget, nearest_budget
 from search_spaces.recipes.engine_form import EngineForm
 from search_spaces.recipes.recipes import AXES, RECIPES, Recipe
 from search_spaces.recipes.recipes import recipe as named_recipe
@@ -31,7 +31,8 @@ OF_SEARCHER = "searcher."
 class Candidate:
     """One thing to try: a recipe at a KV ratio, trained with a learning rate. `seed`: of its plan and its training.
     `plan`: the plan to carry out, as JSON, where the searcher and not the recipe makes it. A `probe` is measured
-    untrained and ends there; its plan need not meet the ratio yet."""
+    untrained and ends there; its plan need not meet the ratio yet. `used`: the share that is kept where `kv_ratio`, a
+    ceiling, cannot be met; None where it can."""
 
     recipe: Recipe
     kv_ratio: float
@@ -39,6 +40,12 @@ class Candidate:
     seed: int = 0
     plan: str | None = None
     probe: bool = False
+    used: float | None = None
+
+    @property
+    def used_ratio(self) -> float:
+        """The share of the checkpoint's KV heads that the plan keeps, at most `kv_ratio`."""
+        return self.kv_ratio if self.used is None else self.used
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -54,12 +61,14 @@ class Candidate:
             "seed": self.seed,
             "choices": self.recipe.to_dict(),
             **({} if self.plan is None else {"plan": self.plan, "probe": self.probe}),
+            **({} if self.used is None else {"used_kv_ratio": self.used}),
         }
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Candidate:
         recipe, plan, probe = Recipe.from_dict(config["choices"]), config.get("plan"), bool(config.get("probe", False))
-        return cls(recipe, config["kv_ratio"], config["learning_rate"], config["seed"], plan, probe)
+        used = config.get("used_kv_ratio")
+        return cls(recipe, config["kv_ratio"], config["learning_rate"], config["seed"], plan, probe, used)
 
 
 @dataclass
@@ -104,7 +113,9 @@ class CandidateSpace:
         recipe, kv_ratio = self.joint.to_recipe(point)
         if recipe.name not in RECIPES:
             recipe = replace(recipe, name=f"joint-{recipe.digest[:6]}")
-        return Candidate(recipe, kv_ratio, float(point.get("learning_rate", self.learning_rates[0])), self.seed)
+        used = None if self.joint.geometry is None else used_ratio(recipe, kv_ratio, self.joint.geometry)
+        rate = float(point.get("learning_rate", self.learning_rates[0]))
+        return Candidate(recipe, kv_ratio, rate, self.seed, used=used)
 
     def locate(self, candidate: Candidate) -> Point | None:
         """The point of a candidate, or None if it lies outside of the space (its choices are restricted)."""
@@ -133,18 +144,21 @@ def _allows(domain: Domain, value: Any) -> bool:
 def named_candidates(config: SearchConfig, geometry: HeadGeometry) -> tuple[Candidate, ...]:
     """Every configured arm at its KV ratios with every learning rate and seed, the baseline first and at every ratio.
 
-    Raises ConfigError for an unknown recipe, and for a ratio that a recipe cannot meet on this checkpoint.
+    Raises ConfigError for an unknown recipe, and for a ratio below all that a recipe can meet on this checkpoint, or
+    with `search.strict` one that it cannot meet exactly.
     """
     of_search, engine = ratios_of(config.search, geometry), engine_form(config, geometry)
     arms = [(_recipe(config, arm), ratios_of(arm, geometry) or of_search) for arm in config.arms]
     for recipe, _ in arms:
         _check_held(recipe, engine)
     arms.sort(key=lambda arm: arm[0].name != config.search.baseline)
+    held = geometry if engine is None else engine.limited(geometry)
     every = list(dict.fromkeys([*of_search, *(ratio for _, ratios in arms for ratio in ratios)]))
     pairs = []
     for recipe, ratios in arms:
         baseline = recipe.name == config.search.baseline
-        cannot = partial(_cannot_meet, recipe, geometry=geometry, dtype=config.model.dtype, baseline=baseline)
+        strict, dtype = config.search.strict, config.model.dtype
+        cannot = partial(_cannot_meet, recipe, geometry=held, dtype=dtype, baseline=baseline, strict=strict)
         for ratio in every if baseline else ratios:
             if reason := cannot(ratio):
                 known = [f"{k / geometry.num_kv_heads:g}" for k in range(1, geometry.num_kv_heads + 1)]
@@ -153,9 +167,19 @@ def named_candidates(config: SearchConfig, geometry: HeadGeometry) -> tuple[Cand
                     f"search.kv_ratios: got {ratio:g}, which recipe {recipe.name} cannot meet on this checkpoint "
                     f"({reason}); it can meet {', '.join(possible) or 'none'} of the checkpoint's own KV cache"
                 )
-            pairs.append((recipe, ratio))
-    rates, seeds = config.learning_rates, config.seeds
-    return tuple(Candidate(recipe, ratio, lr, seed) for recipe, ratio in pairs for lr in rates for seed in seeds)
+            pairs.append((recipe, ratio, used_ratio(recipe, ratio, held)))
+    return tuple(
+        Candidate(recipe, ratio, rate, seed, used=used)
+        for recipe, ratio, used in pairs
+        for rate in config.learning_rates
+        for seed in config.seeds
+    )
+
+
+def used_ratio(recipe: Recipe, kv_ratio: float, geometry: HeadGeometry) -> float | None:
+    """The share that a recipe keeps where `kv_ratio` is requested; None where that is met exactly."""
+    used = float(nearest_budget(recipe, kv_ratio, geometry))
+    return None if abs(used - kv_ratio) <= ROUNDING / 2 else used
 
 
 def ratios_of(section: SearchSection | ArmSection, geometry: HeadGeometry) -> list[float]:
@@ -207,12 +231,16 @@ def _refused(recipe: Recipe, engine: EngineForm) -> list[str]:
     return engine.refusals(recipe.to_dict(), equal_groups=recipe.equal_groups)
 
 
-def _cannot_meet(recipe: Recipe, ratio: float, geometry: HeadGeometry, dtype: str, baseline: bool) -> str | None:
+def _cannot_meet(
+    recipe: Recipe, ratio: float, geometry: HeadGeometry, dtype: str, baseline: bool, strict: bool
+) -> str | None:
     """Why, or None. With the whole cache the baseline is the original model, trained for the same tokens."""
     if not baseline and (whole := keeps_everything(recipe.sharing, recipe.composition, ratio)):
         return whole
     try:
-        check_budget(recipe, ratio, geometry, dtype)
+        if strict:
+            check_budget(recipe, ratio, geometry, dtype)
+        nearest_budget(recipe, ratio, geometry)
     except ValueError as error:
         return str(error)
     return None
@@ -224,7 +252,8 @@ def candidate_space(config: SearchConfig, geometry: HeadGeometry) -> CandidateSp
     try:
         params = {name: value for name, value in section.params.items() if not name.startswith(OF_SEARCHER)}
         engine = engine_form(config, geometry)
-        joint = JointSpace(ratios, geometry, choices=section.search_space, settings=params, engine=engine)
+        choices, strict = section.search_space, section.strict
+        joint = JointSpace(ratios, geometry, choices=choices, settings=params, engine=engine, strict=strict)
     except ValueError as error:
         text = cut(str(error))
         wrong = text.removeprefix("settings: ")

@@ -237,7 +237,7 @@ def measure_layer(task: CurveTask, context: TrialContext, threads: int | None = 
     (candidate, layer), shared = task, shared_parts(context)
     planning = planning_context(shared.original, shared.calibration, shared.tokens, context.calibration_cache)
     generator = np.random.default_rng(candidate.seed)
-    return measure_curves(candidate.recipe, candidate.kv_ratio, planning, generator, [layer])
+    return measure_curves(candidate.recipe, candidate.used_ratio, planning, generator, [layer])
 
 
 def measure_on_workers(tasks: Sequence[CurveTask], context: TrialContext, options: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from attention.io.files import write_whole
-from attention.ratios import is_met
+from attention.ratios import is_met, percent
 from orchestrator.config.parsing import ConfigError, shown
 
 WAITING, RUNNING, DONE, STOPPED, FAILED, KILLED = "waiting", "running", "done", "stopped", "failed", "killed"
@@ -86,7 +86,8 @@ class TrialRecord:
     def of(cls, trial_id: str, config: Mapping[str, Any]) -> TrialRecord:
         """A fresh record of a trial, from what the searcher has suggested."""
         given = {name: config[name] for name in ("recipe", "kv_ratio", "learning_rate", "choices")}
-        return cls(trial_id, **given, probe=bool(config.get("probe", False)), seed=config.get("seed"))
+        more: dict[str, Any] = {"seed": config.get("seed"), "actual_kv_ratio": config.get("used_kv_ratio")}
+        return cls(trial_id, **given, probe=bool(config.get("probe", False)), **more)
 
     @property
     def last(self) -> dict[str, Any]:
@@ -182,15 +183,10 @@ def family(recipe: str) -> str:
     return "joint" if recipe.startswith("joint-") else recipe
 
 
-def percent(ratio: float) -> str:
-    """A KV ratio as text: 0.125 -> 12.5%, 0.25 -> 25%."""
-    return f"{100 * ratio:.4g}%"
-
-
 def unmet(point: Mapping[str, Any]) -> str:
-    """What to say of a ratio that could not be met exactly and was rounded down; nothing for one that was."""
-    asked, kept = point["kv_ratio_asked"], point["kv_ratio"]
-    return "" if is_met(asked, kept) else f" ({percent(asked)} cannot be met exactly)"
+    """What to say of a ratio below the one that was requested; nothing where that is met."""
+    requested, used = point["kv_ratio_asked"], point["kv_ratio"]
+    return "" if is_met(requested, used) else f" ({point.get('ceiling') or f'requested {percent(requested)}'})"
 
 
 def compact(count: float) -> str:

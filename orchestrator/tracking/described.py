@@ -106,8 +106,9 @@ def trial_run(record: TrialRecord, folder: Path) -> Run:
 def params_of(record: TrialRecord) -> dict[str, Any]:
     """Of a trial, and of its promotion."""
     params = {"recipe": record.label, "kv_ratio": record.kv_ratio, "learning_rate": record.learning_rate}
-    seed = {} if record.seed is None else {"seed": record.seed}
-    return params | seed | {"choices": record.choices}
+    found = {"seed": record.seed, "actual_kv_ratio": record.actual_kv_ratio}
+    known = {name: value for name, value in found.items() if value is not None}
+    return params | known | {"choices": record.choices}
 
 
 def _note(record: TrialRecord, folder: Path) -> str:

@@ -5,6 +5,7 @@ Legend: sites (2 L: keys and values of each layer), e_s(G) error of site s with 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,8 @@ from attention.axes import Knob
 from search_spaces.allocation.problem import AllocationProblem, Counts
 from search_spaces.axes import ALLOCATION
 
+BY_CURVES = ("knapsack", "layerwise")
+MOST_QUERY_HEADS = 2  # times the model's, zeros included, that unequal groups may lead to unless they are asked for
 POWERS = range(-12, 7)  # of 2: weights of evenness, relative to the mean error
 
 
@@ -77,8 +80,9 @@ KNOBS = (
     Knob(
         "counts",
         "choice",
-        "head counts that are considered, among those that the grouping can make",
-        choices=("any", "powers_of_two", "divisors"),
+        "head counts that are considered, among those that the grouping can make; any: those of equal groups, and "
+        "others only where there are few of these; all: every one",
+        choices=("any", "powers_of_two", "divisors", "all"),
     ),
     Knob(
         "increases",
@@ -93,10 +97,38 @@ KNOBS = (
 )
 
 
+def reachable(counts: Sequence[int], sites: int) -> list[int]:
+    """All sums of one of `counts` for each of so many sites, ascending."""
+    sums = 1  # bit t is set where t can be reached
+    for _ in range(sites):
+        sums = functools.reduce(lambda reached, count: reached | sums << count, counts, 0)
+    return [total for total in range(sums.bit_length()) if sums >> total & 1]
+
+
+def usual_counts(stored: int, num_heads: int) -> tuple[int, ...]:
+    """Counts of KV heads that layers of one model have by default, ascending: the divisors of `stored`.
+
+    Where these leave nothing between one head and all (3, 5, 7 stored heads), also those with which one number of query
+    heads for all layers, which vLLM wants, is at most twice the model's `num_heads`, small ones first: unequal groups
+    are made even by zero query heads, which take work in every layer.
+    """
+    counts = [g for g in range(1, stored + 1) if stored % g == 0]
+    if len(counts) > 2 or stored < 3:
+        return tuple(counts)
+    for count in range(2, stored):
+        tried = [*counts, count]
+        step = math.lcm(*tried)
+        least = max(g * -(-stored // g) for g in tried) * (num_heads // stored)
+        if -(-least // step) * step <= MOST_QUERY_HEADS * num_heads:
+            counts = tried
+    return tuple(sorted(counts))
+
+
 def considered(problem: AllocationProblem, counts: str) -> list[int]:
     """The admissible counts of the kind `counts`; all heads may always be kept."""
     kinds = {
-        "any": lambda g: True,
+        "any": lambda g: not problem.usual or g in problem.usual,
+        "all": lambda g: True,
         "powers_of_two": lambda g: g & (g - 1) == 0,
         "divisors": lambda g: problem.stored % g == 0,
     }

@@ -18,7 +18,8 @@ Counts = tuple[tuple[int, int], ...]
 class AllocationProblem:
     """Spread `kv_ratio` of the `2 L U` heads of the checkpoint over `num_layers` layers.
 
-    `admissible`: head counts that the grouping can make of one site, ascending, at most U. `loss(layer, side)`: what it
+    `admissible`: head counts that the grouping can make of one site, ascending, at most U; `usual`: those of them that
+    are considered where each site has a count of its own, unless others are asked for. `loss(layer, side)`: what it
     costs to have one head only there; `curves(sites, counts)`: increase of the loss for each of these counts, of each
     site (layer, side) alone, where `side` is "key", "value" or "both". `final(counts)`: measured loss of the model
     with these counts, converted and refined as the recipe says.
@@ -31,6 +32,7 @@ class AllocationProblem:
     loss: Callable[[int, str], float] | None = None
     curves: Callable[[Sequence[tuple[int, str]], Sequence[int]], list[dict[int, float]]] | None = None
     final: Callable[[Counts], float] | None = None
+    usual: tuple[int, ...] = ()
 
     @property
     def total(self) -> int:

@@ -110,8 +110,6 @@ def anneal_part(
     problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool = True, **knobs: Any
 ) -> Grouping:
     """Annealing with the paper's schedule. Without `equal_sizes` sizes may differ by one."""
-    if equal_sizes:
-        problem.check_equal()
     return anneal(problem.need_cost(), problem.num_heads, problem.groups, generator=generator, **knobs)
 
 
@@ -137,7 +135,5 @@ def anneal_restarts(
 
     Silent: the paper names neither number. Without `equal_sizes` sizes may differ by one.
     """
-    if equal_sizes:
-        problem.check_equal()
     schedules = [[0.0] * moves] * restarts
     return best_of_runs(problem.need_cost(), problem.num_heads, problem.groups, schedules, generator)

@@ -11,6 +11,7 @@ from search_spaces.grouping.estimated import by_estimates
 from search_spaces.grouping.merge_anneal import merge_anneal
 from search_spaces.grouping.problem import EQUAL_SIZES, Grouping, GroupingProblem
 from search_spaces.grouping.subsets import LIMIT, shared_exact_partition
+from search_spaces.partitions import largest_group
 
 AFFORDABLE = 1e13
 """Multiply-adds for the prices of one exact grouping, at most: two or three minutes of one core."""
@@ -26,7 +27,8 @@ def exact(problem: GroupingProblem, generator: np.random.Generator, *, equal_siz
     """The cheapest partition. Above 16 heads, or where the groups of wide heads to be priced would take longer than all
     else: merging and annealing on the same cost, or on its estimates if it has any; no longer proven best."""
     cost, heads, groups = problem.need_cost(), problem.num_heads, problem.groups
-    sizes = [heads // groups] if equal_sizes else range(2, heads - groups + 2)
+    largest = largest_group(heads, groups, equal_sizes)
+    sizes = [largest] if equal_sizes and heads % groups == 0 else range(2, largest + 1)
     if heads > LIMIT or cost.effort(heads, sizes) > AFFORDABLE:
         if cost.estimates:
             return by_estimates(problem, generator, equal_sizes=equal_sizes)

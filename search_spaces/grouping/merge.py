@@ -15,7 +15,7 @@ from attention.axes import Knob
 from search_spaces.axes import GROUPING
 from search_spaces.costs import GroupCost, Members, exchanged
 from search_spaces.grouping.problem import EQUAL_SIZES, Grouping, GroupingProblem
-from search_spaces.partitions import canonical
+from search_spaces.partitions import canonical, largest_group
 
 Groups = list[Members]
 
@@ -93,9 +93,7 @@ def merge(
     Improving takes the best single move (not with `equal_sizes`) or swap of two groups until none lowers the cost,
     `max_passes` times at most.
     """
-    if equal_sizes:
-        problem.check_equal()
     cost, heads, groups = problem.need_cost(), problem.num_heads, problem.groups
-    merged = _merged(cost, heads, groups, heads // groups if equal_sizes else heads)
+    merged = _merged(cost, heads, groups, largest_group(heads, groups, equal_sizes))
     partition = canonical(improved(cost, merged, not equal_sizes, max_passes))
     return Grouping(partition, cost.score(partition))

@@ -18,9 +18,6 @@ def neighbour_partition(num_heads: int, groups: int) -> Partition:
 def neighbour(problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool = True) -> Grouping:
     """Consecutive heads; nothing is scored and nothing drawn.
 
-    Without `equal_sizes` the last group may be smaller, as in Table 1 of Chen 2024 (AsymGQA): 6 groups of 32 heads
-    are 6, 6, 6, 6, 6, 2.
+    The last group may be smaller, as in Table 1 of Chen 2024 (AsymGQA): 6 groups of 32 heads are 6, 6, 6, 6, 6, 2.
     """
-    if equal_sizes:
-        problem.check_equal()
     return Grouping(neighbour_partition(problem.num_heads, problem.groups), None)

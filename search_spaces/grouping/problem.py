@@ -11,7 +11,9 @@ from attention.axes import Knob
 from search_spaces.costs import GroupCost, Objective
 from search_spaces.partitions import Partition, check_groups
 
-EQUAL_SIZES = Knob("equal_sizes", "bool", "groups of one size only, so that the result is plain GQA")
+EQUAL_SIZES = Knob("equal_sizes", "bool", "groups of one size, so that the result is plain GQA, or as near as can be")
+"""Where the groups do not divide the heads, no group is larger than it must be: the query heads that engines need in
+place of missing ones are then as few as can be."""
 
 
 class Grouping(NamedTuple):
@@ -36,13 +38,6 @@ class GroupingProblem:
 
     def __post_init__(self) -> None:
         check_groups(self.num_heads, self.groups)
-
-    def check_equal(self) -> None:
-        """Raise ValueError unless groups of one size are possible."""
-        if self.num_heads % self.groups:
-            raise ValueError(
-                f"{self.num_heads} heads cannot form {self.groups} groups of equal size; set equal_sizes to false"
-            )
 
     def need_similarity(self) -> np.ndarray:
         if self.similarity is None:

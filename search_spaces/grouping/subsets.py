@@ -11,7 +11,7 @@ import numpy as np
 
 from search_spaces.costs import GroupCost, Members, as_cost
 from search_spaces.grouping.problem import Grouping
-from search_spaces.partitions import canonical
+from search_spaces.partitions import canonical, check_groups, largest_group
 
 LIMIT = 16
 
@@ -25,28 +25,32 @@ def exact_partition(
 ) -> dict[int, Grouping]:
     """The cheapest partition of `num_heads` heads into G groups, for each G in `groups` (default: all that can be).
 
-    `cost` as in `anneal`: of one group, or a matrix of pair costs. With `equal_sizes` all groups of a partition have
-    one size, and G runs over the divisors. f[S, G] = min over the groups T of S that hold its first head, of
-    c[T] + f[S \\ T, G - 1]: O(3^n) in all. Ties go to the group of lowest bit mask. The score is minus the cost.
+    `cost` as in `anneal`: of one group, or a matrix of pair costs. With `equal_sizes` no group of a partition is
+    larger than it must be, so that all have one size where G divides the heads, as it does by default. f[S, G] = min
+    over the groups T of S that hold its first head, of c[T] + f[S \\ T, G - 1]: O(3^n) in all. Ties go to the group
+    of lowest bit mask. The score is minus the cost.
 
     Raises ValueError above 16 heads, or for a G that cannot be.
     """
     if not 1 <= num_heads <= LIMIT:
         raise ValueError(f"exact grouping takes 1 to {LIMIT} heads, got {num_heads}; use merge_anneal above")
-    possible = [g for g in range(1, num_heads + 1) if not equal_sizes or num_heads % g == 0]
-    wanted = possible if groups is None else list(groups)
-    wrong = [g for g in wanted if g not in possible]
-    if wrong:
-        kind = "groups of equal size" if equal_sizes else "groups"
-        raise ValueError(f"{num_heads} heads can form {possible} {kind}, got {wrong[0]}")
+    usual = [g for g in range(1, num_heads + 1) if not equal_sizes or num_heads % g == 0]
+    wanted = usual if groups is None else list(groups)
+    for count in wanted:
+        check_groups(num_heads, count)
     group_cost = as_cost(cost)
     if not equal_sizes:
         # No group of a partition into G non-empty groups has more than n - G + 1 members.
-        largest = num_heads - min(wanted) + 1
+        largest = largest_group(num_heads, min(wanted), equal_sizes)
         programme = Programme(group_cost.table(num_heads, range(1, largest + 1)), num_heads, max(wanted))
         return {g: programme.best(g) for g in wanted}
-    table = group_cost.table(num_heads, sorted({num_heads // g for g in wanted}))
-    return {g: Programme(table, num_heads, g, size=num_heads // g).best(g) for g in wanted}
+    found = {}
+    for g in wanted:
+        largest = largest_group(num_heads, g, equal_sizes)
+        size = largest if num_heads % g == 0 else None
+        table = group_cost.table(num_heads, range(1, largest + 1) if size is None else [size])
+        found[g] = Programme(table, num_heads, g, size=size).best(g)
+    return found
 
 
 def shared_exact_partition(cost: GroupCost, num_heads: int, groups: int, *, equal_sizes: bool) -> Grouping:
@@ -54,8 +58,8 @@ def shared_exact_partition(cost: GroupCost, num_heads: int, groups: int, *, equa
 
     The filled programme stays with the cost: `2^n (n + 1) / 2` numbers. Raises as `exact_partition` does.
     """
-    size = num_heads // groups if equal_sizes else None
-    largest = size or num_heads - groups + 1
+    largest = largest_group(num_heads, groups, equal_sizes)
+    size = largest if equal_sizes else None
     kept = cost.programmes.get((num_heads, size))
     if kept is None or kept.largest < largest:
         if equal_sizes or not 1 <= num_heads <= LIMIT or not 1 <= groups <= num_heads:

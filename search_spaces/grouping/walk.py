@@ -78,8 +78,6 @@ def walk_symmetric(
 ) -> Grouping:
     """The walk by swaps: group sizes are kept. Without `equal_sizes` one group may be smaller than the others, as in
     Table 1 (sizes of 3 and 6 for 32 heads)."""
-    if equal_sizes:
-        problem.check_equal()
     return _walk(problem, generator, True, knobs)
 
 

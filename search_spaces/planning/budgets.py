@@ -1,16 +1,22 @@
 """Which KV ratios a recipe can keep, as far as can be told without weights.
 
+A ratio that a user gives is a ceiling: `nearest_budget` is the budget that is used, `check_budget` the exact one.
+
 Legend: L layers, U stored KV heads a layer (units).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from fractions import Fraction
+from functools import cache
 from itertools import islice
 from typing import Any
 
 from attention.geometry import HeadGeometry
-from attention.ratios import own_cache, own_heads
+from attention.ratios import most_heads, own_cache, own_heads, percent
+from search_spaces.allocation.knapsack import BY_CURVES, considered, reachable, usual_counts
 from search_spaces.allocation.problem import AllocationProblem, Counts
 from search_spaces.recipes.recipe import AXES, Recipe
 from search_spaces.recipes.rules import keeps_everything, nothing_to_fuse, sharing_saves_no_cache
@@ -29,9 +35,15 @@ def counts_of(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry
 
 
 def admissible_counts(recipe: Recipe, geometry: HeadGeometry) -> tuple[int, ...]:
-    """Head counts that the recipe's grouping can make of one site, ascending."""
+    """Head counts that the recipe's grouping can make of one site, ascending.
+
+    Every count, in groups as equal as can be; divisors alone where the grouping makes no other groups, or where a stock
+    checkpoint of the family could not hold them.
+    """
     stored = geometry.num_kv_heads
-    return tuple(g for g in range(1, stored + 1) if not recipe.equal_groups or stored % g == 0)
+    part = AXES["grouping"].get(recipe.grouping)
+    equal = "equal_groups" in part.needs or (recipe.equal_groups and recipe.together and not geometry.pads_queries)
+    return tuple(g for g in range(1, stored + 1) if not equal or stored % g == 0)
 
 
 def problem_of(
@@ -39,11 +51,13 @@ def problem_of(
 ) -> AllocationProblem:
     """What the recipe's allocation is handed. `measures`: `loss`, `curves` and `final` of the problem."""
     counts = admissible_counts(recipe, geometry)
-    return AllocationProblem(geometry.num_layers, geometry.num_kv_heads, kv_ratio, counts, **measures)
+    usual = usual_counts(geometry.num_kv_heads, geometry.num_heads) if recipe.equal_groups else counts
+    return AllocationProblem(geometry.num_layers, geometry.num_kv_heads, kv_ratio, counts, **measures, usual=usual)
 
 
 def check_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry, dtype: Any = None) -> None:
-    """Raise ValueError if the budget cannot be met, as far as can be told without weights, naming the nearest that can.
+    """Raise ValueError if the budget cannot be met exactly, as far as can be told without weights, naming the nearest
+    that can.
 
     Cheap: for config checks. `dtype`: of the cache, where it is known, for the message.
     """
@@ -55,15 +69,39 @@ def _nearest(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry)
     """In words: the next budgets below and above that the recipe can meet and that change something."""
     heads = own_heads(geometry)
     most = heads - bool(keeps_everything(recipe.sharing, recipe.composition, 1))
-    whole = min(max(int(kv_ratio * heads), 0), most)
-    nearest = []
-    for totals in (range(whole, 0, -1), range(whole + 1, most + 1)):
-        nearest += islice((t for t in totals if not _refused(recipe, Fraction(t, heads), geometry)), 1)
+    totals = [total for total in possible_totals(recipe, geometry) if total <= most]
+    place = bisect_right(totals, kv_ratio * heads)
+    nearest = [*_met(recipe, totals[:place][::-1], geometry), *_met(recipe, totals[place:], geometry)]
     if not nearest:
         return f"recipe {recipe.name} can meet no kv_ratio on this checkpoint"
-    return (
-        f"the nearest kv_ratio that recipe {recipe.name} can meet is {' or '.join(f'{t / heads:.8g}' for t in nearest)}"
-    )
+    ratios = " or ".join(f"{total / heads:.8g}" for total in nearest)
+    return f"the nearest kv_ratio that recipe {recipe.name} can meet is {ratios}"
+
+
+def _met(recipe: Recipe, totals: Sequence[int], geometry: HeadGeometry) -> list[int]:
+    """The first of these totals that the recipe can meet; none if there is none."""
+    heads = own_heads(geometry)
+    return list(islice((t for t in totals if not _refused(recipe, Fraction(t, heads), geometry)), 1))
+
+
+@cache
+def possible_totals(recipe: Recipe, geometry: HeadGeometry) -> Sequence[int]:
+    """Key heads plus value heads in all layers, ascending: the totals that the recipe's allocation may give.
+
+    Those of an allocation that is not known here are all there are, to be tried one by one.
+    """
+    layers, most = geometry.num_layers, own_heads(geometry)
+    problem = problem_of(recipe, 1, geometry)
+    if recipe.allocation == "single":
+        return [2 * layers]
+    if recipe.allocation == "uniform":
+        return [2 * layers * count for count in problem.admissible]
+    if recipe.allocation in BY_CURVES:
+        counts = considered(problem, recipe.knobs("allocation")["counts"])
+        if "apart" in AXES["allocation"].get(recipe.allocation).needs:
+            return reachable(counts, 2 * layers)
+        return [2 * total for total in reachable(counts, layers)]
+    return range(2 * layers, most + 1)
 
 
 def _refused(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> str | None:
@@ -104,25 +142,41 @@ def require_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeo
     )
     if problem.total < 2 * geometry.num_layers:
         raise ValueError(
-            f"kv_ratio {float(kv_ratio):g} is {problem.total} heads, fewer than one key and one value head in each of "
-            f"{geometry.num_layers} layers; the least is {1 / geometry.num_kv_heads:g}"
+            f"kv_ratio {float(kv_ratio):.4g} is {problem.total} heads, fewer than one key and one value head in each "
+            f"of {geometry.num_layers} layers; the least is {1 / geometry.num_kv_heads:g}"
         )
+    if recipe.allocation in BY_CURVES and problem.total in possible_totals(recipe, geometry):
+        return
     recipe.apply("allocation", problem)
 
 
-def nearest_budget(recipe: Recipe, kv_ratio: float, geometry: HeadGeometry) -> Fraction:
+class BelowLeast(ValueError):
+    """A budget below the `least` share of the checkpoint's KV heads that a recipe can keep."""
+
+    def __init__(self, recipe: Recipe, kv_ratio: float | Fraction, least: Fraction, geometry: HeadGeometry) -> None:
+        self.least = least
+        super().__init__(
+            f"recipe {recipe.name} keeps at least {percent(float(least))} of the checkpoint's KV cache, got "
+            f"{percent(float(kv_ratio))}; {own_cache(geometry)}"
+        )
+
+
+def nearest_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> Fraction:
     """The largest share of the checkpoint's KV heads, at most `kv_ratio`, that the recipe can keep.
 
-    Raises ValueError if there is none.
+    Raises ValueError if there is none: below the least, or where nothing can be shared.
     """
-    heads = own_heads(geometry)
-    reason = None
-    for total in range(int(kv_ratio * heads + 1e-6), 2 * geometry.num_layers - 1, -1):
-        if (refused := _refused(recipe, Fraction(total, heads), geometry)) is None:
-            return Fraction(total, heads)
-        reason = reason or refused
-    raise ValueError(
-        f"recipe {recipe.name} has no budget of at most {kv_ratio:g}: "
-        f"{reason or f'the least is one key and one value head a layer, {1 / geometry.num_kv_heads:g}'}; "
-        f"{own_cache(geometry)}"
-    )
+    if recipe.sharing != "none" or nothing_to_fuse(recipe.relaxation, kv_ratio):
+        check_budget(recipe, kv_ratio, geometry)
+        return Fraction(kv_ratio)
+    heads, most = own_heads(geometry), most_heads(kv_ratio, geometry)
+    totals = possible_totals(recipe, geometry)
+    place = bisect_right(totals, most)
+    if found := _met(recipe, totals[:place][::-1], geometry):
+        return Fraction(found[0], heads)
+    if geometry.num_kv_heads == 1:
+        raise ValueError(f"one KV head: nothing to share; {own_cache(geometry)}")
+    if least := _met(recipe, totals[place:], geometry):
+        raise BelowLeast(recipe, kv_ratio, Fraction(least[0], heads), geometry)
+    reason = _refused(recipe, Fraction(1, geometry.num_kv_heads), geometry)
+    raise ValueError(f"recipe {recipe.name} can meet no kv_ratio on this checkpoint: {reason}; {own_cache(geometry)}")

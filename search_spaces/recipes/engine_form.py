@@ -6,20 +6,23 @@ Nothing here knows an engine: the export target is asked about a few plans (`att
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from attention.geometry import HeadGeometry
 from attention.io.targets import TargetError, target
 from attention.plan import AttentionPlan, Composition, LayerPlan
+from search_spaces.allocation.knapsack import usual_counts
 from search_spaces.axes import ALLOCATION
+from search_spaces.grouping.neighbour import neighbour_partition
 from search_spaces.recipes.rules import EQUAL_SIZES
 
 
 @dataclass(frozen=True)
 class EngineForm:
     """What export target `target` holds at the plan's own bytes: `grouped` layers at all, with groups of `unequal`
-    size, `own_counts` of KV heads in each layer, both of these together (`own_unequal`), keys and values with groups of
+    size, counts of KV heads of each layer's own (`own_counts`: the usual ones, in groups as equal as can be), both of
+    these together (`own_unequal`), keys and values with groups of
     their own (`apart`), heads that are `composed`."""
 
     target: str
@@ -48,7 +51,9 @@ class EngineForm:
 
         # Uneven on purpose: all but the first group have one head
         groups = {count: [max(0, u - stored + count) for u in range(stored)] for count in range(1, stored + 1)}
-        even = {count: [u * count // stored for u in range(stored)] for count in groups if stored % count == 0}
+        even = {count: _even_groups(stored, count) for count in usual_counts(stored, geometry.num_heads)}
+        if not geometry.pads_queries:
+            even = {count: groups for count, groups in even.items() if stored % count == 0}
         least, own = even[1], even[stored]
         return cls(
             name,
@@ -84,6 +89,15 @@ class EngineForm:
             reasons.append(f"{name} holds no grouped heads of this family; choose another target")
         return reasons
 
+    def limited(self, geometry: HeadGeometry) -> HeadGeometry:
+        """The geometry without query heads of zeros where the target holds no groups that need them."""
+        return geometry if self.unequal else replace(geometry, pads_queries=False)
+
     def settings(self) -> dict[str, Any]:
         """Settings that a search among recipes is to keep to."""
         return {} if self.own_unequal else {EQUAL_SIZES: True}
+
+
+def _even_groups(stored: int, count: int) -> list[int]:
+    """The group of each stored head: `count` groups of neighbours, as equal as can be."""
+    return [g for g, members in enumerate(neighbour_partition(stored, count)) for _ in members]

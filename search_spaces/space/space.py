@@ -17,7 +17,7 @@ import numpy as np
 from attention.axes import Knob
 from attention.geometry import HeadGeometry
 from attention.messages import near
-from search_spaces.planning.budgets import require_budget
+from search_spaces.planning.budgets import nearest_budget, require_budget
 from search_spaces.recipes.engine_form import EngineForm
 from search_spaces.recipes.recipes import AXES, BY, RECIPES, Recipe, RecipeError
 from search_spaces.recipes.rules import broken_rules, makes_equal_groups
@@ -35,8 +35,9 @@ class JointSpace:
 
     `kv_ratios`: the budgets. `geometry` excludes those that a grouping cannot meet. `choices` restricts fields, e.g.
     `{"grouping": ["exact", "neighbour"]}`. `provided`: what parts may need ("statistics", "model", ...). `settings`
-    fixes knobs ("axis.knob"), which are then not searched. `engine`: what is to hold the plans, exactly (None: Headfold
-    itself). Raises ValueError for an unknown field or choice, or if nothing is left to propose.
+    fixes knobs ("axis.knob"), which are then not searched. `engine`: what is to hold the plans, exactly (None:
+    Headfold itself). A ratio is a ceiling, with `strict` it is met exactly. Raises ValueError for an unknown field or
+    choice, or if nothing is left to propose.
     """
 
     kv_ratios: Sequence[float | Fraction]
@@ -45,6 +46,7 @@ class JointSpace:
     provided: Sequence[str] = PROVIDED
     settings: Mapping[str, Any] = field(default_factory=dict)
     engine: EngineForm | None = None
+    strict: bool = False
     _feasible: dict[tuple[Any, ...], bool] = field(default_factory=dict, repr=False)
     _budgets: dict[tuple[Any, ...], str | None] = field(default_factory=dict, repr=False)
 
@@ -56,6 +58,7 @@ class JointSpace:
             raise ValueError(f"kv_ratio must lie in (0, 1], got {wrong[0]}")
         if self.engine is not None:
             self.settings = self.engine.settings() | dict(self.settings)
+            self.geometry = self.geometry and self.engine.limited(self.geometry)
         self._options = {"kv_ratio": tuple(self.kv_ratios), "together": (False, True), "by": BY}
         for name, axis in AXES.items():
             asked = self.choices.get(name, ())
@@ -177,7 +180,7 @@ class JointSpace:
             apart = "apart" in AXES["allocation"].get(full["allocation"]).needs
             try:
                 recipe = Recipe("joint", **partial, together=not apart, settings=tuple(self._fixed(partial).items()))
-                require_budget(recipe, full["kv_ratio"], self.geometry)
+                (require_budget if self.strict else nearest_budget)(recipe, full["kv_ratio"], self.geometry)
                 self._budgets[key] = None
             except ValueError as error:
                 self._budgets[key] = str(error)

@@ -18,4 +18,5 @@ def geometry(config: Any) -> HeadGeometry:
     return _separate.geometry(config, family="gemma2")
 
 
-FAMILY = _separate.family("gemma2", Gemma2Config, Gemma2ForCausalLM, geometry)
+# Its class takes a number of query heads only if that divides the model width
+FAMILY = _separate.family("gemma2", Gemma2Config, Gemma2ForCausalLM, geometry, pads_queries=False)

@@ -18,4 +18,5 @@ def geometry(config: Any) -> HeadGeometry:
     return _separate.geometry(config, family="gemma3_text", qk_norm=True)
 
 
-FAMILY = _separate.family("gemma3_text", Gemma3TextConfig, Gemma3ForCausalLM, geometry)
+# Its class takes a number of query heads only if that divides the model width
+FAMILY = _separate.family("gemma3_text", Gemma3TextConfig, Gemma3ForCausalLM, geometry, pads_queries=False)

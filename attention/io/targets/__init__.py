@@ -30,12 +30,22 @@ class TargetError(ValueError):
 @dataclass(frozen=True)
 class Held:
     """What an engine keeps of one token: key heads and value heads of each layer, all of `head_dim` numbers, and
-    `others` further numbers in all layers together (the key-side weights of composition)."""
+    `others` further numbers in all layers together (the key-side weights of composition). `query_heads`: of each layer,
+    zeros included; empty where there are no others than the model's."""
 
     key_heads: tuple[int, ...]
     value_heads: tuple[int, ...]
     head_dim: int
     others: int = 0
+    query_heads: tuple[int, ...] = ()
+
+    def zero_query_heads(self, plan: AttentionPlan) -> int:
+        """Query heads of zeros, in all layers: they take work and no cache."""
+        return sum(count - plan.num_heads for count in self.query_heads)
+
+    def extra_attention(self, plan: AttentionPlan) -> float:
+        """Work of these over that of the query heads of `plan`: 0.125 is an eighth more."""
+        return self.zero_query_heads(plan) / (plan.num_heads * plan.num_layers)
 
     def bytes_per_token(self, dtype: Any) -> int:
         """Bytes of the cache a token. `dtype`: of the cache, a torch dtype or its name."""
@@ -43,9 +53,9 @@ class Held:
         return numbers * BYTES[str(dtype).removeprefix("torch.")]
 
     @classmethod
-    def of(cls, kv_heads: Sequence[int], head_dim: int) -> Held:
+    def of(cls, kv_heads: Sequence[int], head_dim: int, query_heads: Sequence[int] = ()) -> Held:
         """An engine whose KV head is a key head and a value head."""
-        return cls(tuple(kv_heads), tuple(kv_heads), head_dim)
+        return cls(tuple(kv_heads), tuple(kv_heads), head_dim, query_heads=tuple(query_heads))
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,8 @@ def held(config: Any, plan: AttentionPlan) -> Held:
         return held(phi.phi_config(config), plan)
     check_supported(config, plan)
     if with_own_counts(config) is not None:
-        return Held.of(kv_heads_of(plan), plan.head_dim)
+        shapes = shapes_of(plan, architecture(config, plan))
+        return Held.of(kv_heads_of(plan), plan.head_dim, [count * width for count, width in shapes])
     return gqa.held(config, plan)
 
 
@@ -45,10 +46,7 @@ def lower(model: PreTrainedModel) -> Lowered:
         lowered = lower(phi.as_phi(model))
         return replace(lowered, notes=(*lowered.notes, phi.NOTE, *written_out(plan)), folded=True)
     form = architecture(model.config, plan)
-    zeros = sum(count * width for count, width in shapes_of(plan, form)) - plan.num_heads * plan.num_layers
     notes = [f"architecture {form.name}", *written_out(plan)]
-    if zeros:
-        notes.append(f"{zeros} zero query heads, over all layers, even out the groups")
     if form.own_counts and len(set(kv_heads_of(plan))) > 1:
         notes.append("keep flash attention on (the default): without it all value caches are as wide as the widest")
     return Lowered(unshare(model), tuple(notes))

@@ -72,9 +72,11 @@ def held(config: Any, plan: AttentionPlan) -> Held:
             f"layer {index} has {counts[index]} KV heads for {plan.num_heads} query heads, and the {family.name} "
             f"family has no stock GQA form: it takes as many KV heads as query heads{other}"
         )
+    query_heads = max(counts) * max(widths_of(plan))
     if grouped and not plan.is_uniform_gqa:
-        _stock_config(config, max(counts) * max(widths_of(plan)), max(counts))
-    return Held.of([max(counts)] * plan.num_layers, plan.head_dim)
+        _stock_config(config, query_heads, max(counts))
+    layers = plan.num_layers
+    return Held.of([max(counts)] * layers, plan.head_dim, [query_heads] * layers)
 
 
 def _check_mistral(config: Any, heads: int) -> None:
@@ -108,11 +110,8 @@ def lower(model: PreTrainedModel) -> Lowered:
     for source, module, layer in zip(sources, targets, plan.layers, strict=True):
         stock_family.write(module, pad(family.read(source, geometry), layer, kv_heads, width))
     stock.generation_config = model.generation_config
-    notes = (
-        f"{kv_heads} KV heads in every layer, one for each distinct (key, value) pair of the widest layer",
-        f"{kv_heads * width - plan.num_heads} zero query heads a layer even out the groups",
-    )
-    return Lowered(stock.eval(), notes)
+    note = f"{kv_heads} KV heads in every layer, one for each distinct (key, value) pair of the widest layer"
+    return Lowered(stock.eval(), notes=(note,))
 
 
 # Ainslie 2023, section 2; padding: zero heads

@@ -21,7 +21,7 @@ from attention.conversion.conversion import build, unshare
 from attention.families import families, family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.io.targets import Held, Lowered, Target, TargetError, _stock, gqa
-from attention.io.targets._pairs import check_no_composition, kv_heads_of, written_out
+from attention.io.targets._pairs import check_no_composition, kv_heads_of, widths_of, written_out
 from attention.modeling.modeling import plan_of
 from attention.plan import AttentionPlan
 
@@ -47,7 +47,8 @@ def held(config: Any, plan: AttentionPlan) -> Held:
     """As target gqa. Raises TargetError for another family, a serial residual or composition."""
     _check(config)
     check_no_composition(plan, "phi")
-    return Held.of([max(kv_heads_of(plan))] * plan.num_layers, plan.head_dim)
+    count, layers = max(kv_heads_of(plan)), plan.num_layers
+    return Held.of([count] * layers, plan.head_dim, [count * max(widths_of(plan))] * layers)
 
 
 def is_needed(config: Any, plan: AttentionPlan) -> bool:

@@ -65,7 +65,7 @@ def held(config: Any, plan: AttentionPlan) -> Held:
             f"layers: one number of query heads that all divide is {heads}, more than {MOST_QUERY_HEADS} times the "
             f"model's {plan.num_heads}; choose counts that divide each other, or export to target gguf"
         )
-    return Held.of(counts, plan.head_dim)
+    return Held.of(counts, plan.head_dim, [heads] * plan.num_layers)
 
 
 def _check_computed(config: Any) -> None:
@@ -90,10 +90,7 @@ def lower(model: PreTrainedModel) -> Lowered:
         return phi.lower(model)
     if not has_own_counts(model.config, plan):
         return gqa.lower(model)
-    zeros = query_heads_for_all(plan) - plan.num_heads
     notes = ["DeciLM: vLLM is to be started with --trust-remote-code, for the configuration alone", *written_out(plan)]
-    if zeros:
-        notes.append(f"{zeros} zero query heads a layer make their number a multiple of every layer's KV heads")
     return Lowered(unshare(model), tuple(notes))
 
 

@@ -21,7 +21,6 @@ from orchestrator.conversion.one_layer import check_layerwise
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.storage.paths import disk_free
 from orchestrator.storage.records import percent, unmet
-from search_spaces.planning.budgets import nearest_budget
 from search_spaces.recipes.recipe import Recipe
 
 
@@ -33,7 +32,8 @@ class Estimate:
     `resident`, `layerwise`: peak memory of the process in either way, all it needs besides included; `stages`: what it
     comes to at each stage, by name; `layerwise_possible`: whether there is the second way, else `why_not` says why.
     `disk`: of the result; `scratch`: of what lies beside it on the way. `flops` of the way layer by layer; `seconds` of
-    it at the speed that a matrix product has here (`rate`, operations a second).
+    it at the speed that a matrix product has here (`rate`, operations a second). `ceiling`: what is used in place of a
+    ratio that cannot be met, in words.
     """
 
     kv_ratio: float
@@ -52,6 +52,7 @@ class Estimate:
     flops: float
     rate: float
     seconds: float
+    ceiling: str = ""
 
 
 def estimate(conversion: Conversion, *, base: int | None = None) -> Estimate:
@@ -97,19 +98,29 @@ def estimate_conversion(
     model: str | Path,
     recipe: str | Recipe,
     kv_ratio: float,
-    *,
-    nearest: bool = False,
     **settings: Any,
 ) -> Estimate:
-    """The estimate of `convert_checkpoint` with these arguments, from config.json alone. Raises as that does.
+    """The estimate of `convert_checkpoint` with these arguments, from config.json alone. Raises as that does."""
+    (result,) = estimate_conversions(model, recipe, [kv_ratio], **settings)
+    return result
 
-    `nearest`: of `convert_curve`, which rounds down what the recipe cannot meet.
+
+def estimate_conversions(
+    model: str | Path, recipe: str | Recipe, kv_ratios: Sequence[float], **settings: Any
+) -> list[Estimate]:
+    """The estimate of each conversion that these ratios come to, those of several in falling order of their budgets.
+
+    Raises as `convert_checkpoint` does.
     """
-    asked = ConversionRequest.check(model, recipe, [kv_ratio], config_only=True, nearest=nearest, **settings)
-    met = nearest_budget(asked.recipe, kv_ratio, asked.geometry) if nearest else kv_ratio
-    made_of = (asked.config, asked.recipe, float(met), *asked.text_sizes)
-    result = estimate(Conversion(*made_of, asked.written, asked.working))
-    return replace(result, kv_ratio_asked=float(kv_ratio), available=available_bytes(loading.device_of(asked.device)))
+    asked = ConversionRequest.check(model, recipe, kv_ratios, config_only=True, **settings)
+    found = []
+    for budget, requested in asked.distinct(kv_ratios, report=True).items():
+        used = float(budget)
+        result = estimate(Conversion(asked.config, asked.recipe, used, *asked.text_sizes, asked.written, asked.working))
+        available = available_bytes(loading.device_of(asked.device))
+        words = asked.ceiling_note(requested, used)
+        found.append(replace(result, kv_ratio_asked=float(requested), available=available, ceiling=words))
+    return found
 
 
 def needs_layerwise(model: str | Path, recipe: str | Recipe, kv_ratio: float, **settings: Any) -> bool:
@@ -155,8 +166,10 @@ def announce(
 
     Raises ConfigError where memory or disk do not suffice.
     """
+    points = estimate_conversions(model, recipe, kv_ratios, **settings)
+    for words in filter(None, (point.ceiling for point in points)):
+        print(words, file=sys.stderr, flush=True)
     several = len(kv_ratios) > 1
-    points = [estimate_conversion(model, recipe, ratio, nearest=several, **settings) for ratio in kv_ratios]
     whole = max(point.resident for point in points)
     first, one = points[0], max(point.layerwise for point in points)
     turns = not several and out is not None and first.layerwise_possible and whole > SPARE * first.available

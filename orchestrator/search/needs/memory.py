@@ -165,7 +165,9 @@ class Needs:
         data = self.config.data
         tokens = (data.calibration.tokens, data.eval.tokens, data.sequence_length)
         kept: dict[str, Any] = {"working": self.working, "mixed": self.mixed, "in_files": True}
-        return [Conversion(self.model, c.recipe, c.kv_ratio, *tokens, self.written, **kept) for c in self.problem.named]
+        return [
+            Conversion(self.model, c.recipe, c.used_ratio, *tokens, self.written, **kept) for c in self.problem.named
+        ]
 
     @property
     def _libraries(self) -> int:

@@ -25,7 +25,7 @@ from orchestrator.search.candidates import Candidate
 from orchestrator.search.searchers.problem import SEARCHERS, ResumableSearcher, SearchProblem
 from search_spaces.allocation.uniform import uniform
 from search_spaces.grouping.chain import Chain, SiteKey, searched_sites
-from search_spaces.planning.budgets import admissible_counts, check_budget
+from search_spaces.planning.budgets import admissible_counts, nearest_budget
 from search_spaces.recipes.recipes import Recipe, recipe
 
 SCORE = "calibration_loss"
@@ -159,11 +159,11 @@ def make_chains(problem: SearchProblem, walk: Recipe, chains: int) -> dict[float
     counts = {}
     for kv_ratio in map(float, joint.kv_ratios):
         try:
-            check_budget(walk, kv_ratio, geometry)
+            budget = nearest_budget(walk, kv_ratio, geometry)
         except ValueError as error:
             raise ConfigError(f"search.kv_ratios: {error}") from None
         admissible = admissible_counts(walk, geometry)
-        counts[kv_ratio] = uniform(geometry.num_layers, geometry.num_kv_heads, kv_ratio, admissible=admissible)
+        counts[kv_ratio] = uniform(geometry.num_layers, geometry.num_kv_heads, budget, admissible=admissible)
     sites = {kv_ratio: list(searched_sites(counts[kv_ratio], geometry.num_kv_heads)) for kv_ratio in counts}
     moves = spread(problem.samples, sites, chains, walk.knobs("grouping")["iterations"])
     settings = {k: v for k, v in walk.knobs("grouping").items() if k not in ("iterations", "equal_sizes")}

@@ -75,7 +75,7 @@ def _converted(
         shared = shared_parts(context)
     planning = _planning(candidate, context, shared)
     given = None if candidate.plan is None else AttentionPlan.from_json(candidate.plan)
-    converted, plan, cost = plan_and_convert(recipe, candidate.kv_ratio, planning, candidate.seed, phases, given)
+    converted, plan, cost = plan_and_convert(recipe, candidate.used_ratio, planning, candidate.seed, phases, given)
     write_json(folder / "recipe.json", candidate.config())
     (folder / "plan.json").write_text(plan.to_json() + "\n", encoding="utf-8")
     with phases("evaluate"):
