@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from attention.axes import Knob
 from attention.conversion.refinement.capture import held_out, recorded
-from attention.conversion.refinement.original import AT_ONCE, Original, Text
+from attention.conversion.refinement.original import AT_ONCE, Original, Text, batch_of
 from attention.conversion.refinement.refine import REFINEMENT, LayerFit
 from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
@@ -142,6 +142,7 @@ def heal(
 ) -> tuple[LayerFit, ...]:
     """Refit every layer's output projection, from the first layer to the last."""
     layers, fits = range(geometry_of(converted.config).num_layers), []
+    batch_size = batch_of(sequences.shape[1], batch_size)
     modules = family_of(converted.config).attention_modules(converted)
 
     def side_by_side(part: Tensor) -> SideBySide:

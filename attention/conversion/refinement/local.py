@@ -25,6 +25,7 @@ from attention.conversion.refinement.healing import HEAL_KNOBS, heal
 from attention.conversion.refinement.original import Original, Text
 from attention.conversion.refinement.parallel import ONE_AT_A_TIME, each_layer, largest
 from attention.conversion.refinement.refine import REFINEMENT, LayerFit, Work
+from attention.conversion.refinement.windows import attended, cuts, uncached, windows
 from attention.families import family_of
 from attention.modeling.modeling import plan_of
 from attention.modeling.running import entered_by, entering
@@ -40,7 +41,7 @@ FIT_KNOBS = (
         1e-4,
         1e2,
     ),
-    Knob("step_tokens", "int", "tokens a step, rounded up to whole sequences", 1, 2**20),
+    Knob("step_tokens", "int", "tokens a step: whole sequences, or some positions of a longer one", 1, 2**20),
     Knob("fit_tokens", "int", "calibration tokens that are held in memory and fitted on", 2),
 )
 BETAS = (0.8, 0.9)
@@ -55,13 +56,15 @@ CHECKS = 4  # at most
 class LayerTask:
     """What one layer is fitted to, in float32: `inputs`, `targets` `[N, T, D]` to fit on and `check` to judge by.
 
-    `example` is a record of B sequences: its other arguments serve for any B sequences of as many tokens.
+    `example` is a record of B sequences: its other arguments serve for any B sequences of as many tokens. A step looks
+    at one of the `parts` of their positions, (first, end) each, with all keys before it.
     """
 
     inputs: Tensor
     targets: Tensor
     example: Record
     check: tuple[Record, ...]
+    parts: Sequence[tuple[int, int]]
 
     @property
     def batch(self) -> int:
@@ -73,24 +76,32 @@ class LayerTask:
         records = records_in_float(texts.fit, layer)
         inputs = torch.cat([entering(record.args, record.kwargs) for record in records])
         targets = torch.cat([record.output for record in records])
-        (example,) = records_in_float(texts.step, layer)
-        return cls(inputs, targets, example, records_in_float(texts.check, layer))
+        check = records_in_float(texts.check, layer)
+        example = check[0] if texts.step is texts.check else records_in_float(texts.step, layer)[0]
+        parts = windows(inputs.shape[1], texts.positions)
+        if not cuts(texts.fit.original.modules[layer], example):
+            parts = [(0, inputs.shape[1])]
+        return cls(inputs, targets, example, check, parts)
 
 
 @dataclass(frozen=True)
 class FitTexts:
-    """What layers are fitted on, the first step of it, and what they are judged by."""
+    """What layers are fitted on, as many sequences as a step takes, and what layers are judged by; `positions` of each
+    sequence a step looks at, at most."""
 
     fit: Text
     step: Text
     check: Text
+    positions: int
 
     @classmethod
     def of(cls, original: Original, sequences: Tensor, step_tokens: int = STEP_TOKENS) -> FitTexts:
-        """Of `sequences` `[N, T]` a part is kept for the check; a step takes `step_tokens` or a little more."""
+        """Of `sequences` `[N, T]` a part is kept for the check; a step takes about `step_tokens`."""
         fit, check = held_out(sequences)
         batch = min(sequences_a_step(sequences.shape[1], step_tokens), len(fit))
-        return cls(original.on(fit), original.on(fit[:batch], batch), original.on(check))
+        judged = original.on(check)
+        step = judged if judged.batch_size == batch <= len(check) else original.on(fit[:batch], batch)
+        return cls(original.on(fit), step, judged, step_tokens)
 
 
 def sequences_a_step(length: int, step_tokens: int = STEP_TOKENS) -> int:
@@ -115,7 +126,7 @@ def _in_float(record: Record) -> Record:
 
 
 def _call(module: nn.Module, record: Record, inputs: Tensor | None = None) -> Tensor:
-    args, kwargs = record.args, {**record.kwargs, "past_key_values": None, "use_cache": False}
+    args, kwargs = record.args, uncached(record)
     if inputs is not None:
         args, kwargs = entered_by(inputs, args, kwargs)
     output = module(*args, **kwargs)
@@ -188,7 +199,7 @@ def fit_module(
         if best < before:
             break
         module.load_state_dict(start)
-    tokens = made * task.batch * task.inputs.shape[1]
+    tokens = round(made * task.batch * task.inputs.shape[1] / len(task.parts))
     return before, best, Work(made, tokens, 6.0 * tokens * sum(p.numel() for p in module.parameters()))
 
 
@@ -208,13 +219,14 @@ def _train(
     power = float(task.targets.square().mean())
     looks = min(CHECKS, max(1, steps // CHECK_EVERY))
     checks = {steps * (i + 1) // looks for i in range(looks)}
-    for step, index in enumerate(_batches(len(task.inputs), task.batch, steps, generator)):
+    units = len(task.inputs) * len(task.parts)  # a batch of several sequences has one part
+    for step, index in enumerate(_batches(units, task.batch, steps, generator)):
         now = min(1.0, (step + 1) / max(1.0, WARMUP * steps)) * (1 + math.cos(math.pi * step / steps)) / 2
         for group, rate in zip(optimiser.param_groups, rates.values(), strict=True):
             group["lr"] = now * rate
         with torch.enable_grad():
-            output = _call(module, task.example, task.inputs[index])
-            loss = (output - task.targets[index]).square().mean() / power
+            output, target = _at_a_step(module, task, index)
+            loss = (output - target).square().mean() / power
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         optimiser.step()
@@ -229,6 +241,16 @@ def _train(
     for p in module.parameters():
         p.requires_grad_(False).grad = None
     return best, made
+
+
+def _at_a_step(module: nn.Module, task: LayerTask, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention and target at one step: `index` of sequences, or of a part of one."""
+    if len(task.parts) == 1:
+        return _call(module, task.example, task.inputs[index]), task.targets[index]
+    sequence, part = divmod(int(index), len(task.parts))
+    first, end = task.parts[part]
+    output = attended(module, task.example, task.inputs[sequence : sequence + 1], first, end)
+    return output, task.targets[sequence : sequence + 1, first:end]
 
 
 def fit_layer(

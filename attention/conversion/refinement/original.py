@@ -22,7 +22,14 @@ from attention.modeling.running import Streams
 KEPT_BYTES = 512 * 2**20
 """Most that an `Original` keeps of what its layers do."""
 
-AT_ONCE = 8  # sequences that run through the model
+AT_ONCE, TOKENS_AT_ONCE = 8, 2048
+"""Sequences that run through the model, and tokens of them: fewer of long ones, whose activations would take the memory
+that many of a layer do."""
+
+
+def batch_of(length: int, batch_size: int = AT_ONCE) -> int:
+    """Sequences of `length` tokens that run through the model at once, at most `batch_size`."""
+    return max(1, min(batch_size, TOKENS_AT_ONCE // length))
 
 
 def bytes_to_keep(layers: int, tokens: int, width: int, itemsize: int) -> int:
@@ -47,6 +54,7 @@ class Original:
 
     def on(self, sequences: Tensor, batch_size: int = AT_ONCE) -> Text:
         """The model on `sequences` `[N, T]`: the same object for the same tokens."""
+        batch_size = batch_of(sequences.shape[1], batch_size)
         key = (batch_size, sequences.shape, sequences.cpu().numpy().tobytes())
         if key not in self._texts:
             self._texts[key] = Text(self, sequences, batch_size)
@@ -64,7 +72,7 @@ class Text:
     """What an original model does on some sequences, at any layer."""
 
     def __init__(self, original: Original, sequences: Tensor, batch_size: int) -> None:
-        self.original = original
+        self.original, self.batch_size = original, batch_size
         self._streams = Streams(original.model, original.modules, sequences, batch_size)
         self._kept: dict[int, tuple[Record, ...]] = {}
         self._keeps: bool | None = None  # known once the size of a record is
