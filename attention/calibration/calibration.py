@@ -31,7 +31,7 @@ from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from attention.io.layers.windows import LazyWeights, advance_rows, embed, open_window, rows_of
 from attention.modeling.modeling import plan_of
-from attention.modeling.running import evaluating
+from attention.modeling.running import AT_ONCE, batch_of, evaluating
 from attention.progress import stage
 
 
@@ -40,7 +40,7 @@ def calibrate(
     sequences: Tensor,
     *,
     sample_tokens: int = SAMPLE_TOKENS,
-    batch_size: int = 8,
+    batch_size: int = AT_ONCE,
     mixed: Mixed = "float32",
 ) -> Calibration:
     """Statistics of every layer of `model` over `sequences` (`[N, T]` token ids, no padding), on the CPU.
@@ -51,6 +51,7 @@ def calibrate(
     Raises ValueError if the tokens do not fit the model, for an unsupported model and for a composed one.
     """
     check_sequences(sequences, geometry_of(model.config), sample_tokens)
+    batch_size = batch_of(sequences.shape[1], batch_size)
     sampled = min(sample_tokens // sequences.shape[1], len(sequences))
     layers = collect(model, sequences, sampled=sampled, batch_size=batch_size, mixed=mixed)
     weights = weights_of(model)

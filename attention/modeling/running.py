@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+AT_ONCE, TOKENS_AT_ONCE = 8, 2048
+"""Sequences that run through a model at once, and tokens of them: fewer of long ones, whose activations would take more
+memory and run no faster."""
 
 
 class _Reached(Exception):
@@ -52,6 +55,11 @@ def run_to(model: PreTrainedModel, module: nn.Module, ids: Tensor, *, through: b
     finally:
         hook.remove()
     return calls[0]
+
+
+def batch_of(length: int, batch_size: int = AT_ONCE) -> int:
+    """Sequences of `length` tokens that run through a model at once, at most `batch_size`."""
+    return max(1, min(batch_size, TOKENS_AT_ONCE // length))
 
 
 def entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from attention import garbage
 from attention.calibration.calibration import calibrate
+from attention.calibration.sizes import SAMPLE_TOKENS
 from attention.calibration.store import Calibration
 from attention.conversion.refinement.original import Original
 from attention.io import checkpoint
@@ -97,7 +98,8 @@ class Source:
         calibration = None
         if always_calibrate or "statistics" in needs:
             with phases("calibrate"):
-                calibration = _calibration(request, original, sequences)
+                sampled = SAMPLE_TOKENS if always_calibrate or "inputs" in needs else 0
+                calibration = _calibration(request, original, sequences, sampled)
         with phases("evaluate"):
             teacher = CachedTeacher(original)
             loss = evaluate(teacher, held_out).loss
@@ -138,9 +140,13 @@ class Source:
         return request.record(plan, kv_ratio, self.sequences, measured, out) | {"seconds": dict(phases)}
 
 
-def _calibration(request: ConversionRequest, original: PreTrainedModel, sequences: Tensor) -> Calibration:
-    """In files where the request names a folder for them, and there a layer at a time; else all in memory."""
+def _calibration(
+    request: ConversionRequest, original: PreTrainedModel, sequences: Tensor, sampled: int
+) -> Calibration:
+    """In files where the request names a folder for them, and there a layer at a time; else all in memory, with the
+    inputs of `sampled` tokens at most."""
     if request.cache_dir is not None:
         own: dict[str, Any] = {"dtype": request.dtype, "device": request.device}
         return checkpoint_calibration(request.model, sequences, request.cache_dir, **own)
-    return calibrate(original, sequences, mixed=chosen(request.geometry, sequences.numel(), available_bytes()))
+    mixed = chosen(request.geometry, sampled and sequences.numel(), available_bytes())
+    return calibrate(original, sequences, sample_tokens=sampled, mixed=mixed)

@@ -25,7 +25,7 @@ from attention.conversion.refinement.healing import HEAL_KNOBS, heal
 from attention.conversion.refinement.original import Original, Text
 from attention.conversion.refinement.parallel import ONE_AT_A_TIME, each_layer, largest
 from attention.conversion.refinement.refine import REFINEMENT, LayerFit, Work
-from attention.conversion.refinement.windows import attended, cuts, uncached, windows
+from attention.conversion.refinement.windows import attended, cache_name, uncached, windows
 from attention.families import family_of
 from attention.modeling.modeling import plan_of
 from attention.modeling.running import entered_by, entering
@@ -79,7 +79,7 @@ class LayerTask:
         check = records_in_float(texts.check, layer)
         example = check[0] if texts.step is texts.check else records_in_float(texts.step, layer)[0]
         parts = windows(inputs.shape[1], texts.positions)
-        if not cuts(texts.fit.original.modules[layer], example):
+        if cache_name(texts.fit.original.modules[layer]) is None:
             parts = [(0, inputs.shape[1])]
         return cls(inputs, targets, example, check, parts)
 
@@ -225,7 +225,7 @@ def _train(
         for group, rate in zip(optimiser.param_groups, rates.values(), strict=True):
             group["lr"] = now * rate
         with torch.enable_grad():
-            output, target = _at_a_step(module, task, index)
+            output, target = at_a_step(module, task, index)
             loss = (output - target).square().mean() / power
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
@@ -243,7 +243,7 @@ def _train(
     return best, made
 
 
-def _at_a_step(module: nn.Module, task: LayerTask, index: Tensor) -> tuple[Tensor, Tensor]:
+def at_a_step(module: nn.Module, task: LayerTask, index: Tensor) -> tuple[Tensor, Tensor]:
     """Attention and target at one step: `index` of sequences, or of a part of one."""
     if len(task.parts) == 1:
         return _call(module, task.example, task.inputs[index]), task.targets[index]
@@ -265,6 +265,8 @@ def fit_layer(
             f"a local fit trains each layer alone, and {len(shares)} heads of this model are shared among layers; "
             "train the whole model, or use refinement=heal"
         )
+    if plan.layers[layer] == own.layers[layer]:
+        return LayerFit("fit", number, 0.0, 0.0)  # there is nothing to fit
     module = family_of(converted.config).attention_modules(converted)[layer]
     with ONE_AT_A_TIME:
         task = LayerTask.of(texts, layer)

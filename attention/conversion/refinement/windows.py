@@ -7,6 +7,7 @@ Legend: B sequences, T tokens a sequence, S tokens up to the end of a window, D 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -48,12 +49,13 @@ def windows(length: int, positions: int) -> list[tuple[int, int]]:
 
 def uncached(record: Record) -> dict[str, Any]:
     """The record's named arguments, but for a cache."""
-    return record.kwargs | {name: None for name in CACHES if name in record.kwargs} | {"use_cache": False}
+    return {name: value for name, value in record.kwargs.items() if name not in CACHES} | {"use_cache": False}
 
 
-def cuts(module: nn.Module, record: Record) -> bool:
-    """Whether a module that is called as in `record` can be run on a window: composition has a cache of its own."""
-    return any(name in record.kwargs for name in CACHES) and not hasattr(module, "composition")
+def cache_name(module: nn.Module) -> str | None:
+    """By which name the module takes a cache, if it does. Composition keeps more than keys and values there: None."""
+    parameters = inspect.signature(module.forward).parameters
+    return None if hasattr(module, "composition") else next((name for name in CACHES if name in parameters), None)
 
 
 def attended(module: nn.Module, record: Record, inputs: Tensor, first: int, end: int) -> Tensor:
@@ -61,8 +63,9 @@ def attended(module: nn.Module, record: Record, inputs: Tensor, first: int, end:
     as in `record`: what it makes of whole sequences, there."""
     length = inputs.shape[1]
     whole = record.args, uncached(record)
-    name = next(name for name in CACHES if name in record.kwargs)
-    prefix = _Prefix()
+    name, prefix = cache_name(module), _Prefix()
+    if name is None:
+        raise ValueError(f"{type(module).__name__} takes no cache: it can only be run on whole sequences")
 
     def call(begin: int, end: int, cache: _Prefix | None) -> Any:
         args, kwargs = entered_by(inputs, *whole)
@@ -70,7 +73,7 @@ def attended(module: nn.Module, record: Record, inputs: Tensor, first: int, end:
         if kwargs.get("attention_mask") is None and begin > 0:  # causality would be counted from the first position
             mask = torch.ones(end - begin, end, dtype=torch.bool, device=inputs.device).tril(begin)
             kwargs = kwargs | {"attention_mask": mask[None, None]}
-        return module(*args, **(kwargs | {name: cache}))
+        return module(*args, **(kwargs | ({name: cache} if cache is not None else {})))
 
     if first == 0:
         output = call(0, end, None)
