@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attention.modeling.grouped import cache_bytes
 from attention.modeling.predictions import Final, final, in_chunks, mean_cost
-from attention.modeling.running import evaluating
+from attention.modeling.running import batch_of, evaluating
 from attention.progress import stage
 from trainers.losses import kl, language_modelling
 from trainers.shortage import give_back, is_shortage
@@ -70,7 +70,8 @@ def evaluate(
     """
     if sequences.ndim != 2 or sequences.shape[0] < 1 or sequences.shape[1] < 2:
         raise ValueError(f"sequences must be [N, T] with N >= 1 and T >= 2, got shape {tuple(sequences.shape)}")
-    started, notes, at_once = time.perf_counter(), (), min(batch_size, len(sequences))
+    started, notes = time.perf_counter(), ()
+    at_once = min(batch_of(sequences.shape[1], batch_size), len(sequences))
     while True:
         try:
             totals = _totals(model, teacher, sequences, _share(len(sequences), at_once, rank, world_size))

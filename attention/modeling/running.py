@@ -83,7 +83,7 @@ class Streams:
 
     Layers are best asked for in ascending order: those below run once, and only what enters the present one is kept.
     Going back to a lower one starts again from the embeddings. `modules`: the attention module of each layer; `layer`:
-    the present one.
+    the present one; `batch_size`: sequences at once, at most (`batch_of`).
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Streams:
     ) -> None:
         self.model, self.modules = model, modules
         self.layers = [layer_of(model, module) for module in modules]
-        self.batches = sequences.split(batch_size)
+        self.batches = sequences.split(batch_of(sequences.shape[1], batch_size))
         self._restart()
 
     def _restart(self) -> None:

@@ -27,7 +27,7 @@ from orchestrator.conversion.calibrating import checkpoint_calibration, chosen
 from orchestrator.conversion.dha_distances import NEED, measure
 from orchestrator.conversion.estimates.work import available_bytes
 from orchestrator.conversion.request import ConversionRequest
-from orchestrator.conversion.steps import cost, planning_context, refine_with
+from orchestrator.conversion.steps import cost, planning_context, refine_with, steps_of_layers
 from search_spaces.planning.context import convert_with
 from search_spaces.planning.planning import PlanningContext, make_plan
 from search_spaces.recipes.recipe import Recipe
@@ -55,7 +55,8 @@ def plan_and_convert(
     with phases("convert"):
         converted = convert_with(recipe, model, plan, context.calibration, share=True)
     with phases("refine"):
-        fits = refine_with(recipe, context.looked_at, converted, context.sequences)
+        steps = steps_of_layers(recipe, context.increases.get(plan))
+        fits = refine_with(recipe, context.looked_at, converted, context.sequences, layer_steps=steps)
     return converted, plan, cost([*context.work[before:], *(fit.work for fit in fits)], phases)
 
 
@@ -140,9 +141,7 @@ class Source:
         return request.record(plan, kv_ratio, self.sequences, measured, out) | {"seconds": dict(phases)}
 
 
-def _calibration(
-    request: ConversionRequest, original: PreTrainedModel, sequences: Tensor, sampled: int
-) -> Calibration:
+def _calibration(request: ConversionRequest, original: PreTrainedModel, sequences: Tensor, sampled: int) -> Calibration:
     """In files where the request names a folder for them, and there a layer at a time; else all in memory, with the
     inputs of `sampled` tokens at most."""
     if request.cache_dir is not None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from attention.calibration.store import Calibration
 from attention.conversion.conversion import LiftedHeads, convert
-from attention.conversion.refinement.local import FIT_RATE, LayerTask, fit_module, output_errors
+from attention.conversion.refinement.local import FIT_DECAY, FIT_RATE, LayerTask, fit_module, output_errors
 from attention.conversion.refinement.parallel import each_layer, largest
 from attention.conversion.refinement.refine import Work
 from attention.conversion.sensitivity import expected_cost
@@ -32,9 +32,6 @@ from attention.plan import AttentionPlan, LayerPlan
 from search_spaces.recipes.recipe import Recipe
 
 ESTIMATED, MEASURED = "estimated", "measured"  # ways to know the loss increase of one layer
-FIT_DECAY = 1 / 3
-"""In a local fit of a layer with fused keys the error falls as the number of steps to the power -FIT_DECAY, from 60 to
-480 steps (benchmarks/LOG.md: medians of three checkpoints)."""
 
 Told = Callable[[], None]
 

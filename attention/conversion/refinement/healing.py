@@ -20,7 +20,7 @@ from attention.conversion.refinement.refine import REFINEMENT, LayerFit
 from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.modeling.modeling import plan_of
-from attention.modeling.running import AT_ONCE, Streams, batch_of
+from attention.modeling.running import AT_ONCE, Streams
 from attention.progress import stage
 
 HEAL_KNOBS = (
@@ -142,7 +142,6 @@ def heal(
 ) -> tuple[LayerFit, ...]:
     """Refit every layer's output projection, from the first layer to the last."""
     layers, fits = range(geometry_of(converted.config).num_layers), []
-    batch_size = batch_of(sequences.shape[1], batch_size)
     modules = family_of(converted.config).attention_modules(converted)
 
     def side_by_side(part: Tensor) -> SideBySide:

@@ -44,6 +44,10 @@ FIT_KNOBS = (
     Knob("step_tokens", "int", "tokens a step: whole sequences, or some positions of a longer one", 1, 2**20),
     Knob("fit_tokens", "int", "calibration tokens that are held in memory and fitted on", 2),
 )
+FIT_DECAY = 1 / 3
+"""In a local fit of a layer with fused keys the error falls as the number of steps to the power -FIT_DECAY, from 60 to
+480 steps (benchmarks/LOG.md: medians of three checkpoints)."""
+FEW_LAYERS = 12  # up to so many that are fitted get the same number of steps
 BETAS = (0.8, 0.9)
 LOGITS = ("q_", "k_")  # projections and norms of queries and keys, which every layer with fused keys has apart
 WARMUP = 0.05
@@ -107,6 +111,21 @@ class FitTexts:
 def sequences_a_step(length: int, step_tokens: int = STEP_TOKENS) -> int:
     """Sequences of `length` tokens that have at least `step_tokens` together."""
     return -(-step_tokens // length)
+
+
+def shared_steps(steps: int, increases: Sequence[float]) -> list[int]:
+    """Adam steps of each layer where `increases` of the loss are expected of them after `steps` each: more for those
+    that cost most, so that the same increase in all is expected of fewer steps. `FEW_LAYERS` get `steps` each.
+
+    The sum of c n^-p over layers is least, for a number of steps in all, where n is as c to the power 1 / (1 + p). A
+    layer gets at least `CHECK_EVERY` steps, or `steps` if these are fewer, and at most twice `steps`.
+    """
+    costs = [max(increase, 0.0) for increase in increases]
+    if sum(cost > 0 for cost in costs) <= FEW_LAYERS:
+        return [steps] * len(costs)
+    weights = [cost ** (1 / (1 + FIT_DECAY)) for cost in costs]
+    scale = steps * (sum(weights) / sum(costs)) ** (1 / FIT_DECAY)
+    return [min(2 * steps, max(min(steps, CHECK_EVERY), round(scale * weight))) for weight in weights]
 
 
 def records_in_float(text: Text, layer: int) -> tuple[Record, ...]:
@@ -286,7 +305,7 @@ def fit_layer(
     "fit_heal",
     source="ours (docs/methods.md, section 6): local fit, then heal",
     knobs=FIT_KNOBS + HEAL_KNOBS,
-    needs=("sequences",),
+    needs=("sequences", "increases"),
     passes_to=heal,
 )
 def fit_heal(
@@ -295,21 +314,24 @@ def fit_heal(
     sequences: Tensor,
     *,
     first: int = 0,
+    layer_steps: Sequence[int] | None = None,
     fit_steps: int = FIT_STEPS,
     fit_rate: float = FIT_RATE,
     step_tokens: int = STEP_TOKENS,
     fit_tokens: int = FIT_TOKENS,
     **knobs: Any,
 ) -> tuple[LayerFit, ...]:
-    """Local fit of every layer, small ones side by side, then heal from the first layer to the last."""
+    """Local fit of every layer, small ones side by side, then heal from the first layer to the last. `layer_steps`: of
+    each layer, in the place of `fit_steps`."""
     texts = FitTexts.of(original, sequences[: max(2, fit_tokens // sequences.shape[1])], step_tokens)
     modules = family_of(converted.config).attention_modules(converted)
+    steps = layer_steps or [fit_steps] * len(modules)
 
     def fit(layer: int) -> LayerFit:
-        fitted = fit_layer(converted, texts, layer, first + layer, fit_steps, fit_rate)
-        told.step()
+        fitted = fit_layer(converted, texts, layer, first + layer, steps[layer], fit_rate)
+        told.step(steps[layer])
         return fitted
 
-    with stage("fitting layers", len(modules), "layers") as told:
+    with stage("fitting layers", sum(steps), "steps") as told:
         fits = each_layer(len(modules), fit, largest(modules), converted.device)
     return (*fits, *heal(original, converted, sequences, first=first, **knobs))

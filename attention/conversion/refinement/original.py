@@ -23,7 +23,6 @@ KEPT_BYTES = 512 * 2**20
 """Most that an `Original` keeps of what its layers do."""
 
 
-
 def bytes_to_keep(layers: int, tokens: int, width: int, itemsize: int) -> int:
     """Bytes that are kept of so many tokens, of which an eighth is for the check: all that enters and leaves the
     attention of each layer, and what enters the layer."""

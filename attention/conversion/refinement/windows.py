@@ -8,6 +8,7 @@ Legend: B sequences, T tokens a sequence, S tokens up to the end of a window, D 
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -78,10 +79,8 @@ def attended(module: nn.Module, record: Record, inputs: Tensor, first: int, end:
     if first == 0:
         output = call(0, end, None)
     else:
-        try:
+        with suppress(_Reached):
             call(0, first, prefix)
-        except _Reached:
-            pass
         output = call(first, end, prefix)
     return output[0] if isinstance(output, tuple) else output
 
@@ -104,4 +103,3 @@ def cost_of_windows(length: int, positions: int) -> float:
     """Tokens of which keys and values are made for each position of a window, on average."""
     parts = windows(length, positions)
     return sum(end for _, end in parts) / length
-
