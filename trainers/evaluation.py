@@ -17,7 +17,7 @@ from torch import Tensor
 from attention.modeling.grouped import cache_bytes
 from attention.modeling.growing_cache import cache_of, next_output
 from attention.modeling.predictions import Final, final, in_chunks, mean_cost
-from attention.modeling.running import evaluating, sequences_at_once
+from attention.modeling.running import AT_ONCE, batch_of, evaluating
 from attention.progress import stage
 from trainers.losses import kl, prediction_losses
 from trainers.shortage import give_back, is_shortage
@@ -84,7 +84,7 @@ def evaluate(
     sequences: Tensor,
     *,
     teacher: Any = None,
-    batch_size: int | None = None,
+    batch_size: int = AT_ONCE,
     rank: int = 0,
     world_size: int = 1,
     reduce: Callable[[Tensor], Any] | None = None,
@@ -93,8 +93,8 @@ def evaluate(
     `CachedTeacher`, which then knows these sequences.
 
     Of each batch the teacher's hidden states are computed, then the model's, then the logits of both for a part of the
-    positions at a time (`attention.modeling.predictions`). `batch_size`: sequences at once, by default as many as
-    `attention.modeling.running.sequences_at_once` says.
+    positions at a time (`attention.modeling.predictions`).
+    `batch_size`: sequences at once, at most (`attention.modeling.running.batch_of`).
 
     With several workers each scores the rows of its rank, in equally many forward passes (in which split weights are
     gathered), and `reduce` must sum a tensor over them in place; every worker returns the same means.
@@ -104,8 +104,8 @@ def evaluate(
     """
     if sequences.ndim != 2 or sequences.shape[0] < 1 or sequences.shape[1] < 2:
         raise ValueError(f"sequences must be [N, T] with N >= 1 and T >= 2, got shape {tuple(sequences.shape)}")
-    batch_size = batch_size or sequences_at_once(sequences.shape[1])
-    started, notes, at_once = time.perf_counter(), (), min(batch_size, len(sequences))
+    started, notes = time.perf_counter(), ()
+    at_once = min(batch_of(sequences.shape[1], batch_size), len(sequences))
     while True:
         try:
             totals, losses = _totals(model, teacher, sequences, _share(len(sequences), at_once, rank, world_size))

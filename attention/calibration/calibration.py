@@ -31,7 +31,7 @@ from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from attention.io.layers.windows import LazyWeights, advance_rows, embed, open_window, rows_of
 from attention.modeling.modeling import plan_of
-from attention.modeling.running import evaluating, sequences_at_once
+from attention.modeling.running import AT_ONCE, batch_of, evaluating
 from attention.progress import stage
 
 
@@ -40,18 +40,19 @@ def calibrate(
     sequences: Tensor,
     *,
     sample_tokens: int = SAMPLE_TOKENS,
-    batch_size: int | None = None,
+    batch_size: int = AT_ONCE,
     mixed: Mixed = "float32",
 ) -> Calibration:
     """Statistics of every layer of `model` over `sequences` (`[N, T]` token ids, no padding), on the CPU.
 
     `sample_tokens` bounds the stored inputs (whole sequences, from the first on; 0 stores none); `batch_size`:
-    sequences at once, by default as many as `attention.modeling.running.sequences_at_once` says. The model runs in its
+    sequences at once, at most (`attention.modeling.running.batch_of`). The model runs in its
     own dtype and evaluation mode, without gradients, and is left as it was; sums are taken in float32 and collected in
     float64 (the mixed moments in float32, and kept as `mixed` says).
     Raises ValueError if the tokens do not fit the model, for an unsupported model and for a composed one.
     """
     check_sequences(sequences, geometry_of(model.config), sample_tokens)
+    batch_size = batch_of(sequences.shape[1], batch_size)
     sampled = min(sample_tokens // sequences.shape[1], len(sequences))
     layers = collect(model, sequences, sampled=sampled, batch_size=batch_size, mixed=mixed)
     weights = weights_of(model)
@@ -64,7 +65,7 @@ def collect(
     sequences: Tensor,
     *,
     sampled: int,
-    batch_size: int | None = None,
+    batch_size: int = AT_ONCE,
     mixed: Mixed = "float32",
     run: Callable[[Tensor], object] | None = None,
 ) -> tuple[LayerStatistics, ...]:
@@ -82,7 +83,7 @@ def collect(
     run = run or (lambda batch: model.get_decoder()(input_ids=batch.to(model.device), use_cache=False))
     with collecting(model, geometry, sampled, mixed) as collectors, evaluating(model):
         with stage("calibrating", len(sequences), "sequences") as told:
-            for batch in sequences.split(batch_size or sequences_at_once(sequences.shape[1])):
+            for batch in sequences.split(batch_of(sequences.shape[1], batch_size)):
                 run(batch)
                 told.step(len(batch))
         return tuple(collector.finish() for collector in collectors)

@@ -74,11 +74,12 @@ class Collector:
             yield q_nHd if self.norm is None else self.norm(q_nHd.to(self.dtype)).float()
 
     def see_attention(self, head: int, sequences: slice, weights_btS: Tensor) -> None:
-        """Moments of the mixed inputs of one head, for some `sequences` of the batch and some of their tokens."""
+        """Moments of the mixed inputs of one head, for some `sequences` of the batch and some of their tokens, whose
+        weights are those of the first S tokens."""
         if self.x_BTe is None:
             raise RuntimeError("attention ran before its input was seen; this model calls its layers in a way unknown")
         # The appended constant becomes the sum of a row of the weights: 1, or less if a sink takes some.
-        mixed = (weights_btS @ self.x_BTe[sequences]).flatten(0, 1)
+        mixed = (weights_btS @ self.x_BTe[sequences, : weights_btS.shape[2]]).flatten(0, 1)
         total = self.mixed_sum[head * len(self.mixed_sum) // self.num_heads]
         for begin in range(0, len(total), BAND):  # no more than the lower triangle is kept
             end = begin + BAND
@@ -125,24 +126,27 @@ def calibration_attention(
     collector = _collectors[module]
     for head in range(heads):
         for b, t in _slices(count, length, key.shape[2]):
-            scores = (query[b, head, t] @ key[b, head].transpose(-1, -2)).float() * scale
+            S = t.stop  # attention is causal: what comes later has no weight
+            scores = (query[b, head, t] @ key[b, head, :S].transpose(-1, -2)).float().mul_(scale)
             scores = capped(scores, softcap)
             if attention_mask is not None:
-                scores = scores + attention_mask[b, 0, t]
+                scores += attention_mask[b, 0, t, :S]
             weights = softmax_beside(scores, None if s_aux is None else s_aux[head])
             collector.see_attention(head, b, weights)
-            output_BTHd[b, t, head] = weights.to(value.dtype) @ value[b, head]
+            output_BTHd[b, t, head] = weights.to(value.dtype) @ value[b, head, :S]
     collector.end_call()
     return output_BTHd, None
 
 
 def _slices(count: int, length: int, keys: int) -> Iterator[tuple[slice, slice]]:
-    """Sequences and query tokens whose attention weights are held at a time: whole sequences where they fit."""
+    """Sequences and query tokens whose attention weights are held at a time: several short sequences, or some tokens of
+    one, so that those that come later are left out."""
     tokens = max(1, SLICE_BYTES // (4 * keys))
     sequences = max(1, tokens // length)
+    tokens = min(tokens, length, max(1, QUERY_TOKENS))
     for first in range(0, count, sequences):
         for start in range(0, length, tokens):
-            yield slice(first, first + sequences), slice(start, start + tokens)
+            yield slice(first, first + sequences), slice(start, min(start + tokens, length))
 
 
 def _to_query_heads(module: nn.Module, states: Tensor, name: str) -> Tensor:

@@ -22,6 +22,7 @@ from attention.modeling.beside import beside
 from attention.modeling.composition import reset
 from attention.modeling.modeling import check_fits, headfold_config, plan_of
 from attention.plan import AttentionPlan, PlanError
+from attention.progress import stage
 
 
 def read_layers(model: PreTrainedModel) -> list[LayerHeads]:
@@ -84,8 +85,11 @@ def assemble(
     maps = {k for k in target if k.endswith((".key_map", ".value_map"))}
     new.load_state_dict({k: t for k, t in kept.items() if k not in maps}, strict=False)
     family = family_of(new.config)
-    for module, layer in zip(family.attention_modules(new), heads, strict=True):
-        family.write(module, layer.to(model.device))
+    modules = family.attention_modules(new)
+    with stage("fusing heads", len(modules), "layers") as told:
+        for module, layer in zip(modules, heads, strict=True):
+            family.write(module, layer.to(model.device))
+            told.step()
     if plan.mlp_shares or plan_of(model).mlp_shares:
         mlp.copy(model, new)
     if model.generation_config is not None:

@@ -24,9 +24,10 @@ from transformers import PreTrainedModel
 from attention.families import family_of
 from attention.modeling.losses import language_modelling
 from attention.modeling.predictions import Final, final, in_chunks, positions_at_once
-from attention.modeling.running import layer_of
+from attention.modeling.running import batch_of, layer_of
+from attention.progress import stage
 
-BATCH = 2  # sequences at once
+BATCH = 2  # sequences at once, at most
 
 
 def output_metrics(model: PreTrainedModel, sequences: Tensor, *, seed: int = 0) -> list[Tensor]:
@@ -42,10 +43,13 @@ def output_metrics(model: PreTrainedModel, sequences: Tensor, *, seed: int = 0) 
     entered: list[Tensor] = []
     hook = model.get_input_embeddings().register_forward_hook(lambda _, __, out: entered.append(out.requires_grad_()))
     try:
-        with sums.collected(), _made_again([layer_of(model, module) for module in modules]), torch.enable_grad():
-            for ids in sequences.split(BATCH):
+        layers = [layer_of(model, module) for module in modules]
+        counting = stage("sensitivity of the outputs", len(sequences), "sequences")
+        with counting as told, sums.collected(), _made_again(layers), torch.enable_grad():
+            for ids in sequences.split(batch_of(sequences.shape[1], BATCH)):
                 cost = drawn_cost(final(model, ids.to(model.device)), generator)
                 torch.autograd.grad(cost, entered.pop())
+                told.step(len(ids))
     finally:
         hook.remove()
     return [sums.of[module] / sequences.numel() for module in modules]

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.modeling.predictions import mean_cost
-from attention.modeling.running import sequences_at_once
+from attention.modeling.running import AT_ONCE, batch_of
 
 
 def language_modelling(logits: Tensor, labels: Tensor, _: Tensor | None = None) -> Tensor:
@@ -54,7 +54,7 @@ def mean_loss(losses: Iterable[tuple[Tensor, Tensor]]) -> float:
 
 
 @torch.no_grad()
-def language_loss(model: PreTrainedModel, sequences: Tensor, *, batch_size: int | None = None) -> float:
+def language_loss(model: PreTrainedModel, sequences: Tensor, *, batch_size: int = AT_ONCE) -> float:
     """Mean next-token loss of `sequences` `[N, T]`, in the mode that the model is in."""
-    batches = sequences.split(batch_size or sequences_at_once(sequences.shape[1]))
+    batches = sequences.split(batch_of(sequences.shape[1], batch_size))
     return mean_loss((mean_cost(model, batch.to(model.device), language_modelling), batch) for batch in batches)

@@ -13,15 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-SEQUENCES, TOKENS = 8, 4096  # that are run at once
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def sequences_at_once(length: int) -> int:
-    """Sequences of `length` tokens that are run at once where nothing else is asked for: SEQUENCES, or as many as have
-    TOKENS together, so that memory does not grow with their length; one at least."""
-    return max(1, min(SEQUENCES, TOKENS // length))
+AT_ONCE, TOKENS_AT_ONCE = 8, 2048
+"""Sequences that run through a model at once, and tokens of them: fewer of long ones, whose activations would take more
+memory and run no faster."""
 
 
 class _Reached(Exception):
@@ -62,6 +57,11 @@ def run_to(model: PreTrainedModel, module: nn.Module, ids: Tensor, *, through: b
     return calls[0]
 
 
+def batch_of(length: int, batch_size: int = AT_ONCE) -> int:
+    """Sequences of `length` tokens that run through a model at once, at most `batch_size`."""
+    return max(1, min(batch_size, TOKENS_AT_ONCE // length))
+
+
 def entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The hidden states among the arguments of a layer or attention module."""
     return args[0] if args else kwargs["hidden_states"]
@@ -83,7 +83,7 @@ class Streams:
 
     Layers are best asked for in ascending order: those below run once, and only what enters the present one is kept.
     Going back to a lower one starts again from the embeddings. `modules`: the attention module of each layer; `layer`:
-    the present one.
+    the present one; `batch_size`: sequences at once, at most (`batch_of`).
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Streams:
     ) -> None:
         self.model, self.modules = model, modules
         self.layers = [layer_of(model, module) for module in modules]
-        self.batches = sequences.split(batch_size)
+        self.batches = sequences.split(batch_of(sequences.shape[1], batch_size))
         self._restart()
 
     def _restart(self) -> None:

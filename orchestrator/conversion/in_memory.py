@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from attention import garbage
 from attention.calibration.calibration import calibrate
+from attention.calibration.sizes import SAMPLE_TOKENS
 from attention.calibration.store import Calibration
 from attention.conversion.refinement.original import Original
 from attention.io import checkpoint
@@ -26,7 +27,7 @@ from orchestrator.conversion.calibrating import checkpoint_calibration, chosen
 from orchestrator.conversion.dha_distances import NEED, measure
 from orchestrator.conversion.estimates.work import available_bytes
 from orchestrator.conversion.request import ConversionRequest
-from orchestrator.conversion.steps import cost, planning_context, refine_with
+from orchestrator.conversion.steps import cost, planning_context, refine_with, steps_of_layers
 from search_spaces.planning.context import convert_with
 from search_spaces.planning.planning import PlanningContext, make_plan
 from search_spaces.recipes.recipe import Recipe
@@ -55,7 +56,8 @@ def plan_and_convert(
     with phases("convert"):
         converted = convert_with(recipe, model, plan, context.calibration, share=True)
     with phases("refine"):
-        fits = refine_with(recipe, context.looked_at, converted, context.sequences)
+        steps = steps_of_layers(recipe, context.increases.get(plan))
+        fits = refine_with(recipe, context.looked_at, converted, context.sequences, layer_steps=steps)
     return converted, plan, cost([*context.work[before:], *(fit.work for fit in fits)], phases)
 
 
@@ -108,7 +110,8 @@ class Source:
         calibration = None
         if always_calibrate or "statistics" in needs:
             with phases("calibrate"):
-                calibration = _calibration(request, original, sequences)
+                sampled = SAMPLE_TOKENS if always_calibrate or "inputs" in needs else 0
+                calibration = _calibration(request, original, sequences, sampled)
         with phases("evaluate"):
             teacher = CachedTeacher(original)
             worth = evaluate(teacher, texts.held_out)
@@ -147,9 +150,11 @@ class Source:
         return request.record(plan, kv_ratio, self.texts, measured, out) | {"seconds": dict(phases)}
 
 
-def _calibration(request: ConversionRequest, original: PreTrainedModel, sequences: Tensor) -> Calibration:
-    """In files where the request names a folder for them, and there a layer at a time; else all in memory."""
+def _calibration(request: ConversionRequest, original: PreTrainedModel, sequences: Tensor, sampled: int) -> Calibration:
+    """In files where the request names a folder for them, and there a layer at a time; else all in memory, with the
+    inputs of `sampled` tokens at most."""
     if request.cache_dir is not None:
         own: dict[str, Any] = {"dtype": request.dtype, "device": request.device}
         return checkpoint_calibration(request.model, sequences, request.cache_dir, **own)
-    return calibrate(original, sequences, mixed=chosen(request.geometry, sequences.numel(), available_bytes()))
+    mixed = chosen(request.geometry, sampled and sequences.numel(), available_bytes())
+    return calibrate(original, sequences, sample_tokens=sampled, mixed=mixed)

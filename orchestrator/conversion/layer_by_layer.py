@@ -37,7 +37,7 @@ from orchestrator.conversion.one_layer import LayerwiseConversion, batch_size, c
 from orchestrator.conversion.plan_by_layer import PlanByLayer
 from orchestrator.conversion.progress import Stage, check_stage
 from orchestrator.conversion.request import ConversionRequest
-from orchestrator.conversion.steps import cost
+from orchestrator.conversion.steps import cost, steps_of_layers
 from orchestrator.storage.outputs import Interrupted
 from search_spaces.planning.budgets import counts_of
 from search_spaces.planning.planning import site_generators
@@ -196,10 +196,11 @@ class LayerwiseJob:
         budget = request.budget(self.kv_ratio)
         if "measure" in AXES["allocation"].get(recipe.allocation).needs:
             planner = PlanByLayer(request, weights, budget, stage, batch, self.progress)
-            plan = planner.plan(used)
+            plan, increases = planner.plan(used)
             stage.planned = planner.work()
             plain = checkpoint.plain_form(headfold_config(request.config, plan), plan) is not None
-            return LayerwiseConversion(request, weights, plan, generators, len(used), plain, batch)
+            steps = steps_of_layers(recipe, increases)
+            return LayerwiseConversion(request, weights, plan, generators, len(used), plain, batch, steps)
         counts = counts_of(recipe, budget, geometry)
         # Known beforehand: any other plan is uniform by accident alone, and stays in Headfold's own form.
         one_count = recipe.together and recipe.equal_groups and len({c for pair in counts for c in pair}) == 1

@@ -9,6 +9,7 @@ depends on other layers comes in as data: both models' streams, the layer's head
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from attention.calibration.calibration import calibrate
+from attention.calibration.sizes import SAMPLE_TOKENS
 from attention.conversion import conversion
 from attention.families import geometry_of
 from attention.io.checkpoint import to_plain
@@ -109,7 +111,7 @@ class Layer:
 class LayerwiseConversion:
     """What all layers share. `planned`: the plan, or the head counts of all layers where each is planned by itself with
     its `generators` (`search_spaces.planning.planning`); `calibration`: C; `plain`: whether layers are written in the
-    plain family's form."""
+    plain family's form; `layer_steps`: of the local fit of each layer, where they are not the recipe's for all."""
 
     request: ConversionRequest
     weights: LazyWeights
@@ -118,6 +120,7 @@ class LayerwiseConversion:
     calibration: int
     plain: bool
     batch_size: int
+    layer_steps: Sequence[int] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -132,7 +135,8 @@ class LayerwiseConversion:
         new, plan = self._converted(window, layer, rows)
         feed(new, converted)
         with request.layer_phase("refine", layer, "refining"):
-            fits = refine_with(request.recipe, window, new, rows, first=layer)
+            steps = None if self.layer_steps is None else [self.layer_steps[layer]]
+            fits = refine_with(request.recipe, window, new, rows, first=layer, layer_steps=steps)
         round_weights(new, request.written)  # before the converted stream runs through
         with request.layer_phase("carry on", layer, "running both models"):
             advance(window, original, self.batch_size)
@@ -151,7 +155,8 @@ class LayerwiseConversion:
         recipe = request.recipe
         if "statistics" in recipe.needs:
             with request.layer_phase("calibrate", layer, "calibrating"):
-                calibration = calibrate(window, rows, batch_size=self.batch_size)
+                sampled = SAMPLE_TOKENS if "inputs" in recipe.needs else 0
+                calibration = calibrate(window, rows, sample_tokens=sampled, batch_size=self.batch_size)
         geometry = geometry_of(window.config)
         loading.release_memory()
         if isinstance(self.planned, AttentionPlan):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from torch import Tensor
 from attention.axes import ALIGNMENT
 from attention.calibration.store import Calibration
 from attention.conversion import conversion
+from attention.conversion.refinement.local import shared_steps
 from attention.conversion.refinement.original import Original
 from attention.conversion.refinement.refine import LayerFit, Work, refine
 from attention.families import geometry_of
@@ -30,10 +31,19 @@ def refine_with(
     converted: PreTrainedModel,
     sequences: Tensor | None,
     first: int = 0,
+    layer_steps: Sequence[int] | None = None,
 ) -> tuple[LayerFit, ...]:
     """Refine a converted model in place as the recipe says. The others: as in
     `attention.conversion.refinement.refine`."""
-    return refine(recipe.refinement, original, converted, sequences, recipe.knobs("refinement"), first=first)
+    where = {"first": first, "layer_steps": layer_steps}
+    return refine(recipe.refinement, original, converted, sequences, recipe.knobs("refinement"), **where)
+
+
+def steps_of_layers(recipe: Recipe, increases: Sequence[float] | None) -> list[int] | None:
+    """Steps of the local fit of each layer by the loss increase that is expected of it; None where there is no fit or
+    nothing is known."""
+    steps = recipe.knobs("refinement").get("fit_steps")
+    return None if steps is None or increases is None else shared_steps(steps, increases)
 
 
 CONVERTING = ("calibrate", "search phase", "plan", "convert", "refine")  # phases that make a converted model

@@ -15,7 +15,7 @@ from search_spaces.site import Site
         Knob("tokens", "int", "calibration tokens that a partition is scored on", low=1),
         Knob("length", "int", "tokens of a sequence that are used, from its start", low=1),
     ),
-    needs=("statistics", "model", "whole_partition"),
+    needs=("statistics", "inputs", "model", "whole_partition"),
 )
 def layer(site: Site, *, tokens: int = 2048, length: int = 512) -> LayerOutputScore:
     """Minus the relative squared error of the layer's attention output when the site's heads are mean-pooled."""

@@ -17,7 +17,7 @@ from search_spaces.grouping.neighbour import neighbour_partition
 from search_spaces.partitions import Partition
 from search_spaces.planning.budgets import check_budget, problem_of
 from search_spaces.planning.context import PlanningContext
-from search_spaces.planning.curves import Point, point_key
+from search_spaces.planning.curves import Point, expected_increases, point_key
 from search_spaces.planning.planning import Planner, site_generators
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.site import SIDES, plan_of_sites
@@ -82,8 +82,9 @@ def curves_of_layer(
 
 def plan_from_curves(
     recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry, points: Mapping[str, Point]
-) -> AttentionPlan:
-    """The plan that the recipe's allocation makes of known curves, with the partitions that they were measured for.
+) -> tuple[AttentionPlan, list[float]]:
+    """The plan that the recipe's allocation makes of known curves, with the partitions that they were measured for, and
+    the loss increase that they expect of each layer.
 
     Raises ValueError if the budget cannot be met exactly.
     """
@@ -107,4 +108,4 @@ def plan_from_curves(
             free = count not in (1, units)
             partition = points[point_key(layer, sides, count)].partition if free else neighbour_partition(units, count)
             partitions |= {(layer, side): partition for side in sides}
-    return plan_of_sites(partitions, geometry)
+    return plan_of_sites(partitions, geometry), expected_increases(recipe, counts, units, points)

@@ -41,7 +41,8 @@ class PlanningContext:
     scores and measured curves. `original`: the model where others look at its layers too; else one that keeps nothing.
     `cache_dir`: folder where measured curves are kept, beside `curves` in memory. `fusion_distances`: of DHA's search
     phase, `[L, H, H]` for "key" and "value"; `output_metrics`: of `attention.conversion.sensitivity`, worked out from
-    the model where they are not given. `work`: of each fit so far. Raises ValueError if heads or statistics do not fit
+    the model where they are not given. `work`: of each fit so far; `increases`: of the loss, that the curves expect of
+    each layer of the plans made so far. Raises ValueError if heads or statistics do not fit
     the geometry.
     """
 
@@ -55,6 +56,7 @@ class PlanningContext:
     output_metrics: Sequence[Tensor] | None = None
     original: Original | None = None
     work: list[Work] = field(default_factory=list, repr=False, compare=False)
+    increases: dict[AttentionPlan, list[float]] = field(default_factory=dict, repr=False, compare=False)
     curves: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
     _similarities: dict[Any, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
     _trials: dict[int, LayerTrials] = field(default_factory=dict, repr=False, compare=False)

@@ -22,6 +22,7 @@ from search_spaces.partitions import Partition
 from search_spaces.planning.context import PlanningContext
 from search_spaces.planning.kept_files import alone
 from search_spaces.recipes.recipe import Recipe
+from search_spaces.site import SIDES
 
 DECIDES = ("grouping", "objective", "similarity", "alignment", "fusion")  # axes that what is measured depends on
 
@@ -44,8 +45,8 @@ class Curves:
     """Curves of one recipe on one context, over places of `units` heads.
 
     `group(place, count)` is the recipe's partition of a place's units; `measure(partitions, told)` the increase of the
-    loss with each of these alone, and calls `told` after each. `at_once`: layers whose increases are measured together.
-    `known` holds the points so far and is added to.
+    loss with each of these alone, and calls `told` after each. `prepare` is called before the first that is missing.
+    `at_once`: layers whose increases are measured together. `known` holds the points so far and is added to.
     """
 
     def __init__(
@@ -54,11 +55,12 @@ class Curves:
         measure: Callable[[Sequence[tuple[Place, Partition]], Callable[[], None]], Sequence[float]],
         known: dict[str, Point],
         file: Path | None = None,
+        prepare: Callable[[], None] = lambda: None,
         *,
         units: int,
         at_once: int = 1,
     ) -> None:
-        self._group, self._measure, self.file = group, measure, file
+        self._group, self._measure, self.file, self._prepare = group, measure, file, prepare
         self._units, self._at_once = units, at_once
         self.points = known
         known.update(_read(file))
@@ -67,6 +69,8 @@ class Curves:
         """Rise in nats a token for each count, of each place; all units kept is 0. `shown`: how many are done yet."""
         missing = [(p, c) for p in places for c in counts if c != self._units and point_key(*p, c) not in self.points]
         layers = list(dict.fromkeys(place.layer for place, _ in missing))
+        if missing:
+            self._prepare()
         showing = stage("what each head count costs", len(missing), "head counts") if shown else nullcontext()
         with showing as told:
             for first in range(0, len(layers), self._at_once):
@@ -130,6 +134,19 @@ def curve_name(recipe: Recipe, context: PlanningContext, knobs: dict[str, int], 
 
 def point_key(layer: int, sides: tuple[str, ...], count: int) -> str:
     return f"{layer}/{'+'.join(sides)}/{count}"
+
+
+def expected_increases(
+    recipe: Recipe, counts: Sequence[tuple[int, int]], units: int, points: Mapping[str, Point]
+) -> list[float]:
+    """The loss increase that `points` expect of each layer, where it keeps `counts` (key heads, value heads)."""
+
+    def of(layer: int, sides: tuple[str, ...], count: int) -> float:
+        return 0.0 if count == units else points[point_key(layer, sides, count)].increase
+
+    if recipe.together:
+        return [of(layer, SIDES, keys) for layer, (keys, _) in enumerate(counts)]
+    return [sum(of(i, (side,), n) for side, n in zip(SIDES, kept, strict=True)) for i, kept in enumerate(counts)]
 
 
 def points_of(record: Mapping[str, Any]) -> dict[str, Point]:

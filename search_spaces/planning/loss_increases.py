@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from attention.calibration.store import Calibration
 from attention.conversion.conversion import LiftedHeads, convert
-from attention.conversion.refinement.local import FIT_RATE, LayerTask, fit_module, output_errors
+from attention.conversion.refinement.local import FIT_DECAY, FIT_RATE, LayerTask, fit_module, output_errors
 from attention.conversion.refinement.parallel import each_layer, largest
 from attention.conversion.refinement.refine import Work
 from attention.conversion.sensitivity import expected_cost
@@ -27,14 +27,11 @@ from attention.modeling.grouped import attach
 from attention.modeling.losses import language_modelling, mean_loss
 from attention.modeling.modeling import plan_of
 from attention.modeling.predictions import mean_cost
-from attention.modeling.running import Streams, sequences_at_once
+from attention.modeling.running import AT_ONCE, Streams
 from attention.plan import AttentionPlan, LayerPlan
 from search_spaces.recipes.recipe import Recipe
 
 ESTIMATED, MEASURED = "estimated", "measured"  # ways to know the loss increase of one layer
-FIT_DECAY = 1 / 3
-"""In a local fit of a layer with fused keys the error falls as the number of steps to the power -FIT_DECAY, from 60 to
-480 steps (benchmarks/LOG.md: medians of three checkpoints)."""
 
 Told = Callable[[], None]
 
@@ -47,7 +44,7 @@ class LayerTrials:
     are best tried in ascending order: going back to a lower one starts again from the embeddings.
     """
 
-    def __init__(self, model: PreTrainedModel, sequences: Tensor, *, batch_size: int | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, sequences: Tensor, *, batch_size: int = AT_ONCE) -> None:
         own = plan_of(model).unshared
         identity = LayerPlan.identity(own.num_heads)
         lifted = convert(model, replace(own, layers=(identity,) * own.num_layers), share=True)
@@ -56,7 +53,7 @@ class LayerTrials:
         self.geometry = geometry_of(self.model.config)
         self.heads = LiftedHeads(model)  # of the model given: those of the copy may be views of what is written to
         self.modules = list(self.family.attention_modules(self.model))
-        self.streams = Streams(self.model, self.modules, sequences, batch_size or sequences_at_once(sequences.shape[1]))
+        self.streams = Streams(self.model, self.modules, sequences, batch_size)
 
     @cached_property
     def base(self) -> float:

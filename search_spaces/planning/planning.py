@@ -26,7 +26,7 @@ from search_spaces.grouping.problem import GroupingProblem
 from search_spaces.partitions import Partition
 from search_spaces.planning.budgets import check_budget, problem_of
 from search_spaces.planning.context import PlanningContext
-from search_spaces.planning.curves import Curves, Place, curve_name
+from search_spaces.planning.curves import Curves, Place, curve_name, expected_increases
 from search_spaces.planning.loss_increases import MEASURED, Told
 from search_spaces.planning.prices import prices_of_site
 from search_spaces.recipes.recipe import AXES, Recipe
@@ -70,7 +70,11 @@ class Planner:
                 self.group_layer(layer, of_layer)
                 told.step()
         shares = self.recipe.apply("sharing", SharingProblem(self.context.heads, self.context.mlps))
-        return self.recipe.apply("composition", replace(self.plan_of(self.partitions), **shares))
+        plan = self.recipe.apply("composition", replace(self.plan_of(self.partitions), **shares))
+        if "measure" in AXES["allocation"].get(self.recipe.allocation).needs:
+            units = len(self.context.units)
+            self.context.increases[plan] = expected_increases(self.recipe, counts, units, self.curves.points)
+        return plan
 
     def group_layer(self, layer: int, counts: tuple[int, int]) -> None:
         """Find the partitions of one layer with these (key heads, value heads)."""
@@ -212,7 +216,12 @@ class Planner:
         known, units = self.context.curves.setdefault(name, {}), len(self.context.units)
         # What runs the whole model gains nothing by more layers at a time, and would keep what it found less often.
         at_once = 1 if own["increases"] == MEASURED else self.context.layers_at_once
-        return Curves(group, measure, known, file, units=units, at_once=at_once)
+
+        def prepare() -> None:  # before points are counted: it takes longer than several of them
+            if own["increases"] != MEASURED:
+                self.context.output_metric(0, own["tokens"])
+
+        return Curves(group, measure, known, file, prepare, units=units, at_once=at_once)
 
 
 def _seeds(generator: np.random.Generator) -> list[int]:

@@ -36,7 +36,7 @@ def _unit(x: Tensor) -> Tensor:
     "activation",
     source="Chen 2024 (AsymGQA), sec. 2.2, Eq. 1",
     knobs=(Knob("tokens", "int", "tokens a head is compared on; cost grows with their square", low=1),),
-    needs=("statistics",),
+    needs=("statistics", "inputs"),
 )
 def activation(
     heads: LayerHeads, statistics: LayerStatistics | None, geometry: HeadGeometry, side: str, *, tokens: int = 512

@@ -16,7 +16,7 @@ from search_spaces.similarity.projections import projection
     "aligned",
     source="Jin 2024, sec. 3.3, Eq. 18, 19 and 22",
     knobs=(CRITERION,),
-    needs=("statistics",),
+    needs=("statistics", "inputs"),
 )
 def aligned(
     heads: LayerHeads, statistics: LayerStatistics | None, geometry: HeadGeometry, side: str, *, criterion: str = "dist"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.conversion.conversion import convert
-from attention.modeling.running import sequences_at_once
+from attention.modeling.running import batch_of
 from attention.plan import AttentionPlan, LayerPlan
 from trainers.evaluation import CachedTeacher, decode_speed, evaluate, measure_cache
 
@@ -91,13 +91,13 @@ def test_an_increase_has_the_standard_error_of_the_paired_difference(tiny_model:
 
 
 def test_long_sequences_are_run_few_at_a_time(tiny_model: Any) -> None:
-    assert [sequences_at_once(length) for length in (64, 512, 1024, 2048, 8192)] == [8, 8, 4, 2, 1]
+    assert [batch_of(length) for length in (64, 512, 1024, 2048, 8192)] == [8, 4, 2, 1, 1]
     model, seen = tiny_model("llama", max_position_embeddings=2048), list[torch.Size]()
     model.get_decoder().register_forward_hook(
         lambda _, __, kwargs, output: seen.append(output[0].shape), with_kwargs=True
     )
     assert evaluate(model, torch.zeros(3, 2048, dtype=torch.int64)).tokens == 3 * 2047
-    assert [shape[0] for shape in seen] == [2, 1]
+    assert [shape[0] for shape in seen] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("world", [2, 3, 9])

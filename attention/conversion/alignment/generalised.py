@@ -36,7 +36,7 @@ def unaligned(
         CRITERION,
         Knob("iterations", "int", "most rounds of generalised Procrustes", low=1, high=10_000),
     ),
-    needs=("statistics",),
+    needs=("statistics", "inputs"),
 )
 def align(
     heads: LayerHeads,

@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 
 from attention.axes import Knob
 from attention.conversion.refinement.capture import held_out, recorded
-from attention.conversion.refinement.original import AT_ONCE, Original, Text
+from attention.conversion.refinement.original import Original, Text
 from attention.conversion.refinement.refine import REFINEMENT, LayerFit
 from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.modeling.modeling import plan_of
-from attention.modeling.running import Streams
+from attention.modeling.running import AT_ONCE, Streams
 from attention.progress import stage
 
 HEAL_KNOBS = (

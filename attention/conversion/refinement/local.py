@@ -25,8 +25,8 @@ from attention.conversion.refinement.healing import HEAL_KNOBS, heal
 from attention.conversion.refinement.original import Original, Text
 from attention.conversion.refinement.parallel import ONE_AT_A_TIME, each_layer, largest
 from attention.conversion.refinement.refine import REFINEMENT, LayerFit, Work
+from attention.conversion.refinement.windows import attended, cache_name, uncached, windows
 from attention.families import family_of
-from attention.modeling.growing_cache import CACHE_NAMES
 from attention.modeling.modeling import plan_of
 from attention.modeling.running import entered_by, entering
 from attention.progress import stage
@@ -41,9 +41,13 @@ FIT_KNOBS = (
         1e-4,
         1e2,
     ),
-    Knob("step_tokens", "int", "tokens a step, rounded up to whole sequences", 1, 2**20),
+    Knob("step_tokens", "int", "tokens a step: whole sequences, or some positions of a longer one", 1, 2**20),
     Knob("fit_tokens", "int", "calibration tokens that are held in memory and fitted on", 2),
 )
+FIT_DECAY = 1 / 3
+"""In a local fit of a layer with fused keys the error falls as the number of steps to the power -FIT_DECAY, from 60 to
+480 steps (benchmarks/LOG.md: medians of three checkpoints)."""
+FEW_LAYERS = 12  # up to so many that are fitted get the same number of steps
 BETAS = (0.8, 0.9)
 LOGITS = ("q_", "k_")  # projections and norms of queries and keys, which every layer with fused keys has apart
 WARMUP = 0.05
@@ -56,13 +60,15 @@ CHECKS = 4  # at most
 class LayerTask:
     """What one layer is fitted to, in float32: `inputs`, `targets` `[N, T, D]` to fit on and `check` to judge by.
 
-    `example` is a record of B sequences: its other arguments serve for any B sequences of as many tokens.
+    `example` is a record of B sequences: its other arguments serve for any B sequences of as many tokens. A step looks
+    at one of the `parts` of their positions, (first, end) each, with all keys before it.
     """
 
     inputs: Tensor
     targets: Tensor
     example: Record
     check: tuple[Record, ...]
+    parts: Sequence[tuple[int, int]]
 
     @property
     def batch(self) -> int:
@@ -74,29 +80,52 @@ class LayerTask:
         records = records_in_float(texts.fit, layer)
         inputs = torch.cat([entering(record.args, record.kwargs) for record in records])
         targets = torch.cat([record.output for record in records])
-        (example,) = records_in_float(texts.step, layer)
-        return cls(inputs, targets, example, records_in_float(texts.check, layer))
+        check = records_in_float(texts.check, layer)
+        example = check[0] if texts.step is texts.check else records_in_float(texts.step, layer)[0]
+        parts = windows(inputs.shape[1], texts.positions)
+        if cache_name(texts.fit.original.modules[layer]) is None:
+            parts = [(0, inputs.shape[1])]
+        return cls(inputs, targets, example, check, parts)
 
 
 @dataclass(frozen=True)
 class FitTexts:
-    """What layers are fitted on, the first step of it, and what they are judged by."""
+    """What layers are fitted on, as many sequences as a step takes, and what layers are judged by; `positions` of each
+    sequence a step looks at, at most."""
 
     fit: Text
     step: Text
     check: Text
+    positions: int
 
     @classmethod
     def of(cls, original: Original, sequences: Tensor, step_tokens: int = STEP_TOKENS) -> FitTexts:
-        """Of `sequences` `[N, T]` a part is kept for the check; a step takes `step_tokens` or a little more."""
+        """Of `sequences` `[N, T]` a part is kept for the check; a step takes about `step_tokens`."""
         fit, check = held_out(sequences)
         batch = min(sequences_a_step(sequences.shape[1], step_tokens), len(fit))
-        return cls(original.on(fit), original.on(fit[:batch], batch), original.on(check))
+        judged = original.on(check)
+        step = judged if judged.batch_size == batch <= len(check) else original.on(fit[:batch], batch)
+        return cls(original.on(fit), step, judged, step_tokens)
 
 
 def sequences_a_step(length: int, step_tokens: int = STEP_TOKENS) -> int:
     """Sequences of `length` tokens that have at least `step_tokens` together."""
     return -(-step_tokens // length)
+
+
+def shared_steps(steps: int, increases: Sequence[float]) -> list[int]:
+    """Adam steps of each layer where `increases` of the loss are expected of them after `steps` each: more for those
+    that cost most, so that the same increase in all is expected of fewer steps. `FEW_LAYERS` get `steps` each.
+
+    The sum of c n^-p over layers is least, for a number of steps in all, where n is as c to the power 1 / (1 + p). A
+    layer gets at least `CHECK_EVERY` steps, or `steps` if these are fewer, and at most twice `steps`.
+    """
+    costs = [max(increase, 0.0) for increase in increases]
+    if sum(cost > 0 for cost in costs) <= FEW_LAYERS:
+        return [steps] * len(costs)
+    weights = [cost ** (1 / (1 + FIT_DECAY)) for cost in costs]
+    scale = steps * (sum(weights) / sum(costs)) ** (1 / FIT_DECAY)
+    return [min(2 * steps, max(min(steps, CHECK_EVERY), round(scale * weight))) for weight in weights]
 
 
 def records_in_float(text: Text, layer: int) -> tuple[Record, ...]:
@@ -116,8 +145,7 @@ def _in_float(record: Record) -> Record:
 
 
 def _call(module: nn.Module, record: Record, inputs: Tensor | None = None) -> Tensor:
-    args, kwargs = record.args, {name: value for name, value in record.kwargs.items() if name not in CACHE_NAMES}
-    kwargs["use_cache"] = False
+    args, kwargs = record.args, uncached(record)
     if inputs is not None:
         args, kwargs = entered_by(inputs, args, kwargs)
     output = module(*args, **kwargs)
@@ -190,7 +218,7 @@ def fit_module(
         if best < before:
             break
         module.load_state_dict(start)
-    tokens = made * task.batch * task.inputs.shape[1]
+    tokens = round(made * task.batch * task.inputs.shape[1] / len(task.parts))
     return before, best, Work(made, tokens, 6.0 * tokens * sum(p.numel() for p in module.parameters()))
 
 
@@ -210,13 +238,14 @@ def _train(
     power = float(task.targets.square().mean())
     looks = min(CHECKS, max(1, steps // CHECK_EVERY))
     checks = {steps * (i + 1) // looks for i in range(looks)}
-    for step, index in enumerate(_batches(len(task.inputs), task.batch, steps, generator)):
+    units = len(task.inputs) * len(task.parts)  # a batch of several sequences has one part
+    for step, index in enumerate(_batches(units, task.batch, steps, generator)):
         now = min(1.0, (step + 1) / max(1.0, WARMUP * steps)) * (1 + math.cos(math.pi * step / steps)) / 2
         for group, rate in zip(optimiser.param_groups, rates.values(), strict=True):
             group["lr"] = now * rate
         with torch.enable_grad():
-            output = _call(module, task.example, task.inputs[index])
-            loss = (output - task.targets[index]).square().mean() / power
+            output, target = at_a_step(module, task, index)
+            loss = (output - target).square().mean() / power
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         optimiser.step()
@@ -233,6 +262,16 @@ def _train(
     return best, made
 
 
+def at_a_step(module: nn.Module, task: LayerTask, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention and target at one step: `index` of sequences, or of a part of one."""
+    if len(task.parts) == 1:
+        return _call(module, task.example, task.inputs[index]), task.targets[index]
+    sequence, part = divmod(int(index), len(task.parts))
+    first, end = task.parts[part]
+    output = attended(module, task.example, task.inputs[sequence : sequence + 1], first, end)
+    return output, task.targets[sequence : sequence + 1, first:end]
+
+
 def fit_layer(
     converted: PreTrainedModel, texts: FitTexts, layer: int, number: int, steps: int, rate: float
 ) -> LayerFit:
@@ -245,6 +284,8 @@ def fit_layer(
             f"a local fit trains each layer alone, and {len(shares)} heads of this model are shared among layers; "
             "train the whole model, or use refinement=heal"
         )
+    if plan.layers[layer] == own.layers[layer]:
+        return LayerFit("fit", number, 0.0, 0.0)  # there is nothing to fit
     module = family_of(converted.config).attention_modules(converted)[layer]
     with ONE_AT_A_TIME:
         task = LayerTask.of(texts, layer)
@@ -264,7 +305,7 @@ def fit_layer(
     "fit_heal",
     source="ours (docs/methods.md, section 6): local fit, then heal",
     knobs=FIT_KNOBS + HEAL_KNOBS,
-    needs=("sequences",),
+    needs=("sequences", "increases"),
     passes_to=heal,
 )
 def fit_heal(
@@ -273,21 +314,24 @@ def fit_heal(
     sequences: Tensor,
     *,
     first: int = 0,
+    layer_steps: Sequence[int] | None = None,
     fit_steps: int = FIT_STEPS,
     fit_rate: float = FIT_RATE,
     step_tokens: int = STEP_TOKENS,
     fit_tokens: int = FIT_TOKENS,
     **knobs: Any,
 ) -> tuple[LayerFit, ...]:
-    """Local fit of every layer, small ones side by side, then heal from the first layer to the last."""
+    """Local fit of every layer, small ones side by side, then heal from the first layer to the last. `layer_steps`: of
+    each layer, in the place of `fit_steps`."""
     texts = FitTexts.of(original, sequences[: max(2, fit_tokens // sequences.shape[1])], step_tokens)
     modules = family_of(converted.config).attention_modules(converted)
+    steps = layer_steps or [fit_steps] * len(modules)
 
     def fit(layer: int) -> LayerFit:
-        fitted = fit_layer(converted, texts, layer, first + layer, fit_steps, fit_rate)
-        told.step()
+        fitted = fit_layer(converted, texts, layer, first + layer, steps[layer], fit_rate)
+        told.step(steps[layer])
         return fitted
 
-    with stage("fitting layers", len(modules), "layers") as told:
+    with stage("fitting layers", sum(steps), "steps") as told:
         fits = each_layer(len(modules), fit, largest(modules), converted.device)
     return (*fits, *heal(original, converted, sequences, first=first, **knobs))

@@ -17,12 +17,10 @@ from transformers import PreTrainedModel
 
 from attention.conversion.refinement.capture import Record, recorded
 from attention.families import family_of
-from attention.modeling.running import Streams
+from attention.modeling.running import AT_ONCE, Streams, batch_of
 
 KEPT_BYTES = 512 * 2**20
 """Most that an `Original` keeps of what its layers do."""
-
-AT_ONCE = 8  # sequences that run through the model
 
 
 def bytes_to_keep(layers: int, tokens: int, width: int, itemsize: int) -> int:
@@ -47,6 +45,7 @@ class Original:
 
     def on(self, sequences: Tensor, batch_size: int = AT_ONCE) -> Text:
         """The model on `sequences` `[N, T]`: the same object for the same tokens."""
+        batch_size = batch_of(sequences.shape[1], batch_size)
         key = (batch_size, sequences.shape, sequences.cpu().numpy().tobytes())
         if key not in self._texts:
             self._texts[key] = Text(self, sequences, batch_size)
@@ -64,23 +63,32 @@ class Text:
     """What an original model does on some sequences, at any layer."""
 
     def __init__(self, original: Original, sequences: Tensor, batch_size: int) -> None:
-        self.original = original
+        self.original, self.batch_size = original, batch_size
         self._streams = Streams(original.model, original.modules, sequences, batch_size)
         self._kept: dict[int, tuple[Record, ...]] = {}
+        self._outputs: list[Tensor] = []  # of the attention of the present layer
         self._keeps: bool | None = None  # known once the size of a record is
 
     def at(self, layer: int) -> Iterable[Record]:
         """One record a batch, to be looked through once."""
         if layer in self._kept:
             return self._kept[layer]
-        if layer - 1 == self._streams.layer and (below := self._kept.get(layer - 1)):
-            self._streams.advance(layer, (record.output for record in below))
+        if layer - 1 == self._streams.layer and len(self._outputs) == len(self._streams.batches):
+            self._streams.advance(layer, self._outputs)
+        self._outputs = []
         records = recorded(self._streams, layer)
         if self._keeps is None:
             records = self._decided(records)
+        records = self._watched(records)
         if self._keeps:
             records = self._kept[layer] = tuple(records)
         return records
+
+    def _watched(self, records: Iterable[Record]) -> Iterator[Record]:
+        """The same records; what the attention puts out stays, so that it need not run on the way to the next layer."""
+        for record in records:
+            self._outputs.append(record.output)
+            yield record
 
     def _decided(self, records: Iterator[Record]) -> Iterator[Record]:
         first = next(records)

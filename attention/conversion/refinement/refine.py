@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,12 +51,14 @@ def refine(
     settings: Mapping[str, Any] | None = None,
     *,
     first: int = 0,
+    layer_steps: Sequence[int] | None = None,
 ) -> tuple[LayerFit, ...]:
     """Run the refinement `name` on `converted` in place: one entry a layer and step, in the order in which they ran.
 
     `original`: an `Original` where others look at the same layers. `sequences` `[N, T]` are calibration tokens.
     `first`: the number in its checkpoint of the models' first layer, where they are a window of a larger model; layers
-    are seeded and reported by their numbers there. Raises ValueError for an unknown name or setting, or if the part
+    are seeded and reported by their numbers there. `layer_steps`: of a local fit of each layer, where it is not the
+    same for all. Raises ValueError for an unknown name or setting, or if the part
     needs sequences and there are fewer than two.
     """
     part = REFINEMENT.get(name)
@@ -64,7 +66,8 @@ def refine(
     if "sequences" in part.needs and (sequences is None or len(sequences) < 2):
         given = "none" if sequences is None else len(sequences)
         raise ValueError(f"refinement={name} needs at least two calibration sequences, got {given}")
-    return part(Original.of(original), converted, sequences, first=first, **knobs)
+    more = {"layer_steps": layer_steps} if "increases" in part.needs else {}
+    return part(Original.of(original), converted, sequences, first=first, **more, **knobs)
 
 
 @REFINEMENT.part("none", source="-")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,11 +17,12 @@ from attention.calibration.calibration import calibrate
 from attention.conversion.conversion import convert
 from attention.conversion.refinement.capture import held_out, recorded
 from attention.conversion.refinement.healing import SideBySide, heal_layer, ridge_refit
-from attention.conversion.refinement.local import FitTexts, LayerTask, fit_module, layer_error
+from attention.conversion.refinement.local import FitTexts, LayerTask, at_a_step, fit_module, layer_error
 from attention.conversion.refinement.original import Original
 from attention.conversion.refinement.parallel import SMALL, each_layer
 from attention.conversion.refinement.refine import REFINEMENT, refine
-from attention.families import family_of
+from attention.conversion.refinement.windows import attended
+from attention.families import families, family_of
 from attention.modeling.running import Streams
 from attention.plan import AttentionPlan, LayerPlan
 
@@ -86,6 +88,31 @@ def test_nothing_is_kept_that_does_not_help(name: str, tiny_model: Tiny, tokens:
     if name == "fit_heal":
         assert not any(fit.kept for fit in report if fit.step == "fit")
         assert all(torch.equal(converted.state_dict()[key], t) for key, t in before.items() if "q_proj" in key)
+
+
+@pytest.mark.parametrize("family", sorted(families()))
+def test_a_window_gives_what_whole_sequences_do_there(family: str, tiny_model: Tiny, tokens: Tensor) -> None:
+    """Outputs, and the gradients of the whole sequence from those of its windows."""
+    _, converted = pair(tiny_model, tokens, family)
+    original = tiny_model(family).requires_grad_(False)
+    module = family_of(converted.config).attention_modules(converted)[1].requires_grad_(True)
+    task = LayerTask.of(FitTexts.of(Original.of(original), tokens[:16], 8), 1)
+    assert task.parts == [(0, 8), (8, 16), (16, 24)]
+
+    def gradients(outputs: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        module.zero_grad()
+        for output, target in outputs:
+            (output - target).square().sum().backward()
+        return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+    index, sequence = torch.tensor([3]), slice(3, 4)
+    inputs, targets = task.inputs[sequence], task.targets[sequence]
+    parts = [attended(module, task.example, inputs, *part) for part in task.parts]
+    whole = at_a_step(module, replace(task, parts=[(0, 24)]), index)[0]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=1e-4)
+    by_windows = gradients((p, targets[:, a:b]) for p, (a, b) in zip(parts, task.parts, strict=True))
+    for name, expected in gradients([(whole, targets)]).items():
+        torch.testing.assert_close(by_windows[name], expected, atol=1e-4, rtol=1e-3)
 
 
 def test_a_fit_falls_back_to_the_best_state_it_met(tiny_model: Tiny, tokens: Tensor) -> None:

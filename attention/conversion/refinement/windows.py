@@ -1,0 +1,104 @@
+"""Some positions of a sequence at a time, each with all keys and values before it.
+
+A step of a fit on a window costs what a step on a short sequence does, and yet sees the distances of a long one.
+
+Legend: B sequences, T tokens a sequence, S tokens up to the end of a window, D model dim.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
+
+from attention.conversion.refinement.capture import Record
+from attention.modeling.growing_cache import CACHE_NAMES
+from attention.modeling.running import entered_by
+
+
+class _Reached(Exception):
+    """Keys and values are made: what comes after them in the attention need not run."""
+
+
+class _Prefix(DynamicCache):
+    """Keys and values of the positions before a window, with gradients. The first call with it ends once they are
+    made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.before is None:
+            self.before = key_states, value_states
+            raise _Reached
+        return torch.cat([self.before[0], key_states], 2), torch.cat([self.before[1], value_states], 2)
+
+
+def windows(length: int, positions: int) -> list[tuple[int, int]]:
+    """`length` positions in equal parts of about `positions` each: (first, end) of each."""
+    count = max(1, round(length / positions))
+    edges = [length * i // count for i in range(count + 1)]
+    return list(itertools.pairwise(edges))
+
+
+def uncached(record: Record) -> dict[str, Any]:
+    """The record's named arguments, but for a cache."""
+    return {name: value for name, value in record.kwargs.items() if name not in CACHE_NAMES} | {"use_cache": False}
+
+
+def cache_name(module: nn.Module) -> str | None:
+    """By which name the module takes a cache, if it does. Composition keeps more than keys and values there: None."""
+    parameters = inspect.signature(module.forward).parameters
+    return None if hasattr(module, "composition") else next((name for name in CACHE_NAMES if name in parameters), None)
+
+
+def attended(module: nn.Module, record: Record, inputs: Tensor, first: int, end: int) -> Tensor:
+    """The module's output `[B, end - first, D]` at the positions from `first` to `end` of `inputs` `[B, T, D]`, called
+    as in `record`: what it makes of whole sequences, there."""
+    length = inputs.shape[1]
+    whole = record.args, uncached(record)
+    name, prefix = cache_name(module), _Prefix()
+    if name is None:
+        raise ValueError(f"{type(module).__name__} takes no cache: it can only be run on whole sequences")
+
+    def call(begin: int, end: int, cache: _Prefix | None) -> Any:
+        args, kwargs = entered_by(inputs, *whole)
+        args, kwargs = _cut((args, kwargs), length, begin, end)
+        if kwargs.get("attention_mask") is None and begin > 0:  # causality would be counted from the first position
+            mask = torch.ones(end - begin, end, dtype=torch.bool, device=inputs.device).tril(begin)
+            kwargs = kwargs | {"attention_mask": mask[None, None]}
+        return module(*args, **(kwargs | ({name: cache} if cache is not None else {})))
+
+    if first == 0:
+        output = call(0, end, None)
+    else:
+        with suppress(_Reached):
+            call(0, first, prefix)
+        output = call(first, end, prefix)
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _cut(value: Any, length: int, first: int, end: int) -> Any:
+    """Of all tensors in `value` that have a row for each of `length` positions, the rows of a window."""
+    if isinstance(value, Tensor):
+        shape = value.shape
+        if shape[-2:] == (length, length):  # a mask
+            return value[..., first:end, :end]
+        if len(shape) > 1 and shape[-2] == length:  # hidden states, tables of a position embedding
+            return value[..., first:end, :]
+        return value[..., first:end] if shape and shape[-1] == length else value  # numbers of positions
+    if isinstance(value, dict):
+        return {name: _cut(item, length, first, end) for name, item in value.items()}
+    return type(value)(_cut(item, length, first, end) for item in value) if type(value) in (tuple, list) else value
+
+
+def cost_of_windows(length: int, positions: int) -> float:
+    """Tokens of which keys and values are made for each position of a window, on average."""
+    parts = windows(length, positions)
+    return sum(end for _, end in parts) / length
