@@ -39,7 +39,7 @@ def diverged(trial: TrialRecord) -> bool:
     """Whether a failed trial failed because its loss was no longer finite."""
     if trial.status != records.FAILED:
         return False
-    return "diverged" in (trial.error or "").lower() or (bool(trial.rungs) and not math.isfinite(trial.loss))
+    return "diverged" in (trial.error or "").lower() or (bool(trial.rungs) and not math.isfinite(trial.last_loss))
 
 
 def compare(trials: Sequence[TrialRecord], original: Mapping[str, Any]) -> list[Row]:

@@ -69,7 +69,7 @@ class View:
 def read_status(folder: SearchFolder, now: datetime | None = None) -> View:
     """Where the search of a folder stands. Reads a few small files, writes none."""
     trials = load_trials(folder.root)
-    under_way = (records.RUNNING, records.WAITING, records.KILLED)  # these count with their last rung
+    under_way = (records.RUNNING, records.WAITING, records.KILLED)  # these count with what was measured so far
     so_far = [replace(t, status=records.STOPPED) if t.status in under_way else t for t in trials]
     state = read_json(folder.state) if folder.state.exists() else {}
     original = read_json(folder.original) if folder.original.exists() else {}
@@ -167,7 +167,7 @@ def _point(trial: TrialRecord, original_loss: float | None) -> dict[str, Any]:
         "label": trial.label,
         "kv_ratio": trial.kv_ratio,
         "kv_bytes_per_token": trial.kv_bytes_per_token,
-        "step": trial.step,
+        "step": trial.best.get("step", 0),
         "loss": trial.loss,
         "loss_increase": None if original_loss is None else trial.loss - original_loss,
     }
@@ -212,7 +212,7 @@ def picture(view: View) -> Group:
              number(p["loss_increase"], "+.3f"))
             for p in view.front[:POINTS]
         ]  # fmt: skip
-        columns = ("recipe", OF_THE_CHECKPOINT, "KV bytes/token", "steps", "loss", "loss increase")
+        columns = ("recipe", OF_THE_CHECKPOINT, "KV bytes/token", "at step", "loss", "loss increase")
         parts.append(Table(columns, rows).for_terminal(title="front so far", title_justify="left"))
     parts += [Text(f"failed: {text}", style="red") for text in view.failures[-3:]]
     return Group(*parts)

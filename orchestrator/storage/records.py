@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from attention.io.files import write_whole
 from attention.ratios import is_met
@@ -94,17 +94,32 @@ class TrialRecord:
         return max(self.rungs, key=lambda rung: rung["step"], default={})
 
     @property
-    def loss(self) -> float:
-        """Held-out loss at the highest rung reached; infinite before the first and for a diverged trial."""
-        value = self.last.get("loss")
-        return value if value is not None and math.isfinite(value) else math.inf
+    def best(self) -> dict[str, Any]:
+        """The scores that count for this trial, those of lowest held-out loss (of equal ones the least trained); empty
+        before the first. Tables, figures, the front, the choice of what is promoted and the searcher read them here.
+
+        They may be of the untrained conversion, or of the model that a relaxation came to before any recovery. A
+        conversion that no training starts from (`pooled`) counts only where nothing else was measured.
+        """
+        rungs = [rung for rung in self.rungs if not rung.get("pooled")] or self.rungs
+        measured = [rung for rung in rungs if _is_finite(rung.get("loss"))]
+        measured += [
+            {"step": int(rung.get("relaxation_steps", 0)), "loss": rung["collapsed_loss"]}
+            for rung in rungs
+            if _is_finite(rung.get("collapsed_loss"))
+        ]
+        return min(measured, key=lambda rung: (rung["loss"], rung["step"]), default={})
 
     @property
-    def lowest_loss(self) -> float:
-        """Held-out loss at the best rung reached, which may be that before training; infinite before the first. That of
-        a conversion which a relaxation never trains from is left out."""
-        losses = (rung.get("loss") for rung in self.rungs if not rung.get("pooled"))
-        return min((x for x in losses if x is not None and math.isfinite(x)), default=self.loss)
+    def loss(self) -> float:
+        """Held-out loss of the best measured step; infinite before the first and for a diverged trial."""
+        return self.best["loss"] if math.isfinite(self.last_loss) else math.inf
+
+    @property
+    def last_loss(self) -> float:
+        """Held-out loss at the highest rung reached; infinite before the first and for a diverged trial."""
+        value = self.last.get("loss")
+        return value if _is_finite(value) else math.inf
 
     @property
     def remaining_distance(self) -> float | None:
@@ -156,6 +171,10 @@ class TrialRecord:
         self.relaxation = result.get("relaxation_history") or self.relaxation
         rung = {key: result[key] for key in RUNG_KEYS if key in result}
         self.rungs = sorted([r for r in self.rungs if r["step"] != rung["step"]] + [rung], key=lambda r: r["step"])
+
+
+def _is_finite(value: float | None) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value)
 
 
 def write_json(path: str | Path, record: Any) -> None:
@@ -232,7 +251,7 @@ def without_probes(trials: Iterable[TrialRecord]) -> list[TrialRecord]:
 
 
 def front(trials: Sequence[TrialRecord], *, timed: bool = True) -> list[TrialRecord]:
-    """The trials that no other one beats in all of KV bytes a token, held-out loss (at the last rung of each) and, with
+    """The trials that no other one beats in all of KV bytes a token, held-out loss (of the best step of each) and, with
     `timed` and where it was measured, decode time, by rising bytes."""
 
     def scores(trial: TrialRecord) -> tuple[float, ...]:
