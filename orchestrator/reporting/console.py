@@ -25,8 +25,8 @@ def console(width: int = 140) -> Console:
 def print_trials(trials: Sequence[TrialRecord], original: Mapping[str, Any]) -> None:
     out, table = console(), trial_table(trials, original, most=len(trials))
     out.print(
-        f"\nTrials (loss: of the best measured step; * on the front; the original model has {original['loss']:.3f} nats "
-        "per token):"
+        "\nTrials (loss: of the best measured step; * on the front; the original model has "
+        f"{original['loss']:.3f} nats per token):"
     )
     out.print(table.for_terminal([name for name in table.columns if name not in PAGE_ONLY], star=True))
     for note in table.notes:

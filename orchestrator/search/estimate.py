@@ -34,6 +34,7 @@ from orchestrator.search.needs.disk import Storage, giga
 from orchestrator.search.needs.fitting import refused
 from orchestrator.search.needs.memory import Needs
 from orchestrator.search.searchers import SearchProblem, make_searcher
+from orchestrator.search.trials.context import unfinished_relaxations
 from orchestrator.search.validation import Prepared, local_nodes, search_problem
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import compact, write_json
@@ -152,6 +153,7 @@ def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, a
     takes = place.disk(parallel)
     if shortage := place.shortage(parallel):
         warnings.append(f"disk: {shortage}")
+    warnings += unfinished_relaxations((c.recipe for c in problem.named), config.rungs.steps)
     stored = (takes.most, takes.parts, takes.kept, place.free)
     told = (tuple(need.record() for need in processes), tuple(refused(needs)))
     times = (rate, source, cpu, gpu, hours, price)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from attention.conversion.relaxation_knobs import UNFINISHED
 from attention.io.files import write_whole
 from attention.ratios import is_met
 from orchestrator.config.parsing import ConfigError, shown
@@ -19,8 +20,8 @@ ENDED = (DONE, STOPPED, COPY, FAILED, KILLED)
 RUNG_KEYS = (
     "step", "rung", "loss", "loss_increase", "kl", "tokens", "train_loss", "learning_rate", "gradient_norm",
     "tokens_per_second", "seconds",
-    "checkpoint_path", "data_position", "collapsed_loss", "relaxed_dir", "relaxation_steps", "weights_digest",
-    "best_step", "best_loss", "best_kl", "best_dir", "pooled", "timestamp",
+    "checkpoint_path", "data_position", "collapsed_loss", "relaxed_dir", "relaxation_steps", "relaxation_remaining",
+    "weights_digest", "best_step", "best_loss", "best_kl", "best_dir", "pooled", "timestamp",
 )  # fmt: skip
 """What is kept of a report for each rung."""
 NOT_REPORTED = {"trial_id", "recipe", "kv_ratio", "learning_rate", "seconds", "status", "rungs", "error", "error_log",
@@ -125,6 +126,21 @@ class TrialRecord:
     def remaining_distance(self) -> float | None:
         """What PostShare's pull has left of the squared distance of the pairs; None without one that has ended."""
         return self.relaxation[-1].get("distance") if self.relaxation else None
+
+    @property
+    def relaxation_remaining(self) -> float | None:
+        """Share of its way that the trial's relaxation had left when its heads were fused; None without one that has
+        ended. Of a search before this was reported: what its history tells."""
+        if (left := self.last.get("relaxation_remaining")) is not None:
+            return left
+        last = self.relaxation[-1] if self.relaxation else {}
+        return last.get("mean_mask", last.get("distance"))
+
+    @property
+    def relaxation_unfinished(self) -> bool:
+        """Whether heads were fused before the relaxation had brought them together."""
+        left = self.relaxation_remaining
+        return left is not None and left > UNFINISHED
 
     @property
     def step(self) -> int:
@@ -243,6 +259,24 @@ POOLED_NOTE = (
     "pooled: the closed-form conversion that was measured at step 0; the relaxation of such a trial starts from "
     "unfused heads and not from it"
 )
+
+
+UNFINISHED_MARK = "relaxation unfinished"
+
+
+def unfinished_note(trials: Iterable[TrialRecord]) -> str:
+    """Say which relaxations did not come to their end, and what that means; "" if all did."""
+    left = [f"{t.name} ({t.relaxation_remaining:.0%} left)" for t in trials if t.relaxation_unfinished]
+    if not left:
+        return ""
+    return (
+        f"{UNFINISHED_MARK.capitalize()}: {', '.join(left[:MOST_NAMED])}{', ...' if len(left) > MOST_NAMED else ''}. "
+        "Its heads were fused before it had brought them together, so the method is not shown at its best: give it "
+        "more steps (rungs.steps) or a higher relaxation.rate."
+    )
+
+
+MOST_NAMED = 6
 
 
 def without_probes(trials: Iterable[TrialRecord]) -> list[TrialRecord]:

@@ -28,8 +28,8 @@ MOST_TOLD = 12  # points of a picture that its description names
 
 FRONT = (
     "Every trial at the best step that was measured, which may be the untrained conversion; a ring is a promoted model "
-    "at the best step of its full training. The upright axis is logarithmic; what is not above the original model stands in the band "
-    "below, the best of each size with its number."
+    "at the best step of its full training. The upright axis is logarithmic; what is not above the original model "
+    "stands in the band below, the best of each size with its number."
 )
 
 AGAIN = (
