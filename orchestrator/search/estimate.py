@@ -169,6 +169,13 @@ def check_disk(config: SearchConfig, prepared: Prepared, parallel: int) -> None:
         raise ConfigError(f"storage: {shortage}")
 
 
+def disk_shortage(config: SearchConfig) -> str | None:
+    """Say by how much a search of one trial at a time does not fit its storage; None where it does."""
+    problem = search_problem(config, loading.geometry_of(config.model.path, weights=False))
+    work = Work.of(config, problem)
+    return Storage.of(config, problem, work.trials - work.probes, work.trainings).shortage(1)
+
+
 def local_parallel(config: SearchConfig) -> int:
     """Trials at a time on this machine; 1 where not even one fits, since a larger cluster will run it."""
     with contextlib.suppress(ConfigError):
