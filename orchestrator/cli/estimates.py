@@ -37,6 +37,10 @@ def estimate(
     sequence_length: options.SequenceLength = 256,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    gpus: Annotated[
+        int | None, typer.Option(min=0, help="GPUs of the machine that it will run on, where that is not this one.")
+    ] = None,
+    gpu_memory: Annotated[int | None, typer.Option(min=1, help="GiB of memory of each of them.")] = None,
 ) -> None:
     """Say what a search or a conversion will take. Before it runs: tokens, hours, peak memory, disk."""
     from orchestrator.config.schema import ConfigError
@@ -51,11 +55,11 @@ def estimate(
             raise ConfigError(f"estimate: expected one of two, {OF_SEARCH}, or {OF_CONVERSION}; got parts of both")
         from orchestrator.config.schema import load_config
 
-        tell_search(load_config(config, given), json)
+        tell_search(load_config(config, given), json, gpu_memory * 2**30 if gpu_memory else None)
         return
     if model is None or recipe is None or (kv_ratio is None and kv_heads is None):
         raise ConfigError(f"estimate: expected {OF_SEARCH}, or {OF_CONVERSION}")
-    from orchestrator.conversion.estimates.estimate import describe, estimate_conversion
+    from orchestrator.conversion.estimates.estimate import Elsewhere, describe, estimate_conversion
     from orchestrator.conversion.request import asked_ratios
 
     ratios = asked_ratios(model, kv_ratio, kv_heads)
@@ -68,7 +72,8 @@ def estimate(
         "recipe_settings": options.recipe_settings(overrides),
         "nearest": len(ratios) > 1,  # as `convert` takes several
     }
-    points = [estimate_conversion(model, recipe, ratio, **settings) for ratio in ratios]
+    there = Elsewhere.of(device, gpus, gpu_memory)
+    points = [estimate_conversion(model, recipe, ratio, elsewhere=there, **settings) for ratio in ratios]
     for number, point in enumerate(points):
         print("\n" * bool(number), end="")
         options.tell(describe(point))
@@ -76,14 +81,16 @@ def estimate(
     options.finish(records[0] if len(records) == 1 else {"points": records}, json)
 
 
-def tell_search(settings: SearchConfig, json: Path | None = None) -> None:
-    """Print what a search will take, and write it to `json` if given. Raises ConfigError for what does not fit the GPU
+def tell_search(settings: SearchConfig, json: Path | None = None, gpu_bytes: int | None = None) -> None:
+    """Print what a search will take, and write it to `json` if given. `gpu_bytes`: memory of each GPU of the machine
+    that it will run on. Raises ConfigError for what does not fit the GPU
     that it asks for."""
     from orchestrator.config.schema import ConfigError
     from orchestrator.search.estimate import describe_search, estimate_search, local_parallel
     from orchestrator.storage.paths import storage_path
 
-    estimated = estimate_search(settings, storage_path(settings.storage), parallel=local_parallel(settings))
+    parallel, storage = local_parallel(settings), storage_path(settings.storage)
+    estimated = estimate_search(settings, storage, parallel=parallel, gpu_bytes=gpu_bytes)
     options.tell(describe_search(estimated, settings))
     for warning in estimated.warnings:
         print(f"warning: {warning}", file=sys.stderr)

@@ -9,8 +9,8 @@ Where the paper is **silent**:
 - Eq. 29 is negative for a mean mask below T, and still falls down to T - 1/2: masks run ahead of the schedule. The
   formula is kept; T does not fall below 0;
 - the location log α starts at 4: then the mask is exactly 1 without noise, and fewer than one in ten below 1 with it;
-- the paper's constraint and rate close the masks in thousands of steps. With fewer, both are scaled by the same factor
-  (`relaxation_knobs`): without the weight, masks that the loss still needs stay open for good;
+- the paper's constraint and rate close the masks in thousands of steps. With fewer, both are scaled up
+  (`relaxation_knobs`): with the rate alone, masks that the loss needs in the first steps stay open for good;
 - a sample of the masks holds for a step, in all passes and on all workers.
 """
 
