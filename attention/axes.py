@@ -18,6 +18,8 @@ from attention.messages import near, one_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 KINDS = ("int", "float", "log_float", "choice", "bool")
+AUTO = "auto"
+"""What a knob may be set to whose value then follows from what is at hand (`Knob.auto`)."""
 IN_WORDS = {"int": "a whole number", "float": "a number", "log_float": "a number"}
 
 
@@ -28,6 +30,7 @@ class Knob:
     `kind` is "int", "float", "log_float" (sampled on a logarithmic scale), "choice" or "bool". `low` and `high` are
     inclusive. `searched` tells whether a search moves the knob by itself or leaves it at its default. `default` is that
     of the function's parameter (see `of`), and given here only for a knob that functions of several packages share.
+    `auto`: the knob may also be `AUTO`, and the part then finds the value itself.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Knob:
     choices: tuple[Any, ...] = ()
     searched: bool = False
     default: Any = inspect.Parameter.empty
+    auto: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -60,6 +64,8 @@ class Knob:
 
     def check(self, value: Any) -> Any:
         """Return `value` if it is allowed; raise ValueError naming the knob, the value and what is allowed."""
+        if self.auto and value == AUTO:
+            return value
         if self.kind == "choice":
             if value not in self.choices:
                 raise ValueError(one_of(self.name, self.choices, value))
@@ -70,7 +76,8 @@ class Knob:
             return value
         wanted = int if self.kind == "int" else (int, float)
         if isinstance(value, bool) or not isinstance(value, wanted):
-            raise ValueError(f"{self.name} must be {IN_WORDS[self.kind]}, got {value!r}")
+            or_auto = f" or {AUTO!r}" if self.auto else ""
+            raise ValueError(f"{self.name} must be {IN_WORDS[self.kind]}{or_auto}, got {value!r}")
         if (self.low is not None and value < self.low) or (self.high is not None and value > self.high):
             raise ValueError(f"{self.name} must lie in [{self.low}, {self.high}], got {value!r}")
         return value

@@ -8,6 +8,7 @@ seconds, so that nothing looks hung, however long a step takes or libraries load
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -27,6 +28,17 @@ def clock(seconds: float) -> str:
     whole = max(0, round(seconds))
     hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def duration(seconds: float) -> str:
+    """About how long, in words: 42 s, 12 min, 3 h 20 min, 37 h."""
+    if seconds < 60:
+        return f"{math.ceil(seconds)} s"
+    minutes = math.ceil(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, rest = divmod(minutes, 60)
+    return f"{hours} h {rest} min" if hours < 10 and rest else f"{round(minutes / 60)} h"
 
 
 class Stage:

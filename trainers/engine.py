@@ -118,12 +118,16 @@ class Engine:
         return mean.item()
 
     def save(self, folder: str | Path, client_state: dict[str, Any] | None = None) -> None:
-        """Weights, optimiser state, position and `client_state` (plain values), each worker its own share."""
+        """Trained weights, optimiser state, position and `client_state` (plain values), each worker its own share.
+
+        What `settings.tuning` freezes is left out: `load` is for an engine of the same model.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         state = {"steps_done": self.steps_done, "client": client_state if client_state is not None else {}}
         with contextlib.redirect_stdout(None):  # DeepSpeed prints; errors still come as exceptions
-            self._engine.save_checkpoint(str(folder), tag=TAG, client_state=state)
+            frozen = self.settings.tuning != "full"
+            self._engine.save_checkpoint(str(folder), tag=TAG, client_state=state, exclude_frozen_parameters=frozen)
         if dist.get_rank() == 0:
             layout = {"num_workers": self.settings.num_workers} | layout_of(self.settings)
             (folder / LAYOUT).write_text(json.dumps(layout))
@@ -149,7 +153,8 @@ class Engine:
         own = [{key: group[key] for key in OWN} for group in self._engine.optimizer.param_groups]
         with given as readable, contextlib.redirect_stdout(None):
             self._engine._config.load_universal_checkpoint = anew
-            path, state = self._engine.load_checkpoint(str(readable), tag=TAG)
+            whole = self.settings.tuning == "full"  # else what is frozen is the model's already
+            path, state = self._engine.load_checkpoint(str(readable), tag=TAG, load_module_strict=whole)
         for group, options in zip(self._engine.optimizer.param_groups, own, strict=True):
             group |= options  # as the settings say; with ZeRO 3 split anew all groups have the first one's [0.19]
         if anew:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from attention.conversion.relaxation_knobs import rate_of
 from attention.modeling.modeling import plan_of
 from attention.plan import AttentionPlan, LayerPlan
 from trainers.engine import Engine
@@ -92,7 +93,8 @@ def next_stage(
     if not is_coarser(plan_of(model), goal):
         model = lifted(model)
     steps, knobs = spec.regroup_steps, spec.knobs
-    relaxation = _lagrangian(model, goal, steps, rate=knobs["rate"], per_dimension=knobs["per_dimension"])
+    rate = rate_of("lagrangian", knobs["rate"], spec.steps)  # of the fusion that these steps come before
+    relaxation = _lagrangian(model, goal, steps, rate=rate, per_dimension=knobs["per_dimension"])
     distances = _distances(relaxation, settings, steps, lambda: stream)
     return paired_plan(plan_of(model), goal, distances["key"], distances["value"])
 

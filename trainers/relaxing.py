@@ -39,6 +39,8 @@ class Relaxed:
     """What a relaxation stage came to: `model_dir` the collapsed checkpoint, `loss` its held-out loss before any
     recovery, `steps` and `tokens` over all stages, `position` that of the data stream, `seconds` of work, `history`
     what was followed while relaxing: the relaxation's own metrics and the loss at some steps, counted over all stages.
+    `remaining`: share of its way that was left at the end (`Relaxation.remaining`), of the stage that has most; None
+    for one that a former version has run.
     """
 
     model_dir: str
@@ -48,6 +50,7 @@ class Relaxed:
     position: dict[str, Any]
     seconds: float
     history: list[dict[str, float]]
+    remaining: float | None = None
 
 
 def relax(job: TrainJob) -> Relaxed:
@@ -78,6 +81,7 @@ def relax(job: TrainJob) -> Relaxed:
         records[-1]["position"],
         sum(r["seconds"] for r in records),
         [h | {"step": h["step"] + i * spec.steps} for i, r in enumerate(records) for h in r["history"]],
+        max((r["remaining"] for r in records if r.get("remaining") is not None), default=None),
     )
 
 
@@ -112,7 +116,7 @@ class _Stage(WorkerShare):
                 on_step=lambda step, loss: self._on_step(engine, relaxation, step, loss),
                 until=relaxation.finished if relaxation.stop_early else None,
             )
-            metrics = relaxation.metrics()
+            metrics, remaining = relaxation.metrics(), relaxation.remaining()
             if self.history and self.history[-1]["step"] < steps:
                 self.history.append({"step": steps, "train_loss": self.last_loss, **metrics})
             weights, device = engine.weights(), engine.device
@@ -127,6 +131,7 @@ class _Stage(WorkerShare):
                 "finished": relaxation.finished(),
                 "loss": loss,
                 "metrics": metrics,
+                "remaining": remaining,
                 "history": self.history,
                 "position": self.stream.state_dict(),
                 "seconds": self.seconds,

@@ -43,6 +43,10 @@ def estimate(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     dequantize: options.Dequantize = False,
+    gpus: Annotated[
+        int | None, typer.Option(min=0, help="GPUs of the machine that it will run on, where that is not this one.")
+    ] = None,
+    gpu_memory: Annotated[int | None, typer.Option(min=1, help="GiB of memory of each of them.")] = None,
 ) -> None:
     """Say what a search or a conversion will take. Before it runs: tokens, hours, peak memory, disk."""
     from orchestrator.config.schema import ConfigError
@@ -58,11 +62,12 @@ def estimate(
         from orchestrator.config.schema import load_config
         from orchestrator.search.validation import open_models
 
-        tell_search(open_models(load_config(config, given), weights=False), json)
+        settings = open_models(load_config(config, given), weights=False)
+        tell_search(settings, json, gpu_memory * 2**30 if gpu_memory else None)
         return
     if model is None or not (kv_ratio or kv_heads or kv_bytes):
         raise ConfigError(f"estimate: expected {OF_SEARCH}, or {OF_CONVERSION}")
-    from orchestrator.conversion.estimates.estimate import describe, estimate_conversions
+    from orchestrator.conversion.estimates.estimate import Elsewhere, describe, estimate_conversions
     from orchestrator.conversion.loading import resolve_model
     from orchestrator.conversion.request import asked_ratios, unit_of
 
@@ -80,7 +85,8 @@ def estimate(
         "strict": strict,
         "unit": unit_of(kv_heads, kv_bytes),
     }
-    points = estimate_conversions(model, recipe, ratios, **settings)
+    there = Elsewhere.of(device, gpus, gpu_memory)
+    points = estimate_conversions(model, recipe, ratios, elsewhere=there, **settings)
     for number, point in enumerate(points):
         print("\n" * bool(number), end="")
         options.tell(describe(point))
@@ -88,14 +94,16 @@ def estimate(
     options.finish(records[0] if len(records) == 1 else {"points": records}, json)
 
 
-def tell_search(settings: SearchConfig, json: Path | None = None) -> None:
-    """Print what a search will take, and write it to `json` if given. Raises ConfigError for what does not fit the GPU
+def tell_search(settings: SearchConfig, json: Path | None = None, gpu_bytes: int | None = None) -> None:
+    """Print what a search will take, and write it to `json` if given. `gpu_bytes`: memory of each GPU of the machine
+    that it will run on. Raises ConfigError for what does not fit the GPU
     that it asks for."""
     from orchestrator.config.schema import ConfigError
     from orchestrator.search.estimate import describe_search, estimate_search, local_parallel
     from orchestrator.storage.paths import storage_path
 
-    estimated = estimate_search(settings, storage_path(settings.storage), parallel=local_parallel(settings))
+    parallel, storage = local_parallel(settings), storage_path(settings.storage)
+    estimated = estimate_search(settings, storage, parallel=parallel, gpu_bytes=gpu_bytes)
     options.tell(describe_search(estimated, settings))
     for warning in estimated.warnings:
         print(f"warning: {warning}", file=sys.stderr)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -28,13 +30,18 @@ def init(
         int | None, typer.Option(min=1, help="GiB of memory of each (default: of those here; 80 where there is none).")
     ] = None,
     dequantize: options.Dequantize = False,
+    storage: Annotated[
+        str, typer.Option(help="Where searches are to write; what is written fits the free space there if it can.")
+    ] = "runs",
 ) -> None:
-    """Write a first configuration for a checkpoint. Commented; `headfold search FILE --dry-run` checks it."""
+    """Write a first configuration for a checkpoint, and a smoke test of it. Both are commented; `headfold search FILE
+    --dry-run` checks one. What does not fit the free disk is made smaller, or said."""
     from orchestrator.config.first import FirstConfig, Place
     from orchestrator.config.parsing import ConfigError, read_yaml
     from orchestrator.config.schema import parse_config
     from orchestrator.conversion import loading
     from orchestrator.conversion.estimates.sizes import Size
+    from orchestrator.search.estimate import disk_shortage
     from orchestrator.storage.shipped import shipped
 
     opened = loading.resolve_model(model, dequantize=dequantize, weights=False)
@@ -44,21 +51,30 @@ def init(
     here, held = _gpus_here()
     place = Place(here if gpus is None else gpus, gpu_memory * 2**30 if gpu_memory else held, os.cpu_count() or 1)
     schema, dtype = str(shipped("docs/config.schema.json")), loading.written_dtype(opened)
-    first = FirstConfig(model, geometry, dtype, Size.of(config).total, data, place, schema, dequantize)
+    size = Size.of(config).total
+    first = FirstConfig(model, geometry, dtype, size, data, place, schema, dequantize, storage)
+    whole = parse_config(read_yaml(first.text()), where="the new configuration")
+    if shortage := disk_shortage(whole):
+        first = replace(first, small=True)
+        shortage = disk_shortage(parse_config(read_yaml(first.text()), where="the new configuration"))
     text = first.text()
-    parse_config(read_yaml(text), where="the new configuration")
     if str(out) == "-":
         print(text, end="")
         return
     file = out or Path(f"{first.name}.yaml")
-    try:
-        with file.open("x", encoding="utf-8") as stream:
-            stream.write(text)
-    except FileExistsError:
-        raise ConfigError(f"out: {str(file)!r} exists; name another file with --out, or remove it") from None
-    except OSError as error:
-        raise ConfigError(f"out: cannot write to {str(file)!r} ({error.strerror}); name another file") from None
-    print(f"wrote {file}; next: headfold search {file} --dry-run")
+    brief = file.with_stem(f"{file.stem}-smoke")
+    for path in (file, brief):
+        if path.exists():
+            raise ConfigError(f"out: {str(path)!r} exists; name another file with --out, or remove it")
+    for path, content in ((file, text), (brief, replace(first, smoke=True).text())):
+        try:
+            with path.open("x", encoding="utf-8") as stream:
+                stream.write(content)
+        except OSError as error:
+            raise ConfigError(f"out: cannot write to {str(path)!r} ({error.strerror}); name another file") from None
+    if shortage:
+        print(f"warning: {shortage}", file=sys.stderr)
+    print(f"wrote {file} and {brief}; next: headfold search {brief} --dry-run")
 
 
 def _gpus_here() -> tuple[int, int]:

@@ -1,4 +1,7 @@
-"""`headfold init`: a first configuration for a checkpoint, with what its config.json and the machine tell."""
+"""`headfold init`: first configurations for a checkpoint, with what its config.json and the machine tell.
+
+Two of them: a smoke file, which goes through every part of a search in minutes, and the search itself.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ BILLION = 1_000_000_000
 EXACT = 16  # KV heads up to which the best grouping is found by trying all
 ADAM = 16  # bytes a trained parameter in bfloat16: weight, gradient, float32 copy, two moments
 FULL = 0.7  # share of the GPUs' memory that these may take; the rest is for activations and logits
+HALF = 2  # bytes of a frozen parameter in bfloat16
+SMOKE_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,9 @@ class Place:
 @dataclass(frozen=True)
 class FirstConfig:
     """What is known before a search: the checkpoint's name as it was given, its geometry, dtype (by name) and number of
-    parameters; the text, and where it runs."""
+    parameters; the text, and where it runs. `smoke`: the short file; `small`: with what takes less disk, for a storage
+    that the other does not fit (one KV ratio, one learning rate, nothing that the searcher draws, fewer measurements,
+    at each of which weights are kept)."""
 
     model: str
     geometry: HeadGeometry
@@ -40,6 +47,9 @@ class FirstConfig:
     place: Place
     schema: str
     dequantize: bool = False
+    storage: str = "runs"
+    smoke: bool = False
+    small: bool = False
 
     def text(self) -> str:
         """The YAML, with a comment on what each choice was made by. Raises ConfigError for a checkpoint that has
@@ -47,11 +57,11 @@ class FirstConfig:
         g, size, length = self.geometry, f"{self.parameters / 1e6:.3g}M", self.length
         lasts, promoted = self.steps
         tokens = (lasts[-1] + promoted) * self.batch * length
-        exact = "exact, " if g.num_kv_heads <= EXACT else ""
-        layers = "headfold_layers, " if g.family in LLAMA_LIKE else ""  # those that vLLM holds in their own bytes
+        measured = 4 * length if self.smoke else max(16_384, 8 * length)
+        what = "A smoke test, minutes long, of a search" if self.smoke else "A first search"
         return f"""\
 # yaml-language-server: $schema={self.schema}
-# A first search for {self.model}: {g.family}, {size} parameters in {self.dtype}, {g.num_layers} layers,
+# {what} for {self.model}: {g.family}, {size} parameters in {self.dtype}, {g.num_layers} layers,
 # {g.num_heads} query heads and {g.num_kv_heads} KV heads of {g.head_dim} in each.
 #   headfold search FILE --dry-run    checks everything, and says what it will take
 # Every key is explained in docs/reference/config.md. Where a key is left out its default holds.
@@ -64,20 +74,11 @@ data:
   source: {self.quoted(self.source)}    # {self.about_source}
   sequence_length: {length}    # the model takes up to {g.max_positions}
   train: {{tokens: {tokens}}}    # all steps of the longest training, each text once
-  eval: {{tokens: {max(16_384, 8 * length)}}}    # held out: never trained or calibrated on
-  calibration: {{tokens: {max(16_384, 8 * length)}}}
+  eval: {{tokens: {measured}}}    # held out: never trained or calibrated on
+  calibration: {{tokens: {measured}}}
 
 search:
-  searcher: optuna
-  recipes: [gqa, headfold_gqa, {layers}align]    # the baseline first
-  {self.kept}
-  learning_rates: [{"1.0e-5, 3.0e-5" if self.parameters >= BILLION else "1.0e-4, 3.0e-4"}]    # each recipe at its best
-  num_samples: 4    # candidates that the searcher draws after the named ones, from this space:
-  search_space:
-    grouping: [{exact}merge, anneal]
-    objective: [least_squares]
-    together: [true]    # one map for keys and values: exports as plain GQA
-  params: {{grouping.equal_sizes: true}}
+{self.candidates()}
   baseline: gqa    # never stopped early; what a promotion must beat
 
 rungs:
@@ -89,9 +90,9 @@ train:
 {self.training()}
 promotion:
   steps: {promoted}    # after the last rung; the baseline is trained for as many
-  registered_name: {self.name}
+{self.keeping()}  registered_name: {self.name}
 
-storage: runs    # a folder, for a cluster one that every node sees, or s3://bucket/path
+storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every node sees, or s3://bucket/path
 {self.resources()}"""
 
     @property
@@ -101,21 +102,70 @@ storage: runs    # a folder, for a cluster one that every node sees, or s3://buc
     @property
     def name(self) -> str:
         """The last part of the model's name, as a name of a search."""
+        ending = "-smoke" if self.smoke else ""
         last = Path(self.model).name.lower().removesuffix(".gguf")
-        return re.sub(r"[^a-z0-9._-]+", "-", last).strip("._-")[:64] or "search"
+        name = re.sub(r"[^a-z0-9._-]+", "-", last).strip("._-")[: 64 - len(ending)]
+        return (name or "search") + ending
+
+    def candidates(self) -> str:
+        """The section `search` but for its baseline."""
+        g, large = self.geometry, self.parameters >= BILLION
+        layers = ["headfold_layers"] if g.family in LLAMA_LIKE else []  # those that vLLM holds in their own bytes
+        relaxing = ["align"] if self.full else []  # a relaxation trains all weights
+        if self.smoke:
+            return (
+                "  searcher: grid\n"
+                "  recipes: [gqa, {recipe: headfold_gqa, params: {refinement.fit_steps: 20}}]    # the baseline first\n"
+                f"  {self.kept}\n"
+                "  learning_rates: [1.0e-5]"
+            )
+        lines = [
+            f"searcher: {'grid' if self.small or large else 'optuna'}",
+            f"recipes: [{', '.join(['gqa', 'headfold_gqa', *layers, *relaxing])}]    # the baseline first",
+            self.kept,
+            "learning_rates: [1.0e-5]    # higher rates harm what converts well"
+            if self.small
+            else "learning_rates: [1.0e-5, 3.0e-5]    # each recipe at its best; higher rates harm what converts well",
+        ]
+        if not self.small and not large:
+            exact = ["exact"] if g.num_kv_heads <= EXACT else []
+            lines += [
+                "num_samples: 4    # candidates that the searcher draws after the named ones, from this space:",
+                "search_space:",
+                f"  grouping: [{', '.join([*exact, 'merge', 'anneal'])}]",
+                "  objective: [least_squares]",
+                "  together: [true]    # one map for keys and values: exports as plain GQA",
+                "params: {grouping.equal_sizes: true}",
+            ]
+        return "\n".join(f"  {line}" for line in lines)
+
+    def keeping(self) -> str:
+        """Of the section `promotion`, whose weights stay."""
+        if self.smoke and self.parameters >= BILLION:
+            return "  enabled: false    # each promoted model is three more copies of the weights\n"
+        if self.parameters < BILLION and not self.small:
+            return ""
+        kept = "keep_weights: finalists    # of trials that have ended: those alone that are promoted, and gqa"
+        once = "evaluations: 1    # the default of 4 keeps the best of them, one more copy of the weights\n"
+        return f"  {kept}\n" + (f"  {once}" if self.small else "")
 
     @property
     def length(self) -> int:
-        return min(self.geometry.max_positions, 2048 if self.parameters >= BILLION else 512)
+        long = 512 if self.smoke or self.parameters < BILLION else 2048
+        return min(self.geometry.max_positions, long)
 
     @property
     def steps(self) -> tuple[list[int], int]:
         """Rungs, and steps of the promotion: few on the little text that comes along."""
-        return ([0, 20, 60], 60) if self.source in COMES_ALONG else ([0, 100, 400], 1000)
+        if self.smoke:
+            return [0, SMOKE_STEPS], SMOKE_STEPS
+        rungs, promoted = ([0, 20, 60], 60) if self.source in COMES_ALONG else ([0, 100, 400], 1000)
+        return [rungs[0], rungs[-1]] if self.small else rungs, promoted
 
     @property
     def batch(self) -> int:
-        wanted = 32 if self.parameters >= BILLION and self.source not in COMES_ALONG else 8
+        large = self.parameters >= BILLION and self.source not in COMES_ALONG and not self.smoke
+        wanted = 32 if large else 8
         return math.ceil(wanted / self.workers) * self.workers
 
     @property
@@ -132,6 +182,8 @@ storage: runs    # a folder, for a cluster one that every node sees, or s3://buc
                 "checkpoint with 2 or more"
             )
         shares = [share for share in (2, 4) if count >= share]
+        if self.smoke or self.small:
+            shares = shares[:1]
         heads = " and ".join(f"{count / share:g}" for share in shares)
         most = "" if all(count % share == 0 for share in shares) else "at most "
         return f"kv_ratios: {[1 / share for share in shares]}    # {most}{heads} of its {count} KV heads a layer"
@@ -155,11 +207,21 @@ storage: runs    # a folder, for a cluster one that every node sees, or s3://buc
         if not self.full:
             room = f"{place.gpus} x {place.gpu_bytes / 2**30:.0f} GiB"
             lines.append(f"tuning: lora    # all weights and Adam's moments do not fit {room}")
+        lines.append(self.distillation)
         lines.append(f"zero_stage: {3 if place.gpus > 1 and large else 1}")
         if place.gpus:
             lines += [f"num_workers: {place.gpus}", "gpus_per_worker: 1"]
         share = max(1.0, place.cpus // place.gpus - 1) if place.gpus else 0.95
         return "".join(f"  {line}\n" for line in [*lines, f"cpus_per_worker: {share:g}"])
+
+    @property
+    def distillation(self) -> str:
+        """Whether the original model teaches: wherever its weights fit beside those that are trained."""
+        room = FULL * self.place.gpus * self.place.gpu_bytes
+        beside = (ADAM if self.full else HALF) + HALF
+        if self.place.gpus and beside * self.parameters > room:
+            return "distillation: none    # the original model does not fit beside the one that is trained"
+        return "distillation: kl    # towards the original model's predictions, beside the language-modelling loss"
 
     def resources(self) -> str:
         if not self.place.gpus:

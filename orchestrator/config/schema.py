@@ -57,6 +57,10 @@ class PromotionSection(Section):
     """How many at each KV ratio."""
     steps: int = Field(default=0, ge=0)
     """Training steps, added to those of the last rung."""
+    keep_weights: Literal["all", "finalists"] = "all"
+    """Whose weights stay when a trial has ended. all: those of every trial, converted, of its last and its best step,
+    so that `headfold promote` can take any of them later. finalists: those of the trials alone that are promoted as
+    configured here and of the baseline, converted and of the best step; a large model wants this."""
     evaluations: PositiveInt = 4
     """Measurements on the way, at each of which a checkpoint is kept."""
     train: dict[str, Any] = Field(default={})

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +25,7 @@ from orchestrator.promotion.state import BASELINE, PROMOTED, Entry, PromoteOutco
 from orchestrator.promotion.steps import PromotionSteps
 from orchestrator.reporting import console
 from orchestrator.reporting.base_model import base_of
-from orchestrator.search.leftovers import best_of_recipe, select
+from orchestrator.search.leftovers import best_of_recipe, finalists, select
 from orchestrator.search.prepare import SearchSession, trial_context
 from orchestrator.search.validation import open_models, validate_search
 from orchestrator.search.waiting import waiting_told
@@ -31,7 +33,7 @@ from orchestrator.storage.journal import load_trials
 from orchestrator.storage.lock import SearchLock
 from orchestrator.storage.mirror import mirrored
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import TrialRecord, read_json, waits_for
+from orchestrator.storage.records import TrialRecord, percent, read_json, waits_for
 from orchestrator.storage.trust import warn_of_pickles
 from orchestrator.tracking.described import shared_of
 from orchestrator.tracking.runs import Tracker
@@ -129,10 +131,28 @@ def _chosen(records: Sequence[TrialRecord], ids: list[str], top: int | None, con
                 f"--trial: {name!r} is a trial of the baseline {baseline}, which others must beat and which is never "
                 f"promoted itself; choose among {others or 'none: there is no other'}"
             )
-    if ids:
-        return [usable[trial_id] for trial_id in ids]
     section = config.promotion
-    return select(records, "best_per_budget" if top else section.select, top or section.top)
+    how = "best_per_budget" if top else section.select
+    chosen = [usable[name] for name in ids] or select(records, how, top or section.top)
+    if top is not None and not ids:
+        _tell_of_fewer(usable.values(), top)
+    if section.keep_weights == "finalists":
+        kept = finalists(records, config)
+        if gone := [trial.trial_id for trial in chosen if trial.trial_id not in kept]:
+            raise ConfigError(
+                f"{'--trial' if ids else '--top'}: the weights of {', '.join(gone)} were not kept, as "
+                f"promotion.keep_weights is finalists; there are those of {', '.join(sorted(kept)) or 'none'}. A "
+                "search with keep_weights: all, or a larger promotion.top, keeps more"
+            )
+    return chosen
+
+
+def _tell_of_fewer(usable: Iterable[TrialRecord], top: int) -> None:
+    """Say at which KV ratios there are fewer trials than are asked for."""
+    counts = Counter(trial.kv_ratio for trial in usable)
+    fewer = [f"{count} at {percent(ratio)}" for ratio, count in sorted(counts.items())[::-1] if count < top]
+    if fewer:
+        print(f"note: --top {top} takes every trial that has a result: there are {', '.join(fewer)}", file=sys.stderr)
 
 
 def promote(session: SearchSession, chosen: Sequence[TrialRecord] | None = None) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def diverged(trial: TrialRecord) -> bool:
     """Whether a failed trial failed because its loss was no longer finite."""
     if trial.status != records.FAILED:
         return False
-    return "diverged" in (trial.error or "").lower() or (bool(trial.rungs) and not math.isfinite(trial.loss))
+    return "diverged" in (trial.error or "").lower() or (bool(trial.rungs) and not math.isfinite(trial.last_loss))
 
 
 def compare(trials: Sequence[TrialRecord], original: Mapping[str, Any]) -> list[Row]:
@@ -59,8 +59,9 @@ def compare(trials: Sequence[TrialRecord], original: Mapping[str, Any]) -> list[
     best at that rung, and its `learning_rate`; rates: `{learning_rate, mean, sd, n}` of every rate at the row's steps,
     over the seeds that it has; trial_ids: of the best rate, by seed.
 
-    trials, failed, diverged, stopped (early, by the scheduler), copied (of a trial with the same model), unfinished:
-    how many trials of all rates. pooled: whether `untrained` is of a pooled model that no training started from.
+    trials, failed, diverged, stopped (early, by the scheduler), copied (of a trial with the same model), unfinished,
+    relaxation_unfinished (heads were fused before their relaxation had come to its end): how many trials of all rates.
+    pooled: whether `untrained` is of a pooled model that no training started from.
     """
     arms: dict[tuple[str, float], list[TrialRecord]] = {}
     trials = records.without_probes(trials)
@@ -154,6 +155,7 @@ def _counts(arm: Sequence[TrialRecord]) -> dict[str, int]:
         "failed": sum(t.status == records.FAILED for t in arm) - broken,
         "stopped": sum(t.status == records.STOPPED for t in arm),
         "copied": sum(t.status == records.COPY for t in arm),
+        "relaxation_unfinished": sum(t.relaxation_unfinished for t in arm),
         "unfinished": sum(t.status not in (records.DONE, records.STOPPED, records.COPY, records.FAILED) for t in arm),
     }
 
@@ -200,12 +202,12 @@ def _mean_and_sd(values: Spread) -> str:
     return mean if deviation is None or deviation < SAME else f"{mean} ± {deviation:.3f}"
 
 
-ODD = ("diverged", "failed", "stopped", "copied", "unfinished")
+ODD = ("diverged", "failed", "stopped", "copied", "relaxation_unfinished", "unfinished")
 
 
 def counts_text(row: Row) -> str:
     """How many trials a row is made from, and what became of those that tell nothing: "9 (1 diverged)"."""
-    odd = [f"{row[name]} {name}" for name in ODD if row[name]]
+    odd = [f"{row[name]} {name.replace('_', ' ')}" for name in ODD if row[name]]
     return str(row["trials"]) + (f" ({', '.join(odd)})" if odd else "")
 
 
@@ -222,6 +224,8 @@ def footnote(rows: Sequence[Row]) -> str:
         note += "; candidates that the searcher drew by itself have one seed"
     if any(row["pooled"] for row in rows):
         note += f"; {records.POOLED_NOTE}"
+    if any(row["relaxation_unfinished"] for row in rows):
+        note += "; relaxation unfinished: heads were fused before it had brought them together"
     if any(row["remaining_distance"]["n"] for row in rows):
         note += "; left: of the squared distance of the pairs when they were made to share, 1 at the start"
     early = any(row["steps"] is not None and not row["last"] for row in rows)

@@ -13,7 +13,7 @@ from orchestrator.reporting.tables import PROMOTION, comparison_table, promotion
 from orchestrator.storage import records
 from orchestrator.storage.records import TrialRecord
 
-PAGE_ONLY = ("seed", "KL", "time", "trial", "error")  # columns of trials that a terminal has no room for
+PAGE_ONLY = ("seed", "KL", "last", "time", "trial", "error")  # columns of trials that a terminal has no room for
 
 
 def console(width: int = 140) -> Console:
@@ -24,7 +24,10 @@ def console(width: int = 140) -> Console:
 
 def print_trials(trials: Sequence[TrialRecord], original: Mapping[str, Any]) -> None:
     out, table = console(), trial_table(trials, original, most=len(trials))
-    out.print(f"\nTrials (* on the front; the original model has {original['loss']:.3f} nats per token):")
+    out.print(
+        "\nTrials (loss: of the best measured step; * on the front; the original model has "
+        f"{original['loss']:.3f} nats per token):"
+    )
     out.print(table.for_terminal([name for name in table.columns if name not in PAGE_ONLY], star=True))
     for note in table.notes:
         out.print(note, markup=False)

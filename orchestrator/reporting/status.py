@@ -41,7 +41,8 @@ class View:
     how many there will be, None if the search has not told. `tokens`: trained on so far; `tokens_per_second`: of the
     trials under way, as last reported. `hours_spent`, `hours_left` of `unit` ("GPU" or "CPU"), `money_spent`,
     `money_left` where there is a price; left is what the estimate at the start says, less what is spent. `front`: by
-    rising KV bytes. `seconds_left`: by the share of rungs that is behind. `waits_for`: nodes that are slow to come.
+    rising KV bytes. `unfinished`: what to say of relaxations that did not come to their end. `seconds_left`: by the
+    share of rungs that is behind. `waits_for`: nodes that are slow to come.
     """
 
     name: str
@@ -61,6 +62,7 @@ class View:
     money_left: float | None
     original_loss: float | None
     front: list[dict[str, Any]]
+    unfinished: str
     failures: list[str]
     promotion: dict[str, int]
     waits_for: str | None
@@ -69,7 +71,7 @@ class View:
 def read_status(folder: SearchFolder, now: datetime | None = None) -> View:
     """Where the search of a folder stands. Reads a few small files, writes none."""
     trials = load_trials(folder.root)
-    under_way = (records.RUNNING, records.WAITING, records.KILLED)  # these count with their last rung
+    under_way = (records.RUNNING, records.WAITING, records.KILLED)  # these count with what was measured so far
     so_far = [replace(t, status=records.STOPPED) if t.status in under_way else t for t in trials]
     state = read_json(folder.state) if folder.state.exists() else {}
     original = read_json(folder.original) if folder.original.exists() else {}
@@ -102,6 +104,7 @@ def read_status(folder: SearchFolder, now: datetime | None = None) -> View:
         money_left=None if price is None or left is None else price * left,
         original_loss=original.get("loss"),
         front=[_point(t, original.get("loss")) for t in front(so_far)],
+        unfinished=records.unfinished_note(records.without_probes(trials)),
         failures=[f"{t.name}: {t.error}" for t in trials if t.status == records.FAILED],
         promotion=dict(Counter(entry["status"] for entry in promotion.get("candidates", {}).values())),
         waits_for=(records.waits_for(folder.waiting) or None) if running else None,
@@ -167,9 +170,10 @@ def _point(trial: TrialRecord, original_loss: float | None) -> dict[str, Any]:
         "label": trial.label,
         "kv_ratio": trial.kv_ratio,
         "kv_bytes_per_token": trial.kv_bytes_per_token,
-        "step": trial.step,
+        "step": trial.best.get("step", 0),
         "loss": trial.loss,
         "loss_increase": None if original_loss is None else trial.loss - original_loss,
+        "relaxation_unfinished": trial.relaxation_unfinished,
     }
 
 
@@ -212,8 +216,10 @@ def picture(view: View) -> Group:
              number(p["loss_increase"], "+.3f"))
             for p in view.front[:POINTS]
         ]  # fmt: skip
-        columns = ("recipe", OF_THE_CHECKPOINT, "KV bytes/token", "steps", "loss", "loss increase")
+        columns = ("recipe", OF_THE_CHECKPOINT, "KV bytes/token", "at step", "loss", "loss increase")
         parts.append(Table(columns, rows).for_terminal(title="front so far", title_justify="left"))
+    if view.unfinished:
+        parts.append(Text(view.unfinished, style="yellow"))
     parts += [Text(f"failed: {text}", style="red") for text in view.failures[-3:]]
     return Group(*parts)
 
@@ -224,7 +230,8 @@ def line(view: View) -> str:
         f"{percent(p['kv_ratio'])} {number(p['loss'])} ({p['label']})" for p in reversed(view.front[-POINTS:])
     )
     parts = [f"{name} {value}" for name, value in facts(view).items() if name != "state"]
-    return f"{view.name} {view.state} | " + " | ".join([*parts, f"front {best or 'none yet'}"])
+    parts += [f"front {best or 'none yet'}", *([view.unfinished] if view.unfinished else [])]
+    return f"{view.name} {view.state} | " + " | ".join(parts)
 
 
 def watch(

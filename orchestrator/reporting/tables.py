@@ -67,9 +67,13 @@ def facts_table(facts: Mapping[str, Any]) -> Table:
 
 TRIALS = (
     *("recipe", OF_THE_CHECKPOINT, "KV bytes/token", "rate", "seed", "steps", "untrained", "loss", "loss increase"),
-    *("KL", "state", "time", "trial", "error"),
+    *("at step", "KL", "last", "state", "time", "trial", "error"),
 )
 DECODE_TIME = "decode ms/token"
+TRIALS_INTRO = (
+    "On the front: bold. loss: held out, of the best step that was measured, which may be before training (at step 0); "
+    "last: after all steps."
+)
 
 
 def trial_table(trials: Sequence[TrialRecord], original: Mapping[str, Any], most: int = MOST_ROWS) -> Table:
@@ -88,8 +92,10 @@ def trial_table(trials: Sequence[TrialRecord], original: Mapping[str, Any], most
             UNTOLD if t.untrained is None else number(t.untrained["loss"]) + (" pooled" if t.relaxes else ""),
             number(t.loss),
             number(t.loss - original["loss"], "+.3f"),
-            number(t.last.get("kl")),
-            f"same as {t.copy_of}" if t.status == records.COPY else t.status,
+            str(t.best.get("step", UNTOLD)),
+            number(t.best.get("kl")),
+            number(t.last_loss),
+            _state(t),
             clock(sum(t.seconds.values())),
             t.trial_id,
             t.error or "",
@@ -109,12 +115,20 @@ def trial_table(trials: Sequence[TrialRecord], original: Mapping[str, Any], most
         notes.append(f"The best at each KV ratio; {left_out} more are in journal.jsonl.")
     if any(t.relaxes for t in drawn):
         notes.append(f"{records.POOLED_NOTE}.")
+    if any(t.relaxation_unfinished for t in drawn):
+        notes.append(records.unfinished_note(drawn))
     if copies := sum(t.copy_of is not None for t in candidates):
         notes.append(f"Led to the same model as another trial, and not trained again: {copies}.")
     if probes := [t for t in trials if t.probe]:
         notes.append(f"And {len(probes)} probes of the searcher, measured untrained ({probes[0].label}).")
     marked = frozenset(i for i, t in enumerate(drawn) if t.trial_id in on_front)
-    return Table(columns, rows, marked, "On the front: bold.", notes)
+    return Table(columns, rows, marked, TRIALS_INTRO, notes)
+
+
+def _state(trial: TrialRecord) -> str:
+    if trial.status == records.COPY:
+        return f"same as {trial.copy_of}"
+    return f"{trial.status}, {records.UNFINISHED_MARK}" if trial.relaxation_unfinished else trial.status
 
 
 def _best(trials: Sequence[TrialRecord], most: int) -> list[TrialRecord]:

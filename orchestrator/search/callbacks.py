@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from typing import Any
@@ -96,18 +97,18 @@ class SearchLog(Callback):
             return
         self._shown = now
         records, search = list(self.records.values()), self.journal.path.parent.name
-        increases = {ratio: best.lowest_loss - self.original_loss for ratio, best in best_so_far(records).items()}
+        increases = {ratio: best.loss - self.original_loss for ratio, best in best_so_far(records).items()}
         gauges.tell_trials(search, (record.status for record in records), increases)
         gauges.tell(gauges.BEHIND, self.mlflow.waiting if self.mlflow else 0, search=search)
         self.told.to(self.rungs[0], progress_note(records, self.expected, self.original_loss))
 
 
 def best_so_far(records: list[TrialRecord]) -> dict[float, TrialRecord]:
-    """The trial of the lowest loss at any rung at each KV ratio, those that still run included."""
+    """The trial of the lowest loss at each KV ratio, those that still run included."""
     best: dict[float, TrialRecord] = {}
     for record in records:
-        if record.rungs and record.status != results.FAILED and not record.probe:
-            best[record.kv_ratio] = min(best.get(record.kv_ratio, record), record, key=lambda r: r.lowest_loss)
+        if math.isfinite(record.loss) and record.status != results.FAILED and not record.probe:
+            best[record.kv_ratio] = min(best.get(record.kv_ratio, record), record, key=lambda r: r.loss)
     return best
 
 
@@ -120,7 +121,7 @@ def progress_note(records: list[TrialRecord], expected: int, original_loss: floa
     states += [f"{expected - len(records)} to come"] if expected > len(records) else []
     parts = [", ".join(states)]
     if best := best_so_far(records):
-        lowest = {ratio: (r.lowest_loss - original_loss, r.label) for ratio, r in sorted(best.items())[::-1]}
+        lowest = {ratio: (r.loss - original_loss, r.label) for ratio, r in sorted(best.items())[::-1]}
         told = ", ".join(f"{percent(ratio)} {increase:+.3f} ({label})" for ratio, (increase, label) in lowest.items())
         parts.append(f"smallest loss increase so far by share of the checkpoint's KV: {told}")
     if rate := tokens_per_second(records):

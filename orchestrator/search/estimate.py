@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
 import shlex
 import sys
@@ -24,6 +23,7 @@ from transformers import PretrainedConfig
 
 from attention.io import checkpoint
 from attention.io.precision import DTYPES
+from attention.progress import duration
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.room import concurrency
 from orchestrator.config.schema import ConfigError, SearchConfig
@@ -34,6 +34,7 @@ from orchestrator.search.needs.disk import Storage, giga
 from orchestrator.search.needs.fitting import refused
 from orchestrator.search.needs.memory import Needs
 from orchestrator.search.searchers import SearchProblem, make_searcher
+from orchestrator.search.trials.context import unfinished_relaxations
 from orchestrator.search.validation import Prepared, local_nodes, search_problem
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import compact, write_json
@@ -112,10 +113,13 @@ class SearchEstimate(Work):
     refusals: tuple[str, ...]
 
 
-def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, alone: bool = True) -> SearchEstimate:
+def estimate_search(
+    config: SearchConfig, storage: Path, *, parallel: int = 1, alone: bool = True, gpu_bytes: int | None = None
+) -> SearchEstimate:
     """The estimate of a search with `parallel` trials at a time. No text and no weights are read, nothing is written.
 
-    Memory is held against that of this machine where it is the only one (`alone`). Raises ConfigError for what
+    Memory is held against that of this machine where it is the only one (`alone`), and that of processes with a GPU
+    against `gpu_bytes`, the memory of each of its GPUs, where that is given. Raises ConfigError for what
     `validate_search` refuses of the candidates.
     """
     geometry = loading.geometry_of(config.model.path, config.data.sequence_length, weights=False)
@@ -142,16 +146,22 @@ def estimate_search(config: SearchConfig, storage: Path, *, parallel: int = 1, a
         if resources.price_per_hour is not None:
             price = resources.price_per_hour * (gpu if train.gpus_per_worker else cpu)
     held = parallel * (driver + train.num_workers * worker)
-    memory = available_bytes() if alone else 0
+    memory = available_bytes() if alone and not train.gpus_per_worker else 0
     warnings = []
     if memory and not train.gpus_per_worker and held > SPARE * memory:
         warnings.append(
             f"memory: {parallel} trial(s) at a time take about {giga(held)}, and {giga(memory)} are available; lower "
             "resources.max_concurrent, train.micro_batch_size or train.num_workers"
         )
+    warnings += [
+        f"memory: {need.process} takes {giga(need.total)} of a GPU, and each has {giga(gpu_bytes)}"
+        for need in processes
+        if gpu_bytes is not None and need.share and need.total > gpu_bytes * min(1.0, need.share)
+    ]
     takes = place.disk(parallel)
     if shortage := place.shortage(parallel):
         warnings.append(f"disk: {shortage}")
+    warnings += unfinished_relaxations((c.recipe for c in problem.named), config.rungs.steps)
     stored = (takes.most, takes.parts, takes.kept, place.free)
     told = (tuple(need.record() for need in processes), tuple(refused(needs)))
     times = (rate, source, cpu, gpu, hours, price)
@@ -165,6 +175,13 @@ def check_disk(config: SearchConfig, prepared: Prepared, parallel: int) -> None:
     place = Storage.of(config, prepared.problem, work.trials - work.probes, work.trainings)
     if shortage := place.shortage(parallel):
         raise ConfigError(f"storage: {shortage}")
+
+
+def disk_shortage(config: SearchConfig) -> str | None:
+    """Say by how much a search of one trial at a time does not fit its storage; None where it does."""
+    problem = search_problem(config, loading.geometry_of(config.model.path, weights=False))
+    work = Work.of(config, problem)
+    return Storage.of(config, problem, work.trials - work.probes, work.trainings).shortage(1)
 
 
 def local_parallel(config: SearchConfig) -> int:
@@ -285,9 +302,10 @@ def _of_process(need: Mapping[str, Any]) -> str:
     """What a process takes, of its accelerator's memory if that is known, and its parts by falling size."""
     parts = sorted(need["parts"].items(), key=lambda part: -part[1])
     kind, limit = need["accelerator_type"], need["limit"]
-    of = f" of the {giga(limit)} that it may take of a GPU ({kind})" if limit else ""
+    where = " of a GPU" if need["share"] else " of the machine"
+    of = f" of the {giga(limit)} that it may take of a GPU ({kind})" if limit else where
     return f"{giga(need['total'])}{of}: {', '.join(f'{name} {giga(number)}' for name, number in parts)}"
 
 
 def in_hours(hours: float) -> str:
-    return f"{hours:.1f} h" if hours >= 1 else f"{math.ceil(60 * hours)} min"
+    return duration(3600 * hours)

@@ -1,9 +1,11 @@
 """What ended trials leave on disk and can no longer use: it is removed as soon as their end is in the journal.
 
 Of every trial stay its recipe and plan, its converted weights, and those of its last and its best step: any of them can
-be promoted from there. The optimiser's state stays only where a promotion would go on from it: of the trials that it
-would choose now. Which those are is known early: a trial that ends later only takes places away. Of a copy the weights
-go too, as the first trial has the same. Trials that are paused, or that `--resume` tries again, keep everything.
+be promoted from there. With `promotion.keep_weights: finalists` those of the finalists alone stay, without the last
+step's where another one was better. The optimiser's state stays only where a promotion would go on from it: of the
+trials that it would choose now. Which those are is known early: a trial that ends later only takes places away. Of a
+copy the weights go too, as the first trial has the same. Trials that are paused, or that `--resume` tries again, keep
+everything.
 """
 
 from __future__ import annotations
@@ -56,6 +58,8 @@ def remove_leftovers(
         if not end["lost"] and known.get(trial_id) != finalist:
             with contextlib.suppress(OSError):  # an address that is away: the next time, at the end of the search too
                 _remove(folder, records[trial_id], finalist, address)
+                if config.promotion.keep_weights == "finalists":
+                    _remove_weights(folder, records[trial_id], finalist)
                 known[trial_id] = finalist
 
 
@@ -70,6 +74,16 @@ def _remove(folder: SearchFolder, record: TrialRecord, finalist: bool, address: 
     # Of a relaxation's stages the last one's result is what training went on from
     relaxed = record.last.get("relaxed_dir")
     gone += [stage for stage in root.glob("trained.relaxed/stage-*") if not relaxed or stage != Path(relaxed).parent]
+    for path in gone:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_weights(folder: SearchFolder, record: TrialRecord, finalist: bool) -> None:
+    """Remove the weights that no promotion as it is configured takes up."""
+    root, last, best = folder.trial(record.trial_id), record.last, record.last.get("best_dir")
+    gone = [] if finalist else [root / "converted", root / "trained", root / "trained.best", root / "trained.relaxed"]
+    if finalist and last.get("checkpoint_path") and best and Path(best) != root / "trained":
+        gone.append(root / "trained")  # the training goes on from its checkpoint
     for path in gone:
         shutil.rmtree(path, ignore_errors=True)
 

@@ -255,7 +255,7 @@ class History:
             record.status = records.KILLED if self.interrupted else going
         elif record.error is not None:
             record.status = records.FAILED
-        elif record.rungs and not math.isfinite(record.loss):
+        elif record.rungs and not math.isfinite(record.last_loss):
             record.status = records.FAILED
             record.error = (
                 f"diverged: the held-out loss after {record.step} steps is not finite; lower the learning rate"

@@ -7,8 +7,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
+from attention.conversion.relaxation_knobs import UNFINISHED
 from attention.io.files import write_whole
 from attention.ratios import is_met, percent
 from orchestrator.config.parsing import ConfigError, shown
@@ -19,8 +20,8 @@ ENDED = (DONE, STOPPED, COPY, FAILED, KILLED)
 RUNG_KEYS = (
     "step", "rung", "loss", "loss_increase", "kl", "tokens", "train_loss", "learning_rate", "gradient_norm",
     "tokens_per_second", "seconds",
-    "checkpoint_path", "data_position", "collapsed_loss", "relaxed_dir", "relaxation_steps", "weights_digest",
-    "best_step", "best_loss", "best_kl", "best_dir", "pooled", "timestamp",
+    "checkpoint_path", "data_position", "collapsed_loss", "relaxed_dir", "relaxation_steps", "relaxation_remaining",
+    "weights_digest", "best_step", "best_loss", "best_kl", "best_dir", "pooled", "timestamp",
 )  # fmt: skip
 """What is kept of a report for each rung."""
 NOT_REPORTED = {"trial_id", "recipe", "kv_ratio", "learning_rate", "seconds", "status", "rungs", "error", "error_log",
@@ -95,22 +96,52 @@ class TrialRecord:
         return max(self.rungs, key=lambda rung: rung["step"], default={})
 
     @property
-    def loss(self) -> float:
-        """Held-out loss at the highest rung reached; infinite before the first and for a diverged trial."""
-        value = self.last.get("loss")
-        return value if value is not None and math.isfinite(value) else math.inf
+    def best(self) -> dict[str, Any]:
+        """The scores that count for this trial, those of lowest held-out loss (of equal ones the least trained); empty
+        before the first. Tables, figures, the front, the choice of what is promoted and the searcher read them here.
+
+        They may be of the untrained conversion, or of the model that a relaxation came to before any recovery. A
+        conversion that no training starts from (`pooled`) counts only where nothing else was measured.
+        """
+        rungs = [rung for rung in self.rungs if not rung.get("pooled")] or self.rungs
+        measured = [rung for rung in rungs if _is_finite(rung.get("loss"))]
+        measured += [
+            {"step": int(rung.get("relaxation_steps", 0)), "loss": rung["collapsed_loss"]}
+            for rung in rungs
+            if _is_finite(rung.get("collapsed_loss"))
+        ]
+        return min(measured, key=lambda rung: (rung["loss"], rung["step"]), default={})
 
     @property
-    def lowest_loss(self) -> float:
-        """Held-out loss at the best rung reached, which may be that before training; infinite before the first. That of
-        a conversion which a relaxation never trains from is left out."""
-        losses = (rung.get("loss") for rung in self.rungs if not rung.get("pooled"))
-        return min((x for x in losses if x is not None and math.isfinite(x)), default=self.loss)
+    def loss(self) -> float:
+        """Held-out loss of the best measured step; infinite before the first and for a diverged trial."""
+        return self.best["loss"] if math.isfinite(self.last_loss) else math.inf
+
+    @property
+    def last_loss(self) -> float:
+        """Held-out loss at the highest rung reached; infinite before the first and for a diverged trial."""
+        value = self.last.get("loss")
+        return value if _is_finite(value) else math.inf
 
     @property
     def remaining_distance(self) -> float | None:
         """What PostShare's pull has left of the squared distance of the pairs; None without one that has ended."""
         return self.relaxation[-1].get("distance") if self.relaxation else None
+
+    @property
+    def relaxation_remaining(self) -> float | None:
+        """Share of its way that the trial's relaxation had left when its heads were fused; None without one that has
+        ended. Of a search before this was reported: what its history tells."""
+        if (left := self.last.get("relaxation_remaining")) is not None:
+            return left
+        last = self.relaxation[-1] if self.relaxation else {}
+        return last.get("mean_mask", last.get("distance"))
+
+    @property
+    def relaxation_unfinished(self) -> bool:
+        """Whether heads were fused before the relaxation had brought them together."""
+        left = self.relaxation_remaining
+        return left is not None and left > UNFINISHED
 
     @property
     def step(self) -> int:
@@ -157,6 +188,10 @@ class TrialRecord:
         self.relaxation = result.get("relaxation_history") or self.relaxation
         rung = {key: result[key] for key in RUNG_KEYS if key in result}
         self.rungs = sorted([r for r in self.rungs if r["step"] != rung["step"]] + [rung], key=lambda r: r["step"])
+
+
+def _is_finite(value: float | None) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value)
 
 
 def write_json(path: str | Path, record: Any) -> None:
@@ -222,13 +257,31 @@ POOLED_NOTE = (
 )
 
 
+UNFINISHED_MARK = "relaxation unfinished"
+
+
+def unfinished_note(trials: Iterable[TrialRecord]) -> str:
+    """Say which relaxations did not come to their end, and what that means; "" if all did."""
+    left = [f"{t.name} ({t.relaxation_remaining:.0%} left)" for t in trials if t.relaxation_unfinished]
+    if not left:
+        return ""
+    return (
+        f"{UNFINISHED_MARK.capitalize()}: {', '.join(left[:MOST_NAMED])}{', ...' if len(left) > MOST_NAMED else ''}. "
+        "Its heads were fused before it had brought them together, so the method is not shown at its best: give it "
+        "more steps (rungs.steps) or a higher relaxation.rate."
+    )
+
+
+MOST_NAMED = 6
+
+
 def without_probes(trials: Iterable[TrialRecord]) -> list[TrialRecord]:
     """The trials that stand for a candidate: those that a table or picture compares."""
     return [trial for trial in trials if not trial.probe]
 
 
 def front(trials: Sequence[TrialRecord], *, timed: bool = True) -> list[TrialRecord]:
-    """The trials that no other one beats in all of KV bytes a token, held-out loss (at the last rung of each) and, with
+    """The trials that no other one beats in all of KV bytes a token, held-out loss (of the best step of each) and, with
     `timed` and where it was measured, decode time, by rising bytes."""
 
     def scores(trial: TrialRecord) -> tuple[float, ...]:

@@ -93,6 +93,9 @@ def trial_run(record: TrialRecord, folder: Path) -> Run:
             values |= {name: getattr(record, name) for name in FACTS}
             values |= {f"similarity_{k}": value for k, value in means.items()}
             files = [folder / "trials" / record.trial_id / name for name in ("plan.json", "recipe.json")]
+        if record.relaxation_remaining is not None and place == len(record.rungs) - 1:
+            values["relaxation_remaining"] = record.relaxation_remaining
+            tags["headfold.relaxation"] = "unfinished" if record.relaxation_unfinished else "finished"
         if place == 1 and record.relaxation:
             values["remaining_distance"] = record.remaining_distance
             for one in record.relaxation:

@@ -170,6 +170,7 @@ class Training(WorkerShare):
                 "collapsed_loss": self.relaxed.loss,
                 "relaxed_dir": self.relaxed.model_dir,
                 "relaxation_history": self.relaxed.history,
+                "relaxation_remaining": self.relaxed.remaining,
             }
         last = step == job.milestones[-1]
         if job.keep_best:

@@ -42,12 +42,13 @@ one, so that growing costs what lies behind that."""
 def run_training(job: TrainJob, *, callbacks: Sequence[Any] = ()) -> dict[str, Any]:
     """Carry out a job on Ray Train workers of its own; returns the report of the last milestone.
 
-    At each milestone rank 0 reports loss, kl (None where nothing is distilled), step, tokens, train_loss (mean since
-    the last milestone), tokens_per_second (of training alone), seconds (of the job, start-up of processes not counted)
-    and checkpoint_path; of a relaxation, whose tokens and seconds count, also relaxation_steps, collapsed_loss (before
-    any recovery), relaxation_history and relaxed_dir; `notes` tell of a smaller micro-batch or a damaged checkpoint.
-    The last report has `out_dir` and `weights_digest` of the finished weights. A job that is started again first
-    repeats its earlier reports. `callbacks` are Ray Train's. Inside a Tune trial pass `TuneReportCallback()`.
+    At each milestone rank 0 reports loss, kl (None where nothing is distilled), step, tokens, train_loss (mean
+    since the last milestone), tokens_per_second (of training alone), seconds (of the job, start-up of processes not
+    counted) and checkpoint_path; of a relaxation, whose tokens and seconds count, also relaxation_steps,
+    collapsed_loss (before any recovery), relaxation_history, relaxation_remaining (share of its way) and
+    relaxed_dir; `notes` tell of a smaller micro-batch or a damaged checkpoint. The last report has `out_dir` and
+    `weights_digest` of the finished weights. A job that is started again first repeats its earlier reports.
+    `callbacks` are Ray Train's. Inside a Tune trial pass `TuneReportCallback()`.
 
     Raises TrainingDiverged when the loss is no longer finite, and Ray's TrainingFailedError when workers failed more
     than `max_failures` times.

@@ -115,6 +115,11 @@ class Relaxation(nn.Module, ABC):
         """Whether collapsing would now change as little as the method asks for; the same on all workers."""
 
     @abstractmethod
+    def remaining(self) -> float:
+        """Share of its way that is left: 1 at step 0, at most `UNFINISHED` where it came to its end. What collapsing
+        changes grows with it. All workers call it together."""
+
+    @abstractmethod
     def metrics(self) -> dict[str, float]:
         """Numbers to follow while training. All workers call it together."""
 

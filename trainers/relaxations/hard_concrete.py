@@ -9,6 +9,8 @@ Where the paper is **silent**:
 - Eq. 29 is negative for a mean mask below T, and still falls down to T - 1/2: masks run ahead of the schedule. The
   formula is kept; T does not fall below 0;
 - the location log α starts at 4: then the mask is exactly 1 without noise, and fewer than one in ten below 1 with it;
+- the paper's constraint and rate close the masks in thousands of steps. With fewer, both are scaled up
+  (`relaxation_knobs`): with the rate alone, masks that the loss needs in the first steps stay open for good;
 - a sample of the masks holds for a step, in all passes and on all workers.
 """
 
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attention.conversion.relaxation_knobs import HARD_CONCRETE
+from attention.conversion.relaxation_knobs import HARD_CONCRETE, constraint_weight, rate_of
 from attention.plan import AttentionPlan, PlanError
 from trainers.loop import ParameterGroup
 from trainers.relaxations.base import (
@@ -132,7 +134,8 @@ class HardConcrete(Relaxation):
         *,
         steps: int,
         generator: torch.Generator | None = None,
-        rate: float,
+        rate: float | str,
+        weight: float | str,
         log_alpha_start: float,
         target_fraction: float,
         freeze_fraction: float,
@@ -144,7 +147,8 @@ class HardConcrete(Relaxation):
             )
         layers = put_in_place(new, old, plan, MaskedProjection)
         super().__init__(new, plan, layers)
-        self.rate, self.fall, self.freeze = rate, target_fraction * steps, freeze_fraction * steps
+        self.rate, self.weight = rate_of("hard_concrete", rate, steps), constraint_weight(weight, rate, steps)
+        self.fall, self.freeze = target_fraction * steps, freeze_fraction * steps
         masked = [layer for layer in layers if layer]
         self._shape = len(masked), plan.num_heads
         self.log_alpha = Learned(torch.full(self._shape, log_alpha_start, device=new.device, dtype=new.dtype))
@@ -173,11 +177,16 @@ class HardConcrete(Relaxation):
         log_alpha = self.log_alpha().float()
         if step >= self.freeze:
             return log_alpha.sum() * 0
-        return size_constraint(alive(log_alpha).mean(), target(step, self.fall))
+        return self.weight * size_constraint(alive(log_alpha).mean(), target(step, self.fall))
 
     def finished(self) -> bool:
         """All masks are frozen at 0, so that collapsing changes nothing."""
         return self.step >= self.freeze
+
+    @torch.no_grad()
+    def remaining(self) -> float:
+        """The mean mask without noise, whether or not masks are frozen by now."""
+        return float(certain_mask(self.log_alpha().float()).mean())
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:

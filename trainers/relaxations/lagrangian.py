@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.conversion.relaxation_knobs import LAGRANGIAN
+from attention.conversion.relaxation_knobs import LAGRANGIAN, rate_of
 from attention.plan import AttentionPlan
 from trainers.loop import ParameterGroup
 from trainers.relaxations.base import RELAXATION, Groups, HeadProjection, Learned, Relaxation, opened, put_in_place
@@ -143,7 +143,7 @@ class Lagrangian(Relaxation):
         *,
         steps: int,
         generator: torch.Generator | None = None,
-        rate: float,
+        rate: float | str,
         per_dimension: bool,
         base: float,
         margin_fraction: float,
@@ -152,7 +152,8 @@ class Lagrangian(Relaxation):
     ) -> None:
         new, old = opened(model, plan)
         super().__init__(new, plan, put_in_place(new, old, plan, partial(FusedProjection, per_dimension=per_dimension)))
-        self.warmup, self.base, self.rate, self.tolerance = round(margin_fraction * steps), base, rate, tolerance
+        self.rate = rate_of("lagrangian", rate, steps)
+        self.warmup, self.base, self.tolerance = round(margin_fraction * steps), base, tolerance
         self.multiplier = Learned(torch.tensor([multiplier_start], device=new.device, dtype=new.dtype))
         self._latest: Tensor | None = None
 
@@ -177,6 +178,16 @@ class Lagrangian(Relaxation):
     def finished(self) -> bool:
         """L_fusion, as of the last penalty, is below the tolerance."""
         return self._latest is not None and float(self._latest) < self.tolerance
+
+    @torch.no_grad()
+    def remaining(self) -> float:
+        """L_fusion over that of heads that are all themselves, of which two in a group of g are 2 / g apart."""
+        start = [
+            sum(len(group) - 1 for p in layer.values() for group in p.groups) / sum(p.pairs for p in layer.values())
+            for layer in self.stand_ins
+            if layer
+        ]
+        return float(self.fusion_loss()) / (sum(start) / len(start))
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention.conversion.conversion import assemble, read_layers
-from attention.conversion.relaxation_knobs import PULL_TOGETHER
+from attention.conversion.relaxation_knobs import PULL_TOGETHER, rate_of
 from attention.modeling.shared_heads import SharedSite, shared_sites
 from attention.modeling.shared_weights import SharedColumns, SharedProjection, stored
 from attention.plan import AttentionPlan, PlanError
@@ -133,7 +133,7 @@ class PullTogether(Relaxation):
         *,
         steps: int,
         generator: torch.Generator | None = None,
-        rate: float,
+        rate: float | str,
         tolerance: float,
     ) -> None:
         if not plan.is_shared:
@@ -148,7 +148,7 @@ class PullTogether(Relaxation):
         super().__init__(new, plan)
         sites = zip(shared_sites(new, plan), shared_sites(plain, plan), strict=True)
         self.stars = nn.ModuleList(star for site, plain_site in sites for star in _part(site, plain_site))
-        self.rate, self.tolerance = rate, tolerance
+        self.rate, self.tolerance = rate_of("pull_together", rate, steps), tolerance
         self._left: float | None = None
 
     def penalty(self, step: int) -> Tensor:
@@ -158,6 +158,10 @@ class PullTogether(Relaxation):
     def finished(self) -> bool:
         """The pairs, as of the last `metrics`, are as near to each other as the tolerance asks for."""
         return self._left is not None and self._left <= self.tolerance
+
+    def remaining(self) -> float:
+        """The squared distance of the pairs over that at step 0."""
+        return self.metrics()["distance"]
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from attention.progress import clock
+import torch
+
+from attention.progress import clock, duration
 from attention.ratios import own_heads
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
@@ -30,7 +32,9 @@ class Estimate:
 
     `kv_bytes_per_token`, `kv_bytes_per_token_original`: of the converted and of the original model, heads alone.
     `resident`, `layerwise`: peak memory of the process in either way, all it needs besides included; `stages`: what it
-    comes to at each stage, by name; `layerwise_possible`: whether there is the second way, else `why_not` says why.
+    comes to at each stage, by name; `available`: memory that is free for it, of the machine or, with `on_gpu`, of one
+    GPU (0: not known); `elsewhere`: whether that is another machine than this one; `layerwise_possible`: whether there
+    is the second way, else `why_not` says why.
     `disk`: of the result; `scratch`: of what lies beside it on the way. `flops` of the way layer by layer; `seconds` of
     it at the speed that a matrix product has here (`rate`, operations a second). `ceiling`: what is used in place of a
     ratio that cannot be met, in words.
@@ -53,6 +57,25 @@ class Estimate:
     rate: float
     seconds: float
     ceiling: str = ""
+    on_gpu: bool = False
+    elsewhere: bool = False
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Another machine than this one: the bytes of memory of each of its GPUs; None where they are not said."""
+
+    gpu_bytes: int | None
+
+    @classmethod
+    def of(cls, device: str, gpus: int | None, gpu_memory: int | None) -> Elsewhere | None:
+        """Return the machine that `--device`, `--gpus` and `--gpu-memory` (GiB) name; None where it is this one."""
+        if device == "cpu" or gpus == 0:
+            return None
+        no_gpu_here = device.startswith("cuda") and not torch.cuda.is_available()
+        if gpus is None and gpu_memory is None and not no_gpu_here:
+            return None
+        return cls(gpu_memory * 2**30 if gpu_memory else None)
 
 
 def estimate(conversion: Conversion, *, base: int | None = None) -> Estimate:
@@ -106,20 +129,33 @@ def estimate_conversion(
 
 
 def estimate_conversions(
-    model: str | Path, recipe: str | Recipe, kv_ratios: Sequence[float], **settings: Any
+    model: str | Path,
+    recipe: str | Recipe,
+    kv_ratios: Sequence[float],
+    *,
+    elsewhere: Elsewhere | None = None,
+    **settings: Any,
 ) -> list[Estimate]:
     """The estimate of each conversion that these ratios come to, those of several in falling order of their budgets.
+    `elsewhere`: on a GPU of that machine, which need not be there.
 
     Raises as `convert_checkpoint` does.
     """
+    if elsewhere is not None:
+        settings |= {"device": "cpu"}  # whose checks pass anywhere
     asked = ConversionRequest.check(model, recipe, kv_ratios, config_only=True, **settings)
+    working = asked.written if elsewhere is not None else asked.working
+    if elsewhere is not None:
+        there = {"available": elsewhere.gpu_bytes or 0, "on_gpu": True, "elsewhere": True}
+    else:
+        device = loading.device_of(asked.device)
+        there = {"available": available_bytes(device), "on_gpu": device.type == "cuda"}
     found = []
     for budget, requested in asked.distinct(kv_ratios, report=True).items():
         used = float(budget)
-        result = estimate(Conversion(asked.config, asked.recipe, used, *asked.text_sizes, asked.written, asked.working))
-        available = available_bytes(loading.device_of(asked.device))
+        result = estimate(Conversion(asked.config, asked.recipe, used, *asked.text_sizes, asked.written, working))
         words = asked.ceiling_note(requested, used)
-        found.append(replace(result, kv_ratio_asked=float(requested), available=available, ceiling=words))
+        found.append(replace(result, kv_ratio_asked=float(requested), ceiling=words, **there))
     return found
 
 
@@ -129,7 +165,7 @@ def needs_layerwise(model: str | Path, recipe: str | Recipe, kv_ratio: float, **
     if not estimated.available or estimated.resident <= SPARE * estimated.available:
         return False
     words = describe(estimated)
-    about = f"about {words['in memory']} in memory, {words['available now']} available; layer by layer: "
+    about = f"about {words['in memory']}, {words['available now']} available; layer by layer: "
     print(f"this conversion would take {about}{words['layer by layer']}", file=sys.stderr)
     return estimated.layerwise_possible
 
@@ -138,18 +174,35 @@ def describe(estimated: Estimate) -> Mapping[str, str]:
     """The estimate in words, by what they are about."""
     giga = 2.0**30
     largest = max(estimated.stages, key=lambda name: estimated.stages[name])
+    memory = "GPU memory" if estimated.on_gpu else "memory of the machine"
+    room = f"{estimated.available / giga:.1f} GiB" if estimated.available else "unknown"
     return {
         "cache": f"{percent(estimated.kv_ratio)} of the checkpoint's{unmet(vars(estimated))}: "
         f"{estimated.kv_bytes_per_token:,} of {estimated.kv_bytes_per_token_original:,} KV bytes per token",
-        "in memory": f"{estimated.resident / giga:.1f} GiB",
-        "layer by layer": f"{estimated.layerwise / giga:.1f} GiB (stage: {largest})"
+        "in memory": f"{estimated.resident / giga:.1f} GiB of {memory}",
+        "layer by layer": f"{estimated.layerwise / giga:.1f} GiB of {memory}, most of it {STAGES[largest]}"
         if estimated.layerwise_possible
         else estimated.why_not,
-        "available now": f"{estimated.available / giga:.1f} GiB" if estimated.available else "unknown",
+        "of each GPU" if estimated.elsewhere else "available now": room,
         "disk": f"{estimated.disk / giga:.2f} GiB, and {estimated.scratch / giga:.2f} GiB on the way (layer by layer)",
-        "work": f"{estimated.flops:.2g} operations; about {estimated.seconds / 60:.1f} min here on "
-        f"{os.cpu_count()} CPUs",
+        "work": f"{estimated.flops:.2g} operations; about {duration(estimated.seconds)} on this machine's "
+        f"{os.cpu_count()} CPUs{'; how long on the GPU is not known here' if estimated.elsewhere else ''}",
     }
+
+
+STAGES = {
+    "texts": "while texts are read",
+    "sensitivity": "while it is measured how much each layer's output matters",
+    "embedding": "while tokens are embedded",
+    "calibrate": "while statistics of a layer are collected",
+    "plan": "while a layer is planned",
+    "convert": "while a layer is converted",
+    "refine": "while a layer is refined",
+    "write": "while a layer is written",
+    "head": "while losses are measured",
+    "outside": "while embeddings and output head are written",
+}
+"""When the memory of a conversion layer by layer is highest, in words, by the names of `layerwise_stages`."""
 
 
 def announce(

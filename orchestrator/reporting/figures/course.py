@@ -56,7 +56,7 @@ def _pairs(trials: Sequence[TrialRecord]) -> dict[float, list[tuple[float, float
     for t in sorted(trials, key=lambda t: -t.kv_ratio):
         first = next((r["loss"] for r in t.rungs if r["step"] == 0 and r["loss"] is not None), math.inf)
         if last and t.usable and not t.relaxes and t.step == last and math.isfinite(first):
-            pairs.setdefault(t.kv_ratio, []).append((first, t.loss))
+            pairs.setdefault(t.kv_ratio, []).append((first, t.last_loss))
     return pairs
 
 

@@ -40,7 +40,7 @@ def front_figure(
     *,
     narrow: bool = False,
 ) -> Figure:
-    """Loss increase, on a logarithmic axis, against KV bytes a token: every trial at its last rung, the front, what was
+    """Loss increase, on a logarithmic axis, against KV bytes a token: every trial at its best step, the front, what was
     promoted, and the original model. `promoted`: candidates of `promotion.json`."""
     figure, axes = one_axes(5.6 if narrow else 4.8, KV_BYTES, width=NARROW if narrow else WIDTH)
     looks = looks_of([family(t.recipe) for t in trials])

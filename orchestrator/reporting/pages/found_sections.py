@@ -88,7 +88,11 @@ def _arm_sections(rows: Sequence[Row], original: Mapping[str, Any]) -> list[Sect
 def _measured_sections(trials: Sequence[TrialRecord]) -> list[Section]:
     """What trials have measured of themselves, as far as they have."""
     return [
-        _drawn("Relaxations over time", measured.relaxation_figure(trials), RELAXATIONS),
+        _drawn(
+            "Relaxations over time",
+            measured.relaxation_figure(trials),
+            " ".join(filter(None, (RELAXATIONS, records.unfinished_note(trials)))),
+        ),
         _drawn("Similarity of the heads that share", measured.similarity_figure(trials), SIMILARITY),
     ]
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from attention.conversion.relaxation_knobs import UNFINISHED
 from attention.families import geometry_of
 from attention.io import checkpoint
 from attention.plan import BYTES
@@ -66,6 +67,8 @@ def _quality(model: Mapping[str, Any], entry: Mapping[str, Any], original: Mappi
         stats.append(("loss of the baseline", number(baseline), f"{baseline - original['loss']:+.3f}, trained as long"))
         remark = f"the best of {steps}" if step else f"{steps} more made it no better"
         stats.append(("training steps", f"{step}", remark))
+    if (left := entry.get("relaxation_remaining")) is not None and left > UNFINISHED:
+        stats.append(("relaxation", "unfinished", f"{left:.0%} of its way was left when heads were fused"))
     return stats
 
 

@@ -27,9 +27,9 @@ MOST_POINTS = 30  # of the front, of which the page says how to make them again
 MOST_TOLD = 12  # points of a picture that its description names
 
 FRONT = (
-    "Every trial at its last rung; a ring is a promoted model at the best step of its full training, which may be the "
-    "untrained conversion. The upright axis is logarithmic; what is not above the original model stands in the band "
-    "below, the best of each size with its number."
+    "Every trial at the best step that was measured, which may be the untrained conversion; a ring is a promoted model "
+    "at the best step of its full training. The upright axis is logarithmic; what is not above the original model "
+    "stands in the band below, the best of each size with its number."
 )
 
 AGAIN = (
@@ -135,6 +135,8 @@ def _again_section(folder: SearchFolder, trials: Sequence[TrialRecord]) -> Secti
                 "learning rate": f"{t.learning_rate:g}",
                 "seed": UNTOLD if t.seed is None else str(t.seed),
                 "steps": str(t.step),
+                "best step": str(t.best.get("step", UNTOLD)),
+                "loss after all steps": number(t.last_loss),
                 "plan digest": t.plan_digest or UNTOLD,
                 "weights digest": t.last.get("weights_digest") or UNTOLD,
                 "trial": t.trial_id,

@@ -3,8 +3,8 @@
 A sum over the files that a search keeps, by what removes them (`trainers.jobs.checkpoints`,
 `orchestrator.search.leftovers`). Where it is not known how many there will be, it is the most that there can be.
 
-Legend: w weights of one model in the search's dtype, t in that of training, s a training checkpoint (weights, a float32
-copy and Adam's two moments of what is trained).
+Legend: w weights of one model in the search's dtype, t in that of training, s a training checkpoint (of what is trained
+weights, a float32 copy and Adam's two moments).
 """
 
 from __future__ import annotations
@@ -84,13 +84,21 @@ class Storage:
         s = max(self._checkpoint(each, whole=bool(relaxing)) for each in self.problem.trainings(self.config.train))
         texts = sum(section.tokens for section in _texts(config)) * (2 if model.vocab_size <= 2**16 else 4)
         records, converted = OWN_RECORDS + trials * RECORDS, trials * w
-        trained = checkpoints = finalists = going = 0
+        trained = checkpoints = finalists = going = gone = 0
         if rungs:
-            # Of each its last and its best weights, and what its relaxation has come to
-            trained = trials * t * (1 + (rungs > 1)) + min(relaxing, trials) * t
             running = min(parallel, trials)
             paused = min(_paused(config, trials, relaxing), trials - running)
             finalists = min(_finalists(config, self.problem), trials)
+            few = config.promotion.keep_weights == "finalists"
+            # Weights of how many trials there are at a time, and in the end
+            holding = min(trials, running + paused + finalists) if few else trials
+            left = finalists if few else trials
+            # Of each its last and its best weights, and what its relaxation has come to
+            each = 1 + (rungs > 1)
+            trained = holding * t * each + min(relaxing, holding) * t
+            converted = holding * w
+            gone = (holding - left) * (w + t * each) + max(0, min(relaxing, holding) - left) * t
+            gone += left * t * (each - 1) * few
             written = most if relaxing else min(most, rungs)
             checkpoints = running * written + paused * min(KEEP, rungs) + min(finalists, trials - running - paused)
             # Best weights of steps before, and stages of relaxations
@@ -99,7 +107,7 @@ class Storage:
             going += min(relaxing, running + paused) * stages
         shipped, promoting = self._promotion(parallel, w, beside)
         shared = texts + self.statistics + records + converted + trained
-        kept = shared + finalists * s + shipped
+        kept = shared - gone + finalists * s + shipped
         parts = {
             "texts": texts,
             "statistics": self.statistics,
@@ -148,16 +156,16 @@ def giga(count: float) -> str:
 
 
 def checkpoint_bytes(model: PretrainedConfig, size: Size, train: TrainSettings, *, whole: bool = False) -> int:
-    """Of one training checkpoint; `whole`: of a training of all weights, whatever the settings say."""
-    g, tuned, weights = geometry_of(model), size.total, size.total
+    """Of one training checkpoint, which holds what is trained; `whole`: of a training of all weights, whatever the
+    settings say."""
+    g, tuned = geometry_of(model), size.total
     if train.tuning == "lora" and not whole:
         inner = int(getattr(model, "intermediate_size", None) or getattr(model, "ffn_dim", 0) or 4 * g.hidden_size)
         widths = 4 * (g.hidden_size + g.num_heads * g.head_dim) + 3 * (g.hidden_size + inner)
         tuned = min(size.total, g.num_layers * train.lora_rank * widths)
-        weights += tuned
     if train.tuning == "kv" and not whole:
         tuned = key_value_parameters(g)
-    return weights * DTYPES[train.dtype].itemsize + tuned * ADAM
+    return tuned * (DTYPES[train.dtype].itemsize + ADAM)
 
 
 def lifted_bytes(config: SearchConfig, model: PretrainedConfig) -> int:

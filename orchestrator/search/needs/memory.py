@@ -73,7 +73,7 @@ class Need:
         return self.limit is None or self.total <= self.limit
 
     def record(self) -> dict[str, Any]:
-        given = {"process": self.process, "total": self.total, "parts": self.parts}
+        given = {"process": self.process, "total": self.total, "parts": self.parts, "share": self.share}
         return given | {"accelerator_type": self.accelerator_type, "limit": self.limit, "fits": self.fits}
 
 

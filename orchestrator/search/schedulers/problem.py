@@ -74,6 +74,9 @@ class RungScheduler(FIFOScheduler):
     one has told before would be trained to the same model: it is stopped, as a copy of that one (`copies`: by copy, the
     first), and does not count.
 
+    Trials are compared by their loss at the rung itself, all after the same number of steps: what is decided is which
+    of them training still helps. What a trial is worth in the end is its best step (`TrialRecord.best`), which stays.
+
     The state is a function of the events alone, in their order: trials added, reports, advances, ends. A resumed search
     tells a fresh scheduler the events again, for Tune brings one back as it was when the search began [ray 2.60].
     """

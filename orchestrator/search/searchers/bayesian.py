@@ -6,10 +6,11 @@ by run).
 
 A suggestion is a function of the seed, its number and the results told before it, in whatever order they came.
 
-A trial that is paused or stopped at an early rung is told with the loss that it had there, and again when it gets
-further; its highest rung counts. An early loss is above what full training would give, and only trials that were behind
-at the same rung stay there, so the estimator errs on the safe side. A trial that diverged or failed is not told of, nor
-the loss of a pooled model that a relaxation never trains from.
+A trial that is paused or stopped at an early rung is told with the lowest loss that it had until then, and again when
+it gets further: a trial is worth its best step, as in every table (`TrialRecord.best`). An early loss is above what
+full training would give, and only trials that were behind at the same rung stay there, so the estimator errs on the
+safe side. A trial that diverged or failed is not told of, nor the loss of a pooled model that a relaxation never trains
+from.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class FrontSearch(ListedSearcher):
     def __init__(self, problem: SearchProblem) -> None:
         super().__init__(problem)
         self._points: dict[str, Point] = {}
-        self._seen: dict[str, Any] = {}  # Optuna's trials, with the scores at the highest rung told of, by trial
+        self._seen: dict[str, Any] = {}  # Optuna's trials, with the best scores told of, by trial
         self._dropped: set[str] = set()
 
     def add_trial(self, trial_id: str, config: dict[str, Any]) -> None:
@@ -65,8 +66,10 @@ class FrontSearch(ListedSearcher):
         point, rung = self._points.get(trial_id), int(result.get("rung", 0))
         if point is None or trial_id in self._dropped or result.get("pooled") or not all(map(math.isfinite, values)):
             return
-        if trial_id in self._seen and self._seen[trial_id].user_attrs["rung"] >= rung:
-            return
+        if (seen := self._seen.get(trial_id)) is not None:
+            if seen.user_attrs["rung"] >= rung:
+                return
+            values = (min(values[0], seen.values[0]), *values[1:])  # a trial is worth its best step
         asked = optuna.trial.FixedTrial(point)
         self._problem.space.decide(partial(ask, asked))
         self._seen[trial_id] = optuna.trial.create_trial(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attention.calibration.sizes import Mixed
 from attention.calibration.store import Calibration
+from attention.conversion.relaxation_knobs import too_few_steps
 from attention.io.targets import target
 from attention.plan import AttentionPlan
 from orchestrator.config.schema import DECODE
@@ -69,17 +70,8 @@ class TrialContext:
         return TrainSettings.model_validate(self.train | recipe.apply("recovery") | {"learning_rate": learning_rate})
 
     def relaxation_steps(self, recipe: Recipe) -> int:
-        """Training steps of a trial that its relaxation takes, of those up to the last rung; 0 without one. Only with a
-        fraction of 1 it takes all, which leaves no recovery."""
-        if recipe.relaxation == "none" or len(self.rungs) == 1:
-            return 0
-        total, knobs = self.rungs[-1], recipe.knobs("relaxation")
-        if steps := knobs.get("steps"):
-            if steps >= total:
-                raise ValueError(f"relaxation.steps must be below the last rung {total}, got {steps}")
-            return steps
-        fraction = knobs["fraction"]
-        return total if fraction == 1 else min(total - 1, max(1, round(fraction * total)))
+        """See the function of that name."""
+        return relaxation_steps(recipe, self.rungs)
 
     def job(
         self, name: str, model_dir: Path, out_dir: Path, candidate: Candidate, milestones: Sequence[int], **more: Any
@@ -113,6 +105,31 @@ class TrialContext:
         """The relaxation of the trial in `folder`; None if its recipe has none."""
         steps = self.relaxation_steps(recipe)
         return relaxation_spec(recipe, (folder / "plan.json").read_text("utf-8"), steps, settings) if steps else None
+
+
+def relaxation_steps(recipe: Recipe, rungs: Sequence[int]) -> int:
+    """Return the training steps of a trial that its relaxation takes, of those up to the last rung; 0 without one. Only
+    with a fraction of 1 it takes all, which leaves no recovery."""
+    if recipe.relaxation == "none" or len(rungs) == 1:
+        return 0
+    total, knobs = rungs[-1], recipe.knobs("relaxation")
+    if steps := knobs.get("steps"):
+        if steps >= total:
+            raise ValueError(f"relaxation.steps must be below the last rung {total}, got {steps}")
+        return steps
+    fraction = knobs["fraction"]
+    return total if fraction == 1 else min(total - 1, max(1, round(fraction * total)))
+
+
+def unfinished_relaxations(recipes: Iterable[Recipe], rungs: Sequence[int]) -> list[str]:
+    """Say, for each recipe whose relaxation cannot come to its end up to the last rung, why and what helps."""
+    foreseen = []
+    for recipe in dict.fromkeys(recipes):
+        if steps := relaxation_steps(recipe, rungs):
+            why = too_few_steps(recipe.relaxation, recipe.knobs("relaxation"), steps)
+            if why is not None:
+                foreseen.append(f"{recipe.name}: {why}; raise rungs.steps, or set relaxation.rate higher or to auto")
+    return foreseen
 
 
 def training_job(context: TrialContext, folder: Path, candidate: Candidate, trial_id: str) -> TrainJob:

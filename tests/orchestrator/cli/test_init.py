@@ -17,6 +17,9 @@ from attention.io import checkpoint
 from orchestrator.config.first import FirstConfig, Place
 from orchestrator.config.parsing import ConfigError, read_yaml
 from orchestrator.config.schema import SearchConfig, parse_config
+from orchestrator.search.estimate import Work
+from orchestrator.search.needs.disk import Storage
+from orchestrator.search.validation import search_problem
 
 GIGA = 2**30
 LAPTOP, ONE_GPU, NODE = Place(0, 80 * GIGA, 8), Place(1, 24 * GIGA, 16), Place(8, 80 * GIGA, 64)
@@ -51,14 +54,18 @@ def test_the_result_passes_a_dry_run(
     demo_tokenizer.save_pretrained(model)
     assert run_here("init", model.name) == 0
     file = place / f"tiny-{family}.yaml"
-    assert f"wrote {file.name}" in capsys.readouterr().out
+    brief = place / f"tiny-{family}-smoke.yaml"
+    assert f"wrote {file.name} and {brief.name}" in capsys.readouterr().out
+    assert run_here("search", brief, "--dry-run") == 0
+    assert "trials: 2;" in capsys.readouterr().out
     assert run_here("search", file, "--dry-run") == 0
-    told = capsys.readouterr().out
+    told, warnings = capsys.readouterr()
+    assert "relaxation" not in warnings, "the steps are enough for align"
     # each recipe at 2 rates at each ratio, and 4 that are drawn
     assert f"trials: {recipes * 2 * len(ratios) + 4};" in told and told.endswith("nothing was written\n")
     config = parse_config(read_yaml(file.read_text()))
     assert config.search.kv_ratios == ratios and config.model.path == model.name
-    assert sorted(path.name for path in place.iterdir()) == [model.name, file.name]
+    assert sorted(path.name for path in place.iterdir()) == [model.name, brief.name, file.name]
     assert run_here("init", model.name) == 2
     assert "exists; name another file with --out" in capsys.readouterr().err
 
@@ -71,10 +78,12 @@ def test_the_first_line_names_a_schema_that_is_there(place: Path, demo_dir: Path
     assert list(place.iterdir()) == []
 
 
-def first(kv_heads: int, parameters: float, place: Place, demo: HeadGeometry, source: str = "texts") -> SearchConfig:
+def first(
+    kv_heads: int, parameters: float, place: Place, demo: HeadGeometry, source: str = "texts", **kind: Any
+) -> SearchConfig:
     """The configuration of a model of 12 query heads, read back."""
     geometry = replace(demo, num_heads=12, num_kv_heads=kv_heads, max_positions=32_768)
-    made = FirstConfig("org/Some Model-7B", geometry, "bfloat16", int(parameters), source, place, "s.json")
+    made = FirstConfig("org/Some Model-7B", geometry, "bfloat16", int(parameters), source, place, "s.json", **kind)
     return parse_config(yaml.safe_load(made.text()))
 
 
@@ -112,3 +121,64 @@ def test_each_text_is_seen_once(source: str, demo_geometry: HeadGeometry) -> Non
     steps = config.rungs.steps[-1] + config.promotion.steps
     assert config.data.train.tokens == steps * config.train.batch_size * config.data.sequence_length
     assert config.data.source == source
+
+
+def arms(config: SearchConfig) -> list[str]:
+    return [arm.name for arm in config.search.recipes]
+
+
+@pytest.mark.parametrize("kind", [{}, {"smoke": True}, {"small": True}], ids=str)
+def test_rates_are_low_and_the_original_teaches_where_it_fits(
+    kind: dict[str, Any], demo_geometry: HeadGeometry
+) -> None:
+    for parameters, place in ((1e8, LAPTOP), (7e9, NODE), (7e9, Place(1, 80 * GIGA, 16))):
+        config = first(4, parameters, place, demo_geometry, **kind)
+        assert config.train.distillation == "kl" and max(config.search.learning_rates) <= 3e-5
+    # 14 GB of frozen weights, and as many of the original, are more than may be taken of 24 GiB
+    assert first(4, 7e9, ONE_GPU, demo_geometry, **kind).train.distillation == "none"
+
+
+def test_a_relaxation_is_proposed_only_where_all_weights_can_train(demo_geometry: HeadGeometry) -> None:
+    assert "align" in arms(first(4, 7e9, NODE, demo_geometry))
+    assert "align" not in arms(first(4, 7e9, ONE_GPU, demo_geometry))
+
+
+def test_the_smoke_file_is_a_few_steps_of_two_trials(demo_geometry: HeadGeometry) -> None:
+    smoke = first(4, 7e9, ONE_GPU, demo_geometry, smoke=True)
+    assert smoke.name == "some-model-7b-smoke" and arms(smoke) == ["gqa", "headfold_gqa"]
+    assert smoke.rungs.steps[-1] <= 4 and smoke.search.kv_ratios == [0.5] and smoke.search.num_samples == 0
+    assert smoke.data.train.tokens < 100_000
+
+
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": False, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+def test_a_large_model_on_one_gpu_takes_disk_that_there_is_or_says_so(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was 1.6 TB: all weights in every checkpoint, and of every trial three copies for good."""
+    (place / "qwen3-8b").mkdir()
+    (place / "qwen3-8b" / "config.json").write_text(json.dumps(QWEN3_8B))
+    taken: dict[float, float] = {}
+    for free in (2000, 100):
+        monkeypatch.setattr("orchestrator.search.needs.disk.disk_free", lambda _, free=free: free * GIGA)
+        out = place / f"{free}.yaml"
+        assert run_here("init", "qwen3-8b", "--gpus", 1, "--gpu-memory", 80, "--out", out) == 0
+        told = capsys.readouterr()
+        config = parse_config(read_yaml(out.read_text()))
+        assert config.train.tuning == "lora" and config.promotion.keep_weights == "finalists"
+        storage = stored(config)
+        taken[free] = storage.disk(1).most / GIGA
+        assert ("warning: the search takes up to" in told.err) == (taken[free] > free)
+        assert stored(parse_config(read_yaml((place / f"{free}-smoke.yaml").read_text()))).disk(1).most < 120 * GIGA
+    assert taken[100] < 160 and taken[2000] < 600
+
+
+def stored(config: SearchConfig) -> Storage:
+    problem = search_problem(config, geometry_of(checkpoint.load_config(config.model.path)))
+    work = Work.of(config, problem)
+    return Storage.of(config, problem, work.trials, work.trainings)

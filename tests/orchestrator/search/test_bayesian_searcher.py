@@ -61,3 +61,11 @@ def test_a_proposal_rests_on_a_bounded_number_of_results(demo_dir: Path) -> None
     assert window[-1].values[0] == pytest.approx(2.499)
     assert min(window, key=lambda o: o.values).values[0] == 1.0  # the third of five hundred
     assert Candidate.from_config(searcher.suggest("next")).kv_ratio in (0.5, 0.25)
+
+
+def test_a_trial_that_training_harmed_is_worth_what_it_was_before(task: SearchProblem) -> None:
+    searcher = make(task)
+    searcher.suggest("a")
+    for rung, loss in enumerate((2.233, 2.248, 2.245)):
+        searcher.on_trial_result("a", {"loss": loss, "kv_bytes_per_token": 4096.0, "rung": rung})
+    assert [o.values for o in searcher._seen.values()] == [[2.233, 4096.0]]

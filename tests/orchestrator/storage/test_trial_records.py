@@ -60,6 +60,36 @@ def test_with_decode_time_the_front_has_what_is_fastest_too() -> None:
     assert [t.trial_id for t in front(trials, timed=False)] == ["d", "a"]
 
 
+def trained(name: str, *losses: float, **more: object) -> TrialRecord:
+    """A trial at half of the cache with these losses at steps 0, 8, 16, ..."""
+    trial = record(name, 0.5, losses[0])
+    trial.rungs = [{"step": 8 * i, "loss": loss, "kl": loss / 10} for i, loss in enumerate(losses)]
+    trial.rungs[0] |= more
+    return trial
+
+
+def test_a_trial_is_worth_its_best_measured_step() -> None:
+    """Training may harm a conversion: what is shipped then is the untrained one, and so is what all tables say."""
+    harmed, helped = trained("a", 2.233, 2.248, 2.245), trained("b", 2.3, 2.25, 2.24)
+    assert (harmed.loss, harmed.best["step"], harmed.best["kl"], harmed.last_loss) == (2.233, 0, 0.2233, 2.245)
+    assert (helped.loss, helped.best["step"], helped.last_loss) == (2.24, 16, 2.24)
+    assert [t.trial_id for t in front([harmed, helped])] == ["a"]
+    assert [t.trial_id for t in ranked([helped, harmed])[0.5]] == ["a", "b"]
+
+
+def test_what_no_training_starts_from_is_not_a_trials_best_step() -> None:
+    relaxed = trained("a", 2.2, 2.6, 2.5, pooled=True)
+    assert (relaxed.loss, relaxed.best["step"]) == (2.5, 16)
+    relaxed.rungs[-1] |= {"collapsed_loss": 2.4, "relaxation_steps": 7}
+    assert relaxed.best == {"step": 7, "loss": 2.4}
+    assert trained("b", 2.2, pooled=True).loss == 2.2
+
+
+def test_a_diverged_trial_is_worth_nothing_whatever_it_was_before() -> None:
+    assert trained("a", 2.2, math.nan).loss == math.inf
+    assert trained("a", 2.2, math.nan).best["loss"] == 2.2
+
+
 @given(st.lists(st.tuples(st.sampled_from([0.125, 0.25, 0.5, 1.0]), st.integers(0, 6)), max_size=12))
 def test_the_front_is_what_nobody_dominates(pairs: list[tuple[float, int]]) -> None:
     trials = [record(f"{i:02}", budget, 2 + loss / 4) for i, (budget, loss) in enumerate(pairs)]

@@ -136,9 +136,9 @@ def test_a_training_checkpoint_is_as_large_as_it_says(changes: dict[str, Any], d
         engine.save(tmp_path)
     config = checkpoint.load_config(demo_dir)
     said, really = checkpoint_bytes(config, Size.of(config), settings), taken(tmp_path)
-    assert 0.7 * said < really < 1.02 * said + 2**20, f"{really} bytes, {said} were said"
+    assert 0.7 * said < really < 1.02 * said + 1.5 * 2**20, f"{really} bytes, {said} were said"
     if settings.tuning == "lora":
-        assert said < 0.8 * checkpoint_bytes(config, Size.of(config), settings, whole=True)
+        assert really < 0.2 * checkpoint_bytes(config, Size.of(config), settings, whole=True)
 
 
 def test_what_makes_it_more(demo_dir: Path, tmp_path: Path) -> None:
