@@ -12,6 +12,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
 from attention.messages import reason
 
 TOKENIZER_FILES = (
@@ -78,7 +80,12 @@ def write_both_forms(folder: Path) -> None:
 
 
 def older_form(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of transformers 4 that say what these of transformers 5 do; empty for a model without either."""
+    """The fields of transformers 4 that say what these of transformers 5 do; empty for a model without either.
+
+    `rope_scaling` is left out for model types that transformers does not have. Whoever reads such a folder's tokenizer
+    without its code, or without Headfold, gets transformers' bare config class, which cannot read that field beside
+    `rope_theta`. The code in a folder hands `rope_parameters` on to transformers 4 itself.
+    """
     older: dict[str, Any] = {"torch_dtype": fields["dtype"]} if fields.get("dtype") else {}
     rope = fields.get("rope_parameters")
     if rope and "sliding_attention" in rope:  # Gemma 3: one embedding for each kind of layer
@@ -86,17 +93,25 @@ def older_form(fields: dict[str, Any]) -> dict[str, Any]:
         rope = rope["full_attention"]
     if not rope or "rope_theta" not in rope:
         return older
-    scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
-    kind = scaling.get("rope_type", "default")
-    if kind == "longrope":  # Phi-3, whose class took these three and no others
-        scaling = {"type": kind} | {name: scaling[name] for name in ("short_factor", "long_factor")}
-    older["rope_scaling"] = None if kind == "default" else scaling
+    if fields.get("model_type") in CONFIG_MAPPING_NAMES:
+        older["rope_scaling"] = _scaling(fields["model_type"], rope)
     part = rope.get("partial_rotary_factor")
     if str(fields.get("model_type")).endswith("gpt_neox"):
         names = ("rotary_emb_base", "rotary_pct")
     else:
         names = ("rope_theta", "partial_rotary_factor")
     return older | {names[0]: rope["rope_theta"]} | ({names[1]: part} if part is not None else {})
+
+
+def _scaling(model_type: str, rope: dict[str, Any]) -> dict[str, Any] | None:
+    """`rope_scaling` of transformers 4. Where it is there transformers 5 reads it in the place of `rope_parameters`, so
+    that it must be complete."""
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        return None
+    if model_type == "phi3" and not {"factor", "attention_factor"} & rope.keys():  # its class took three fields
+        return {"type": kind} | {name: rope[name] for name in ("short_factor", "long_factor")}
+    return {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
 
 
 def _write(file: Path, fields: dict[str, Any]) -> None:

@@ -138,7 +138,7 @@ def ui(
     search: Annotated[Path, typer.Argument(help="Folder of a search, e.g. runs/demo/demo.")],
     port: Annotated[int, typer.Option(min=1, max=65535, help="Of this machine's loopback address.")] = 5000,
 ) -> None:
-    """Open a search's runs in MLflow. At http://127.0.0.1:PORT, until Ctrl-C."""
+    """Serve MLflow's page of a search at http://127.0.0.1:PORT until Ctrl-C, and print its address."""
     from orchestrator.storage.paths import SearchFolder
     from orchestrator.tracking.page import serve_page
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
 import yaml
-from ray._private import state
+from ray._private import state, worker
 from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 from ray._private.utils import get_num_cpus
 from ray.autoscaler._private.kuberay.autoscaling_config import _HEAD_GROUP_NAME, AutoscalingConfigProducer
@@ -73,35 +72,92 @@ def node_types() -> list[tuple[int, dict[str, float]]]:
     return [(min(most, kind.get("max_workers", most)), dict(kind.get("resources", {}))) for kind in kinds.values()]
 
 
-@lru_cache(maxsize=1)
 def autoscaling_config(gcs_address: str) -> dict[str, Any]:
     """What the cluster's autoscaler was started with (`ray up`, `ray start --autoscaling-config`; under KubeRay: the
-    RayCluster as its autoscaler reads it); empty without one.
+    RayCluster as its autoscaler reads it); empty without one that runs (see `ended_autoscaler`).
 
     It is known on the head node alone. Ray says nowhere what the cluster may grow to: its own `get_cluster_config` asks
     a table that nothing in the open-source Ray fills [2.60].
     """
-    found: Any = _read_config(gcs_address)
-    if found is None:  # this is not the head node
-        # From within a trial: not on the trial's own node
-        options: Any = {"num_cpus": 0, "resources": {ON_HEAD: 0.001}, "scheduling_strategy": "DEFAULT"}
-        task: Any = ray.remote(**options)(_read_config)
-        found = ray.get(task.remote(gcs_address))
-    return found or {}
+    if gcs_address not in _configs:
+        found: Any = _read_config(gcs_address)
+        if found is None:  # this is not the head node, or its monitor has ended
+            found = _on_head(_read_config, gcs_address)
+        if found is None:  # another one may be started
+            return {}
+        _configs[gcs_address] = found
+    return _configs[gcs_address]
+
+
+_configs: dict[str, dict[str, Any]] = {}
+"""What does not change as long as a cluster lives."""
+
+
+def ended_autoscaler() -> str | None:
+    """The log of the cluster's autoscaler, if one was configured and its process on the head node, which Ray calls the
+    monitor, has ended; None while it runs, and for a cluster without one. Kubernetes restarts its own."""
+    if not ray.is_initialized():
+        return None
+    return _on_head(_log_of_ended_monitor, ray.get_runtime_context().gcs_address)
+
+
+def _on_head(function: Callable[[str], Any], gcs_address: str) -> Any:
+    """Call a function on the cluster's head node."""
+    if on_head():
+        return function(gcs_address)
+    # From within a trial: not on the trial's own node
+    options: Any = {"num_cpus": 0, "resources": {ON_HEAD: 0.001}, "scheduling_strategy": "DEFAULT"}
+    task: Any = ray.remote(**options)(function)
+    return ray.get(task.remote(gcs_address))
+
+
+def on_head() -> bool:
+    """Whether this process is on the head of the cluster that it is connected to."""
+    here = ray.get_runtime_context().get_node_id()
+    return any(ON_HEAD in node["Resources"] for node in ray.nodes() if node["NodeID"] == here)
 
 
 def _read_config(gcs_address: str) -> dict[str, Any] | None:
     """The file that is named by the command line of the cluster's monitor, or what KubeRay's autoscaler reads from
-    Kubernetes; None if this is not the head node."""
-    if os.environ.get("RAY_NODE_TYPE_NAME") == _HEAD_GROUP_NAME and "RAY_enable_autoscaler_v2" in os.environ:
-        # KubeRay sets both on its head, the second where it scales
+    Kubernetes; None if neither is here."""
+    if _under_kuberay():
         return AutoscalingConfigProducer(os.environ["RAY_CLUSTER_NAME"], os.environ["RAY_CLUSTER_NAMESPACE"])()
+    if (words := _monitor(gcs_address)) is None:
+        return None
+    named = [word.partition("=")[2] for word in words if word.startswith(AUTOSCALING_CONFIG)]
+    return yaml.safe_load(Path(named[0]).expanduser().read_text("utf-8")) if named else {}
+
+
+def _under_kuberay() -> bool:
+    """KubeRay sets both on its head, the second where it scales."""
+    return os.environ.get("RAY_NODE_TYPE_NAME") == _HEAD_GROUP_NAME and "RAY_enable_autoscaler_v2" in os.environ
+
+
+AUTOSCALING_CONFIG = "--autoscaling-config="
+
+
+def _monitor(gcs_address: str) -> list[str] | None:
+    """The command line of the cluster's monitor, which every head has that is not started without; None if no such
+    process runs here."""
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             words = file.read_bytes().decode(errors="replace").split("\0")
             if f"--gcs-address={gcs_address}" in words and any(word.endswith("monitor.py") for word in words):
-                named = [word.partition("=")[2] for word in words if word.startswith("--autoscaling-config=")]
-                return yaml.safe_load(Path(named[0]).expanduser().read_text("utf-8")) if named else {}
+                return words
+    return None
+
+
+def _log_of_ended_monitor(gcs_address: str) -> str | None:
+    """As `ended_autoscaler`, on the head node. A monitor writes down its command line when it starts."""
+    if _under_kuberay() or _monitor(gcs_address) is not None:
+        return None
+    node: Any = worker._global_node
+    log = Path(node.get_logs_dir_path(), "monitor.log")
+    for file in (log, *sorted(log.parent.glob(f"{log.name}.*"))):
+        with contextlib.suppress(OSError):
+            started = [line for line in file.read_text("utf-8", "replace").splitlines() if "started with command" in line]
+            if any(f"--gcs-address={gcs_address}" in line and AUTOSCALING_CONFIG in line for line in started):
+                return str(log)
     return None
 
 

@@ -13,11 +13,15 @@ from dataclasses import dataclass
 import ray
 
 from orchestrator.cluster.placement import OF_TYPE, Demand, bundle, in_words
-from orchestrator.cluster.ray_private import free_on_nodes, node_types
+from orchestrator.cluster.ray_private import ended_autoscaler, free_on_nodes, node_types
 from orchestrator.config.schema import ConfigError, SearchConfig
 from trainers.settings import AUTO, Shape, Strategy
 
 LOOK_SECONDS = 5.0
+AUTOSCALER_ENDED = (
+    "the cluster's autoscaler is not running: its process on the head node (Ray's monitor) has ended, and no node will "
+    "be added; {} says why; restart it with `ray up --restart-only` and the cluster's file"
+)
 EPSILON = 1e-6  # of a CPU or GPU, by which sums of fractions may be off
 
 
@@ -100,7 +104,10 @@ def concurrency(nodes: Sequence[Nodes], demand: Demand, limit: int | str = "auto
     most = groups(nodes, demand.shape)
     fit = bisect_right(range(1, most + 1), 0, key=lambda trials: 0 if _fit(nodes, demand, trials) else 1)
     if not fit or not slots(nodes, demand.task):
-        raise ConfigError(_refusal(nodes, demand))
+        refusal = _refusal(nodes, demand)
+        if (log := ended_autoscaler()) is not None:
+            refusal = f"{AUTOSCALER_ENDED.format(log)}. On the nodes that are there: {refusal}"
+        raise ConfigError(refusal)
     return fit if limit == "auto" else min(fit, int(limit))
 
 

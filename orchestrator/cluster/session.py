@@ -71,14 +71,6 @@ def connected() -> Iterator[list[Nodes]]:
             os.environ[DASHBOARD] = earlier
 
 
-def on_head() -> bool:
-    """Whether this process is on the head of the cluster that it is connected to."""
-    import ray
-
-    here = ray.get_runtime_context().get_node_id()
-    return any("node:__internal_head__" in node["Resources"] for node in ray.nodes() if node["NodeID"] == here)
-
-
 def start() -> None:
     """`ray.init`, with the dashboard's address known to all workers: without it, or with that of another Ray on the
     machine, Ray Train never removes the placement groups of stopped trials, and the search stands still."""

@@ -12,8 +12,8 @@ from ray.autoscaler.v2.schema import ClusterStatus
 from ray.exceptions import RayError
 
 from orchestrator.cluster.placement import Demand, bundle, in_words
-from orchestrator.cluster.ray_private import autoscaling_config, cluster_status, pending
-from orchestrator.cluster.room import present, slots
+from orchestrator.cluster.ray_private import autoscaling_config, cluster_status, ended_autoscaler, pending
+from orchestrator.cluster.room import AUTOSCALER_ENDED, present, slots
 
 LOOK_SECONDS = 5.0
 GRACE_SECONDS = 15.0
@@ -51,6 +51,8 @@ def _told(count: int, need: tuple[float, float, str | None], who: str) -> str:
 
 
 def _autoscaler(status: ClusterStatus) -> str:
+    if (log := ended_autoscaler()) is not None:
+        return AUTOSCALER_ENDED.format(log)
     if not autoscaling_config(ray.get_runtime_context().gcs_address):
         return "no autoscaler: nodes must be added by hand"
     does = [f"{node.ray_node_type_name} is starting" for node in status.pending_nodes]

@@ -14,6 +14,7 @@ from typing import Any
 
 from attention.io.targets import Held
 from attention.messages import cut
+from orchestrator.child_processes import Child
 
 CHILDREN = Path(__file__).parent / "children"
 SECONDS = 900  # that an engine may take to load a model and answer
@@ -135,22 +136,21 @@ def run_child(
         file = Path(folder) / "request.json"
         file.write_text(json.dumps(request), encoding="utf-8")
         try:
-            done = subprocess.run(
-                [*command, str(file)],
-                capture_output=True,
-                timeout=seconds,
-                env=dict(environment),
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
+            child = Child(
+                [*command, str(file)], environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE
             )
-        except subprocess.TimeoutExpired:
-            raise EngineError(f"{name} did not answer within {seconds:g} seconds, and was stopped") from None
         except OSError as error:
             raise EngineError(f"{name} cannot be started: {error}") from None
-    log = done.stderr.decode(errors="replace")
-    if done.returncode:
-        raise EngineError(f"{name} {_end(done.returncode)}: {_last_words(log)}")
-    lines = done.stdout.decode(errors="replace").splitlines()
+        try:
+            answer, said = child.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            raise EngineError(f"{name} did not answer within {seconds:g} seconds, and was stopped") from None
+        finally:
+            child.end()
+    log = said.decode(errors="replace")
+    if child.returncode:
+        raise EngineError(f"{name} {_end(child.returncode)}: {_last_words(log)}")
+    lines = answer.decode(errors="replace").splitlines()
     try:
         return json.loads(lines[-1]), log
     except (IndexError, ValueError):

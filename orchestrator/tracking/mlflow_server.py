@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from orchestrator.child_processes import Child
 from orchestrator.storage.databases import back_up, restore
 
 HOST = "127.0.0.1"
@@ -71,27 +72,20 @@ class Server:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Child | None = None
 
     def keep_up(self) -> None:
         if self.process is None or self.process.poll() is not None:
             if self.process is not None:
                 print(f"MLflow ended with exit code {self.process.returncode}, starting it again", flush=True)
             environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-            self.process = subprocess.Popen(self.settings.command, env=environment, start_new_session=True)
+            self.process = Child(self.settings.command, environment)
 
     def end(self, patience: float = 20) -> None:
         """End the server with all its workers. One that was just starting a worker may wait for it for ever: after
         `patience` seconds it is killed, since the last backup is still to be made."""
-        if self.process is None or self.process.poll() is not None:
-            return
-        os.killpg(self.process.pid, signal.SIGTERM)
-        try:
-            self.process.wait(timeout=patience)
-        except subprocess.TimeoutExpired:
-            print(f"MLflow did not end within {patience:.0f} s of SIGTERM, killing it", flush=True)
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        if self.process is not None and self.process.end(patience):
+            print(f"MLflow did not end within {patience:.0f} s of SIGTERM, and was killed", flush=True)
 
 
 def main() -> int:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
+from orchestrator.child_processes import Child
 from orchestrator.config.parsing import ConfigError
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import read_json
@@ -60,13 +59,11 @@ def serve_page(folder: SearchFolder, port: int) -> None:
     print(f"MLflow   http://{HOST}:{port}{place}   (Ctrl-C ends it)", flush=True)
     command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
     environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_BACKEND_STORE_URI": address}
-    server = subprocess.Popen(command, env=environment, start_new_session=True)  # no password among its arguments
+    server = Child(command, environment)  # no password among its arguments
     try:
         server.wait()
         raise ConfigError(f"MLflow's server ended with exit code {server.returncode}; what it has said is above")
     except KeyboardInterrupt:
         pass
     finally:
-        if server.poll() is None:
-            os.killpg(server.pid, signal.SIGTERM)
-            server.wait()
+        server.end()

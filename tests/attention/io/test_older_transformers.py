@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from attention.conversion.conversion import convert
 from attention.io import checkpoint, export
+from attention.io.precision import own_dtype
 from attention.plan import AttentionPlan, LayerPlan
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended]
@@ -25,6 +26,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.extended]
 OLDER = ("transformers==4.57.*", "huggingface_hub>=0.34,<1", "tokenizers>=0.22,<=0.23.0")
 UNIFORM = AttentionPlan((LayerPlan((0, 1, 1, 0), (0, 1, 1, 0)),) * 2, 8)
 LOPSIDED = AttentionPlan((LayerPlan((0, 0, 0, 1), (0, 0, 0, 1)),) * 2, 8)
+APART = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)),) * 2, 8)
+LAYERED = AttentionPlan((LayerPlan((0, 1, 1, 0), (0, 1, 1, 0)), LayerPlan((0, 0, 0, 0), (0, 0, 0, 0))), 8)
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
@@ -34,17 +37,25 @@ READ = """
 import json, sys
 import torch, transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 assert transformers.__version__.startswith("4.57"), transformers.__version__
 folders, tokens, text, out = sys.argv[1].split(":"), *sys.argv[2:]
 found, ids = {}, {}
 for index, folder in enumerate(folders):
-    model, told = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    with open(folder + "/config.json") as file:
+        fields = json.load(file)
+    code = {"trust_remote_code": "auto_map" in fields}
+    if fields["model_type"] == "nemotron-nas":  # of which the folder has the configuration alone
+        config = AutoConfig.from_pretrained(folder, **code)
+        assert config.rope_scaling["rope_type"] == "llama3" and config.rope_theta == 500_000, config
+        ids[folder] = AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+        continue
+    model, told = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **code)
     assert not any(told.values()), (folder, told)
     with torch.no_grad():
         found[str(index)] = model.eval()(load_file(tokens)["tokens"]).logits
-    stored = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").dtype
+    stored = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **code).dtype
     ids[folder] = [str(stored), AutoTokenizer.from_pretrained(folder)(text)["input_ids"]]
 save_file(found, out)
 print(json.dumps(ids))
@@ -86,15 +97,20 @@ def test_transformers_4_reads_what_we_write(
     }
     folders = [lowered(model, tmp_path / name, demo_dir, target) for name, (model, target) in models.items()]
     folders.append(demo_dir)
+    folders.append(lowered(convert(tiny_model("llama", **llama3), APART), tmp_path / "maps", demo_dir, "transformers"))
+    deci = lowered(convert(tiny_model("llama", **llama3), LAYERED), tmp_path / "deci", demo_dir, "vllm")
     tokens = torch.randint(0, 2048, (2, 40), generator=torch.Generator().manual_seed(0))
-    found, ids = read_with(older, folders, tokens, tmp_path)
+    found, ids = read_with(older, [*folders, deci], tokens, tmp_path)
     wanted_ids = AutoTokenizer.from_pretrained(demo_dir)(TEXT)["input_ids"]
+    assert ids[str(deci)] == wanted_ids
     for folder, logits in zip(folders, found, strict=True):
-        ours = checkpoint.load(folder, torch.float32)
+        code = (folder / "modeling_head_maps.py").is_file()
+        made = folder.parent / "made" if code else folder
+        ours = checkpoint.load(made, torch.float32)
         with torch.no_grad():
             difference = (ours(tokens).logits - logits).abs().max().item()
         assert difference < 1e-4 * max(1.0, logits.abs().max().item()), folder
-        assert ids[str(folder)] == [str(checkpoint.load(folder).dtype), wanted_ids]
+        assert ids[str(folder)] == [str(own_dtype(checkpoint.load_config(made), made)), wanted_ids]
 
 
 def read_with(
@@ -109,4 +125,4 @@ def read_with(
     done = subprocess.run(command, env=older, cwd=scratch, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     logits = load_file(scratch / "logits.safetensors")
-    return [logits[str(index)] for index in range(len(folders))], json.loads(done.stdout.splitlines()[-1])
+    return [logits[str(index)] for index in range(len(folders)) if str(index) in logits], json.loads(done.stdout.splitlines()[-1])

@@ -24,8 +24,8 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 
 from orchestrator.cluster.placement import Demand, bundle, run_task, task_options
 from orchestrator.cluster.pool_client import open_pool, train_on_pool
+from orchestrator.cluster.ray_private import on_head
 from orchestrator.cluster.room import capacity, concurrency, settled
-from orchestrator.cluster.session import on_head
 from orchestrator.cluster.waiting import waits_for
 from orchestrator.config.schema import ConfigError, SearchConfig
 from trainers.jobs.job import TrainJob

@@ -2,7 +2,8 @@
 
 The node types are those of `cluster.yaml`, from zero; their GPUs are numbers that Ray counts (`train.device=cpu`).
 `python gpu_cloud.py FOLDER '{"node": NTH REPORT, "drain": NTH REPORT}' SETTING...` carries out a search on it, takes
-away nodes on the way, and prints what happened as one JSON object.
+away nodes on the way, and prints what happened as one JSON object. With `"monitor": 0` the autoscaler's process ends
+before the search begins.
 """
 
 from __future__ import annotations
@@ -150,6 +151,14 @@ def marked() -> list[psutil.Process]:
     return found
 
 
+def end_monitor() -> None:
+    """The autoscaler's process, as the kernel ends one where memory is short."""
+    for process in marked():
+        if "autoscaler/v2/monitor.py" in " ".join(process.cmdline()):
+            process.kill()
+            process.wait(30)
+
+
 @contextlib.contextmanager
 def cloud() -> Iterator[Cloud]:
     folder = tempfile.mkdtemp(prefix="hf-ray-", dir="/tmp")  # short: sockets lie in it
@@ -191,6 +200,8 @@ def main(folder: Path, losses: Mapping[str, int], settings: Sequence[str]) -> di
     command += [f"storage={folder / 'runs'}", "--json", str(folder / "outcome.json")]
     with cloud() as made, (folder / "log").open("wb") as log:
         out: dict[str, Any] = {"at_first": sorted(kind or "head" for kind in _kinds(made)), "trained_on": []}
+        if "monitor" in losses:
+            end_monitor()
         own = os.environ | {"RAY_ADDRESS": made.address}
         search = subprocess.Popen(command, cwd=REPOSITORY, env=own, stdout=log, stderr=log, start_new_session=True)
         journal, todo = folder / "runs" / "gpus" / "journal.jsonl", dict(losses)

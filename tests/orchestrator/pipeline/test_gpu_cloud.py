@@ -65,3 +65,15 @@ def test_a_search_for_gpus_runs_to_its_end_from_a_head_alone(
     if losses:
         (promoted,) = outcome["promotion"]["candidates"].values()
         assert (promoted["status"], promoted["steps"]) == ("promoted", 6)
+
+
+def test_an_autoscaler_whose_process_has_ended_is_named_as_the_cause(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), str(tmp_path), json.dumps({"monitor": 0}), *LITTLE, *SHORT]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    told: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    assert told["code"] == 2, told["log"][-6000:]
+    message = told["log"].splitlines()[-1]
+    assert "headfold: the cluster's autoscaler is not running: its process on the head node" in message
+    assert "/logs/monitor.log says why; restart it with `ray up --restart-only`" in message
+    assert "On the nodes that are there: resources.accelerator_type: no node has 'A100'" in message

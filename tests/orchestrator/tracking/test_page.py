@@ -23,6 +23,7 @@ from orchestrator.config.parsing import ConfigError
 from orchestrator.storage.journal import Journal
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import read_json, write_json
+from orchestrator.tracking.mlflow_server import taken
 from orchestrator.tracking.page import serve_page, store_of
 from orchestrator.tracking.runs import Tracker
 
@@ -66,9 +67,9 @@ def test_a_search_without_a_run_is_told(folder: SearchFolder) -> None:
 
 
 @contextlib.contextmanager
-def shown(folder: SearchFolder) -> Iterator[tuple[str, str]]:
-    """`headfold ui` of a search: the address of its server and that of the view it tells. Interrupted at the end, when
-    nothing of it may be left."""
+def shown(folder: SearchFolder, number: int = signal.SIGINT) -> Iterator[tuple[str, str]]:
+    """`headfold ui` of a search: the address of its server and that of the view it tells. Ended by a signal, after
+    which nothing of it may be left."""
     port = free_port()
     command = [sys.executable, "-m", "orchestrator.main", "ui", str(folder.root), "--port", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ)
@@ -84,8 +85,8 @@ def shown(folder: SearchFolder) -> Iterator[tuple[str, str]]:
         yield server, said[1]
         tree = psutil.Process(process.pid).children(recursive=True)
     finally:
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 0
+        process.send_signal(number)
+        assert process.wait(timeout=60) == (0 if number == signal.SIGINT else -number)
     assert tree and psutil.wait_procs(tree, timeout=20)[1] == []
 
 
@@ -101,6 +102,17 @@ def test_the_page_shows_the_search_until_it_is_interrupted(folder: SearchFolder)
         assert there.client.get_run(run_id).info.run_name == "a run of mine"
         tags = there.client.get_experiment(tracker.experiment_id).tags
         assert run_id in json.loads(tags[f"mlflow.sharedViewState.{run_id}"])["searchFilter"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_the_server_ends_with_the_command_however_that_ends(number: int, folder: SearchFolder) -> None:
+    run_id = Tracker.open(None, "mine", folder.storage).start("a run of mine")
+    write_json(folder.state, read_json(folder.state) | {"parent_run": run_id})
+    with shown(folder, number) as (server, _):
+        port = int(server.rpartition(":")[2])
+        assert taken(port)
+    assert not taken(port)
 
 
 @pytest.mark.extended

@@ -16,6 +16,8 @@ class DeciLMConfig(MistralConfig):  # Llama's fields; Llama's own class wants a 
 
     def __init__(self, block_configs: Any = (), **fields: Any) -> None:
         fields["sliding_window"] = None
+        if "rope_parameters" in fields:  # transformers 4 knows them by this name alone
+            fields.setdefault("rope_scaling", fields["rope_parameters"])
         super().__init__(**fields)
         self.block_configs = [
             SimpleNamespace(**{part: SimpleNamespace(**values) for part, values in block.items()})

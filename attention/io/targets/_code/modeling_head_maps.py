@@ -20,6 +20,8 @@ class HeadMapsConfig(LlamaConfig):
     model_type = "head_maps_llama"
 
     def __init__(self, key_maps: Any = (), value_maps: Any = (), **fields: Any) -> None:
+        if "rope_parameters" in fields:  # transformers 4 knows them by this name alone
+            fields.setdefault("rope_scaling", fields["rope_parameters"])
         super().__init__(**fields)
         self.key_maps, self.value_maps = key_maps, value_maps
 
