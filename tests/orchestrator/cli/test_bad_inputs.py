@@ -5,6 +5,7 @@ The rows are in `bad_inputs`, one `Bad(name, command line, parts of the message)
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from typer.main import get_command
 from orchestrator.main import app
 
 TOLD_AT_ONCE = ("no --out: ", "estimate: ")  # by convert, before it reads weights or texts
+SLOW = re.compile(r"\w+: \d+:\d\d so far")  # after ten seconds, on a busy machine
 LONG = ("a task that nobody knows",)  # is looked for in the harness's thousands of files; test_tasks.py does so too
 MARKS = ((pytest.mark.xfail(strict=False), PENDING), (pytest.mark.extended, LONG))
 VERBS = get_command(app).commands  # type: ignore[attr-defined]
@@ -66,7 +68,8 @@ def test_a_bad_input_is_refused_and_nothing_is_lost(
     assert "Traceback" not in ran.err
     before_it, found, _ = ran.err.partition("headfold: ")
     assert found, "no message"
-    assert all(line.startswith(TOLD_AT_ONCE) for line in before_it.splitlines()), "the message must stand alone"
+    others = [line for line in before_it.splitlines() if not (line.startswith(TOLD_AT_ONCE) or SLOW.fullmatch(line))]
+    assert others == [], "the message must stand alone"
     assert {name: after.get(name) for name in before} == before
     new = [name for name in after if name not in before]
     assert all(bad.leaves is not None and f"{name}/".startswith(f"{bad.leaves}/") for name in new), new
