@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,20 +20,47 @@ ALL = ("transformers", "vLLM", "llama.cpp")
 
 def format_of(folder: str | Path, dtype: Any) -> dict[str, Any]:
     """What a checkpoint is, its KV cache being held in `dtype`: `format` ("stock" or "headfold"), `loads_in` (software
-    that loads it), and both in one line for people (`format_note`)."""
+    that loads it), and both in one line for people, with the command to go on with (`format_note`)."""
     config = load_config(folder)
     plan = plan_of_config(config)
-    if not config.model_type.startswith(PREFIX):
-        readers = _readers(config, plan)
-        direct = [software for software in readers if software != ALL[2]]
-        load = f"{' and '.join(direct)} load{'s' * (len(direct) == 1)} it"
-        if len(direct) < len(readers):  # as the one file that it reads
-            load += f", and {ALL[2]} after `headfold export --target gguf`"
-        name = family_of(config).model_class.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
-        return {"format": "stock", "loads_in": list(readers), "format_note": f"a stock {name} checkpoint: {load}"}
-    note = f"Headfold's own format ({_reason(plan)}), which stock software does not load"
-    way_out = _way_out(config, plan, dtype)
-    return {"format": "headfold", "loads_in": ["headfold"], "format_note": f"{note}; {way_out}"}
+    if config.model_type.startswith(PREFIX):
+        note = f"Headfold's own format ({_reason(plan)}), which stock software does not load"
+        return {
+            "format": "headfold",
+            "loads_in": ["headfold"],
+            "format_note": f"{note}; {_way_out(folder, config, plan, dtype)}",
+        }
+    readers = _readers(config, plan)
+    direct = [software for software in readers if software != ALL[2]]
+    commands = [f"`vllm serve {shlex.quote(str(folder))}`"] if ALL[1] in direct else []
+    if ALL[2] in readers:  # as the one file that it reads
+        commands.append(f"`{export_command(folder, 'gguf')}`, for {ALL[2]}")
+    name = family_of(config).model_class.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    load = f"{' and '.join(direct)} load{'s' * (len(direct) == 1)} as it is"
+    note = ": ".join([f"a stock {name} checkpoint, which {load}", *filter(None, [" or ".join(commands)])])
+    return {"format": "stock", "loads_in": list(readers), "format_note": note}
+
+
+def export_command(folder: str | Path, target: str, *options: str) -> str:
+    """The command that exports a checkpoint, into a folder beside it."""
+    return shlex.join(["headfold", "export", str(folder), "--target", target, "--out", f"{folder}-{target}", *options])
+
+
+def exact_targets(config: Any, plan: AttentionPlan, dtype: Any) -> dict[str, int]:
+    """The targets that hold a plan in its own bytes, and how many those are per token; an engine's own formats first,
+    those that need code in the folder last."""
+    before, takes = plan.kv_bytes_per_token(dtype), _takes(config, plan, dtype)
+    order = sorted(takes, key=lambda name: (name == "transformers", name == "gguf", name))
+    return {name: takes[name] for name in order if takes[name] <= before}
+
+
+def _takes(config: Any, plan: AttentionPlan, dtype: Any) -> dict[str, int]:
+    """KV bytes per token of a plan in each target that holds it."""
+    takes = {}
+    for name in targets():
+        with suppress(TargetError):
+            takes[name] = kv_bytes_in(name, config, plan, dtype)
+    return takes
 
 
 def _readers(config: Any, plan: AttentionPlan) -> tuple[str, ...]:
@@ -60,17 +88,18 @@ def _reason(plan: AttentionPlan) -> str:
     return "the family has no stock form with groups" if plan.is_uniform_gqa else "groups are of different sizes"
 
 
-def _way_out(config: Any, plan: AttentionPlan, dtype: Any) -> str:
-    """The targets that hold the plan in its own bytes; else the stock one that takes more."""
-    before, takes = plan.kv_bytes_per_token(dtype), {}
-    for name in targets():
-        with suppress(TargetError):
-            takes[name] = kv_bytes_in(name, config, plan, dtype)
-    if exact := [name for name, after in takes.items() if after <= before]:
-        ways = ", ".join(f"--target {name} ({', '.join(targets()[name].engines)})" for name in exact)
-        return f"`headfold export` writes it at the same {before} KV bytes per token with {ways}"
+def _way_out(folder: str | Path, config: Any, plan: AttentionPlan, dtype: Any) -> str:
+    """The command that writes what engines load: in the plan's own bytes, else the stock form that takes more."""
+    before = plan.kv_bytes_per_token(dtype)
+    if exact := exact_targets(config, plan, dtype):
+        first, *others = exact
+        engines = {name: " and ".join(targets()[name].engines) for name in exact}
+        also = ", ".join(f"--target {name} for {engines[name]}" for name in others)
+        command = f"`{export_command(folder, first)}` writes it for {engines[first]} at the same {before} KV bytes"
+        return f"{command} per token" + f" ({also})" * bool(also)
+    takes = _takes(config, plan, dtype)
     for name in ("gqa", "phi"):
         if name in takes:
-            more = f"{takes[name]} KV bytes per token instead of {before}"
-            return f"`headfold export --target {name} --allow-larger-cache` lowers it to a stock one, at {more}"
-    return "no stock format holds this plan"
+            command = export_command(folder, name, "--allow-larger-cache")
+            return f"`{command}` lowers it to a stock one, at {takes[name]} KV bytes per token instead of {before}"
+    return "no stock format holds this plan: load it with attention.io.checkpoint.load of Headfold"

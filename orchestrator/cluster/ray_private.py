@@ -142,7 +142,7 @@ def _monitor(gcs_address: str) -> list[str] | None:
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             words = file.read_bytes().decode(errors="replace").split("\0")
-            if f"--gcs-address={gcs_address}" in words and any(word.endswith("monitor.py") for word in words):
+            if f"--gcs-address={gcs_address}" in words and any(Path(word).name == "monitor.py" for word in words):
                 return words
     return None
 
