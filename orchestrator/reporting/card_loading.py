@@ -58,7 +58,11 @@ def loading_lines(folder: Path, repository: str | None, engines: Sequence[str]) 
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     if str(config.get("model_type", "")).startswith(PREFIX):
         exports = [
-            (f"{' and '.join(targets()[name].engines)}, after an export", "bash", f"{fetched}{export_command(there, name)}")
+            (
+                f"{' and '.join(targets()[name].engines)}, after an export",
+                "bash",
+                f"{fetched}{export_command(there, name)}",
+            )
             for name in _exact(folder)
         ]
         return [("Headfold", "python", HEADFOLD.format(**named)), *exports]

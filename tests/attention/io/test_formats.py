@@ -213,7 +213,8 @@ def test_the_dtype_is_that_of_the_config_or_else_of_the_files(tiny_model: Tiny, 
             "llama",
             UNIFORM,
             ["transformers", "vLLM", "llama.cpp"],
-            "which transformers and vLLM load as it is: `vllm serve .*out` or `headfold export .*out --target gguf --out .*out-gguf`, for llama.cpp",
+            "which transformers and vLLM load as it is: `vllm serve .*out` or `headfold export "
+            ".*out --target gguf --out .*out-gguf`, for llama.cpp",
         ),
         (
             "phi",
@@ -231,8 +232,8 @@ def test_the_dtype_is_that_of_the_config_or_else_of_the_files(tiny_model: Tiny, 
             "llama",
             LAYERED,
             ["headfold"],
-            "different numbers of KV heads.*`headfold export .*out --target vllm --out .*out-vllm` writes it for vLLM at the same "
-            "192 KV bytes per token .--target gguf for llama.cpp, --target transformers",
+            "different numbers of KV heads.*`headfold export .*out --target vllm --out .*out-vllm` writes it for "
+            "vLLM at the same 192 KV bytes per token .--target gguf for llama.cpp, --target transformers",
         ),
         ("llama", LOPSIDED, ["headfold"], "different sizes.*--target gqa --out .*at the same 256 KV bytes"),
         (
