@@ -19,8 +19,8 @@ import yaml
 
 from attention.io.files import write_whole
 from orchestrator.cluster.pool_client import pool_of_search
-from orchestrator.cluster.room import Nodes, room_for, total
 from orchestrator.cluster.ray_private import on_head
+from orchestrator.cluster.room import Nodes, room_for, total
 from orchestrator.cluster.session import connected
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.promotion.promote import promote

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,28 +21,43 @@ ALL = ("transformers", "vLLM", "llama.cpp")
 
 def format_of(folder: str | Path, dtype: Any) -> dict[str, Any]:
     """What a checkpoint is, its KV cache being held in `dtype`: `format` ("stock" or "headfold"), `loads_in` (software
-    that loads it), and both in one line for people (`format_note`); of Headfold's own format also `padding`: of each
-    target that holds the plan in its own bytes, the query heads of zeros (`Held.zero_query_heads`) that it adds, if it
-    adds any, and their share of the work of attention."""
+    that loads it), and both in one line for people, with the command to go on with (`format_note`); of Headfold's own
+    format also `padding`: of each target that holds the plan in its own bytes, the query heads of zeros
+    (`Held.zero_query_heads`) that it adds, if it adds any, and their share of the work of attention."""
     config = load_config(folder)
     plan = plan_of_config(config)
-    if not config.model_type.startswith(PREFIX):
-        readers = _readers(config, plan)
-        direct = [software for software in readers if software != ALL[2]]
-        load = f"{' and '.join(direct)} load{'s' * (len(direct) == 1)} it"
-        if len(direct) < len(readers):  # as the one file that it reads
-            load += f", and {ALL[2]} after `headfold export --target gguf`"
-        name = family_of(config).model_class.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
-        return {"format": "stock", "loads_in": list(readers), "format_note": f"a stock {name} checkpoint: {load}"}
-    note = f"Headfold's own format ({_reason(plan)}), which stock software does not load"
-    held, padding = held_by(config, plan), {}
-    exact = [n for n in held if held[n].bytes_per_token(dtype) <= plan.kv_bytes_per_token(dtype)]
-    for name in exact:
-        if zeros := held[name].zero_query_heads(plan):
-            padding[name] = {"zero_query_heads": zeros, "extra_attention": held[name].extra_attention(plan)}
-    way_out = _way_out(held, exact, padding, plan, dtype)
-    facts = {"format": "headfold", "loads_in": ["headfold"], "format_note": f"{note}; {way_out}"}
-    return facts | ({"padding": padding} if padding else {})
+    if config.model_type.startswith(PREFIX):
+        note = f"Headfold's own format ({_reason(plan)}), which stock software does not load"
+        held, padding = held_by(config, plan), {}
+        for name in exact_targets(config, plan, dtype):
+            if zeros := held[name].zero_query_heads(plan):
+                padding[name] = {"zero_query_heads": zeros, "extra_attention": held[name].extra_attention(plan)}
+        way_out = _way_out(folder, config, plan, dtype, padding)
+        facts = {"format": "headfold", "loads_in": ["headfold"], "format_note": f"{note}; {way_out}"}
+        return facts | ({"padding": padding} if padding else {})
+    readers = _readers(config, plan)
+    direct = [software for software in readers if software != ALL[2]]
+    commands = [f"`vllm serve {shlex.quote(str(folder))}`"] if ALL[1] in direct else []
+    if ALL[2] in readers:  # as the one file that it reads
+        commands.append(f"`{export_command(folder, 'gguf')}`, for {ALL[2]}")
+    name = family_of(config).model_class.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    load = f"{' and '.join(direct)} load{'s' * (len(direct) == 1)} as it is"
+    note = ": ".join([f"a stock {name} checkpoint, which {load}", *filter(None, [" or ".join(commands)])])
+    return {"format": "stock", "loads_in": list(readers), "format_note": note}
+
+
+def export_command(folder: str | Path, target: str, *options: str) -> str:
+    """The command that exports a checkpoint, into a folder beside it."""
+    return shlex.join(["headfold", "export", str(folder), "--target", target, "--out", f"{folder}-{target}", *options])
+
+
+def exact_targets(config: Any, plan: AttentionPlan, dtype: Any) -> dict[str, int]:
+    """The targets that hold a plan in its own bytes, and how many those are per token; an engine's own formats first,
+    those that need code in the folder last."""
+    before = plan.kv_bytes_per_token(dtype)
+    takes = {name: held.bytes_per_token(dtype) for name, held in held_by(config, plan).items()}
+    order = sorted(takes, key=lambda name: (name == "transformers", name == "gguf", name))
+    return {name: takes[name] for name in order if takes[name] <= before}
 
 
 def held_by(config: Any, plan: AttentionPlan) -> dict[str, Held]:
@@ -79,21 +95,24 @@ def _reason(plan: AttentionPlan) -> str:
 
 
 def _way_out(
-    held: Mapping[str, Held], exact: Sequence[str], padding: Mapping[str, Any], plan: AttentionPlan, dtype: Any
+    folder: str | Path, config: Any, plan: AttentionPlan, dtype: Any, padding: Mapping[str, Mapping[str, float]]
 ) -> str:
-    """The targets that hold the plan in its own bytes; else the stock one that takes more."""
+    """The command that writes what engines load: in the plan's own bytes, else the stock form that takes more."""
     before = plan.kv_bytes_per_token(dtype)
-    if exact:
-        ways = ", ".join(
-            f"--target {name} ({', '.join(targets()[name].engines)}{_more_work(padding.get(name))})" for name in exact
-        )
-        return f"`headfold export` writes it at the same {before} KV bytes per token with {ways}"
+    if exact := exact_targets(config, plan, dtype):
+        first, *others = exact
+        engines = {name: " and ".join(targets()[name].engines) + _more_work(padding.get(name)) for name in exact}
+        also = ", ".join(f"--target {name} for {engines[name]}" for name in others)
+        command = f"`{export_command(folder, first)}` writes it for {engines[first]} at the same {before} KV bytes"
+        return f"{command} per token" + f" ({also})" * bool(also)
+    held = held_by(config, plan)
     for name in ("gqa", "phi"):
         if name in held:
-            more = f"{held[name].bytes_per_token(dtype)} KV bytes per token instead of {before}"
-            return f"`headfold export --target {name} --allow-larger-cache` lowers it to a stock one, at {more}"
-    return "no stock format holds this plan"
+            command = export_command(folder, name, "--allow-larger-cache")
+            takes = held[name].bytes_per_token(dtype)
+            return f"`{command}` lowers it to a stock one, at {takes} KV bytes per token instead of {before}"
+    return "no stock format holds this plan: load it with attention.io.checkpoint.load of Headfold"
 
 
-def _more_work(padding: Mapping[str, Any] | None) -> str:
-    return "" if padding is None else f"; {100 * padding['extra_attention']:.3g} % more work in attention"
+def _more_work(padding: Mapping[str, float] | None) -> str:
+    return "" if padding is None else f" with {100 * padding['extra_attention']:.3g} % more work in attention"

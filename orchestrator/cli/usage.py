@@ -24,16 +24,19 @@ def explained(error: Any, arguments: Sequence[str]) -> str | None:
     """The message for an error of typer; None for any other error. `arguments`: those of the command line."""
     if not hasattr(error, "format_message"):
         return None
-    if (context := getattr(error, "ctx", None)) is None:
-        return f"{error.format_message()}; see `headfold --help`"
-    command: str = context.command_path
+    command = _command(error, arguments)
+    if (context := getattr(error, "ctx", None)) is not None:
+        command = context.command_path
     message = error.format_message().rstrip(".").replace(": Input should", ": it must")
-    if (option := getattr(error, "option_name", None)) and message.startswith("No such"):
+    option = getattr(error, "option_name", None)
+    if option and message.endswith("requires an argument"):
+        message = f"option {option!r} needs a value after it"
+    elif context is not None and option and message.startswith("No such"):
         known = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
         message = f"no such option {option!r}{near(option, known)}"
         if RENAMED.get(option) in [*known, *(name.replace("--", "--no-", 1) for name in known)]:
             message = f"the option {option} is called {RENAMED[option]} now"
-    elif verb := re.match("No such command '(.*?)'", message):
+    elif context is not None and (verb := re.match("No such command '(.*?)'", message)):
         known = sorted(context.command.commands)
         message = f"no such verb {verb[1]!r}{near(verb[1], known)}; there are {', '.join(known)}"
     elif (parameter := getattr(error, "param", None)) is not None and message.startswith("Invalid value"):
@@ -42,6 +45,12 @@ def explained(error: Any, arguments: Sequence[str]) -> str | None:
         message += "; several values of one option are separated by a comma, e.g. --kv-ratio 0.5,0.25"
     where = command.removeprefix("headfold").strip()
     return f"{where}{': ' if where else ''}{message[:1].lower()}{message[1:]}; see `{command} --help`"
+
+
+def _command(error: Any, arguments: Sequence[str]) -> str:
+    """The command that an error without a context is of: the parser's own errors know the option alone."""
+    verb = next((word for word in arguments if not word.startswith("-")), None)
+    return f"headfold {verb}" if verb else "headfold"
 
 
 def _values(names: Sequence[str], arguments: Sequence[str]) -> list[str]:

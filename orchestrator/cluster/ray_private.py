@@ -142,7 +142,7 @@ def _monitor(gcs_address: str) -> list[str] | None:
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             words = file.read_bytes().decode(errors="replace").split("\0")
-            if f"--gcs-address={gcs_address}" in words and any(word.endswith("monitor.py") for word in words):
+            if f"--gcs-address={gcs_address}" in words and any(Path(word).name == "monitor.py" for word in words):
                 return words
     return None
 
@@ -155,7 +155,9 @@ def _log_of_ended_monitor(gcs_address: str) -> str | None:
     log = Path(node.get_logs_dir_path(), "monitor.log")
     for file in (log, *sorted(log.parent.glob(f"{log.name}.*"))):
         with contextlib.suppress(OSError):
-            started = [line for line in file.read_text("utf-8", "replace").splitlines() if "started with command" in line]
+            started = [
+                line for line in file.read_text("utf-8", "replace").splitlines() if "started with command" in line
+            ]
             if any(f"--gcs-address={gcs_address}" in line and AUTOSCALING_CONFIG in line for line in started):
                 return str(log)
     return None

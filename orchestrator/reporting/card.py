@@ -109,7 +109,7 @@ def card_of(folder: Path, facts: CardFacts, repository: str | None = None) -> st
         layers=(folder / PICTURE).is_file(),
         picture=PICTURE,
         tables=[table for table in tables if table.rows],
-        loading=loading_lines(folder, repository or folder.resolve().name, engines),
+        loading=loading_lines(folder, repository, engines),
         licence=_licence(facts, base),
     )
     front = yaml.safe_dump(_metadata(folder, facts, engines), sort_keys=False, allow_unicode=True)

@@ -5,20 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from attention.modeling.modeling import PREFIX
+from attention.io.checkpoint import load_config
+from attention.io.stock_form import exact_targets, export_command
+from attention.io.targets import targets
+from attention.modeling.modeling import PREFIX, plan_of_config
 from orchestrator.storage.records import read_json
 
-TRANSFORMERS = """\
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("{place}")
-model = AutoModelForCausalLM.from_pretrained("{place}", dtype="auto"{trust})
+GENERATE = """\
 prompt = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=32)[0]))"""
-HEADFOLD = """\
-from attention.io import checkpoint  # of Headfold
+TRANSFORMERS = (
+    """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = checkpoint.load("{place}")"""
+model_path = "{place}"{hint}
+tokenizer = AutoTokenizer.from_pretrained(model_path)
+model = AutoModelForCausalLM.from_pretrained(model_path, dtype="auto"{trust})
+"""
+    + GENERATE
+)
+HEADFOLD = (
+    """\
+# in an environment with Headfold: `pip install .` in a checkout of it
+from attention.io import checkpoint
+from transformers import AutoTokenizer
+
+model_path = "{place}"{hint}
+tokenizer = AutoTokenizer.from_pretrained(model_path)
+model = checkpoint.load(model_path)
+"""
+    + GENERATE
+)
+HERE = "  # the folder of this card"
 TO_GGUF = """\
 python convert_hf_to_gguf.py {folder} --outfile model.gguf   # of llama.cpp
 llama-server -m model.gguf"""
@@ -27,28 +45,41 @@ Lines = tuple[str, str, str]
 """Engine, language of the code block, lines."""
 
 
-def loading_lines(folder: Path, place: str, engines: Sequence[str]) -> list[Lines]:
-    """For each engine that loads the files in `folder`, which will be reached as `place` (name on the hub, or path)."""
+def loading_lines(folder: Path, repository: str | None, engines: Sequence[str]) -> list[Lines]:
+    """For each engine that loads the files in `folder`, which will be reached by a name on the hub, or by a path that
+    whoever reads the card puts in."""
+    local = f"path/to/{folder.resolve().name}"
+    named = {"place": repository or local, "hint": "" if repository else HERE}
+    fetched = f"hf download {repository} --local-dir model\n" if repository else ""
+    there = "model" if fetched else local
     if gguf := next(iter(sorted(folder.glob("*.gguf"))), None):
-        return [("llama.cpp", "bash", _gguf(place, gguf.name))]
+        direct = f"llama-server --hf-repo {repository} --hf-file {gguf.name}\n" if repository else ""
+        return [("llama.cpp", "bash", f"{direct}llama-server -m {gguf.name}")]
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     if str(config.get("model_type", "")).startswith(PREFIX):
-        return [("Headfold", "python", HEADFOLD.format(place=place))]
+        exports = [
+            (
+                f"{' and '.join(targets()[name].engines)}, after an export",
+                "bash",
+                f"{fetched}{export_command(there, name)}",
+            )
+            for name in _exact(folder)
+        ]
+        return [("Headfold", "python", HEADFOLD.format(**named)), *exports]
     own_code = "auto_map" in config
     made: list[Lines] = []
     for engine in engines:
         if engine == "transformers":
             trust = ", trust_remote_code=True" if own_code else ""
-            made.append((engine, "python", TRANSFORMERS.format(place=place, trust=trust)))
+            made.append((engine, "python", TRANSFORMERS.format(**named, trust=trust)))
         elif engine == "vLLM":
-            made.append((engine, "bash", f"vllm serve {place}" + " --trust-remote-code" * own_code))
+            made.append((engine, "bash", f"vllm serve {named['place']}" + " --trust-remote-code" * own_code))
         elif engine == "llama.cpp" and not own_code:
-            fetched = f"hf download {place} --local-dir model\n" if "/" in place else ""
-            made.append((engine, "bash", fetched + TO_GGUF.format(folder="model" if fetched else place)))
+            made.append((engine, "bash", fetched + TO_GGUF.format(folder=there)))
     return made
 
 
-def _gguf(place: str, file: str) -> str:
-    """A repository on the hub is fetched by llama.cpp itself; else the file is named."""
-    fetched = f"llama-server --hf-repo {place} --hf-file {file}\n" if "/" in place else ""
-    return fetched + f"llama-server -m {file}"
+def _exact(folder: Path) -> list[str]:
+    """The targets that hold a model in our own format at no more cache than its plan takes."""
+    config = load_config(folder)
+    return list(exact_targets(config, plan_of_config(config), config.dtype or "float32"))

@@ -11,11 +11,13 @@ import torch
 from transformers import PreTrainedModel
 
 from attention.io import checkpoint
+from attention.io.dtype_names import full_name
 from attention.io.export import export
 from attention.io.precision import DTYPES, round_weights
 from attention.io.sources import check_source
 from attention.io.stock_form import format_of
 from attention.io.targets import Target, best_target, target
+from attention.messages import one_of
 from attention.modeling.modeling import plan_of_config
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
@@ -50,7 +52,9 @@ def export_checkpoint(
     check_source(source, "checkpoint")
     loading.geometry_of(str(source), key="checkpoint")
     others: dict[str, str] = {}
-    if target_name == AUTO:
+    if target_name != AUTO:
+        _check_dtype(target(target_name, more=[AUTO]), dtype)
+    else:
         config = checkpoint.load_config(source)
         target_name, others = best_target(config, plan_of_config(config), loading.written_dtype(source, dtype))
     chosen = target(target_name)
@@ -63,6 +67,19 @@ def export_checkpoint(
     allowed = {"allow_larger_cache": allow_larger_cache, "overwrite": overwrite}
     made = export(source, chosen.name, out, source, dtype=written, check=asked, **allowed)
     return asdict(made) | _format(out, chosen, made.cache_dtype) | {"other_targets": others}
+
+
+def _check_dtype(chosen: Target, dtype: str) -> None:
+    """Raise ConfigError for a dtype that a target does not take."""
+    if full_name(dtype) in (AUTO, *chosen.dtypes):
+        return
+    more = ""
+    if chosen.name == "gguf":
+        more = (
+            "; llama.cpp itself makes its other types from such a file: llama-quantize model.gguf "
+            f"model-{dtype}.gguf {dtype}"
+        )
+    raise ConfigError(f"{one_of(f'dtype for target {chosen.name}', [AUTO, *chosen.dtypes], dtype)}{more}")
 
 
 def _format(out: str | Path, chosen: Target, dtype: str) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import sqlite3
-import subprocess
 import sys
 import time
 from dataclasses import dataclass

@@ -101,11 +101,29 @@ def targets() -> dict[str, Target]:
     return found
 
 
-def target(name: str) -> Target:
-    """Raises ValueError naming the targets for one that is unknown."""
+GGUF_READERS = ("ollama", "llama.cpp", "llamacpp", "llama-cpp", "lmstudio", "lm-studio", "koboldcpp", "jan")
+STOCK_READERS = ("sglang", "tgi", "text-generation-inference", "mlx", "mlx-lm", "tensorrt-llm", "trt-llm", "lmdeploy")
+LIBRARY = ("hf", "huggingface", "hugging-face", "safetensors", "pytorch")
+
+
+def target(name: str, more: Sequence[str] = ()) -> Target:
+    """Raises ValueError naming the targets, and `more` that the caller knows, for one that is unknown."""
     if name not in targets():
-        raise ValueError(one_of("target", sorted(targets()), name))
+        raise ValueError(_unknown(name, sorted([*targets(), *more])))
     return targets()[name]
+
+
+def _unknown(name: str, known: Sequence[str]) -> str:
+    """What is said of a target that does not exist; for software that is named, the target that it loads."""
+    plain = str(name).lower().replace("_", "-").replace(" ", "-")
+    listed = f"target must be one of {list(known)}, got {name!r}"
+    if plain in GGUF_READERS:
+        return f"{listed}: {name} loads GGUF files, which are target gguf"
+    if plain in STOCK_READERS:
+        return f"{listed}: {name} loads stock folders, which are target gqa (as many KV heads in every layer)"
+    if plain in LIBRARY:
+        return f"{listed}: transformers loads target gqa (a stock folder) and target transformers (with code, any plan)"
+    return one_of("target", known, name)
 
 
 def kv_bytes_in(name: str, config: Any, plan: AttentionPlan, dtype: torch.dtype | str) -> int:

@@ -209,13 +209,40 @@ def test_the_dtype_is_that_of_the_config_or_else_of_the_files(tiny_model: Tiny, 
 @pytest.mark.parametrize(
     ("family", "plan", "loads_in", "said"),
     [
-        ("llama", UNIFORM, ["transformers", "vLLM", "llama.cpp"], "transformers and vLLM load it, and llama.cpp after"),
-        ("phi", UNIFORM, ["transformers", "vLLM"], "a stock Phi checkpoint: transformers and vLLM load it"),
-        ("opt", None, ["transformers", "vLLM"], "a stock OPT checkpoint: transformers and vLLM load it"),
-        ("llama", LAYERED, ["headfold"], "different numbers of KV heads.*at the same 192 KV bytes.*gguf.*vllm"),
-        ("llama", LOPSIDED, ["headfold"], "different sizes.*at the same 256 KV bytes.*--target gqa"),
-        ("qwen3", APART, ["headfold"], "groups of their own.*--target transformers \\(transformers\\)"),
-        ("gpt_neox", UNIFORM, ["headfold"], "no stock form with groups.*--target phi"),
+        (
+            "llama",
+            UNIFORM,
+            ["transformers", "vLLM", "llama.cpp"],
+            "which transformers and vLLM load as it is: `vllm serve .*out` or `headfold export "
+            ".*out --target gguf --out .*out-gguf`, for llama.cpp",
+        ),
+        (
+            "phi",
+            UNIFORM,
+            ["transformers", "vLLM"],
+            "a stock Phi checkpoint, which transformers and vLLM load as it is: `vllm serve .*out`$",
+        ),
+        (
+            "opt",
+            None,
+            ["transformers", "vLLM"],
+            "a stock OPT checkpoint, which transformers and vLLM load as it is: `vllm serve .*out`$",
+        ),
+        (
+            "llama",
+            LAYERED,
+            ["headfold"],
+            "different numbers of KV heads.*`headfold export .*out --target vllm --out .*out-vllm` writes it for "
+            "vLLM at the same 192 KV bytes per token .--target gguf for llama.cpp, --target transformers",
+        ),
+        ("llama", LOPSIDED, ["headfold"], "different sizes.*--target gqa --out .*at the same 256 KV bytes"),
+        (
+            "qwen3",
+            APART,
+            ["headfold"],
+            "groups of their own.*--target transformers --out .*for transformers at the same",
+        ),
+        ("gpt_neox", UNIFORM, ["headfold"], "no stock form with groups.*--target phi --out"),
         ("gpt2", UNIFORM, ["headfold"], "no stock format holds this plan"),
         ("llama", AttentionPlan(UNIFORM.layers, 8, composition=Composition()), ["headfold"], "composed.*transformers"),
     ],

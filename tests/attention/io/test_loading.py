@@ -355,3 +355,15 @@ def test_files_and_folders_without_config_are_told(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(CheckpointError, match="it is a file; expected a folder"):
         checkpoint.load_config(tmp_path / "model.safetensors")
+
+
+def test_more_kinds_of_layers_than_layers_are_refused_before_weights_are_looked_for(
+    tiny_model: Any, tmp_path: Path
+) -> None:
+    folder = checkpoint.save(tiny_model("gemma3_text"), tmp_path / "model")
+    file = folder / "config.json"
+    fields = json.loads(file.read_text())
+    file.write_text(json.dumps(fields | {"layer_types": [*fields["layer_types"], "full_attention", "full_attention"]}))
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(checkpoint.CheckpointError, match=r"config.json' cannot be used: .*layer_types.*"):
+        checkpoint.load_config(folder)

@@ -125,4 +125,6 @@ def read_with(
     done = subprocess.run(command, env=older, cwd=scratch, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     logits = load_file(scratch / "logits.safetensors")
-    return [logits[str(index)] for index in range(len(folders)) if str(index) in logits], json.loads(done.stdout.splitlines()[-1])
+    return [logits[str(index)] for index in range(len(folders)) if str(index) in logits], json.loads(
+        done.stdout.splitlines()[-1]
+    )

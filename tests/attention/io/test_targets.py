@@ -119,6 +119,20 @@ def test_an_unknown_target_or_dtype_is_refused(saved: Callable[..., Path], tmp_p
         export(folder, "gqa", tmp_path / "out", dtype="q8_0")
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("ollama", "target gguf"),
+        ("LM Studio", "target gguf"),
+        ("sglang", r"target gqa \(as many KV heads in every layer"),
+        ("hf", "target gqa .* and target transformers"),
+    ],
+)
+def test_the_name_of_an_engine_is_answered_with_the_target_that_it_loads(name: str, said: str) -> None:
+    with pytest.raises(ValueError, match=rf"target must be one of \['auto', 'gguf', .*got '{name}': .*{said}"):
+        target(name, more=["auto"])
+
+
 # ---- what is held ------------------------------------------------------------------------------------------------
 
 
@@ -240,6 +254,26 @@ def test_a_way_of_splitting_text_that_llama_cpp_has_no_name_for_is_refused(
     file.write_text(json.dumps(whole))
     with pytest.raises(TargetError, match="no known name for the way in which this tokenizer splits text"):
         export(saved("llama", vocab_size=2048), "gguf", tmp_path / "out", tmp_path / "tokenizer")
+
+
+def test_a_gguf_file_has_the_chat_templates_of_their_own_files(
+    saved: Callable[..., Path], demo_dir: Path, tmp_path: Path
+) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    (tokenizer / "additional_chat_templates").mkdir(parents=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tokenizer / name).write_bytes((demo_dir / name).read_bytes())
+    assert "chat_template" not in json.loads((tokenizer / "tokenizer_config.json").read_text())
+    (tokenizer / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    folder = saved("llama", PLANS["uniform"], vocab_size=2048)
+    export(folder, "gguf", tmp_path / "one", tokenizer)
+    fields = gguf.GGUFReader(tmp_path / "one" / "model.gguf").fields
+    assert fields["tokenizer.chat_template"].contents() == "{{ messages[0].content }}"
+    (tokenizer / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    export(folder, "gguf", tmp_path / "two", tokenizer)
+    fields = gguf.GGUFReader(tmp_path / "two" / "model.gguf").fields
+    assert fields["tokenizer.chat_template"].contents() == "{{ messages[0].content }}"
+    assert fields["tokenizer.chat_template.tools"].contents() == "{{ tools }}"
 
 
 def test_eight_bits_are_not_called_exact(saved: Callable[..., Path], tmp_path: Path) -> None:

@@ -162,6 +162,12 @@ ESTIMATES = (
 EXPORTS = (
     Bad("an export of nothing", "export none --target gqa --out fresh", ("none",)),
     Bad("an export of other work", "export work --target gqa --out fresh", ("work",)),
+    Bad("an engine for a format", "export uneven --target ollama --out fresh", ("'auto'", "target gguf")),
+    Bad(
+        "a kind of number that llama.cpp makes itself",
+        "export uneven --target gguf --dtype q4_k_m --out fresh",
+        ("q8_0", "llama-quantize model.gguf model-q4_k_m.gguf q4_k_m"),
+    ),
     Bad("a format that is none", "export uneven --target onnx --out fresh", ("target", "onnx", "gqa")),
     Bad("a format misspelt", "export uneven --target gqaa --out fresh", ("did you mean gqa?",)),
     Bad("a push to a name alone", "export uneven --target gqa --out fresh --push model", ("push", "OWNER/NAME")),

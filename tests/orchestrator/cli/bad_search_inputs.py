@@ -16,6 +16,11 @@ FORMER = ("started by a former version", "start a new search")
 GENERAL = (
     Bad("a verb misspelt", "serch mine.yaml", ("serch", "did you mean search?")),
     Bad("another verb misspelt", "convrt --model model", ("convrt", "did you mean convert?")),
+    Bad(
+        "an option without its value",
+        "convert --recipe",
+        ("convert: option '--recipe' needs a value after it; see `headfold convert --help`",),
+    ),
     Bad("an option in the place of the verb", "--verbose", ("--verbose", "no such option")),
     Bad("a verb in capitals", "EXPORT uneven", ("EXPORT", "did you mean export?")),
 )

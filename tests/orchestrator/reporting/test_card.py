@@ -82,9 +82,9 @@ def test_the_lines_for_transformers_run_as_they_stand(
     lines = re.search(r"```python\n(.*?)```", card, re.DOTALL)
     assert lines
     monkeypatch.chdir(half.parent)
-    exec(lines[1], {})
+    exec(lines[1].replace("path/to/", ""), {})
     assert capsys.readouterr().out.startswith("Once upon a time")
-    assert f"vllm serve {half.name}\n" in card and f"convert_hf_to_gguf.py {half.name} " in card
+    assert f"vllm serve path/to/{half.name}\n" in card and f"convert_hf_to_gguf.py path/to/{half.name} " in card
 
 
 def test_all_that_is_known_is_on_the_card(half: Path, tmp_path: Path) -> None:
@@ -118,14 +118,24 @@ def test_engines_that_have_checked_it_are_a_table(half: Path, tmp_path: Path) ->
 
 
 def test_a_folder_with_code_of_its_own_says_so_and_our_own_format_too(
-    tmp_path: Path, demo_model: PreTrainedModel, demo_dir: Path
+    tmp_path: Path,
+    demo_model: PreTrainedModel,
+    demo_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     write_json(tmp_path / "config.json", {"model_type": "nemotron-nas", "auto_map": {}})
     write_json(tmp_path / "export.json", {"engines": ["vLLM"]})
-    assert f"vllm serve {tmp_path.name} --trust-remote-code" in card_of(tmp_path, CardFacts())
+    assert f"vllm serve path/to/{tmp_path.name} --trust-remote-code" in card_of(tmp_path, CardFacts())
     own = converted(demo_model, tmp_path / "apart", demo_dir, APART)
     card = card_of(own, CardFacts.of(own))
-    assert 'checkpoint.load("apart")' in card and "vllm" not in card
+    assert "vllm" not in card
+    assert "headfold export path/to/apart --target transformers --out path/to/apart-transformers\n" in card
+    lines = re.search(r"```python\n(.*?)```", card, re.DOTALL)
+    assert lines and "pip install" in lines[1]
+    monkeypatch.chdir(tmp_path)
+    exec(lines[1].replace("path/to/", ""), {})
+    assert capsys.readouterr().out.startswith("Once upon a time")
     assert "library_name" not in front_of(card)
 
 

@@ -121,5 +121,8 @@ def _add_special(writer: gguf.GGUFWriter, tokenizer: Any) -> None:
     ids = tokenizer("a")["input_ids"]
     writer.add_add_bos_token(tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id])
     writer.add_add_eos_token(tokenizer.eos_token_id is not None and ids[-1:] == [tokenizer.eos_token_id])
-    if isinstance(template := getattr(tokenizer, "chat_template", None), str):
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):  # of several names
+        template = [{"name": name, "template": text} for name, text in template.items()]
+    if template:
         writer.add_chat_template(template)
