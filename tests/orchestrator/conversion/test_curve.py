@@ -19,7 +19,7 @@ from orchestrator.conversion.several_ratios import convert_curve
 from search_spaces.planning.context import PlanningContext
 from search_spaces.recipes.recipes import recipe
 from trainers.evaluation import evaluate
-from trainers.text.data import load_sequences
+from trainers.text.data import Texts
 
 SMALL: dict[str, Any] = {"calibration_tokens": 2048, "eval_tokens": 1024, "sequence_length": 128, "device": "cpu"}
 
@@ -59,8 +59,8 @@ def test_one_calibration_and_one_measurement_for_all_ratios(
         saved = checkpoint.load(tmp_path / "out" / f"kv-{point['kv_ratio_asked']:g}", torch.float32)
         assert plan_of(saved).kv_ratio == point["kv_ratio"]
     tokenizer = loading.load_tokenizer(demo_dir)
-    held_out = load_sequences(little_text, tokenizer, split="eval", tokens=1024, sequence_length=128)
-    assert evaluate(saved, held_out).loss == pytest.approx(losses[-1], abs=1e-4)
+    texts = Texts(little_text).load(tokenizer, 512, eval_tokens=1024, sequence_length=128, calibrate=False)
+    assert evaluate(saved, texts.held_out).loss == pytest.approx(losses[-1], abs=1e-4)
 
 
 def test_ratios_that_mean_the_same_budget_are_converted_once(demo_dir: Path) -> None:
