@@ -291,9 +291,13 @@ def _check_fields(fields: Mapping[str, Any], source: str | Path, trust_remote_co
 def _as_mistral(fields: Mapping[str, Any], source: str | Path) -> PretrainedConfig | None:
     """The config of a Llama with a width that is no multiple of its heads, as target gqa exports one; None for any
     other. Raises CheckpointError for one with biases, which Mistral has not."""
+    if fields.get("model_type") != "llama" or not fields.get("head_dim"):
+        return None
     width, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
-    whole = isinstance(width, int) and isinstance(heads, int) and heads > 0
-    if fields.get("model_type") != "llama" or not whole or width % heads == 0 or not fields.get("head_dim"):
+    kv_heads = fields.get("num_key_value_heads") or heads
+    if not all(isinstance(count, int) and count > 0 for count in (width, heads, kv_heads)):
+        return None
+    if width % heads == 0 or heads % kv_heads:  # pyright: ignore[reportOperatorIssue]
         return None
     if fields.get("attention_bias") or fields.get("mlp_bias"):
         raise CheckpointError(
@@ -302,9 +306,9 @@ def _as_mistral(fields: Mapping[str, Any], source: str | Path) -> PretrainedConf
             "model without them"
         )
     unknown = ("model_type", "architectures", "auto_map", *LLAMA_ONLY)
-    made = MistralConfig(
-        **{n: v for n, v in fields.items() if n not in unknown and n[:1] != "_"} | {"sliding_window": None}
-    )
+    settings: dict[str, Any] = {n: v for n, v in fields.items() if n not in unknown and n[:1] != "_"}
+    settings["sliding_window"] = None
+    made = MistralConfig(**settings)
     made.architectures = ["MistralForCausalLM"]
     return made
 

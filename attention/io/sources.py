@@ -37,7 +37,8 @@ def is_folder(source: str | Path) -> bool:
         return True
     wanted = "expected a folder with config.json and safetensors, or a hub name"
     if name and path.exists():
-        gguf = "; open a GGUF file with attention.io.quantised.plain_copy" if path.suffix == ".gguf" else ""
+        open_by = "; a GGUF file is opened by convert, inspect, evaluate, export and finetune, but not here"
+        gguf = open_by if path.suffix == ".gguf" else ""
         raise CheckpointError(f"no checkpoint at {name!r}: it is a file; {wanted}{gguf}")
     first = name.split("/")[0]
     if not HUB_NAME.fullmatch(name):

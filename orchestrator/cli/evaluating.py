@@ -100,7 +100,7 @@ def evaluate(
         return
     if engine_python is not None:
         raise ConfigError("engine_python: is of a measurement in an engine; add --engine, or leave it out")
-    opening = {"dequantize": dequantize, "weights": not dry_run}
+    opening: dict[str, Any] = {"dequantize": dequantize, "weights": not dry_run}
     checkpoint = resolve_model(checkpoint, key="checkpoint", **opening)
     original = original and resolve_model(original, key="original", **opening)
     baseline = baseline and resolve_model(baseline, key="baseline", **opening)

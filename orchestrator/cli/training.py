@@ -128,7 +128,7 @@ def finetune(
     from orchestrator.training.finetune import check, finetune_checkpoint
 
     check_results(json, folder=out)
-    opening = {"dequantize": dequantize, "weights": not dry_run}
+    opening: dict[str, Any] = {"dequantize": dequantize, "weights": not dry_run}
     model = resolve_model(model, **opening)
     original = original and resolve_model(original, key="original", **opening)
     settings: dict[str, Any] = {

@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from attention.io.precision import round_weights
-from attention.io.sources import check_source
+from attention.io.sources import check_source, source_name
 from attention.messages import one_of
 from attention.modeling.modeling import plan_of
 from attention.plan import AttentionPlan
@@ -98,7 +98,7 @@ def inspect_checkpoint(
             measured = measured_agreement(context, np.random.default_rng(seed))
             sites = [site.to_dict() for site in measured]
     return {
-        "model": str(model),
+        "model": source_name(model),
         "family": geometry.family,
         "layers": geometry.num_layers,
         "heads": geometry.num_heads,
