@@ -165,7 +165,7 @@ def test_every_verb_takes_lists_of_ratios_and_of_heads(
         (["--kv-bytes", "64"], ["kv_bytes: recipe gqa keeps at least 128 KV bytes per token", "got 64"]),
         (
             ["--kv-bytes", "1KiB"],
-            ["kv_bytes: got '1KiB', 1,024 bytes per token", "512 KV bytes per token", "give less"],
+            ["kv_bytes: got '1KiB', 1,024 bytes", "512 KV bytes per token", "give less"],
         ),
         (["--kv-bytes", "1KB"], ["kv_bytes: expected a share like 0.5 or 50%, or bytes per token like 24KiB"]),
         (["--kv-bytes", "0.5", "--kv-heads", "2"], ["expected one of the three", "both"]),
@@ -174,7 +174,7 @@ def test_every_verb_takes_lists_of_ratios_and_of_heads(
         (["--kv-ratio", "1.5"], ["1.5", "(0, 1)"]),
         (
             ["--kv-ratio", "0.3", "--strict"],
-            ["0.3", "4 KV heads a layer", "512 KV bytes per token in float32", "0.25 or 0.5"],
+            ["0.3", "4 KV heads a layer", "512 KV bytes per token", "0.25 or 0.5"],
         ),
     ],
 )
