@@ -33,7 +33,7 @@ class Section(Strict, BaseModel):
 
 def _ratio(value: float) -> float:
     if not 0 < value <= 1:
-        mistyped = f"; did you mean {value / 100:g}?" if 1 < value < 100 else ""
+        mistyped = f"; did you mean {value / 100:g}?" if 2 <= value < 100 else ""
         raise ValueError(
             f"a KV ratio must lie in (0, 1); 0.25 keeps a quarter of the checkpoint's own KV cache{mistyped}"
         )
@@ -82,7 +82,10 @@ def _either(kv_heads: list[int], info: ValidationInfo) -> list[int]:
 
 
 KVRatio = Annotated[
-    float, Field(allow_inf_nan=True), BeforeValidator(_share), AfterValidator(_ratio)  # its own words for nan
+    float,
+    Field(allow_inf_nan=True),  # its own words for nan
+    BeforeValidator(_share, json_schema_input_type=float | str),
+    AfterValidator(_ratio),
 ]
 KVRatios = Annotated[list[KVRatio], AfterValidator(distinct)]
 KVHeads = Annotated[list[PositiveInt], AfterValidator(distinct), AfterValidator(_not_both)]

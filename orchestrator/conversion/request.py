@@ -184,7 +184,7 @@ class ConversionRequest:
         unit = settings.get("unit", cls.unit)
         for ratio in kv_ratios:
             if not 0 < ratio <= 1:
-                mistyped = f"; did you mean {ratio:g}%?" if 1 < ratio < 100 else ""
+                mistyped = f"; did you mean {ratio:g}%?" if 2 <= ratio < 100 else ""
                 raise ConfigError(
                     f"{KEYS[unit]}: got {ratio:g}; a KV ratio must lie in (0, 1), e.g. 0.25 or 25% for a quarter of "
                     f"the checkpoint's own cache{mistyped}"

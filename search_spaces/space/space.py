@@ -36,8 +36,8 @@ class JointSpace:
     `kv_ratios`: the budgets. `geometry` excludes those that a grouping cannot meet. `choices` restricts fields, e.g.
     `{"grouping": ["exact", "neighbour"]}`. `provided`: what parts may need ("statistics", "model", ...). `settings`
     fixes knobs ("axis.knob"), which are then not searched. `engine`: what is to hold the plans, exactly (None:
-    Headfold itself). A ratio is a ceiling, with `strict` it is met exactly. Raises ValueError for an unknown field or
-    choice, or if nothing is left to propose.
+    Headfold itself). A ratio that nothing in the space meets exactly is a ceiling, unless `strict`. Raises ValueError
+    for an unknown field or choice, or if nothing is left to propose.
     """
 
     kv_ratios: Sequence[float | Fraction]
@@ -49,13 +49,14 @@ class JointSpace:
     strict: bool = False
     _feasible: dict[tuple[Any, ...], bool] = field(default_factory=dict, repr=False)
     _budgets: dict[tuple[Any, ...], str | None] = field(default_factory=dict, repr=False)
+    _ceilings: set[float | Fraction] = field(default_factory=set, repr=False)
 
     def __post_init__(self) -> None:
         if not self.kv_ratios:
             raise ValueError("a space needs at least one kv_ratio, got none")
         wrong = [ratio for ratio in self.kv_ratios if not 0 < ratio <= 1]
         if wrong:
-            raise ValueError(f"kv_ratio must lie in (0, 1], got {wrong[0]}")
+            raise ValueError(f"kv_ratio must lie in (0, 1), got {wrong[0]}")
         if self.engine is not None:
             self.settings = self.engine.settings() | dict(self.settings)
             self.geometry = self.geometry and self.engine.limited(self.geometry)
@@ -87,6 +88,11 @@ class JointSpace:
             if name not in self.choices:
                 self._options[name] = (plain,)
         self._check_settings()
+        for ratio in () if self.strict else self.kv_ratios:
+            if not self._can_finish({"kv_ratio": ratio}):
+                self._ceilings.add(ratio)
+        self._feasible.clear()
+        self._budgets.clear()
         if not self._can_finish({}):
             raise ValueError(
                 f"nothing can be proposed for kv_ratios {[float(r) for r in self.kv_ratios]} and choices "
@@ -180,7 +186,8 @@ class JointSpace:
             apart = "apart" in AXES["allocation"].get(full["allocation"]).needs
             try:
                 recipe = Recipe("joint", **partial, together=not apart, settings=tuple(self._fixed(partial).items()))
-                (require_budget if self.strict else nearest_budget)(recipe, full["kv_ratio"], self.geometry)
+                check = nearest_budget if full["kv_ratio"] in self._ceilings else require_budget
+                check(recipe, full["kv_ratio"], self.geometry)
                 self._budgets[key] = None
             except ValueError as error:
                 self._budgets[key] = str(error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -148,22 +150,37 @@ def test_parts_that_lack_what_they_need_are_left_out(geometry) -> None:
 
 def test_budgets_that_only_some_groupings_meet(geometry) -> None:
     choices = {"allocation": ["uniform"], "fusion": ["mean"], "alignment": ["none"], "similarity": ["cka"]}
+    geometry = replace(geometry, pads_queries=False)  # a family whose groups are of one size
     space = JointSpace([0.5, 0.375], geometry, choices=choices)
     found = {(ratio, chosen.grouping) for chosen, ratio in map(space.to_recipe, points(space))}
     assert (0.375, "walk_asymmetric") in found and (0.5, "neighbour") in found
     assert (0.375, "walk_symmetric") not in found
 
 
+def test_a_ratio_that_nothing_meets_exactly_is_a_ceiling(geometry) -> None:
+    choices = {
+        "allocation": ["uniform", "single"],
+        "fusion": ["mean"],
+        "alignment": ["none"],
+        "grouping": ["neighbour"],
+    }
+    space = JointSpace([0.5, 0.3], geometry, choices=choices)
+    found = {(ratio, chosen.allocation) for chosen, ratio in map(space.to_recipe, points(space))}
+    assert found == {(0.5, "uniform"), (0.3, "uniform"), (0.3, "single")}  # a half is met: one head is no half
+    with pytest.raises(ValueError, match="nothing can be proposed"):
+        JointSpace([0.3], geometry, choices=choices, strict=True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ({"kv_ratios": []}, "at least one"),
-        ({"kv_ratios": [1.2]}, r"\(0, 1\]"),
+        ({"kv_ratios": [1.2]}, r"\(0, 1\)"),
         ({"kv_ratios": [0.5], "choices": {"grouping": ["tree"]}}, "tree"),
         ({"kv_ratios": [0.5], "choices": {"colour": ["red"]}}, "colour"),
         (
-            {"kv_ratios": [0.375], "choices": {"grouping": ["neighbour"], "allocation": ["uniform"]}},
-            "nothing can be proposed.*admissible ratios are 0.125",
+            {"kv_ratios": [0.05], "choices": {"grouping": ["neighbour"], "allocation": ["uniform"]}},
+            "nothing can be proposed.*keeps at least 12.5%",
         ),
         ({"kv_ratios": [0.5], "settings": {"grouping.accept": 3.0}}, "accept"),
         ({"kv_ratios": [0.5], "settings": {"grouping.none": 3.0}}, "axis.knob"),

@@ -84,7 +84,7 @@ def test_a_mistake_in_a_configuration_is_told_before_anything_heavy_is_imported(
     [
         (["search", "nothing.yaml"], ["nothing.yaml"]),
         (["search", "configs/demo.yaml", "search.num_samplez=4"], ["search.num_samplez", "did you mean num_samples?"]),
-        (["search", "configs/demo.yaml", "search.kv_ratios=[1.5]"], ["search.kv_ratios.0", "1.5", "(0, 1]"]),
+        (["search", "configs/demo.yaml", "search.kv_ratios=[1.5]"], ["search.kv_ratios.0", "1.5", "(0, 1)"]),
         (["search", "configs/demo.yaml", "model.path=/none", "storage=STORE"], ["model.path", "/none"]),
         (["search", "configs/demo.yaml", "--resume", "storage=STORE", "name=never"], ["--resume", "never"]),
         (["promote", "configs"], ["configs", "folder of a search"]),

@@ -65,11 +65,14 @@ def test_one_calibration_and_one_measurement_for_all_ratios(
 
 def test_ratios_that_mean_the_same_budget_are_converted_once(demo_dir: Path) -> None:
     record = convert_curve(demo_dir, "gqa", [0.9, 0.6, 0.5], None, **SMALL)
-    assert [(p["kv_ratio_asked"], p["kv_ratio"], p["out"]) for p in record["points"]] == [(0.9, 0.5, None)]
+    assert [(p["kv_ratio_asked"], p["kv_ratio"], p["out"]) for p in record["points"]] == [
+        (0.9, 7 / 8, None),
+        (0.5, 0.5, None),
+    ]
 
 
 def test_what_is_no_list_of_ratios_is_refused() -> None:
     assert asked_ratios("no model", "0.5, 0.25,0.5", None) == [0.5, 0.25]
     for text in ("half", ",", "0.5;0.25"):
-        with pytest.raises(ConfigError, match="expected a number or a list"):
+        with pytest.raises(ConfigError, match="expected a share like 0.5 or 50%, or a list"):
             asked_ratios("no model", text, None)

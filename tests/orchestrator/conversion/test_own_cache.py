@@ -31,7 +31,7 @@ from orchestrator.conversion.layer_by_layer import convert_layerwise
 from orchestrator.conversion.request import asked_ratios
 from orchestrator.conversion.several_ratios import convert_curve
 from orchestrator.evaluation.evaluate import evaluate_checkpoint
-from orchestrator.search.candidates import named_candidates, ratios_of
+from orchestrator.search.candidates import Candidate, named_candidates, ratios_of
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import write_json
 from search_spaces.allocation.uniform import uniform
@@ -107,16 +107,17 @@ def test_several_ratios_say_where_they_were_rounded_down(grouped: Path, capsys: 
     assert record["kv_bytes_per_token_original"] == 2 * record["points"][0]["kv_bytes_per_token"]
     assert run("convert", grouped, "--recipe", "gqa", "--kv-ratio", "0.7,0.25") == 0
     said = capsys.readouterr().out
-    assert "50% of the checkpoint's KV cache (70% cannot be met exactly)" in said
+    assert "50% of the checkpoint's KV cache (requested 70%, using 50%: 4 of 8 KV heads)" in said
     assert "25% of the checkpoint's KV cache:" in said
     assert "128 KV bytes per token, 512 before" in said
 
 
 def test_an_estimate_of_several_ratios_rounds_down_as_the_conversion_does(grouped: Path) -> None:
-    found = estimate_conversion(grouped, "gqa", 0.7, nearest=True, **SMALL)
+    found = estimate_conversion(grouped, "gqa", 0.7, **SMALL)
     assert (found.kv_ratio_asked, found.kv_ratio) == (0.7, 0.5)
     assert found.kv_bytes_per_token * 2 == found.kv_bytes_per_token_original
-    assert "50% of the checkpoint's (70% cannot be met exactly): 256 of 512 KV bytes" in describe(found)["cache"]
+    said = "50% of the checkpoint's (requested 70%, using 50%: 4 of 8 KV heads): 256 of 512 KV bytes"
+    assert said in describe(found)["cache"]
 
 
 def run(verb: str, model: Path, *more: str) -> int | str | None:
@@ -152,14 +153,29 @@ def test_every_verb_takes_lists_of_ratios_and_of_heads(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--kv-ratio", "0.5", "--kv-heads", "2"], ["expected one of the two", "both"]),
+        (["--kv-ratio", "0.5", "--kv-heads", "2"], ["expected one of the three", "both"]),
         (["--kv-heads", "4"], ["kv_heads: got 4", "4 KV heads a layer for 8 query heads", "1 to 3"]),
         (["--kv-heads", "0"], ["kv_heads: got 0", "1 to 3"]),
         (["--kv-heads", "2.5"], ["kv_heads", "whole number", "2.5"]),
-        (["--kv-heads", "3"], ["0.75", "nearest kv_ratio that recipe gqa can meet is 0.5"]),
+        (["--kv-ratio", "0.2"], ["kv_ratio: recipe gqa keeps at least 25% on this checkpoint, got 20%"]),
+        (["--kv-ratio", "50"], ["kv_ratio: got 50", "(0, 1)", "did you mean 50%?"]),
+        (["--kv-ratio", "0.5x"], ["kv_ratio: expected a share like 0.5 or 50%"]),
+        (["--kv-ratio", "100%"], ["keeps the whole cache"]),
+        (["--kv-ratio", "0.5", "0.25"], ["(0.25)", "separated by a comma"]),
+        (["--kv-bytes", "64"], ["kv_bytes: recipe gqa keeps at least 128 KV bytes per token", "got 64"]),
+        (
+            ["--kv-bytes", "1KiB"],
+            ["kv_bytes: got '1KiB', 1,024 bytes", "512 KV bytes per token", "give less"],
+        ),
+        (["--kv-bytes", "1KB"], ["kv_bytes: expected a share like 0.5 or 50%, or bytes per token like 24KiB"]),
+        (["--kv-bytes", "0.5", "--kv-heads", "2"], ["expected one of the three", "both"]),
+        (["--kv-ratio", "0.7", "--strict"], ["0.7", "nearest kv_ratio that recipe gqa can meet is 0.5 or 0.75"]),
         (["--kv-ratio", "1"], ["keeps the whole cache", "changes nothing", "give less than 1", "KV bytes per token"]),
-        (["--kv-ratio", "1.5"], ["1.5", "(0, 1]"]),
-        (["--kv-ratio", "0.3"], ["0.3", "4 KV heads a layer", "512 KV bytes per token in float32", "0.25 or 0.5"]),
+        (["--kv-ratio", "1.5"], ["1.5", "(0, 1)"]),
+        (
+            ["--kv-ratio", "0.3", "--strict"],
+            ["0.3", "4 KV heads a layer", "512 KV bytes per token", "0.25 or 0.5"],
+        ),
     ],
 )
 def test_refusals_are_in_the_same_terms(
@@ -177,7 +193,7 @@ def test_neither_ratio_nor_heads_is_refused(grouped: Path, capsys: pytest.Captur
     assert run("convert", grouped, "--recipe", "gqa") == 2
     told = capsys.readouterr().err
     assert "--kv-ratio" in told and "--kv-heads" in told
-    assert asked_ratios(grouped, None, None, "0.5,0.25") == [0.5, 0.25]
+    assert asked_ratios(grouped, None, None, default=(0.5, 0.25, 0.2)) == [0.5, 0.25]
 
 
 def test_a_whole_cache_is_no_mistake_where_something_else_changes(grouped: Path, demo_dir: Path) -> None:
@@ -208,19 +224,43 @@ def test_a_search_takes_heads_or_shares(grouped: Path) -> None:
     found = [(c.recipe.name, c.kv_ratio) for c in named_candidates(config_of(grouped, kv_heads=[2, 1]), geometry)]
     assert found == [("gqa", 0.5), ("gqa", 0.25)]
     assert ratios_of(config.arms[1], geometry) == [0.75]
-    with pytest.raises(ConfigError, match=r"search.kv_ratios: got 0.75, which recipe gqa cannot meet"):
-        named_candidates(config, geometry)  # the baseline runs at every budget of any arm
+    budgets = {c.recipe.name: {} for c in named_candidates(config, geometry)}
+    for candidate in named_candidates(config, geometry):
+        budgets[candidate.recipe.name][candidate.kv_ratio] = candidate.used_ratio
+    every = {0.5: 0.5, 0.25: 0.25, 0.75: 0.75}
+    assert budgets == {"gqa": every, "asymgqa": {0.75: 0.75}, "align": {0.25: 0.25}}  # the baseline at every budget
     with pytest.raises(ConfigError, match=r"search.kv_heads: got 4, but the checkpoint has 4 KV heads"):
         named_candidates(config_of(grouped, kv_heads=[4]), geometry)
     with pytest.raises(ConfigError, match=r"search.recipes: align: kv_heads: got 9"):
         named_candidates(config_of(grouped, kv_ratios=[0.5], recipes=[{"recipe": "align", "kv_heads": [9]}]), geometry)
 
 
+def test_a_search_takes_ratios_as_ceilings(grouped: Path) -> None:
+    geometry = loading.geometry_of(str(grouped))
+    given = {"kv_ratios": [0.7, "40%"], "recipes": ["gqa", "headfold_layers"]}
+    found = {(c.recipe.name, c.kv_ratio): c for c in named_candidates(config_of(grouped, **given), geometry)}
+    used = {key: candidate.used for key, candidate in found.items()}
+    assert used == {
+        ("gqa", 0.7): 0.5, ("gqa", 0.4): 0.25,
+        ("headfold_layers", 0.7): 0.625, ("headfold_layers", 0.4): 0.375,
+    }  # fmt: skip
+    for candidate in found.values():
+        config = candidate.config()
+        assert (config["kv_ratio"], config["used_kv_ratio"]) == (candidate.kv_ratio, candidate.used_ratio)
+        assert Candidate.from_config(config) == candidate
+    exact = named_candidates(config_of(grouped, kv_ratios=[0.5]), geometry)[0]
+    assert exact.used is None and "used_kv_ratio" not in exact.config()  # as a search of before has it
+    with pytest.raises(ConfigError, match=r"search.kv_ratios: got 0.7, which recipe gqa cannot meet.*0.5, 0.75"):
+        named_candidates(config_of(grouped, strict=True, **given), geometry)
+    with pytest.raises(ConfigError, match=r"search.kv_ratios: got 0.1, .*keeps at least 25%"):
+        named_candidates(config_of(grouped, kv_ratios=[0.1]), geometry)
+
+
 def test_only_the_baseline_runs_with_the_whole_cache(grouped: Path) -> None:
     geometry = loading.geometry_of(str(grouped))
     found = named_candidates(config_of(grouped, kv_ratios=[1.0, 0.5]), geometry)
     assert [c.kv_ratio for c in found] == [1.0, 0.5]
-    with pytest.raises(ConfigError, match="recipe align cannot meet.*changes nothing.*it can meet 0.25, 0.5 of"):
+    with pytest.raises(ConfigError, match="recipe align cannot meet.*changes nothing.*it can meet 0.25, 0.5, 0.75 of"):
         named_candidates(config_of(grouped, kv_ratios=[1.0], recipes=["gqa", "align"]), geometry)
 
 

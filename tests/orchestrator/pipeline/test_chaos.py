@@ -135,7 +135,7 @@ def test_a_search_runs_as_a_job(calm: dict[str, Any]) -> None:
     assert job["seen"] == JobStatus.RUNNING, "the log came only after the job was over: " + job["log"]
     assert (job["status"], job["code"]) == (JobStatus.SUCCEEDED, 0)
     assert (refused["returned"], refused["status"], refused["code"]) == (1, JobStatus.FAILED, 2)
-    assert "search.kv_ratios" in refused["log"] and "(0, 1]" in refused["log"]
+    assert "search.kv_ratios" in refused["log"] and "(0, 1)" in refused["log"]
     assert not (calm["place"].storage / "refused").exists()
     assert calm["leftovers"] == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from math import comb
 from typing import Any
@@ -140,11 +141,27 @@ def test_costs_of_many_groups_are_those_one_by_one_and_the_memo_is_bounded() -> 
         assert len(cost._known) <= 10
 
 
+@pytest.mark.parametrize(("heads", "groups"), [(3, 2), (7, 3), (8, 3), (8, 5)])
+def test_groups_that_do_not_divide_are_no_larger_than_they_must_be(heads: int, groups: int) -> None:
+    """Against all partitions one by one; the other groupings keep to the same size."""
+    pairs = np.random.default_rng(heads).random((heads, heads))
+    cost, largest = PairCost(pairs + pairs.T), -(-heads // groups)
+    owners = (o for o in itertools.product(range(groups), repeat=heads) if len(set(o)) == groups)
+    every = {canonical([h for h in range(heads) if o[h] == g] for g in range(groups)) for o in owners}
+    best = max(cost.score(p) for p in every if max(map(len, p)) == largest)
+    problem = GroupingProblem(heads, groups, objective=cost)
+    for name in ("exact", "merge", "merge_anneal", "anneal", "anneal_restarts", "neighbour"):
+        found = GROUPING.get(name)(problem, np.random.default_rng(0), equal_sizes=True)
+        assert max(map(len, found.partition)) == largest and len(found.partition) == groups
+        assert cost.score(found.partition) <= best + 1e-9
+        assert name != "exact" or found.score == pytest.approx(best)
+
+
 def test_exact_refuses_what_cannot_be() -> None:
     with pytest.raises(ValueError, match="1 to 16 heads, got 17"):
         exact_partition(np.zeros((17, 17)), 17)
-    with pytest.raises(ValueError, match=r"\[1, 2, 3, 6\] groups of equal size, got 4"):
-        exact_partition(np.zeros((6, 6)), 6, equal_sizes=True, groups=[4])
+    with pytest.raises(ValueError, match="6 heads can form 1 to 6 groups, got 7"):
+        exact_partition(np.zeros((6, 6)), 6, equal_sizes=True, groups=[7])
 
 
 @settings(max_examples=30, deadline=None)

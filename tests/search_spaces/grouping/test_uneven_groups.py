@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -65,13 +67,16 @@ def test_a_walk_starts_at_full_groups(symmetric: bool) -> None:
 @pytest.mark.parametrize("walk", [False, True])
 @pytest.mark.parametrize(("kept", "sizes"), [(3, [3, 3, 2]), (5, [2, 2, 2, 1, 1])])
 def test_plans_of_such_sizes(walk: bool, kept: int, sizes: list[int]) -> None:
-    """`gqa` and the symmetric walk at 3 and 5 of 8 heads: refused, but for `grouping.equal_sizes: false`."""
+    """`gqa` and the symmetric walk at 3 and 5 of 8 heads; not for a family whose groups must be of one size."""
     context = random_context(8, 8, 2)
     changes = {"grouping": "walk_symmetric", "objective": "pairs"} if walk else {}
     name = "asymgqa" if walk else "gqa"
     with pytest.raises(ValueError, match="admissible ratios are 0.125, 0.25, 0.5, 1"):
-        check_budget(recipe(name, **changes), kept / 8, context.geometry)
-    plan = make_plan(recipe(name, **changes, **UNEVEN), kept / 8, context, np.random.default_rng(0))
+        check_budget(recipe(name, **changes, together=True), kept / 8, replace(context.geometry, pads_queries=False))
+    plan, free = (
+        make_plan(recipe(name, **changes, **more), kept / 8, context, np.random.default_rng(0)) for more in ({}, UNEVEN)
+    )
+    assert plan == free
     for layer in plan.layers:
         for groups in (layer.key_groups, layer.value_groups):
             assert sorted(map(len, groups), reverse=True) == sizes

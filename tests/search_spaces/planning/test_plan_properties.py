@@ -66,7 +66,9 @@ def test_a_plan_meets_its_budget_or_is_refused_with_budgets_that_can_be_met(name
             assert max(head_map) < stored
             assert all(len({head_map[h] for h in unit}) == 1 for unit in context.units)
     if chosen.equal_groups and chosen.together:
-        assert all(layer.is_uniform_gqa for layer in plan.layers)
+        assert all(layer.is_uniform_gqa for layer in plan.layers if stored % layer.key_heads == 0)
+        width = heads // stored
+        assert all(max(map(len, x.key_groups)) == width * -(-stored // x.key_heads) for x in plan.layers)
     again = AttentionPlan.from_json(plan.to_json())
     assert again == plan and again.digest == plan.digest
     assert again.to_json() == plan.to_json()
