@@ -32,11 +32,12 @@ class Estimate:
     """Bytes, floating-point operations, seconds.
 
     `kv_bytes_per_token`, `kv_bytes_per_token_original`: of the converted and of the original model, heads alone.
-    `resident`, `layerwise`: peak memory of the process in either way, all it needs besides included; `stages`: what it
-    comes to at each stage, by name; `available`: memory that is free for it, of the machine or, with `on_gpu`, of one
-    GPU (0: not known); `elsewhere`: whether that is another machine than this one; `layerwise_possible`: whether there is the second way, else `why_not` says why.
-    `disk`: of the result; `scratch`: of what lies beside it on the way. `flops` of the way layer by layer; `seconds` of
-    it at the speed that a matrix product has here (`rate`, operations a second).
+    `resident`, `layerwise`: peak memory of the process in either way, all it needs besides included; `stages`: what
+    it comes to at each stage, by name; `available`: memory that is free for it, of the machine or, with `on_gpu`, of
+    one GPU (0: not known); `elsewhere`: whether that is another machine than this one; `layerwise_possible`: whether
+    there is the second way, else `why_not` says why. `disk`: of the result; `scratch`: of what lies beside it on the
+    way. `flops` of the way layer by layer; `seconds` of it at the speed that a matrix product has here (`rate`,
+    operations a second).
     """
 
     kv_ratio: float
