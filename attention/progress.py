@@ -34,11 +34,10 @@ def duration(seconds: float) -> str:
     """About how long, in words: 42 s, 12 min, 3 h 20 min, 37 h."""
     if seconds < 60:
         return f"{math.ceil(seconds)} s"
-    minutes = math.ceil(seconds / 60)
-    if minutes < 60:
+    hours, minutes = divmod(math.ceil(seconds / 60), 60)
+    if not hours:
         return f"{minutes} min"
-    hours, rest = divmod(minutes, 60)
-    return f"{hours} h {rest} min" if hours < 10 and rest else f"{round(minutes / 60)} h"
+    return f"{hours} h {minutes} min" if hours < 10 and minutes else f"{round(seconds / 3600)} h"
 
 
 class Stage:

@@ -52,13 +52,20 @@ def search(
 def _rehearse(settings: SearchConfig) -> None:
     from orchestrator.search.estimate import check_disk, local_parallel
     from orchestrator.search.validation import check_epochs, open_models, rehearse_search
+    from orchestrator.storage.paths import SearchFolder, storage_path
 
     settings = open_models(settings, weights=False)
     prepared = rehearse_search(settings)
     check_epochs(settings)
     tell_search(settings)
     check_disk(settings, prepared, local_parallel(settings))
-    options.rehearsed({})
+    storage = storage_path(settings.storage)
+    place = SearchFolder.free_place(storage, settings.name)
+    if place.name == settings.name:
+        options.rehearsed({"folder": str(place)})
+        return
+    taken = f"{settings.name!r} is there already; --resume goes on with the newest search of that name"
+    options.rehearsed({"folder": f"{place} ({taken})"})
 
 
 def _split(words: list[str], resume: bool) -> tuple[list[str], str | None]:

@@ -221,7 +221,24 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> SearchConfig
     record = read_sections(file)
     for override in overrides:
         apply_override(record, override)
-    return parse_config(record, where=str(path))
+    config = parse_config(record, where=str(path))
+    _check_relative(config.model.path, file)
+    return config
+
+
+def _check_relative(model: str, file: Path) -> None:
+    """Raises ConfigError for a model that is no folder from here but would be one from where the file lies."""
+    name = Path(model).expanduser()
+    if name.is_absolute() or name.exists():
+        return
+    parents = file.absolute().parents
+    for start in (parents[0], *parents[1:2]):
+        if (start / name).is_dir():
+            raise ConfigError(
+                f"model.path: got {model!r}, which is relative to the current folder, and there is none of that name "
+                f"in {str(Path.cwd())!r}; there is {str(start / name)!r}: run from {str(start)!r}, or give the whole "
+                "path"
+            )
 
 
 def parse_config(record: Mapping[str, Any], where: str = "the configuration") -> SearchConfig:

@@ -102,17 +102,23 @@ class SearchFolder:
     def fresh(cls, storage: Path, name: str) -> SearchFolder:
         """The first of <name>, <name>-2, ... that is not taken; created."""
         storage.mkdir(parents=True, exist_ok=True)
-        number, root = 1, storage / name
         while True:
-            try:
+            root = cls.free_place(storage, name)
+            with contextlib.suppress(FileExistsError):  # by another search in this moment
                 root.mkdir()
                 break
-            except FileExistsError:
-                number += 1
-                root = storage / f"{name}-{number}"
         folder = cls(root)
         folder.origin.write_text(json.dumps({"folder": str(root)}), encoding="utf-8")
         return folder
+
+    @staticmethod
+    def free_place(storage: Path, name: str) -> Path:
+        """The first of <name>, <name>-2, ... that is not taken, in a storage that need not be there."""
+        number, root = 1, storage / name
+        while root.exists() or root.is_symlink():
+            number += 1
+            root = storage / f"{name}-{number}"
+        return root
 
     @classmethod
     def newest(cls, storage: Path, name: str) -> SearchFolder:

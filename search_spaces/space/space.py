@@ -6,6 +6,7 @@ the same plan twice, is never offered. Any sampler that can draw one plain `Doma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from attention.axes import Knob
+from attention.axes import AUTO, Knob
 from attention.geometry import HeadGeometry
 from attention.messages import near
 from search_spaces.planning.budgets import nearest_budget, require_budget
@@ -222,7 +223,10 @@ class JointSpace:
             if knob.searched and name not in self.settings:
                 # Knobs of one name on different parts of an axis are different domains: their ranges may differ.
                 label = f"{name}:{full[name.partition('.')[0]]}"
-                domains.append(Domain(label, name, knob.kind, knob.low, knob.high, knob.choices, knob.default))
+                default = knob.default
+                if default == AUTO and knob.low is not None and knob.high is not None:  # samplers draw numbers
+                    default = math.sqrt(knob.low * knob.high)
+                domains.append(Domain(label, name, knob.kind, knob.low, knob.high, knob.choices, default))
         return domains
 
     def _domain(self, name: str, allowed: Sequence[Any]) -> Domain:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bad_input_folder import digest, fresh_copy, make_folder, run_in
+from command_line import run_here
 
 from attention.io import checkpoint
+from attention.progress import duration
 
 SMALL = ["--sequence-length", "32", "--eval-tokens", "64", "--eval-data", "texts/notes.txt", "--device", "cpu"]
 CALIBRATED = [*SMALL, "--calibration-tokens", "64", "--calibration-data", "texts/notes.txt"]
@@ -35,21 +38,33 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("unread")
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("command", "said"),
     [
-        (["--steps", "2000"], "train needs 16000 sequences of 32 tokens"),
-        (["--eval-tokens", "999999"], "eval needs 31249 sequences of 32 tokens"),
+        # 2 arms at 1 ratio; the best one and the baseline are promoted, 2 sequences of 32 tokens a step for 2 steps
+        (["search", "mine.yaml"], r"^trials: 2; 0 full training\(s\) in the promotion\ntokens: about 192 "),
+        (["search", "mine.yaml"], r"^folder: \S+/mine-2 \('mine' is there already; --resume goes on with"),
+        (["search", "mine.yaml", "name=fresh"], r"^folder: \S+/fresh$"),
+        (["search", "mine.yaml", "promotion.steps=3"], r"^trials: 2; 2 full training"),
+        # 2 layers x 2 of 4 heads x (8 + 8) x 4 bytes
+        ([*CONVERT, "--kv-ratio", "0.5"], r"^cache: 50% of the checkpoint's: 256 of 512 KV bytes per token$"),
+        ([*CONVERT, "--kv-ratio", "0.5,0.25"], r"^cache: 25% of the checkpoint's: 128 of 512 KV bytes per token$"),
+        ([*CONVERT, "--kv-ratio", "0.5", "--layerwise"], r"^layer by layer: "),
+        (["evaluate", "model", "--original", "model", *SMALL], r"^measures: held-out loss of 2 model\(s\) on 64 tok"),
+        (TRAIN, r"^training: transformer, 3 steps, 768 tokens \(1 epochs of the text\)$"),
+        (FINETUNE, r"^training: keys and values of model, 3 steps, 768 tokens \(1 epochs of the text\)$"),
+        (
+            ["promote", "runs/mine", "--trial", "headfold_gqa-1"],
+            r"^promote: headfold_gqa-1 .*\ntrainings: 2 not",
+        ),
     ],
 )
-@pytest.mark.parametrize("dry", [["--dry-run"], []])
-def test_a_training_without_text_enough_is_refused_before_anything_is_written(
-    place: Path, more: list[str], said: str, dry: list[str]
-) -> None:
+def test_it_tells_and_writes_nothing(place: Path, command: list[str], said: str) -> None:
     before = digest(place)
-    for command in (TRAIN, FINETUNE):
-        ran = run_in(place, [*command, *more, *dry])
-        assert (ran.code, digest(place)) == (2, before)
-        assert said in ran.err
+    ran = run_in(place, [*command, "--dry-run"])
+    assert ran.code == 0, ran.err
+    assert re.search(said, ran.out, re.MULTILINE), ran.out
+    assert ran.out.endswith("dry run: all checks passed, nothing was written\n")
+    assert digest(place) == before
 
 
 @pytest.mark.usefixtures("unread")
@@ -78,3 +93,67 @@ def test_it_refuses_what_the_verb_refuses(place: Path, command: list[str], said:
     assert ran.code == 2, (ran.out, ran.err)
     assert said in ran.err and "all checks passed" not in ran.out
     assert digest(place) == before
+
+
+def test_more_than_there_are_is_said(place: Path) -> None:
+    ran = run_in(place, ["promote", "runs/mine", "--top", "99", "--dry-run"])
+    assert ran.code == 0 and "note: --top 99 takes every trial that has a result: there are 2 at 50%" in ran.err
+
+
+def test_a_relaxation_that_cannot_end_is_warned_of(place: Path) -> None:
+    slow = "search.recipes=[gqa, {recipe: align, params: {relaxation.rate: 0.01}}]"
+    ran = run_in(place, ["search", "mine.yaml", slow, "--dry-run"])
+    assert ran.code == 0, ran.err
+    assert re.search(r"warning: align: \d+ steps are too few for relaxation hard_concrete at rate 0\.01", ran.err)
+
+
+def test_a_model_beside_the_file_is_not_looked_for_on_the_hub(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_here("search", place / "mine.yaml", "--dry-run") == 2
+    assert f"relative to the current folder, and there is none of that name in {str(tmp_path)!r}; there is " in (
+        told := capsys.readouterr().err
+    )
+    assert f"run from {str(place)!r}" in told
+
+
+def test_an_estimate_for_another_machine_needs_no_gpu_here(place: Path) -> None:
+    asked = ["estimate", "--model", "model", "--recipe", "gqa", "--kv-ratio", "0.5", *SMALL[:4]]
+    for more in (["--device", "cuda"], ["--gpus", "1", "--gpu-memory", "80"]):
+        ran = run_in(place, [*asked, *more])
+        assert ran.code == 0, ran.err
+        assert " GiB of GPU memory, most of it while " in ran.out
+        assert re.search(
+            r"about \d+ (s|min) on this machine's \d+ CPUs; how long on the GPU is not known here", ran.out
+        )
+        assert f"of each GPU: {'80.0 GiB' if '80' in more else 'unknown'}" in ran.out
+    here = run_in(place, [*asked, "--device", "cpu"])
+    assert " GiB of memory of the machine" in here.out and "GPU" not in here.out
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(12.2, "13 s"), (60, "1 min"), (3599, "1 h"), (12_000, "3 h 20 min"), (134_202, "37 h"), (36_000, "10 h")],
+)
+def test_times_are_in_hours_where_they_are_long(seconds: float, said: str) -> None:
+    assert duration(seconds) == said
+
+
+@pytest.mark.usefixtures("unread")
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--steps", "2000"], "train needs 16000 sequences of 32 tokens"),
+        (["--eval-tokens", "999999"], "eval needs 31249 sequences of 32 tokens"),
+    ],
+)
+@pytest.mark.parametrize("dry", [["--dry-run"], []])
+def test_a_training_without_text_enough_is_refused_before_anything_is_written(
+    place: Path, more: list[str], said: str, dry: list[str]
+) -> None:
+    before = digest(place)
+    for command in (TRAIN, FINETUNE):
+        ran = run_in(place, [*command, *more, *dry])
+        assert (ran.code, digest(place)) == (2, before)
+        assert said in ran.err

@@ -137,6 +137,18 @@ def test_more_finalists_keep_more(folder: SearchFolder) -> None:
     assert optimiser(folder, "worse") and not optimiser(folder, "stopped")
 
 
+def test_only_what_a_promotion_takes_keeps_its_weights_where_that_is_asked_for(folder: SearchFolder) -> None:
+    section = CONFIG.promotion.model_copy(update={"keep_weights": "finalists"})
+    clean(folder, CONFIG.model_copy(update={"promotion": section}))
+    for name in LOSSES:
+        kept = {path.parent.name for path in folder.trial(name).rglob("*.safetensors")}
+        if name in UNTOUCHED:
+            assert {"converted", "trained"} <= kept
+        else:
+            assert ("converted" in kept) == (name in ("best", "base")) == bool(kept)
+            assert (folder.trial(name)).is_dir(), "recipe and plan stay"
+
+
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_a_kill_while_removing_is_made_good(folder: SearchFolder, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """At any moment the index names no checkpoint that is not there; the next time removes the rest."""

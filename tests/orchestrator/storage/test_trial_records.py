@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from journals import write_journal
 
+from orchestrator.reporting.tables import trial_table
 from orchestrator.search.callbacks import progress_note
 from orchestrator.storage import records
 from orchestrator.storage.journal import load_trials
@@ -88,6 +89,37 @@ def test_what_no_training_starts_from_is_not_a_trials_best_step() -> None:
 def test_a_diverged_trial_is_worth_nothing_whatever_it_was_before() -> None:
     assert trained("a", 2.2, math.nan).loss == math.inf
     assert trained("a", 2.2, math.nan).best["loss"] == 2.2
+
+
+@pytest.mark.parametrize(
+    ("last", "history", "left"),
+    [
+        ({"relaxation_remaining": 0.19}, [], 0.19),
+        ({"relaxation_remaining": 0.0}, [{"mean_mask": 1.0}], 0.0),
+        ({}, [{"mean_mask": 1.0}, {"mean_mask": 0.9}], 0.9),  # of a search before it was reported
+        ({}, [{"distance": 1e-3}], 1e-3),
+        ({}, [], None),
+    ],
+)
+def test_a_relaxation_that_did_not_come_to_its_end_is_said_to(
+    last: dict[str, float], history: list[dict[str, float]], left: float | None
+) -> None:
+    trial = trained("a", 2.2, 2.1)
+    trial.rungs[-1] |= last
+    trial.relaxation = history
+    unfinished = left is not None and left > 0.05
+    assert (trial.relaxation_remaining, trial.relaxation_unfinished) == (left, unfinished)
+    table = trial_table([trial], {"loss": 2.0})
+    state = table.rows[0][table.columns.index("state")]
+    assert state == ("done, relaxation unfinished" if unfinished else "done")
+    assert any(f"headfold · 50% ({left:.0%} left)" in note for note in table.notes) if unfinished else not table.notes
+
+
+def test_the_table_has_the_best_step_and_beside_it_the_last() -> None:
+    table = trial_table([trained("a", 2.233, 2.248, 2.245)], {"loss": 2.219})
+    row = dict(zip(table.columns, table.rows[0], strict=True))
+    assert (row["loss"], row["loss increase"], row["at step"], row["last"]) == ("2.233", "+0.014", "0", "2.245")
+    assert (row["steps"], row["KL"]) == ("16", "0.223")
 
 
 @given(st.lists(st.tuples(st.sampled_from([0.125, 0.25, 0.5, 1.0]), st.integers(0, 6)), max_size=12))
