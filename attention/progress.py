@@ -29,6 +29,15 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def duration(seconds: float) -> str:
+    """40 s, 15 min, 1 h 20 min: a time that is only about so long."""
+    if seconds < 59.5:
+        return f"{max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    hours, rest = divmod(minutes, 60)
+    return f"{hours} h {rest} min" if hours and rest else f"{hours} h" if hours else f"{minutes} min"
+
+
 class Stage:
     """How far a stage has come, of `total` things called `unit`; None: it cannot be counted. Threads may share one.
     `note`: what else its line says; `detail`: asked for it each time, as for what goes on in other processes."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def windows(length: int, positions: int) -> list[tuple[int, int]]:
     """`length` positions in equal parts of about `positions` each: (first, end) of each."""
     count = max(1, round(length / positions))
     edges = [length * i // count for i in range(count + 1)]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(pairwise(edges))
 
 
 def uncached(record: Record) -> dict[str, Any]:
@@ -69,12 +70,14 @@ def attended(module: nn.Module, record: Record, inputs: Tensor, first: int, end:
         raise ValueError(f"{type(module).__name__} takes no cache: it can only be run on whole sequences")
 
     def call(begin: int, end: int, cache: _Prefix | None) -> Any:
-        args, kwargs = entered_by(inputs, *whole)
-        args, kwargs = _cut((args, kwargs), length, begin, end)
-        if kwargs.get("attention_mask") is None and begin > 0:  # causality would be counted from the first position
-            mask = torch.ones(end - begin, end, dtype=torch.bool, device=inputs.device).tril(begin)
-            kwargs = kwargs | {"attention_mask": mask[None, None]}
-        return module(*args, **(kwargs | ({name: cache} if cache is not None else {})))
+        args, kwargs = entered_by(inputs[:, begin:end], *(_cut(part, length, begin, end) for part in whole))
+        mask = record.kwargs.get("attention_mask")
+        if mask is not None:
+            mask = mask[..., begin:end, :end]
+        elif begin > 0:  # causality would be counted from the first position
+            mask = torch.ones(1, 1, end - begin, end, dtype=torch.bool, device=inputs.device).tril(begin)
+        cached = {name: cache} if cache is not None else {}
+        return module(*args, **(kwargs | {"attention_mask": mask} | cached))
 
     if first == 0:
         output = call(0, end, None)
@@ -89,9 +92,7 @@ def _cut(value: Any, length: int, first: int, end: int) -> Any:
     """Of all tensors in `value` that have a row for each of `length` positions, the rows of a window."""
     if isinstance(value, Tensor):
         shape = value.shape
-        if shape[-2:] == (length, length):  # a mask
-            return value[..., first:end, :end]
-        if len(shape) > 1 and shape[-2] == length:  # hidden states, tables of a position embedding
+        if len(shape) > 1 and shape[-2] == length:  # a table of a position embedding
             return value[..., first:end, :]
         return value[..., first:end] if shape and shape[-1] == length else value  # numbers of positions
     if isinstance(value, dict):

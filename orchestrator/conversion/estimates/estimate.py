@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from attention.progress import clock
+from attention.progress import duration
 from attention.ratios import own_heads
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
@@ -136,8 +136,7 @@ def describe(estimated: Estimate) -> Mapping[str, str]:
         else estimated.why_not,
         "available now": f"{estimated.available / giga:.1f} GiB" if estimated.available else "unknown",
         "disk": f"{estimated.disk / giga:.2f} GiB, and {estimated.scratch / giga:.2f} GiB on the way (layer by layer)",
-        "work": f"{estimated.flops:.2g} operations; about {estimated.seconds / 60:.1f} min here on "
-        f"{os.cpu_count()} CPUs",
+        "work": f"{estimated.flops:.2g} operations; about {duration(estimated.seconds)} here on {os.cpu_count()} CPUs",
     }
 
 
@@ -163,7 +162,7 @@ def announce(
     by_layer = bool(layerwise or (layerwise is None and turns))
     needed = one if by_layer else whole
     disk = sum(point.disk for point in points) + by_layer * first.scratch if out is not None else 0
-    about = clock(sum(point.seconds for point in points))
+    about = duration(sum(point.seconds for point in points))
     print(f"estimate: about {about}, {_giga(needed)} of memory, {_giga(disk)} of disk", file=sys.stderr, flush=True)
     if first.available and needed > first.available:
         other = f"layer by layer it would be {_giga(one)}" if first.layerwise_possible else first.why_not

@@ -42,8 +42,8 @@ def texts(little_text: str) -> None:
 def test_what_is_told_of_the_demo_checkpoint(
     demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("orchestrator.conversion.inspection.SHORT_FIT", 24)
-    record = inspect_checkpoint(demo_dir, cache_dir=tmp_path, **SMALL)
+    settings = SMALL["recipe_settings"] | {"refinement.fit_steps": 24}
+    record = inspect_checkpoint(demo_dir, cache_dir=tmp_path, **SMALL | {"recipe_settings": settings})
     assert json.loads(json.dumps(record)) == record
     keys, values = ({layer["layer"]: layer[side] for layer in record["sensitivity"]} for side in ("key", "value"))
     assert all(set(curve) >= {"1", "2", "4"} for curve in (*keys.values(), *values.values()))
