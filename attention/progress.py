@@ -8,6 +8,7 @@ seconds, so that nothing looks hung, however long a step takes or libraries load
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -30,12 +31,14 @@ def clock(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """40 s, 15 min, 1 h 20 min: a time that is only about so long."""
-    if seconds < 59.5:
-        return f"{max(1, round(seconds))} s"
-    minutes = round(seconds / 60)
+    """About how long, in words: 42 s, 12 min, 3 h 20 min, 37 h."""
+    if seconds < 60:
+        return f"{math.ceil(seconds)} s"
+    minutes = math.ceil(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
     hours, rest = divmod(minutes, 60)
-    return f"{hours} h {rest} min" if hours and rest else f"{hours} h" if hours else f"{minutes} min"
+    return f"{hours} h {rest} min" if hours < 10 and rest else f"{round(minutes / 60)} h"
 
 
 class Stage:

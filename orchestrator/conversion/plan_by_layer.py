@@ -47,8 +47,10 @@ class PlanByLayer:
     progress: Callable[[str], None]
 
     def plan(self, calibration: Tensor) -> tuple[AttentionPlan, list[float]]:
-        """The recipe's plan and the loss increase expected of each layer, from `calibration` tokens `[C, T]`. Raises
-        ValueError if the budget cannot be met."""
+        """The recipe's plan and the loss increase expected of each layer, from `calibration` tokens `[C, T]`.
+
+        Raises ValueError if the budget cannot be met.
+        """
         request = self.request
         geometry, known = request.geometry, self._known()
         asked = asked_counts(request.recipe, self.kv_ratio, geometry)

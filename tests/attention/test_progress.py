@@ -31,7 +31,7 @@ def at(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [(0.2, "1 s"), (42, "42 s"), (59.6, "1 min"), (900, "15 min"), (3590, "1 h"), (4800, "1 h 20 min")],
+    [(0.2, "1 s"), (42, "42 s"), (900, "15 min"), (3599, "1 h"), (4800, "1 h 20 min")],
 )
 def test_how_long_something_takes_in_words(seconds: float, said: str) -> None:
     assert duration(seconds) == said

@@ -8,8 +8,8 @@ Legend: B sequences, T tokens a sequence, S tokens up to the end of a window, D 
 from __future__ import annotations
 
 import inspect
+import itertools
 from contextlib import suppress
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def windows(length: int, positions: int) -> list[tuple[int, int]]:
     """`length` positions in equal parts of about `positions` each: (first, end) of each."""
     count = max(1, round(length / positions))
     edges = [length * i // count for i in range(count + 1)]
-    return list(pairwise(edges))
+    return list(itertools.pairwise(edges))
 
 
 def uncached(record: Record) -> dict[str, Any]:
@@ -65,9 +65,11 @@ def attended(module: nn.Module, record: Record, inputs: Tensor, first: int, end:
     as in `record`: what it makes of whole sequences, there."""
     length = inputs.shape[1]
     whole = record.args, uncached(record)
-    name, prefix = cache_name(module), _Prefix()
-    if name is None:
-        raise ValueError(f"{type(module).__name__} takes no cache: it can only be run on whole sequences")
+    if hasattr(module, "composition"):  # its cache holds more than keys and values
+        args, kwargs = entered_by(inputs, *whole)
+        return module(*args, **kwargs)[0][:, first:end]
+    # Those that do not name it find it among their keywords.
+    name, prefix = cache_name(module) or "past_key_values", _Prefix()
 
     def call(begin: int, end: int, cache: _Prefix | None) -> Any:
         args, kwargs = entered_by(inputs[:, begin:end], *(_cut(part, length, begin, end) for part in whole))

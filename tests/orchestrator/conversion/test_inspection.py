@@ -62,7 +62,9 @@ def test_what_is_told_of_the_demo_checkpoint(
         assert (fitted["fit_steps"], fitted["fit_steps_of_convert"]) == (24, FIT_STEPS)
         assert fitted["loss_increase"] < found["gqa", asked]["loss_increase"] / 4
     texts = {name: SMALL[name] for name in SMALL if name not in ("kv_ratios", "compare", "counts")}
-    same = convert_checkpoint(demo_dir, "headfold_gqa", 0.5, **texts | {"recipe_settings": {"refinement.fit_steps": 24}})
+    same = convert_checkpoint(
+        demo_dir, "headfold_gqa", 0.5, **texts | {"recipe_settings": {"refinement.fit_steps": 24}}
+    )
     assert found["headfold_gqa", 0.5]["loss"] == pytest.approx(same["loss"], abs=1e-5), "convert gives what is shown"
     assert not any("fit_steps" in entry for (name, _), entry in found.items() if name != "headfold_gqa")
     for layer in record["similarity"]:
