@@ -11,9 +11,9 @@ import time
 
 import torch
 
-from attention.calibration.collecting import QUERY_TOKENS
+from attention.calibration.collecting import BLOCK
 from attention.conversion.fusion.estimates import LEADING
-from attention.conversion.refinement.local import FIT_TOKENS, STEP_TOKENS, sequences_a_step
+from attention.conversion.refinement.local import FEW_LAYERS, FIT_TOKENS, STEP_TOKENS, sequences_a_step
 from attention.conversion.refinement.windows import windows
 from orchestrator.conversion import loading
 from orchestrator.conversion.estimates.sizes import CPU, Conversion, Size
@@ -36,6 +36,7 @@ ATTENDING = 14.0
 LOGITS, DRAWN = 5.5, 6.0
 """Products with the output matrix that measuring a token takes, and its share in the sensitivity of the outputs, with
 the softmax over the vocabulary counted as such."""
+SHARED = 0.7  # of all steps, where many layers share them: where their loss increases are spread by a factor of e
 START_SECONDS = 12.0  # libraries and texts
 
 
@@ -47,7 +48,7 @@ def operations(conversion: Conversion, size: Size, tokens: int) -> float:
     passes = 2 * forward * tokens
     wide = (g.hidden_size + 1) ** 2
     if "statistics" in c.recipe.needs:
-        blocks = -(-c.sequence_length // QUERY_TOKENS)  # of queries, each with the keys up to its end
+        blocks = -(-c.sequence_length // BLOCK)  # of queries, each with the keys up to its end
         mixing = 2.0 * g.num_heads * (g.hidden_size + 1) * c.sequence_length * (blocks + 1) / (2 * blocks)
         passes += c.used_tokens * (forward + 2.0 * wide * (g.num_heads / 2 + 1) + mixing)
     if c.planned_on:
@@ -62,7 +63,8 @@ def operations(conversion: Conversion, size: Size, tokens: int) -> float:
         passes += c.used_tokens * 4.0 * size.attention + DOUBLE * (moments + solved)
     if c.recipe.refinement == "fit_heal":
         knobs = c.recipe.knobs("refinement")
-        passes += knobs["fit_steps"] * step_operations(c, size, knobs["step_tokens"])
+        shared = SHARED if c.planned_on and g.num_layers > FEW_LAYERS else 1.0
+        passes += shared * knobs["fit_steps"] * step_operations(c, size, knobs["step_tokens"])
     predicted = LOGITS * c.eval_tokens + DRAWN * c.planned_on
     return g.num_layers * passes + 2.0 * predicted * size.embedding
 

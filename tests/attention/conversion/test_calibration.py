@@ -138,7 +138,7 @@ def test_what_attention_cannot_see_may_be_left_out(
     """Of a long sequence some tokens at a time are looked at, with what comes before their end."""
     model = tiny_model(family)
     whole = calibrate(model, tiny_tokens)
-    monkeypatch.setattr(collecting, "QUERY_TOKENS", 5)
+    monkeypatch.setattr(collecting, "BLOCK", 5)
     for found, expected in zip(calibrate(model, tiny_tokens).layers, whole.layers, strict=True):
         torch.testing.assert_close(found.mixed_moments, expected.mixed_moments, atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(found.input_moment, expected.input_moment)
