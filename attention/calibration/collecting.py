@@ -30,6 +30,9 @@ SLICE_BYTES = 128 * 2**20
 QUERY_TOKENS = 512
 """Tokens whose queries of all heads are held at a time."""
 
+BLOCK = 256
+"""Tokens of a long sequence whose attention weights are held at a time, over what comes before their end."""
+
 _collectors: dict[nn.Module, Collector] = {}
 
 
@@ -143,7 +146,7 @@ def _slices(count: int, length: int, keys: int) -> Iterator[tuple[slice, slice]]
     one, so that those that come later are left out."""
     tokens = max(1, SLICE_BYTES // (4 * keys))
     sequences = max(1, tokens // length)
-    tokens = min(tokens, length, max(1, QUERY_TOKENS))
+    tokens = min(tokens, length, BLOCK)
     for first in range(0, count, sequences):
         for start in range(0, length, tokens):
             yield slice(first, first + sequences), slice(start, min(start + tokens, length))

@@ -26,7 +26,7 @@ from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
 from orchestrator.conversion.in_memory import Source
 from orchestrator.conversion.request import ConversionRequest
-from orchestrator.conversion.steps import refine_with
+from orchestrator.conversion.steps import refine_with, steps_of_layers
 from orchestrator.storage.paths import check_writable
 from search_spaces.planning.budgets import nearest_budget
 from search_spaces.planning.context import PlanningContext, convert_with
@@ -39,7 +39,6 @@ from trainers.evaluation import perplexity
 
 COMPARED = ("gqa", "headfold")
 FIT_KEY = "refinement.fit_steps"
-SHORT_FIT = 120  # steps a layer in the place of a conversion's 720: most of the way, in a sixth of the time
 
 
 def inspect_checkpoint(
@@ -61,9 +60,9 @@ def inspect_checkpoint(
     `sensitivity`: for each layer and side the increase of the loss by head count, when only that site is fused as
     `recipe` says. `similarity`: mean cosines of the stored heads of a layer, `raw` and `aligned`, `[U, U]`. `budgets`:
     what the knapsack on these increases makes of each ratio (of the checkpoint's own KV cache). `recipes`: held-out
-    loss of the model converted by each recipe of `compare` at each ratio, before any training. Where a recipe fits
-    layers it is by `fit_steps` steps each (SHORT_FIT if `recipe_settings` do not say): `convert` makes
-    `fit_steps_of_convert`, and ends lower.
+    loss of the model converted by each recipe of `compare` at each ratio, before any training: what `convert` gives.
+    Where `recipe_settings` ask for fewer steps of local fit (`fit_steps`) than `convert` makes
+    (`fit_steps_of_convert`), it is more.
     `agreement`: Spearman of the layer-output score's ranks with those of the loss, if asked for. A ratio that a recipe
     cannot meet stands for the largest budget below it; `kv_ratio_asked` and `kv_ratio` tell both.
 
@@ -89,7 +88,7 @@ def inspect_checkpoint(
     with phases("sensitivity"):
         plans, curves = _plans_and_curves(request.distinct(kv_ratios, report=True), source)
     with phases("recipes"):
-        costs = _recipes(others, plans, source, dict(recipe_settings or {}).get(FIT_KEY, SHORT_FIT))
+        costs = _recipes(others, plans, source, dict(recipe_settings or {}).get(FIT_KEY))
     sites = None
     if agreement:
         from search_spaces.planning.agreement import agreement as measured_agreement  # scipy's start takes a while
@@ -134,10 +133,10 @@ def sensitivity_recipe(name: str, counts: str | None, settings: Mapping[str, Any
     return named_recipe(name, **(apart | asked | dict(settings or {})))
 
 
-def shortly_refined(whole: Recipe, steps: int) -> Recipe:
-    """The recipe with at most so many steps of local fit a layer."""
+def shortly_refined(whole: Recipe, steps: int | None) -> Recipe:
+    """The recipe with at most so many steps of local fit a layer; None: as it is."""
     own = dict(whole.settings).get(FIT_KEY, 0)
-    return whole.with_changes(**{FIT_KEY: steps}) if own > steps else whole
+    return whole.with_changes(**{FIT_KEY: steps}) if steps is not None and own > steps else whole
 
 
 def untrained(name: str) -> Recipe:
@@ -202,10 +201,10 @@ def _size(plan: AttentionPlan, request: ConversionRequest) -> dict[str, Any]:
 
 
 def _recipes(
-    recipes: dict[str, Recipe], plans: dict[float, AttentionPlan], source: Source, fit_steps: int
+    recipes: dict[str, Recipe], plans: dict[float, AttentionPlan], source: Source, fit_steps: int | None
 ) -> list[dict[str, Any]]:
     """Held-out loss of every recipe at every ratio, one entry each; `why_not` where a recipe cannot be shown. That of
-    the request takes `plans`. Layers are fitted by at most `fit_steps` each."""
+    the request takes `plans`. Layers are fitted by at most `fit_steps` each, if that is given."""
     request, context = source.request, source.context
     entries: list[dict[str, Any]] = []
     jobs = [(name, ratio) for name in recipes for ratio in plans]
@@ -233,6 +232,7 @@ def _recipes(
 def _scored(recipe: Recipe, plan: AttentionPlan, source: Source) -> dict[str, Any]:
     """What the conversion of a plan by a recipe, refined as it says, gives on held-out text."""
     converted = convert_with(recipe, source.original, plan, source.context.calibration, share=True)
-    refine_with(recipe, source.context.looked_at, converted, source.context.sequences)
+    steps = steps_of_layers(recipe, source.context.increases.get(plan))
+    refine_with(recipe, source.context.looked_at, converted, source.context.sequences, layer_steps=steps)
     round_weights(converted, source.request.written)
     return source.measured(converted)

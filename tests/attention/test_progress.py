@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from attention import progress
-from attention.progress import clock, shown, stage
+from attention.progress import clock, duration, shown, stage
 
 
 class Clock:
@@ -27,6 +27,14 @@ def at(monkeypatch: pytest.MonkeyPatch) -> Clock:
     fake = Clock()
     monkeypatch.setattr(progress.time, "monotonic", fake)
     return fake
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.2, "1 s"), (42, "42 s"), (900, "15 min"), (3599, "1 h"), (4800, "1 h 20 min")],
+)
+def test_how_long_something_takes_in_words(seconds: float, said: str) -> None:
+    assert duration(seconds) == said
 
 
 def test_nothing_is_shown_unless_it_is_asked_for(at: Clock, capsys: pytest.CaptureFixture[str]) -> None:

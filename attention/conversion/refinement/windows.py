@@ -63,17 +63,21 @@ def attended(module: nn.Module, record: Record, inputs: Tensor, first: int, end:
     as in `record`: what it makes of whole sequences, there."""
     length = inputs.shape[1]
     whole = record.args, uncached(record)
-    name, prefix = cache_name(module), _Prefix()
-    if name is None:
-        raise ValueError(f"{type(module).__name__} takes no cache: it can only be run on whole sequences")
+    if hasattr(module, "composition"):  # its cache holds more than keys and values
+        args, kwargs = entered_by(inputs, *whole)
+        return module(*args, **kwargs)[0][:, first:end]
+    # Those that do not name it find it among their keywords.
+    name, prefix = cache_name(module) or "past_key_values", _Prefix()
 
     def call(begin: int, end: int, cache: _Prefix | None) -> Any:
-        args, kwargs = entered_by(inputs, *whole)
-        args, kwargs = _cut((args, kwargs), length, begin, end)
-        if kwargs.get("attention_mask") is None and begin > 0:  # causality would be counted from the first position
-            mask = torch.ones(end - begin, end, dtype=torch.bool, device=inputs.device).tril(begin)
-            kwargs = kwargs | {"attention_mask": mask[None, None]}
-        return module(*args, **(kwargs | ({name: cache} if cache is not None else {})))
+        args, kwargs = entered_by(inputs[:, begin:end], *(_cut(part, length, begin, end) for part in whole))
+        mask = record.kwargs.get("attention_mask")
+        if mask is not None:
+            mask = mask[..., begin:end, :end]
+        elif begin > 0:  # causality would be counted from the first position
+            mask = torch.ones(1, 1, end - begin, end, dtype=torch.bool, device=inputs.device).tril(begin)
+        cached = {name: cache} if cache is not None else {}
+        return module(*args, **(kwargs | {"attention_mask": mask} | cached))
 
     if first == 0:
         output = call(0, end, None)
@@ -88,9 +92,7 @@ def _cut(value: Any, length: int, first: int, end: int) -> Any:
     """Of all tensors in `value` that have a row for each of `length` positions, the rows of a window."""
     if isinstance(value, Tensor):
         shape = value.shape
-        if shape[-2:] == (length, length):  # a mask
-            return value[..., first:end, :end]
-        if len(shape) > 1 and shape[-2] == length:  # hidden states, tables of a position embedding
+        if len(shape) > 1 and shape[-2] == length:  # a table of a position embedding
             return value[..., first:end, :]
         return value[..., first:end] if shape and shape[-1] == length else value  # numbers of positions
     if isinstance(value, dict):

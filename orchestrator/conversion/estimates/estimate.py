@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from attention.progress import clock, duration
+from attention.progress import duration
 from attention.ratios import own_heads
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
@@ -229,7 +229,7 @@ def announce(
     by_layer = bool(layerwise or (layerwise is None and turns))
     needed = one if by_layer else whole
     disk = sum(point.disk for point in points) + by_layer * first.scratch if out is not None else 0
-    about = clock(sum(point.seconds for point in points))
+    about = duration(sum(point.seconds for point in points))
     print(f"estimate: about {about}, {_giga(needed)} of memory, {_giga(disk)} of disk", file=sys.stderr, flush=True)
     if first.available and needed > first.available:
         other = f"layer by layer it would be {_giga(one)}" if first.layerwise_possible else first.why_not

@@ -39,11 +39,14 @@ def in_memory_stages(conversion: Conversion, size: Size) -> dict[str, int]:
     are lifted a layer at a time: lifted, aligned, fused."""
     c = conversion
     everywhere = c.geometry.num_layers * c.heads() if c.recipe.sharing != "none" else 0
-    planned = c.geometry.num_layers * FLOAT * c.geometry.hidden_size**2 + c.gradients(size) if c.planned_on else 0
+    metrics = c.geometry.num_layers * FLOAT * c.geometry.hidden_size**2 if c.planned_on else 0
+    at_once = beside(c.geometry.num_layers, size.attention, CPU)
+    fitted = c.fitting(size, at_once) if c.planned_on else 0
+    drawn = c.gradients(size) + most_logit_bytes(c.geometry.vocab_size, c.planned_on) if c.planned_on else 0
     return {
-        "sensitivity": planned,
-        "plan": everywhere + c.statistics() + 3 * c.heads() + c.fusing(),
-        "refine": c.statistics() + c.refining(size, beside(c.geometry.num_layers, size.attention, CPU)),
+        "sensitivity": metrics + drawn,
+        "plan": metrics + fitted + everywhere + c.statistics() + 3 * c.heads() + c.fusing(),
+        "refine": metrics + c.statistics() + c.refining(size, at_once),
     }
 
 

@@ -14,11 +14,13 @@ from transformers import PretrainedConfig
 
 from attention.calibration.collecting import SLICE_BYTES
 from attention.calibration.sizes import Mixed, layer_bytes, matrices
+from attention.conversion.refinement.local import FIT_TOKENS
 from attention.conversion.refinement.original import bytes_to_keep
 from attention.conversion.sensitivity import BATCH as SENSITIVITY_BATCH
 from attention.families import family_of, geometry_of
 from attention.geometry import HeadGeometry
 from attention.io.layers.windows import empty, layer_prefix, window_config
+from attention.modeling.running import batch_of
 from orchestrator.conversion import loading
 from orchestrator.conversion.one_layer import batch_size
 from search_spaces.recipes.recipe import AXES, Recipe
@@ -89,7 +91,12 @@ class Conversion:
         """Bytes of one layer's statistics."""
         if "statistics" not in self.recipe.needs:
             return 0
-        return layer_bytes(self.geometry, self.used_tokens, self.mixed)
+        return layer_bytes(self.geometry, self.sampled_tokens, self.mixed)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens whose inputs are kept beside the moments: files keep them for whoever reads them later."""
+        return self.used_tokens if self.in_files or "inputs" in self.recipe.needs else 0
 
     def sums(self) -> int:
         """Bytes of one layer's mixed moments while they are summed, as whole matrices."""
@@ -144,7 +151,8 @@ class Conversion:
     def gradients(self, size: Size) -> int:
         """Bytes that a pass through one layer keeps for its backward pass: what its products put out, for a batch, and
         its attention weights."""
-        g, rows = self.geometry, SENSITIVITY_BATCH * self.sequence_length
+        g = self.geometry
+        rows = batch_of(self.sequence_length, SENSITIVITY_BATCH) * self.sequence_length
         return FLOAT * rows * (2 * size.layer // g.hidden_size + 3 * g.num_heads * self.sequence_length)
 
     def recorded(self) -> int:
@@ -163,7 +171,11 @@ class Conversion:
         heal = DOUBLE * (5 * features**2 + 4 * features * g.hidden_size) + FLOAT * self.used_tokens * features
         if self.recipe.refinement != "fit_heal":
             return heal
-        tokens = min(self.used_tokens, self.recipe.knobs("refinement")["fit_tokens"])
-        # What enters the layer, for all of them; of each layer what enters and leaves it, for the newest twice.
-        states = (1 + 2 * beside + 2) * tokens * g.hidden_size
-        return max(heal, FLOAT * (beside * ADAM_COPIES * size.attention + states))
+        return max(heal, self.fitting(size, beside, self.recipe.knobs("refinement")["fit_tokens"]))
+
+    def fitting(self, size: Size, beside: int, tokens: int = FIT_TOKENS) -> int:
+        """Bytes of the local fits of `beside` layers at once."""
+        # What enters the layer and what left the last attention, for all of them; of each layer what enters and leaves
+        # it, for the newest twice, and what enters it before the norm.
+        states = (2 + 2 * beside + 3) * min(self.used_tokens, tokens) * self.geometry.hidden_size
+        return FLOAT * (beside * ADAM_COPIES * size.attention + states)

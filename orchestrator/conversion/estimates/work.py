@@ -11,8 +11,10 @@ import time
 
 import torch
 
+from attention.calibration.collecting import BLOCK
 from attention.conversion.fusion.estimates import LEADING
-from attention.conversion.refinement.local import FIT_TOKENS, STEP_TOKENS, sequences_a_step
+from attention.conversion.refinement.local import FEW_LAYERS, FIT_TOKENS, STEP_TOKENS, sequences_a_step
+from attention.conversion.refinement.windows import windows
 from orchestrator.conversion import loading
 from orchestrator.conversion.estimates.sizes import CPU, Conversion, Size
 from search_spaces.allocation.knapsack import considered
@@ -29,6 +31,12 @@ DOUBLE = 2.0  # a product in float64 against one in float32
 FITTING = 2.5
 """A step of a local fit against its matrix products: attention weights, their gradients and Adam besides, as measured
 at hidden sizes of 256 to 1,024 (`python -m benchmarks estimates`)."""
+ATTENDING = 14.0
+"""Operations of attention in a step of a fit on a window, forward and back, for each query, key and dim."""
+LOGITS, DRAWN = 5.5, 6.0
+"""Products with the output matrix that measuring a token takes, and its share in the sensitivity of the outputs, with
+the softmax over the vocabulary counted as such."""
+SHARED = 0.7  # of all steps, where many layers share them: where their loss increases are spread by a factor of e
 START_SECONDS = 12.0  # libraries and texts
 
 
@@ -40,7 +48,8 @@ def operations(conversion: Conversion, size: Size, tokens: int) -> float:
     passes = 2 * forward * tokens
     wide = (g.hidden_size + 1) ** 2
     if "statistics" in c.recipe.needs:
-        mixing = 2.0 * g.num_heads * (g.hidden_size + 1) * c.sequence_length
+        blocks = -(-c.sequence_length // BLOCK)  # of queries, each with the keys up to its end
+        mixing = 2.0 * g.num_heads * (g.hidden_size + 1) * c.sequence_length * (blocks + 1) / (2 * blocks)
         passes += c.used_tokens * (forward + 2.0 * wide * (g.num_heads / 2 + 1) + mixing)
     if c.planned_on:
         passes += c.planned_on * (4 * forward + 2.0 * g.hidden_size**2) + planning_operations(c, size, forward)
@@ -54,8 +63,10 @@ def operations(conversion: Conversion, size: Size, tokens: int) -> float:
         passes += c.used_tokens * 4.0 * size.attention + DOUBLE * (moments + solved)
     if c.recipe.refinement == "fit_heal":
         knobs = c.recipe.knobs("refinement")
-        passes += FITTING * knobs["fit_steps"] * step_tokens(c, knobs["step_tokens"]) * 6.0 * size.attention
-    return g.num_layers * passes + 2 * 2.0 * c.eval_tokens * size.embedding
+        shared = SHARED if c.planned_on and g.num_layers > FEW_LAYERS else 1.0
+        passes += shared * knobs["fit_steps"] * step_operations(c, size, knobs["step_tokens"])
+    predicted = LOGITS * c.eval_tokens + DRAWN * c.planned_on
+    return g.num_layers * passes + 2.0 * predicted * size.embedding
 
 
 def grouping_operations(conversion: Conversion) -> float:
@@ -87,9 +98,17 @@ def fusing_operations(conversion: Conversion, groups: float) -> float:
     return DOUBLE * (keys + values) + FUSED * groups * rows**3
 
 
-def step_tokens(conversion: Conversion, asked: int = STEP_TOKENS) -> int:
-    """Tokens of a step of a local fit."""
-    return sequences_a_step(conversion.sequence_length, asked) * conversion.sequence_length
+def step_operations(conversion: Conversion, size: Size, asked: int = STEP_TOKENS) -> float:
+    """Operations of a step of a local fit: of whole sequences, or of a window of one with all keys before it."""
+    g, length = conversion.geometry, conversion.sequence_length
+    parts = windows(length, asked)
+    tokens = sequences_a_step(length, asked) * length / len(parts)
+    seen = sum(end for _, end in parts) / len(parts)  # keys, on average
+    stored = 2.0 * g.num_kv_heads * g.head_dim * g.hidden_size
+    queries = g.num_heads * g.head_dim
+    before = (6.0 * stored + 2.0 * queries * g.hidden_size) * (seen - length / len(parts))
+    attending = ATTENDING * queries * tokens * seen if len(parts) > 1 else 0.0
+    return FITTING * tokens * 6.0 * size.attention + before * (len(parts) > 1) + attending
 
 
 def planning_operations(conversion: Conversion, size: Size, forward: float) -> float:
@@ -98,10 +117,11 @@ def planning_operations(conversion: Conversion, size: Size, forward: float) -> f
     problem = problem_of(c.recipe, c.kv_ratio, c.geometry)
     counts = [count for count in considered(problem, own["counts"]) if count < problem.stored]
     fused = sum(fusing_operations(c, count) for count in counts)
-    fitted = min(own["fit_steps"], c.recipe.knobs("refinement").get("fit_steps", 0)) * step_tokens(c)
+    steps = min(own["fit_steps"], c.recipe.knobs("refinement").get("fit_steps", 0))
     checked = min(c.used_tokens, FIT_TOKENS) / 8
-    once = 2.0 * size.attention * (FITTING * 3 * fitted + 2 * checked) + 2.0 * checked * c.geometry.hidden_size**2
-    return len(counts) * 2 * once + fused + c.used_tokens * forward
+    judged = 2.0 * checked * (2 * size.attention + c.geometry.hidden_size**2)
+    sides = 1 if c.recipe.together else 2
+    return len(counts) * sides * (steps * step_operations(c, size) + judged) + fused + c.used_tokens * forward
 
 
 def available_bytes(device: torch.device = CPU) -> int:

@@ -125,10 +125,23 @@ def test_attention_weights_are_held_a_slice_at_a_time(
     softmax = Tensor.softmax
     monkeypatch.setattr(Tensor, "softmax", lambda x, *a, **k: seen.append(x.numel()) or softmax(x, *a, **k))
     sliced = calibrate(model, tiny_tokens)
-    assert max(seen) == held
+    assert 0.8 * held < max(seen) <= held, "what comes after the last of the tokens is left out"
     for one, other in zip(whole.layers, sliced.layers, strict=True):
         for name, value in tensors(one).items():
             torch.testing.assert_close(value, getattr(other, name), rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "llama"])
+def test_what_attention_cannot_see_may_be_left_out(
+    family: str, tiny_model: Tiny, tiny_tokens: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a long sequence some tokens at a time are looked at, with what comes before their end."""
+    model = tiny_model(family)
+    whole = calibrate(model, tiny_tokens)
+    monkeypatch.setattr(collecting, "BLOCK", 5)
+    for found, expected in zip(calibrate(model, tiny_tokens).layers, whole.layers, strict=True):
+        torch.testing.assert_close(found.mixed_moments, expected.mixed_moments, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(found.input_moment, expected.input_moment)
 
 
 def test_a_symmetric_matrix_comes_back_from_its_triangle() -> None:

@@ -17,7 +17,7 @@ from attention.calibration.calibration import calibrate
 from attention.conversion.conversion import convert
 from attention.conversion.refinement.capture import held_out, recorded
 from attention.conversion.refinement.healing import SideBySide, heal_layer, ridge_refit
-from attention.conversion.refinement.local import FitTexts, LayerTask, at_a_step, fit_module, layer_error
+from attention.conversion.refinement.local import FitTexts, LayerTask, at_a_step, fit_module, layer_error, shared_steps
 from attention.conversion.refinement.original import Original
 from attention.conversion.refinement.parallel import SMALL, each_layer
 from attention.conversion.refinement.refine import REFINEMENT, refine
@@ -113,6 +113,48 @@ def test_a_window_gives_what_whole_sequences_do_there(family: str, tiny_model: T
     by_windows = gradients((p, targets[:, a:b]) for p, (a, b) in zip(parts, task.parts, strict=True))
     for name, expected in gradients([(whole, targets)]).items():
         torch.testing.assert_close(by_windows[name], expected, atol=1e-4, rtol=1e-3)
+
+
+def test_fits_on_windows_end_as_low_as_fits_on_whole_sequences(tiny_model: Tiny, tokens: Tensor) -> None:
+    """Three times as many steps on a third of the positions: the same tokens."""
+    original, converted = pair(tiny_model, tokens, "llama")
+    module = family_of(converted.config).attention_modules(converted)[0]
+    found = []
+    for positions, steps in ((8, 240), (24, 80)):
+        task = LayerTask.of(FitTexts.of(Original.of(original), tokens, positions), 0)
+        fitted = copy.deepcopy(module)
+        before, after, work = fit_module(fitted, task, steps, 0.3, torch.Generator().manual_seed(0), shared_by=2)
+        assert (len(task.parts), work.tokens) == (24 // positions, 80 * 24)
+        found.append(after / before)
+    assert found[0] < 1.02 * found[1] < 0.9
+
+
+def test_layers_that_keep_all_heads_are_not_fitted(tiny_model: Tiny, tokens: Tensor) -> None:
+    model = tiny_model("llama").requires_grad_(False)
+    plan = AttentionPlan((PLAN, LayerPlan.identity(4)), 8)
+    converted = convert(model, plan, fusion="least_squares", calibration=calibrate(model, tokens))
+    fused, whole = (fit for fit in refine("fit_heal", model, converted, tokens, QUICK) if fit.step == "fit")
+    assert fused.kept and fused.work.optimizer_steps == 100
+    assert not whole.kept and whole.work.optimizer_steps == 0
+
+
+def test_steps_go_to_the_layers_that_cost_most() -> None:
+    """The increase expected in all, the sum of c n^(-1/3), stays what it is with as many steps for each layer."""
+    costs = [2.0**-i for i in range(16)]
+    steps = shared_steps(720, costs)
+    assert steps == sorted(steps, reverse=True) and steps[0] <= 2 * 720 and steps[-1] >= 60
+    assert sum(steps) < 0.6 * 16 * 720
+    expected = sum(c * n ** (-1 / 3) for c, n in zip(costs, steps, strict=True))
+    assert expected == pytest.approx(sum(costs) * 720 ** (-1 / 3), rel=0.05)
+    assert shared_steps(720, [0.1] * 30) == [720] * 30
+    assert shared_steps(720, costs[:12]) == [720] * 12, "few layers are fitted alike"
+    assert shared_steps(24, costs)[-1] == 24
+
+
+def test_each_layer_makes_the_steps_it_is_given(tiny_model: Tiny, tokens: Tensor) -> None:
+    original, converted = pair(tiny_model, tokens, "llama")
+    fits = refine("fit_heal", original, converted, tokens, {"fit_rate": 0.3}, layer_steps=[12, 60])
+    assert [fit.work.optimizer_steps for fit in fits if fit.step == "fit"] == [12, 60]
 
 
 def test_a_fit_falls_back_to_the_best_state_it_met(tiny_model: Tiny, tokens: Tensor) -> None:

@@ -94,7 +94,7 @@ def test_it_is_said_first_and_what_does_not_fit_is_refused(
     out = tmp_path / "out"
     announce(demo_dir, "headfold", [0.5, 0.25], out, layerwise=None, **SMALL)
     said = capsys.readouterr().err
-    assert re.fullmatch(r"estimate: about \d+:\d\d, \d\.\d\d GiB of memory, 0\.\d\d GiB of disk\n", said), said
+    assert re.fullmatch(r"estimate: about \d+ (s|min), \d\.\d\d GiB of memory, 0\.\d\d GiB of disk\n", said), said
     module = sys.modules["orchestrator.conversion.estimates.estimate"]
     monkeypatch.setattr(module, "available_bytes", lambda device=None: 2**20)
     refused = r"memory: this conversion does not fit: it takes about \d\.\d\d GiB, and 0\.00 GiB are available; "

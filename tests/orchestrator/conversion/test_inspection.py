@@ -15,6 +15,7 @@ from made_up_inspection import made_up_inspection
 
 from attention.conversion.refinement.local import FIT_STEPS
 from attention.plan import AttentionPlan
+from orchestrator.conversion.convert import convert_checkpoint
 from orchestrator.conversion.inspection import inspect_checkpoint
 from orchestrator.reporting.figures import drawing, inspection
 from orchestrator.reporting.inspection_tables import RECIPE_COLUMNS, lead, print_inspection, recipe_table
@@ -42,8 +43,8 @@ def texts(little_text: str) -> None:
 def test_what_is_told_of_the_demo_checkpoint(
     demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("orchestrator.conversion.inspection.SHORT_FIT", 24)
-    record = inspect_checkpoint(demo_dir, cache_dir=tmp_path, **SMALL)
+    settings = SMALL["recipe_settings"] | {"refinement.fit_steps": 24}
+    record = inspect_checkpoint(demo_dir, cache_dir=tmp_path, **SMALL | {"recipe_settings": settings})
     assert json.loads(json.dumps(record)) == record
     keys, values = ({layer["layer"]: layer[side] for layer in record["sensitivity"]} for side in ("key", "value"))
     assert all(set(curve) >= {"1", "2", "4"} for curve in (*keys.values(), *values.values()))
@@ -60,6 +61,11 @@ def test_what_is_told_of_the_demo_checkpoint(
         fitted = found["headfold_gqa", asked]
         assert (fitted["fit_steps"], fitted["fit_steps_of_convert"]) == (24, FIT_STEPS)
         assert fitted["loss_increase"] < found["gqa", asked]["loss_increase"] / 4
+    texts = {name: SMALL[name] for name in SMALL if name not in ("kv_ratios", "compare", "counts")}
+    same = convert_checkpoint(
+        demo_dir, "headfold_gqa", 0.5, **texts | {"recipe_settings": {"refinement.fit_steps": 24}}
+    )
+    assert found["headfold_gqa", 0.5]["loss"] == pytest.approx(same["loss"], abs=1e-5), "convert gives what is shown"
     assert not any("fit_steps" in entry for (name, _), entry in found.items() if name != "headfold_gqa")
     for layer in record["similarity"]:
         for side in ("key", "value"):

@@ -17,6 +17,7 @@ from measured_contexts import MeasuredContext
 from attention.conversion.conversion import lift
 from attention.families import geometry_of
 from attention.plan import AttentionPlan
+from attention.progress import shown
 from search_spaces.axes import GROUPING, OBJECTIVE
 from search_spaces.grouping.problem import GroupingProblem
 from search_spaces.partitions import random_partition
@@ -43,6 +44,25 @@ def test_named_recipes_meet_the_budget(name: str, ratio: float, demo_context) ->
 def test_neighbour_groups_are_consecutive(demo_context) -> None:
     plan = planned("gqa", 0.25, demo_context)
     assert {layer.key_map for layer in plan.layers} == {(0, 0, 0, 0, 1, 1, 1, 1)}
+
+
+def test_what_a_plan_expects_of_each_layer_and_how_far_it_has_come(make_context) -> None:
+    context, lines = make_context(), []
+    with shown("convert", lines.append, every=0):
+        plan = planned("headfold", 0.5, context, **{"allocation.fit_steps": 2, "allocation.tokens": 48})
+    stages = list(dict.fromkeys(line.partition(":")[0] for line in lines))
+    assert stages.index("sensitivity of the outputs") < stages.index("what each head count costs")
+    assert "what each head count costs: 12 of 12 head counts" in " ".join(lines)
+    (points,) = context.curves.values()
+    expected = [
+        sum(
+            points[f"{i}/{side}/{count}"].increase
+            for side, count in (("key", layer.key_heads), ("value", layer.value_heads))
+            if count < 4
+        )
+        for i, layer in enumerate(plan.layers)
+    ]
+    assert context.increases[plan] == pytest.approx(expected)
 
 
 def test_mqa_is_one_group_and_says_which_ratio(demo_context) -> None:
