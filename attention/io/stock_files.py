@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[reportPrivateImportUsage]
 
 from attention.messages import reason
 
