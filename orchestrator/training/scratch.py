@@ -37,6 +37,7 @@ from trainers.jobs.worker import TrainJob
 from trainers.settings import TrainSettings
 from trainers.text import synthetic_corpus
 from trainers.text.data import Texts
+from trainers.text.tokenising import beginning
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -201,7 +202,8 @@ def _answers(task: Scratch) -> dict[str, Any]:
         return {}
     model = checkpoint.load(task.out)
     name = task.eval_data.removeprefix(synthetic_corpus.PREFIX)
-    return {"answers": asdict(synthetic_corpus.score(model, loading.load_tokenizer(task.architecture), name))}
+    tokenizer = loading.load_tokenizer(task.architecture)
+    return {"answers": asdict(synthetic_corpus.score(model, tokenizer, name, first=beginning(tokenizer)))}
 
 
 def untrained(architecture: str | Path, plan: AttentionPlan, seed: int) -> PreTrainedModel:

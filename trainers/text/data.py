@@ -299,12 +299,12 @@ class Texts:
     @property
     def source(self) -> str:
         """What is calibrated or trained on."""
-        return self.data or BUILTIN
+        return BUILTIN if self.data is None else self.data
 
     @property
     def eval_source(self) -> str:
         """What is measured on."""
-        return self.eval_data or self.source
+        return self.source if self.eval_data is None else self.eval_data
 
     @property
     def words(self) -> str:

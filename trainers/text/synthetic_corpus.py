@@ -54,14 +54,12 @@ def documents(name: str, train: bool, seed: int | None) -> Iterator[str]:
         made += 1
 
 
-def score(model: Any, tokenizer: Any, name: str, per_task: int = 12) -> Score:
+def score(model: Any, tokenizer: Any, name: str, per_task: int = 12, *, first: Sequence[int] = ()) -> Score:
     """How a model answers the held-out tasks of `synthetic:name`, always the same examples; the paper has 12 a task
-    (App. F)."""
+    (App. F). `first`: tokens that every prompt begins with."""
     asked = examples(tasks_of(name, False), per_task, np.random.default_rng([0, ASKING]), ASKED_SHOTS)
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
-    from trainers.text.tokenising import beginning  # which knows of sources of text, this one among them
-
-    return evaluate_tasks(model, asked, encode, first=beginning(tokenizer))
+    return evaluate_tasks(model, asked, encode, first=first)
