@@ -294,10 +294,10 @@ def _as_mistral(fields: Mapping[str, Any], source: str | Path) -> PretrainedConf
     if fields.get("model_type") != "llama" or not fields.get("head_dim"):
         return None
     width, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
-    kv_heads = fields.get("num_key_value_heads") or heads
-    if not all(isinstance(count, int) and count > 0 for count in (width, heads, kv_heads)):
+    if not isinstance(width, int) or not isinstance(heads, int) or heads < 1 or width % heads == 0:
         return None
-    if width % heads == 0 or heads % kv_heads:  # pyright: ignore[reportOperatorIssue]
+    kv_heads = fields.get("num_key_value_heads") or heads
+    if not isinstance(kv_heads, int) or kv_heads < 1 or heads % kv_heads:  # which LlamaConfig says itself
         return None
     if fields.get("attention_bias") or fields.get("mlp_bias"):
         raise CheckpointError(
