@@ -29,6 +29,7 @@ class Entry:
     the same, if stock transformers loads it (`plain`); `served`: the same model for the engine of `search.target`.
     `measured`: tasks, generated text and long contexts, where asked for, of `checkpoint`, `original` and `baseline`, as
     the verb `evaluate` records them; `baseline_folder`: the weights of that baseline.
+    `used_kv_ratio`: what its plan keeps, at most `kv_ratio`.
     `trained_at`: when the training was over, in seconds since 1970. `name`, `label`: of the trial and its recipe, as
     people read them.
     """
@@ -67,6 +68,7 @@ class Entry:
     trained_at: float | None = None
     name: str = ""
     label: str = ""
+    used_kv_ratio: float | None = None
 
     def __post_init__(self) -> None:
         self.label = self.label or self.recipe
@@ -75,7 +77,10 @@ class Entry:
     @classmethod
     def of(cls, trial: TrialRecord, steps: int, role: str = CANDIDATE) -> Entry:
         """Of a trial that is to be trained to so many steps."""
-        return cls(trial.trial_id, trial.recipe, trial.kv_ratio, steps, role, name=trial.name, label=trial.label)
+        names = {"name": trial.name, "label": trial.label}
+        return cls(
+            trial.trial_id, trial.recipe, trial.kv_ratio, steps, role, **names, used_kv_ratio=trial.actual_kv_ratio
+        )
 
     @property
     def compared(self) -> dict[str, float | int | None]:
