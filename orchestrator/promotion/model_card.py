@@ -25,7 +25,7 @@ def write_promoted_card(entry: Entry, config: SearchConfig, original: Path, fold
     }
     facts = CardFacts(
         recipe=entry.label,
-        kv_ratio=entry.kv_ratio,
+        kv_ratio=entry.used_kv_ratio or entry.kv_ratio,
         losses={name: loss for name, loss in known.items() if loss is not None},
         tasks=entry.measured.get("tasks", {}),
         trained={"steps": steps, "tokens": tokens_of(steps, config), "data": text},

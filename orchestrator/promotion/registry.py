@@ -119,7 +119,7 @@ def register(entry: Entry, session: SearchSession, tracker: Tracker) -> None:
     tags = {name: getattr(entry, name) for name in ("recipe", "kv_ratio", "kv_bytes_per_token", *losses, "shipped")}
     loads_in = "stock transformers" if entry.plain else "Headfold's own format, not stock transformers"
     tags |= {"format": loads_in, **gate_tags(entry), **lineage_tags(entry.lineage)}
-    share = f"{percent(entry.kv_ratio)} of the original's KV cache"
+    share = f"{percent(entry.used_kv_ratio or entry.kv_ratio)} of the original's KV cache"
     description = f"{entry.label} at {share}, from search {session.folder.root.name}"
     name = model_name(session.config)
     entry.version = tracker.register(name, entry.model, entry.run_id, tags=tags, description=description)

@@ -30,6 +30,7 @@ class Entry:
     `measured`: tasks, generated text and long contexts, where asked for, of `checkpoint`, `original` and `baseline`, as
     the verb `evaluate` records them; `baseline_folder`: the weights of that baseline.
     `relaxation_remaining`: share of its way that the trial's relaxation had left when its heads were fused.
+    `used_kv_ratio`: what its plan keeps, at most `kv_ratio`.
     `trained_at`: when the training was over, in seconds since 1970. `name`, `label`: of the trial and its recipe, as
     people read them.
     """
@@ -69,6 +70,7 @@ class Entry:
     name: str = ""
     label: str = ""
     relaxation_remaining: float | None = None
+    used_kv_ratio: float | None = None
 
     def __post_init__(self) -> None:
         self.label = self.label or self.recipe
@@ -77,8 +79,13 @@ class Entry:
     @classmethod
     def of(cls, trial: TrialRecord, steps: int, role: str = CANDIDATE) -> Entry:
         """Of a trial that is to be trained to so many steps."""
-        named = {"name": trial.name, "label": trial.label, "relaxation_remaining": trial.relaxation_remaining}
-        return cls(trial.trial_id, trial.recipe, trial.kv_ratio, steps, role, **named)
+        facts = {
+            "name": trial.name,
+            "label": trial.label,
+            "relaxation_remaining": trial.relaxation_remaining,
+            "used_kv_ratio": trial.actual_kv_ratio,
+        }
+        return cls(trial.trial_id, trial.recipe, trial.kv_ratio, steps, role, **facts)
 
     @property
     def compared(self) -> dict[str, float | int | None]:
