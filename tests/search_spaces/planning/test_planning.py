@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,7 +53,7 @@ def test_what_a_plan_expects_of_each_layer_and_how_far_it_has_come(make_context)
         plan = planned("headfold", 0.5, context, **{"allocation.fit_steps": 2, "allocation.tokens": 48})
     stages = list(dict.fromkeys(line.partition(":")[0] for line in lines))
     assert stages.index("sensitivity of the outputs") < stages.index("what each head count costs")
-    assert "what each head count costs: 12 of 12 head counts" in " ".join(lines)
+    assert re.search(r"what each head count costs: (\d+) of \1 head counts", " ".join(lines))
     (points,) = context.curves.values()
     expected = [
         sum(
