@@ -62,8 +62,8 @@ def estimate(
         from orchestrator.config.schema import load_config
         from orchestrator.search.validation import open_models
 
-        settings = open_models(load_config(config, given), weights=False)
-        tell_search(settings, json, gpu_memory * 2**30 if gpu_memory else None)
+        of_search = open_models(load_config(config, given), weights=False)
+        tell_search(of_search, json, gpu_memory * 2**30 if gpu_memory else None)
         return
     if model is None or not (kv_ratio or kv_heads or kv_bytes):
         raise ConfigError(f"estimate: expected {OF_SEARCH}, or {OF_CONVERSION}")
