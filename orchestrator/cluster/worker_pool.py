@@ -115,8 +115,12 @@ class Pool:
 
     async def wait(self, number: int, seconds: float) -> dict[str, Any] | None:
         """The next event of a lease: {"report"}, {"ended"} or {"failed"}; None if there is none for `seconds`."""
+        lease = self.leases.get(number)
+        if lease is None:  # taken away, though its holder lives
+            reason = f"nothing was heard from the trial for {self.lost_seconds:g} seconds, so its workers were released"
+            return {"failed": reason}
         with contextlib.suppress(TimeoutError):
-            return await asyncio.wait_for(self.leases[number].events.get(), seconds)
+            return await asyncio.wait_for(lease.events.get(), seconds)
 
     async def alive(self, number: int) -> None:
         if number in self.leases:

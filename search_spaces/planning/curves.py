@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from attention.calibration.calibration import calibration_digest, weights_of
 from attention.conversion.refinement.local import FIT_RATE, STEP_TOKENS
+from attention.conversion.refinement.windows import windows
 from attention.io.files import write_whole
 from attention.progress import stage
 from search_spaces.partitions import Partition
@@ -126,10 +127,16 @@ def curve_name(recipe: Recipe, context: PlanningContext, knobs: dict[str, int], 
         "by": [recipe.together, recipe.by],
         "calibration": None if context.calibration is None else context.calibration.digest,
         "measured on": measured_on,
-        "knobs": {**knobs, "step_tokens": STEP_TOKENS, "fit_rate": FIT_RATE},
+        "knobs": {**knobs, "step_tokens": STEP_TOKENS, "fit_rate": FIT_RATE, **_windowed(context)},
         "seed": seed_of,
     }
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _windowed(context: PlanningContext) -> dict[str, int]:
+    """Into how many parts a local fit cuts long sequences; nothing where it takes them whole."""
+    parts = 1 if context.sequences is None else len(windows(context.sequences.shape[1], STEP_TOKENS))
+    return {"parts": parts} if parts > 1 else {}
 
 
 def point_key(layer: int, sides: tuple[str, ...], count: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from benchmarks.needs.alone import Alone
 from orchestrator.cluster.pool_client import GroupError, PoolGone, open_pool, train_on_pool
+from orchestrator.cluster.worker_pool import Pool
 from trainers.jobs.job import TrainJob
 from trainers.jobs.run import run_job
 from trainers.relaxations.stage import RelaxationSpec
@@ -231,3 +233,9 @@ def test_a_crowded_cluster_and_the_end_of_a_pool(job: TrainJob, pool: str, tmp_p
     names = ("RayTrainWorker", "TrainController", "Pool")
     assert wait_until(lambda: not any(actors(*names[:2]).values())), actors(*names)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_holder_whose_lease_was_taken_away_is_told_why(tmp_path: Path) -> None:
+    """Its heartbeat may come too late on a machine that is overloaded."""
+    event = asyncio.run(Pool("pool", str(tmp_path), lost_seconds=60.0).wait(7, 0.1))
+    assert event is not None and "nothing was heard from the trial for 60 seconds" in event["failed"]
