@@ -181,8 +181,8 @@ TRAININGS = (
     Bad("too few training tokens", f"{T} ... --train-tokens 4", ("train", "4 tokens", "32")),
     Bad(
         "more training workers than processors",
-        f"{T} --set train.num_workers=512 --set train.batch_size=512 ...",
-        ("train.num_workers", "512"),
+        f"{T} --set train.num_workers=200 --set train.batch_size=200 ...",
+        ("train.num_workers", "200"),
     ),
     Bad(
         "training over other work",

@@ -212,3 +212,7 @@ INSPECTIONS = (
     Bad("a file for the cache", "inspect model --cache texts/notes.txt ...", ("cache", "texts/notes.txt")),
     Bad("an axis misspelt in inspect", "inspect model --set fusoin=mean ...", ("did you mean fusion?",)),
 )
+RECIPES = (
+    Bad("recipes for no model", "recipes none", ("model", "none")),
+    Bad("recipes for no engine", "recipes model --for vlm", ("did you mean vllm?",)),
+)

@@ -51,7 +51,11 @@ SEARCHES = (
     Bad("no budgets", f"{S} search.kv_ratios=[]", ("search.kv_ratios", "at least 1")),
     Bad("a number for a list", f"{S} search.kv_ratios=0.5", ("search.kv_ratios", "got 0.5", "list")),
     Bad("a budget above 1", f"{S} search.kv_ratios=[1.5]", ("search.kv_ratios.0", "1.5", "(0, 1)")),
-    Bad("a budget that no heads make", f"{S} search.kv_ratios=[0.3]", ("search.kv_ratios", "0.3", "0.25, 0.5")),
+    Bad(
+        "a budget that no heads make",
+        f"{S} search.kv_ratios=[0.3] search.strict=true",
+        ("search.kv_ratios", "0.3", "0.25, 0.5"),
+    ),
     Bad("a budget given twice", f"{S} search.kv_ratios=[0.5,0.5]", ("search.kv_ratios", "more than once")),
     Bad("a searcher misspelt", f"{S} search.searcher=optuan", ("search.searcher", "did you mean optuna?")),
     Bad("a scheduler misspelt", f"{S} rungs.scheduler=ahsa", ("rungs.scheduler", "did you mean asha?")),
