@@ -138,7 +138,8 @@ def test_a_training_checkpoint_is_as_large_as_it_says(changes: dict[str, Any], d
     said, really = checkpoint_bytes(config, Size.of(config), settings), taken(tmp_path)
     assert 0.7 * said < really < 1.02 * said + 1.5 * 2**20, f"{really} bytes, {said} were said"
     if settings.tuning == "lora":
-        assert really < 0.2 * checkpoint_bytes(config, Size.of(config), settings, whole=True)
+        share = 0.2 if settings.lora_rank < 64 else 0.5  # of so small a model adapters of rank 64 are a third
+        assert really < share * checkpoint_bytes(config, Size.of(config), settings, whole=True)
 
 
 def test_what_makes_it_more(demo_dir: Path, tmp_path: Path) -> None:
