@@ -192,7 +192,10 @@ class Planner:
         own = self.recipe.knobs("allocation")
         fitted = self.recipe.knobs("refinement").get("fit_steps", 0)  # what no refinement will fit is measured as it is
         knobs = {name: own[name] for name in ("tokens", "increases")}
-        knobs |= {"fit_steps": min(own["fit_steps"], fitted), "refined_steps": fitted}
+        fit_steps = min(own["fit_steps"], fitted)
+        # Only estimates of fitted layers are scaled to the steps of the refinement: others serve any number of them.
+        scaled = own["increases"] != MEASURED and fit_steps > 0
+        knobs |= {"fit_steps": fit_steps, "refined_steps": fitted if scaled else 0}
 
         def group(place: Place, groups: int) -> Partition:
             if groups == 1:

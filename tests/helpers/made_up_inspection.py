@@ -24,21 +24,28 @@ def made_up_inspection(layers: int, heads: int) -> dict[str, Any]:
     one = LayerPlan((0,) * (heads // 2) + tuple(range(1, heads // 2 + 1)), (0,) * heads)
     plan = AttentionPlan((one,) * layers, 64)
     budget = {
-        "kv_ratio_asked": 0.3, "kv_ratio": plan.kv_ratio, "kv_bytes_per_token": 2048, "sum_of_increases": 0.2,
+        "kv_ratio_asked": 0.3, "kv_ratio": plan.kv_ratio, "ceiling": "", "kv_bytes_per_token": 2048,
+        "sum_of_increases": 0.2,
         "key": [heads // 2 + 1] * layers, "value": [1] * layers, "plan": json.loads(plan.to_json()),
     }  # fmt: skip
-    scored = {"kv_ratio_asked": 0.3, "kv_ratio": 0.25, "kv_bytes_per_token": 2048, "kl": 0.5, "seconds": 75.0}
-    fitted = {"loss": 2.199, "loss_increase": -0.001, "fit_steps": 120, "fit_steps_of_convert": 720}
+    scored = {
+        "kv_ratio_asked": 0.3, "kv_ratio": 0.25, "kv_bytes_per_token": 2048, "kl": 0.5, "loss_increase_stderr": 0.002,
+        "original_perplexity": 9.03, "seconds": 75.0,
+    }  # fmt: skip
+    fitted = {
+        "loss": 2.199, "perplexity": 9.02, "loss_increase": -0.001, "fit_steps": 720, "fit_steps_of_convert": 720,
+    }  # fmt: skip
     return {
         "model": "/models/a <b>name</b>", "family": "llama", "layers": layers, "heads": heads, "kv_heads": heads,
-        "head_dim": 64, "kv_bytes_per_token": 8192, "original_loss": 2.2, "eval_tokens": 1024,
-        "calibration_tokens": 512,
+        "head_dim": 64, "qk_norm": False, "rotary_dims": 64, "parameters": 1_000_000, "kv_bytes_per_token": 8192,
+        "original_loss": 2.2, "original_perplexity": 9.03, "calibration_data": "docs.jsonl", "calibration_tokens": 512,
+        "eval_data": "held_out.jsonl", "eval_documents_left_out": 3, "eval_tokens": 1024, "sequence_length": 128,
         "recipe": {"name": "headfold", "grouping": "exact", "fusion": "least_squares"}, "seed": 0, "dtype": "float32",
         "sensitivity": [{"layer": i, "key": curve(), "value": curve()} for i in range(layers)],
         "similarity": [{"layer": i, "key": matrices(), "value": matrices()} for i in range(layers)],
         "budgets": [budget],
         "recipes": [
-            {"recipe": "gqa", "loss": 7.5, "loss_increase": 5.3, **scored},
+            {"recipe": "gqa", "loss": 7.5, "perplexity": 1808.04, "loss_increase": 5.3, **scored},
             {"recipe": "headfold", **scored, **fitted},
             {"recipe": "odd", "kv_ratio_asked": 0.3, "why_not": "cannot be", "seconds": 0.1},
         ],

@@ -33,9 +33,9 @@ PAIRS = (
     "calibration tokens."
 )
 RECIPES = (
-    "The whole checkpoint converted by each recipe, refined where the recipe says so (in fewer steps than convert "
-    "makes, which ends lower for it), before any training: increase of the loss on held-out text, on a "
-    "logarithmic axis. Groups of equal size serve as plain GQA anywhere; other recipes may need this package to run."
+    "The whole checkpoint converted by each recipe, refined where the recipe says so, before any training, as convert "
+    "does it: increase of the loss on held-out text, on a logarithmic axis. Groups of equal size serve as plain "
+    "GQA anywhere; other recipes may need this package to run."
 )
 AGREEMENT = (
     "The same exchanges of two heads scored twice: by the error of the layer's own output, which is cheap, and by the "

@@ -46,6 +46,10 @@ def test_what_is_told_of_the_demo_checkpoint(
     settings = SMALL["recipe_settings"] | {"refinement.fit_steps": 24}
     record = inspect_checkpoint(demo_dir, cache_dir=tmp_path, **SMALL | {"recipe_settings": settings})
     assert json.loads(json.dumps(record)) == record
+    made_up = made_up_inspection(4, 8)  # for the tests of the page
+    assert record.keys() == made_up.keys() and record["budgets"][0].keys() == made_up["budgets"][0].keys()
+    for entry in record["recipes"]:
+        assert entry.keys() == made_up["recipes"]["fit_steps" in entry].keys()
     keys, values = ({layer["layer"]: layer[side] for layer in record["sensitivity"]} for side in ("key", "value"))
     assert all(set(curve) >= {"1", "2", "4"} for curve in (*keys.values(), *values.values()))
     assert keys[0]["1"] > 0.2 and keys[0]["1"] > 10 * max(values[layer]["1"] for layer in range(4))
@@ -96,7 +100,7 @@ def test_local_costs_rank_groups_as_the_loss_does(demo_dir: Path) -> None:
 def test_mistakes_are_found_before_the_model_is_loaded(demo_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     mistakes: list[tuple[dict[str, Any], str]] = [
         ({"kv_ratios": []}, "at least one"),
-        ({"kv_ratios": [0.5, 0.01]}, "0.01"),
+        ({"kv_ratios": [0.5, 0.01]}, "keeps at least 12.5% on this checkpoint, got 1%"),
         ({"recipe": "hedfold"}, "hedfold"),
         ({"compare": ["gqq"]}, "gqq"),
         ({"counts": "few"}, "few"),
@@ -149,11 +153,13 @@ def test_the_page_stands_alone_at_any_size(layers: int, heads: int) -> None:
 
 def test_the_headline_tells_how_long_layers_were_fitted() -> None:
     record = made_up_inspection(4, 8)
-    assert "-0.001 by headfold, refined in 120 steps a layer (convert: 720)" in lead(record)
+    assert "-0.001 ± 0.002 by headfold, refined in 720 steps a layer." in lead(record)
+    record["recipes"][1]["fit_steps"] = 120  # by refinement.fit_steps
+    assert "-0.001 ± 0.002 by headfold, refined in 120 steps a layer (convert: 720)." in lead(record)
     rows = {row[0]: row for row in recipe_table(record).rows}
     increase, steps = (RECIPE_COLUMNS.index(name) for name in ("loss increase", "steps of fit a layer"))
-    assert (rows["headfold"][increase], rows["headfold"][steps]) == ("-0.001", "120")
-    assert (rows["gqa"][increase], rows["gqa"][steps]) == ("+5.300", "-")
+    assert (rows["headfold"][increase], rows["headfold"][steps]) == ("-0.001 ± 0.002", "120")
+    assert (rows["gqa"][increase], rows["gqa"][steps]) == ("+5.300 ± 0.002", "-")
     assert rows["odd"][2] == "cannot" and len(rows["odd"]) == len(RECIPE_COLUMNS)
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,6 +65,21 @@ def test_what_a_plan_expects_of_each_layer_and_how_far_it_has_come(make_context)
         for i, layer in enumerate(plan.layers)
     ]
     assert context.increases[plan] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sets"),
+    [({"fit_steps": 0}, 1), ({"fit_steps": 2}, 2), ({"fit_steps": 2, "increases": "measured"}, 1)],
+)
+def test_curves_serve_any_number_of_refinement_steps_unless_they_are_scaled_to_it(
+    settings: dict[str, Any], sets: int, make_context
+) -> None:
+    context = make_context()
+    knobs = {"tokens": 48, "finalists": 1} | settings
+    own = {f"allocation.{name}": setting for name, setting in knobs.items()}
+    for steps in (4, 40):
+        planned("headfold", 0.5, context, **own, **{"refinement.fit_steps": steps})
+    assert len(context.curves) == sets
 
 
 def test_mqa_is_one_group_and_says_which_ratio(demo_context) -> None:
