@@ -77,7 +77,7 @@ def test_it_tells_and_writes_nothing(place: Path, command: list[str], said: str)
         ),
         (["search", "mine.yaml", "promotion.steps=9"], "data.train.tokens"),  # more than one epoch
         (["search", "mine.yaml", "storage=model/runs"], "lies within a checkpoint"),
-        ([*CONVERT, "--kv-ratio", "0.3"], "0.3"),
+        ([*CONVERT, "--kv-ratio", "0.3", "--strict"], "0.3"),
         ([*CONVERT, "--kv-ratio", "0.5", "--out", "work"], "work"),
         ([*CONVERT, "--kv-ratio", "0.5", "--eval-tokens", "90000000"], "texts/notes.txt"),
         (["evaluate", "model", "--baseline", "work", *SMALL], "baseline"),

@@ -12,14 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from attention.io import checkpoint
 from orchestrator.config.schema import ConfigError, parse_config
-from orchestrator.conversion import request
 from orchestrator.conversion.convert import convert_checkpoint
 from orchestrator.conversion.inspection import inspect_checkpoint
 from orchestrator.conversion.layer_by_layer import convert_layerwise
-from orchestrator.evaluation import evaluate
 from orchestrator.evaluation.evaluate import evaluate_checkpoint
 from orchestrator.search.validation import validate_search
 from orchestrator.serving.export import export_checkpoint
+from trainers.text.data import Texts
 from trainers.text.tokenizers import TokenizerError, read_tokenizer
 
 VICTIM = "model.layers.2.mlp.up_proj.weight"
@@ -55,8 +54,7 @@ def copied(demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     def out_of_reach(*_: Any, **__: Any) -> None:
         raise AssertionError("read before all was checked")
 
-    for module in (evaluate, request):
-        monkeypatch.setattr(module, "load_sequences", out_of_reach)
+    monkeypatch.setattr(Texts, "load", out_of_reach)
     monkeypatch.setattr(checkpoint.AutoModelForCausalLM, "from_pretrained", out_of_reach)
     return tmp_path / "model"
 

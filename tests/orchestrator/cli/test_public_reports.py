@@ -162,17 +162,12 @@ for trusted in (False, True):
 """
 
 
-def of_report(number: int, *, pending: str = "") -> Any:
-    """Mark of a test: the report that it is of, and why it cannot pass yet."""
-    marks = [pytest.mark.parametrize("number", [number])]
-    if pending:
-        marks.append(pytest.mark.xfail(strict=True, reason=pending))
+def of_report(number: int) -> Any:
+    """Mark of a test: the report that it is of."""
 
     def mark(test: Any) -> Any:
         TESTED.add(number)
-        for one in marks:
-            test = one(test)
-        return test
+        return pytest.mark.parametrize("number", [number])(test)
 
     return mark
 
@@ -204,7 +199,7 @@ def convert(folder: Path, *options: str, recipe: str = "gqa") -> Any:
     return run_in(folder, ["convert", "--model", "model", "--recipe", recipe, *options, *TEXTS])
 
 
-@of_report(1, pending="config.json holds the older `rope_scaling` beside `rope_parameters`")
+@of_report(1)
 def test_the_tokenizer_of_a_scaled_rope_loads_in_a_clean_process(number: int, folder: Path, tiny_model: Tiny) -> None:
     per_layer(tiny_model, folder, rope_parameters=ROPE)
     ran = run_in(folder, ["export", "converted", "--target", "vllm", "--out", "exported"])
@@ -219,7 +214,7 @@ def test_the_tokenizer_of_a_scaled_rope_loads_in_a_clean_process(number: int, fo
     assert done.returncode == 0, done.stderr
 
 
-@of_report(2, pending="a raw AmbiguousGlobalPerLayerAttributeError, exit code 1")
+@of_report(2)
 @pytest.mark.parametrize("verb", ["estimate", "convert", "inspect"])
 def test_counts_by_layer_in_a_config_are_read_or_refused(
     number: int, verb: str, folder: Path, tiny_model: Tiny
@@ -244,7 +239,7 @@ def test_counts_by_layer_in_a_config_are_read_or_refused(
     assert ran.code == 0 or "per_layer_config" in ran.err
 
 
-@of_report(3, pending="LlamaConfig refuses it; the Mistral class takes it")
+@of_report(3)
 def test_a_llama_whose_width_is_no_multiple_of_its_heads_is_converted(
     number: int, folder: Path, tiny_model: Tiny
 ) -> None:
@@ -281,7 +276,7 @@ def test_24_heads_over_8_are_converted_and_load_again(
     assert AutoModelForCausalLM.from_pretrained(folder / "fewer").config.num_key_value_heads == count
 
 
-@of_report(6, pending="counts that do not divide the KV heads are refused")
+@of_report(6)
 def test_24_heads_over_8_are_converted_to_3(number: int, folder: Path, tiny_model: Tiny) -> None:
     stored(tiny_model, folder, hidden_size=48, num_attention_heads=24, num_key_value_heads=8)
     ran = convert(folder, "--kv-heads", "3", "--out", "fewer", recipe="least_squares")
@@ -332,7 +327,7 @@ def test_a_missing_output_matrix_is_named(number: int, folder: Path, tiny_model:
     assert ran.code == 2 and "lm_head.weight" in ran.err and "Traceback" not in ran.err, ran.err
 
 
-@of_report(9, pending="the message names the tensor alone")
+@of_report(9)
 def test_a_missing_output_matrix_is_told_with_the_key_that_ties_it(number: int, folder: Path, tiny_model: Tiny) -> None:
     without_output_matrix(tiny_model, folder)
     assert "tie_word_embeddings" in convert(folder, "--kv-ratio", "0.5").err
@@ -355,13 +350,13 @@ def test_fp8_blocks_are_refused(number: int, folder: Path, tiny_model: Tiny) -> 
     assert ran.code == 2 and "fp8" in ran.err and "Traceback" not in ran.err, ran.err
 
 
-@of_report(11, pending="there is no --dequantize")
+@of_report(11)
 def test_the_refusal_of_fp8_blocks_names_the_way_out(number: int, folder: Path, tiny_model: Tiny) -> None:
     in_fp8_blocks(stored(tiny_model, folder))
     assert "--dequantize" in convert(folder, "--kv-ratio", "0.5").err
 
 
-@of_report(11, pending="there is no --dequantize")
+@of_report(11)
 @pytest.mark.parametrize("layerwise", [[], ["--layerwise"]], ids=["in memory", "layer by layer"])
 def test_fp8_blocks_with_scales_in_another_shard_are_converted(
     number: int, layerwise: list[str], folder: Path, tiny_model: Tiny
