@@ -11,7 +11,6 @@ from search_spaces.partitions import canonical
 
 @GROUPING.part("strided", source="an example of CONTRIBUTING.md")
 def strided(problem: GroupingProblem, generator: np.random.Generator) -> Grouping:
-    """Head h is in group h mod G. Nothing is scored and nothing drawn. Raises ValueError for unequal groups."""
-    problem.check_equal()
+    """Head h is in group h mod G. Nothing is scored and nothing drawn."""
     groups = [range(first, problem.num_heads, problem.groups) for first in range(problem.groups)]
     return Grouping(canonical(groups), None)

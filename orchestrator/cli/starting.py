@@ -42,6 +42,7 @@ def init(
     from orchestrator.conversion import loading
     from orchestrator.conversion.estimates.sizes import Size
     from orchestrator.search.estimate import disk_shortage
+    from orchestrator.search.validation import open_models
     from orchestrator.storage.shipped import shipped
 
     opened = loading.resolve_model(model, dequantize=dequantize, weights=False)
@@ -53,10 +54,14 @@ def init(
     schema, dtype = str(shipped("docs/config.schema.json")), loading.written_dtype(opened)
     size = Size.of(config).total
     first = FirstConfig(model, geometry, dtype, size, data, place, schema, dequantize, storage)
-    whole = parse_config(read_yaml(first.text()), where="the new configuration")
-    if shortage := disk_shortage(whole):
+
+    def shortage_of(first: FirstConfig) -> str | None:
+        whole = parse_config(read_yaml(first.text()), where="the new configuration")
+        return disk_shortage(open_models(whole, weights=False))
+
+    if shortage := shortage_of(first):
         first = replace(first, small=True)
-        shortage = disk_shortage(parse_config(read_yaml(first.text()), where="the new configuration"))
+        shortage = shortage_of(first)
     text = first.text()
     if str(out) == "-":
         print(text, end="")

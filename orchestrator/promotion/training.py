@@ -122,7 +122,7 @@ def run_all(
     last step or None, error)` after each, `going_on(training)` every few seconds until then. One that loses its
     machines goes on from its last checkpoint; it fails if that happens again and again without a new one."""
     for training in (t for t in trainings if t.job is None):
-        done(training, training.trial.loss, None)
+        done(training, training.trial.last_loss, None)
     waiting = [t for t in trainings if t.job is not None]
     task: Any = ray.remote(num_cpus=Demand.of(session.config).process_cpus, max_retries=0)(_train)
     running: dict[Any, Training] = {}

@@ -47,7 +47,7 @@ def arm(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"search": {"kv_ratios": [0.3]}}, ["search.kv_ratios", "0.3", "gqa", "0.125, 0.25, 0.5, 1"]),
+        ({"search": {"kv_ratios": [0.3], "strict": True}}, ["search.kv_ratios", "0.3", "gqa", "0.25"]),
         ({"search": {"recipes": ["gqa", "dha9"]}}, ["search.recipes", "dha9", "headfold"]),
         ({"search": {"baseline": "none"}}, ["search.baseline", "none", "gqa"]),
         (arm(recipe="dha", changes={"fusion": "least_squares"}), ["search.recipes", "dha", "fusion", "mean"]),
@@ -67,7 +67,7 @@ def arm(**fields: Any) -> dict[str, Any]:
         ({"data": {"sequence_length": 4096}}, ["sequence_length", "4096", "512"]),
         ({"data": {"source": "/no/such/file.txt"}}, ["data.train", "/no/such/file.txt"]),
         ({"data": {"source": "nobody/no-such-data-set"}}, ["data.train", "nobody/no-such-data-set"]),
-        ({"data": {"eval": {"tokens": 10**9}}}, ["data.eval", "stdlib", "fewer tokens"]),
+        ({"data": {"eval": {"tokens": 10**9}}}, ["data.eval", "builtin", "fewer tokens"]),
         ({"model": {"path": "/no/such/model"}}, ["model.path", "/no/such/model", "config.json"]),
         ({"model": {"path": "nobody/no-such-model"}}, ["model.path", "nobody/no-such-model"]),
         ({"storage": "s33://bucket/runs"}, ["storage", "s33://bucket/runs", "folder"]),

@@ -80,7 +80,7 @@ def test_nothing_is_left_at_the_end_and_all_of_it_at_the_start(name: str, tiny_m
 @pytest.mark.parametrize(
     ("name", "steps", "rate"),
     [
-        ("lagrangian", 1000, 0.01),  # paper 000, sec. 5.1
+        ("lagrangian", 1000, 0.01),  # Chen 2024 (DHA), sec. 5.1
         ("lagrangian", 18, 0.01 * 1000 / 18),
         ("lagrangian", 4, 1.0),
         ("hard_concrete", 2000, 0.01),
