@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from attention.io.sources import only_cached
+from attention.io.checkpoint import load_config
+from attention.io.sources import CheckpointError, only_cached
 
 # Any of them holds a vocabulary; others are named by the tokenizer's class.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tekken.json")
@@ -21,12 +22,10 @@ def read_tokenizer(source: str | Path) -> Any:
     Raises TokenizerError if there is none. For many families transformers makes an empty tokenizer of a folder without
     its files, which turns every text into nothing: that is refused too.
     """
-    from transformers import AutoTokenizer
-
     folder = Path(source)
     try:
         cached = not folder.is_dir() and only_cached(source)
-        tokenizer = AutoTokenizer.from_pretrained(str(source), local_files_only=cached)
+        tokenizer = _read(str(source), cached)
     except Exception as error:  # its files may hold anything, and their readers may stumble over it in any way
         present = [name for name in VOCABULARIES if (folder / name).is_file()]
         if folder.is_dir() and not present:
@@ -38,6 +37,22 @@ def read_tokenizer(source: str | Path) -> Any:
     if folder.is_dir() and files and not any((folder / name).is_file() for name in (*VOCABULARIES, *files.values())):
         raise _none_at(source)
     return tokenizer
+
+
+def _read(source: str, cached: bool) -> Any:
+    """As transformers reads it, by the config in the folder, or by what Headfold makes of a config that it refuses."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source, local_files_only=cached)
+    except Exception:
+        try:
+            config = load_config(source)
+        except CheckpointError:
+            config = None
+        if config is None:
+            raise
+        return AutoTokenizer.from_pretrained(source, config=config, local_files_only=cached)
 
 
 def _none_at(source: str | Path) -> TokenizerError:
