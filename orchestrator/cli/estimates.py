@@ -11,6 +11,7 @@ import typer
 
 from orchestrator.cli import options
 from orchestrator.cli.recipes import chosen_recipe
+from orchestrator.cli.usage import BY_COMMA, NUMBERS
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import SearchConfig
@@ -58,7 +59,10 @@ def estimate(
         config = Path(given.pop(0))
     if config is not None:
         if model or recipe != "auto" or engine or kv_ratio or kv_heads or kv_bytes:
-            raise ConfigError(f"estimate: expected one of two, {OF_SEARCH}, or {OF_CONVERSION}; got parts of both")
+            listed = f" ({config}); {BY_COMMA}" if NUMBERS.fullmatch(str(config)) else ""
+            raise ConfigError(
+                f"estimate: expected one of two, {OF_SEARCH}, or {OF_CONVERSION}; got parts of both{listed}"
+            )
         from orchestrator.config.schema import load_config
         from orchestrator.search.validation import open_models
 

@@ -18,6 +18,8 @@ RENAMED = {
     "--base": "--original",
 }
 """Options of earlier versions, and what they are called now."""
+NUMBERS = re.compile("[0-9.%, ]+")
+BY_COMMA = "several values of one option are separated by a comma, e.g. --kv-ratio 0.5,0.25"
 
 
 def explained(error: Any, arguments: Sequence[str]) -> str | None:
@@ -41,8 +43,8 @@ def explained(error: Any, arguments: Sequence[str]) -> str | None:
         message = f"no such verb {verb[1]!r}{near(verb[1], known)}; there are {', '.join(known)}"
     elif (parameter := getattr(error, "param", None)) is not None and message.startswith("Invalid value"):
         message += "".join(f", got {value!r}" for value in _values(parameter.opts, arguments)[-1:])
-    if re.match(r"[Gg]ot unexpected extra argument(s|\(s\))? \([0-9.%, ]+\)", message):
-        message += "; several values of one option are separated by a comma, e.g. --kv-ratio 0.5,0.25"
+    if re.match(rf"[Gg]ot unexpected extra argument(s|\(s\))? \({NUMBERS.pattern}\)", message):
+        message += f"; {BY_COMMA}"
     where = command.removeprefix("headfold").strip()
     return f"{where}{': ' if where else ''}{message[:1].lower()}{message[1:]}; see `{command} --help`"
 
