@@ -14,6 +14,7 @@ import torch
 
 from attention.conversion.conversion import build
 from attention.modeling.composition import reset
+from attention.modeling.growing_cache import cache_argument
 from attention.plan import AttentionPlan, Composition
 from benchmarks.conversion import training_step
 from benchmarks.models import DEMO, llama, tokens
@@ -53,4 +54,4 @@ def _decode(model: Any, batch: torch.Tensor, new: int) -> None:
     half = batch.shape[1] // 2
     cache = model(batch[:, :half], use_cache=True).past_key_values
     for t in range(half, half + new):
-        model(batch[:, t : t + 1], past_key_values=cache, use_cache=True)
+        model(batch[:, t : t + 1], **cache_argument(model, cache), use_cache=True)

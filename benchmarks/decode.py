@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from attention.conversion.conversion import build
 from attention.modeling.decoding import HeadMaps, decode
 from attention.modeling.grouped import expand
-from attention.modeling.growing_cache import GrowingLayer
+from attention.modeling.growing_cache import GrowingLayer, cache_argument
 from attention.plan import LayerPlan
 from benchmarks.models import DEMO, LLAMA_7B, decoupled_plan, llama, random_model
 from benchmarks.report import Row, Scale, benchmark, medians
@@ -139,7 +139,7 @@ def stepper(model: Any, layers: tuple[LayerPlan, ...], length: int, arm: str, ba
         own = model.config._attn_implementation
         model.config._attn_implementation = EXPANDED if arm == "expand" else own
         try:
-            model(token, past_key_values=cache, use_cache=True)
+            model(token, **cache_argument(model, cache), use_cache=True)
         finally:
             model.config._attn_implementation = own
 

@@ -83,11 +83,15 @@ def cache_of(output: Any) -> Any:
     return output[name]
 
 
+def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
+    """Return the keyword argument by which the forward pass of `model` takes a cache."""
+    known = inspect.signature(model.forward).parameters
+    return {next(name for name in CACHE_NAMES if name in known): cache}
+
+
 def next_output(model: Any, tokens: Tensor, output: Any) -> Any:
     """What a model makes of the `tokens` `[B, T]` that follow those of `output`, in the same cache."""
-    known = inspect.signature(model.forward).parameters
-    name = next(name for name in CACHE_NAMES if name in known)
-    return model(tokens, **{name: cache_of(output)}, use_cache=True)
+    return model(tokens, **cache_argument(model, cache_of(output)), use_cache=True)
 
 
 def own_layer(cache: Cache, index: int, kind: type[GrowingLayer]) -> Any:

@@ -24,6 +24,7 @@ from attention.families import families, geometry_of
 from attention.io import checkpoint
 from attention.io.export import export, tolerance
 from attention.io.targets import TargetError, target, targets
+from attention.modeling.growing_cache import cache_argument
 from attention.modeling.modeling import plan_of
 from attention.plan import PlanError
 from search_spaces.planning.context import PlanningContext, convert_with
@@ -89,7 +90,9 @@ def test_every_recipe(name: str, family: str, ratio: float, contexts: Any, tmp_p
     assert torch.isfinite(whole).all() and plan_of(made) == plan
     with torch.no_grad():
         cache = made(TOKENS[:2, :20], use_cache=True).past_key_values
-        steps = [made(TOKENS[:2, t : t + 1], past_key_values=cache, use_cache=True).logits for t in range(20, 24)]
+        steps = [
+            made(TOKENS[:2, t : t + 1], **cache_argument(made, cache), use_cache=True).logits for t in range(20, 24)
+        ]
     torch.testing.assert_close(torch.cat(steps, 1), whole[:, 20:], rtol=0, atol=3e-4)
     folder = checkpoint.save(made, tmp_path / "model")
     torch.testing.assert_close(logits(checkpoint.load(folder), TOKENS[:2]), whole, rtol=0, atol=1e-4)

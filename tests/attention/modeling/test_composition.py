@@ -17,6 +17,7 @@ from attention.io import checkpoint
 from attention.modeling.composition import compositions, reset
 from attention.modeling.composition.composing import EPSILON, Compose, DynamicWeights, HeadComposition
 from attention.modeling.grouped import cache_bytes
+from attention.modeling.growing_cache import cache_argument
 from attention.plan import AttentionPlan, Composition, LayerPlan, PlanError
 
 B, H, T, S, D = 2, 4, 3, 5, 6
@@ -291,7 +292,7 @@ def test_every_family_composes_and_caches(tiny_model, family: str, tmp_path) -> 
     whole = model(x).logits
     assert not torch.allclose(whole, convert(tiny_model(family), AttentionPlan(MAPS, 8))(x).logits, atol=1e-2)
     cache = DynamicCache()
-    parts = [model(part, past_key_values=cache).logits for part in x.split((9, 5, 1, 1), dim=1)]
+    parts = [model(part, **cache_argument(model, cache)).logits for part in x.split((9, 5, 1, 1), dim=1)]
     assert torch.allclose(torch.cat(parts, 1), whole, atol=3e-4)
     outputs = [model.generate(x, max_new_tokens=6, pad_token_id=0, use_cache=use) for use in (True, False)]
     assert torch.equal(*outputs)
@@ -305,8 +306,11 @@ def test_cached_equals_uncached(tiny_model, settings: Composition) -> None:
     x = sequences(2, 24)
     whole = model(x).logits
     cache = DynamicCache()
-    parts = [model(x[:, :10], past_key_values=cache).logits, model(x[:, 10:16], past_key_values=cache).logits]
-    parts += [model(x[:, t : t + 1], past_key_values=cache).logits for t in range(16, 24)]
+    parts = [
+        model(x[:, :10], **cache_argument(model, cache)).logits,
+        model(x[:, 10:16], **cache_argument(model, cache)).logits,
+    ]
+    parts += [model(x[:, t : t + 1], **cache_argument(model, cache)).logits for t in range(16, 24)]
     assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)  # RoPE and softmax leave float32 traces
     assert cache_bytes(cache) == 2 * 24 * model.plan.kv_bytes_per_token("float64")
     held = {None if layer.key_weights is None else layer.key_weights.shape[-1] for layer in cache.layers}
@@ -339,11 +343,11 @@ def test_cache_operations_move_the_weights_too(tiny_model) -> None:
 
     def filled(rows: Tensor) -> DynamicCache:
         cache = DynamicCache()
-        model(rows[:, :12], past_key_values=cache)
+        model(rows[:, :12], **cache_argument(model, cache))
         return cache
 
     def then(cache: DynamicCache, rows: Tensor, start: int) -> Tensor:
-        return model(rows[:, start:], past_key_values=cache).logits
+        return model(rows[:, start:], **cache_argument(model, cache)).logits
 
     cache = filled(x)
     cache.crop(-4)
@@ -371,7 +375,7 @@ def test_other_caches_are_refused(tiny_model) -> None:
     plain = tiny_model("llama")
     filled = plain(sequences(1, 4), use_cache=True).past_key_values
     with pytest.raises(ValueError, match="already holds tokens"):
-        model(sequences(1, 1), past_key_values=filled)
+        model(sequences(1, 1), **cache_argument(model, filled))
 
 
 @pytest.mark.parametrize("name", ["paper", "window", "qk norm", "groups"])

@@ -15,7 +15,7 @@ from attention.conversion.conversion import build
 from attention.modeling import decoding
 from attention.modeling.decoding import HeadMaps, decode, decode_by_group, decode_padded
 from attention.modeling.grouped import cache_bytes, expand
-from attention.modeling.growing_cache import ROOM, GrowingLayer
+from attention.modeling.growing_cache import ROOM, GrowingLayer, cache_argument
 from attention.plan import AttentionPlan, LayerPlan
 from attention.plan_parts import dense
 
@@ -98,13 +98,13 @@ def filled(model) -> DynamicCache:
     with torch.no_grad():
         cache = model(x[:, :9], use_cache=True).past_key_values
         for t in range(9, 12):
-            model(x[:, t : t + 1], past_key_values=cache, use_cache=True)
+            model(x[:, t : t + 1], **cache_argument(model, cache), use_cache=True)
     return cache
 
 
 @torch.no_grad()
 def follow(model, cache: DynamicCache, x: Tensor) -> Tensor:
-    return model(x, past_key_values=cache, use_cache=True).logits
+    return model(x, **cache_argument(model, cache), use_cache=True).logits
 
 
 def test_it_grows_in_place(model, filled: DynamicCache) -> None:
@@ -170,7 +170,7 @@ def test_inference_mode_then_not_and_gradients(model) -> None:
         late = follow(model, cache, x[:, 5:6])
     assert torch.allclose(late, model(x[:, :6]).logits[:, -1:], atol=2e-5)
     cache = model(x[:, :4], use_cache=True).past_key_values
-    model(x[:, 4:6], past_key_values=cache, use_cache=True).logits[:, -1].sum().backward()
+    model(x[:, 4:6], **cache_argument(model, cache), use_cache=True).logits[:, -1].sum().backward()
     through_cache = model.get_input_embeddings().weight.grad.clone()
     model.zero_grad()
     model(x[:, :6]).logits[:, -1].sum().backward()

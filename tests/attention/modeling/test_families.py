@@ -35,6 +35,7 @@ from attention.calibration.calibration import calibrate
 from attention.conversion.conversion import convert, lift, read_layers
 from attention.families import families, family_of, geometry_of
 from attention.io import checkpoint, export
+from attention.modeling.growing_cache import cache_argument
 from attention.modeling.modeling import plan_of
 from attention.plan import AttentionPlan, LayerPlan
 
@@ -172,7 +173,7 @@ def test_variants_of_a_config(case: str, tiny_model: Tiny, tiny_tokens: Tensor) 
     expanded = with_heads(model, lift(grouped))
     torch.testing.assert_close(whole, logits(expanded, x), rtol=0, atol=2e-5)
     cache = grouped(x[:, :20], use_cache=True).past_key_values
-    steps = [grouped(x[:, t : t + 1], past_key_values=cache, use_cache=True).logits for t in range(20, 24)]
+    steps = [grouped(x[:, t : t + 1], **cache_argument(grouped, cache), use_cache=True).logits for t in range(20, 24)]
     torch.testing.assert_close(torch.cat(steps, 1), whole[:, 20:], rtol=0, atol=2e-5)
 
 

@@ -13,6 +13,7 @@ from attention.families import families
 from attention.heads import LayerHeads
 from attention.modeling.decoding import HeadMaps, Slots, decode
 from attention.modeling.grouped import cache_bytes
+from attention.modeling.growing_cache import cache_argument
 from attention.plan import AttentionPlan, LayerPlan
 from attention.plan_parts import dense
 
@@ -82,7 +83,7 @@ def test_cached_equals_uncached(models, name: str) -> None:
     x = tokens(2, 24)
     whole = model(x).logits
     cache = model(x[:, :16], use_cache=True).past_key_values
-    steps = [model(x[:, t : t + 1], past_key_values=cache, use_cache=True).logits for t in range(16, 24)]
+    steps = [model(x[:, t : t + 1], **cache_argument(model, cache), use_cache=True).logits for t in range(16, 24)]
     assert torch.allclose(torch.cat(steps, 1), whole[:, 16:], atol=2e-5)
     windows = [layer.sliding_window if layer.is_sliding else 25 for layer in cache.layers]  # the stock cache's own
     pairs = zip(windows, plan.layers, strict=True)
