@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import time
@@ -66,12 +67,14 @@ def main():
     stops = model.generation_config.eos_token_id
     stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
     completions, bytes_per_token = [], 0
+    names = inspect.signature(model.forward).parameters
+    cache_name = "cache" if "cache" in names else "past_key_values"  # since transformers 5.24, and before
     for prompt in request["prompts"]:
         taken, scores, held = [], [], torch.tensor([prompt])
         cache: Any = None
         with torch.no_grad():
             for _ in range(request["tokens"]):
-                made = model(held, past_key_values=cache, use_cache=True)
+                made = model(held, **{cache_name: cache}, use_cache=True)
                 cache, scored = made.past_key_values, made.logits[0, -1].float().log_softmax(-1)
                 best = int(scored.argmax())
                 if best in stops:
