@@ -8,6 +8,7 @@ This is all that software which serves the model has to do.
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 
 for name in ("attention", "search_spaces", "trainers", "orchestrator"):
@@ -30,9 +31,10 @@ def main() -> None:
     cache = DynamicCache(config=model.config)
     torch.manual_seed(0)  # generate() takes no generator of its own
     with torch.no_grad():
-        written = model.generate(
-            **prompt, max_new_tokens=given.tokens, do_sample=True, temperature=0.6, top_k=20, past_key_values=cache
-        )
+        # Since transformers 5.24 the cache is called so
+        name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        sampling = {"max_new_tokens": given.tokens, "do_sample": True, "temperature": 0.6, "top_k": 20}
+        written = model.generate(**prompt, **sampling, **{name: cache})
     held = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers) * model.dtype.itemsize
     positions = cache.get_seq_length()
     config = model.config

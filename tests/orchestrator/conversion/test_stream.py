@@ -50,10 +50,9 @@ def logits(folder: Path | str, tokens: Tensor) -> Tensor:
 
 def both_ways(source: Path, recipe: str, ratio: float, tmp_path: Path, **settings: Any) -> tuple[dict, dict]:
     """Records of the conversion in memory and of the layerwise one, in `memory` and `stream` of `tmp_path`."""
-    memory = convert_checkpoint(source, recipe, ratio, tmp_path / "memory", **SMALL, **settings)
-    layerwise = convert_layerwise(
-        source, recipe, ratio, tmp_path / "stream", progress=lambda _: None, **SMALL, **settings
-    )
+    settings = SMALL | settings
+    memory = convert_checkpoint(source, recipe, ratio, tmp_path / "memory", **settings)
+    layerwise = convert_layerwise(source, recipe, ratio, tmp_path / "stream", progress=lambda _: None, **settings)
     return memory, layerwise
 
 
@@ -118,11 +117,13 @@ def test_the_demo_checkpoint_comes_out_the_same(
 ) -> None:
     # In the float32 that both compute in: rounded to bfloat16, a weight on the edge may fall to either side
     more: dict[str, Any] = {"recipe_settings": changes, "dtype": "float32"}
+    if changes is QUICK:
+        more["eval_tokens"] = 3000  # for the bound below: on 384 tokens the standard error is a third of the increase
     memory, layerwise = both_ways(demo_dir, recipe, 0.25, tmp_path, **more)
     assert_same(memory, layerwise, 2048, close=2e-3)  # on random tokens, where what a fit makes of rounding shows
     assert layerwise["loss_increase"] > 0.01
     if changes is QUICK:  # our own recipe, with little text and few steps; test_headfold_targets.py has what it can
-        assert layerwise["loss_increase"] < 0.17
+        assert layerwise["loss_increase"] < 0.14  # 0.10, and 0.25 without the fit
 
 
 QUICKLY: dict[str, Any] = {"recipe": "headfold_gqa", "changes": QUICK}
