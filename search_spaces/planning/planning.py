@@ -220,11 +220,11 @@ class Planner:
         # What runs the whole model gains nothing by more layers at a time, and would keep what it found less often.
         at_once = 1 if own["increases"] == MEASURED else self.context.layers_at_once
 
-        # Before points are counted: it takes longer than several of them. What needs no model works it out by itself.
+        # Before points are counted: it takes longer than several of them.
         def prepare() -> None:
             context = self.context
             if own["increases"] != MEASURED and context.model is not None and context.sequences is not None:
-                self.context.output_metric(0, own["tokens"])
+                context.output_metric(0, own["tokens"])
 
         return Curves(group, measure, known, file, prepare, units=units, at_once=at_once)
 
