@@ -109,7 +109,7 @@ class PlanByLayer:
                     metric = read_metric(self.stage.folder, layer).to(device)
                     context = PlanningContext(
                         geometry_of(window.config), conversion.lift(window), statistics, window, rows,
-                        output_metrics=[metric],
+                        output_metrics=[metric], first_layer=layer,
                     )  # fmt: skip
                     points = curves_of_layer(request.recipe, mine, context, generators[2 * layer : 2 * layer + 2])
                 found = {key.partition("/")[2]: list(point) for key, point in points.items()}

@@ -42,8 +42,8 @@ class PlanningContext:
     `cache_dir`: folder where measured curves are kept, beside `curves` in memory. `fusion_distances`: of DHA's search
     phase, `[L, H, H]` for "key" and "value"; `output_metrics`: of `attention.conversion.sensitivity`, worked out from
     the model where they are not given. `work`: of each fit so far; `increases`: of the loss, that the curves expect of
-    each layer of the plans made so far. Raises ValueError if heads or statistics do not fit
-    the geometry.
+    each layer of the plans made so far. `first_layer`: the number in its checkpoint of the model's first layer, where
+    it is a window of a larger model. Raises ValueError if heads or statistics do not fit the geometry.
     """
 
     geometry: HeadGeometry
@@ -55,6 +55,7 @@ class PlanningContext:
     fusion_distances: Mapping[str, np.ndarray] | None = None
     output_metrics: Sequence[Tensor] | None = None
     original: Original | None = None
+    first_layer: int = 0
     work: list[Work] = field(default_factory=list, repr=False, compare=False)
     increases: dict[AttentionPlan, list[float]] = field(default_factory=dict, repr=False, compare=False)
     curves: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
@@ -131,6 +132,7 @@ class PlanningContext:
             task=lambda layer: LayerTask.of(self.fit_texts, layer),
             metric=lambda layer: self.output_metric(layer, tokens),
             work=self.work,
+            first_layer=self.first_layer,
             **knobs,
         )
         return single.of(plans, told)

@@ -114,7 +114,9 @@ class LayerIncreases:
     FIT_DECAY from `fit_steps` to the `refined_steps` of the refinement, if these are more.
 
     `heads`: of each layer, lifted. `task(layer)`: what the layer is fitted to and judged by; `metric(layer)`: `[D, D]`,
-    see `attention.conversion.sensitivity`. The work of each fit is added to `work`.
+    see `attention.conversion.sensitivity`. The work of each fit is added to `work`. `first_layer`: the number in its
+    checkpoint of the model's first layer; fits are seeded by the numbers there, so that a window of a model gives what
+    the whole model does.
     """
 
     recipe: Recipe
@@ -125,6 +127,7 @@ class LayerIncreases:
     task: Callable[[int], LayerTask]
     metric: Callable[[int], Tensor]
     work: list[Work]
+    first_layer: int = 0
     fit_steps: int = 0
     refined_steps: int = 0
     increases: str = MEASURED
@@ -157,7 +160,7 @@ class LayerIncreases:
         """The layer's attention as `plan` has it, fitted to `task` if that is given."""
         made = self.trials.module(layer, self._fused(layer, plan), plan)
         if task is not None:
-            generator = torch.Generator().manual_seed(layer)
+            generator = torch.Generator().manual_seed(self.first_layer + layer)
             shared_by = self.geometry.num_kv_heads / plan.key_heads
             self.work.append(fit_module(made, task, self.fit_steps, FIT_RATE, generator, shared_by=shared_by)[-1])
         return made
