@@ -52,7 +52,6 @@ def calibrate(
     Raises ValueError if the tokens do not fit the model, for an unsupported model and for a composed one.
     """
     check_sequences(sequences, geometry_of(model.config), sample_tokens)
-    batch_size = batch_of(sequences.shape[1], batch_size)
     sampled = min(sample_tokens // sequences.shape[1], len(sequences))
     layers = collect(model, sequences, sampled=sampled, batch_size=batch_size, mixed=mixed)
     weights = weights_of(model)

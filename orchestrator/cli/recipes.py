@@ -11,6 +11,7 @@ from orchestrator.cli import options
 
 if TYPE_CHECKING:
     from search_spaces.recipes.choice import RecipeChoice
+    from search_spaces.recipes.recipe import Recipe
 
 
 def recipes(
@@ -41,10 +42,9 @@ def recipes(
         geometry = loading.geometry_of(model, key="model", weights=False)
         config = loading.checkpoint.load_config(model)
     chosen = choice.choose_recipe(config, geometry, engine and choice.engine_name(engine))
-    forms = choice.engine_forms(config, geometry)
     rows: list[dict[str, Any]] = []
     for named in NAMED:
-        engines = choice.engines_of(named.recipe, forms)
+        engines = choice.engines_of(named.recipe, chosen.forms)
         rows.append(
             {
                 "name": named.recipe.name,
@@ -86,22 +86,18 @@ def chosen_recipe(model: str, recipe: str, engine: str | None, overrides: dict[s
     config = loading.checkpoint.load_config(model)
     best = choice.choose_recipe(config, geometry, engine)
     if named is None:
-        print(f"recipe: {best.recipe} ({_about(best)})", file=sys.stderr, flush=True)
+        print(f"recipe: {best.recipe} (auto: {best.reason}; `headfold recipes` lists all)", file=sys.stderr, flush=True)
         named = named_recipe(best.recipe, **overrides)
     if engine is not None:
-        _check_engine(named, engine, choice.engine_forms(config, geometry)[engine], best)
+        _check_engine(named, engine, best)
     return named.name
 
 
-def _about(best: RecipeChoice) -> str:
-    return f"auto: {best.reason}; `headfold recipes` lists all"
-
-
-def _check_engine(named: Any, engine: str, forms: list[Any], best: RecipeChoice) -> None:
+def _check_engine(named: Recipe, engine: str, best: RecipeChoice) -> None:
     from orchestrator.config.parsing import ConfigError
     from search_spaces.recipes.choice import ENGINE_NAMES, refusals
 
-    if reasons := refusals(named, forms):
+    if reasons := refusals(named, best.forms[engine]):
         raise ConfigError(
             f"for: {ENGINE_NAMES[engine]} cannot load what recipe {named.name} makes of this checkpoint: {reasons[0]}; "
             f"take --recipe {best.recipe}, or leave out --for"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from attention.geometry import HeadGeometry
@@ -27,11 +27,15 @@ SERVERS = ("vllm", "llama.cpp")  # what a recipe is chosen for where no engine i
 
 @dataclass(frozen=True)
 class RecipeChoice:
-    """The recipe that suits a checkpoint, the engines that load its results, and why it was taken."""
+    """The recipe that suits a checkpoint, the engines that load its results, and why it was taken.
+
+    `forms`: what each engine holds of the family (`engine_forms`).
+    """
 
     recipe: str
     engines: tuple[str, ...]
     reason: str
+    forms: Mapping[str, list[EngineForm]] = field(repr=False)
 
 
 def engine_name(name: str) -> str:
@@ -76,17 +80,17 @@ def choose_recipe(config: Any, geometry: HeadGeometry, engine: str | None = None
     if engine is not None:
         for name in BEST_FIRST:
             if engine in engines[name]:
-                return RecipeChoice(name, engines[name], f"the best that {ENGINE_NAMES[engine]} loads")
+                return RecipeChoice(name, engines[name], f"the best that {ENGINE_NAMES[engine]} loads", forms)
         reason = refusals(RECIPES[BEST_FIRST[-1]], forms[engine])[0]
         raise RecipeError(f"no recipe suits {ENGINE_NAMES[engine]}: {reason}")
     servers = [server for server in SERVERS if any(server in names for names in engines.values())]
     for name in BEST_FIRST:
         if servers and all(server in engines[name] for server in servers):
             loads = " and ".join(ENGINE_NAMES[server] for server in servers)
-            return RecipeChoice(name, engines[name], f"the best that {loads} load{'s' * (len(servers) == 1)}")
+            return RecipeChoice(name, engines[name], f"the best that {loads} load{'s' * (len(servers) == 1)}", forms)
     for name in BEST_FIRST:
         if engines[name]:
-            return RecipeChoice(name, engines[name], f"the best that {ENGINE_NAMES[engines[name][0]]} loads")
+            return RecipeChoice(name, engines[name], f"the best that {ENGINE_NAMES[engines[name][0]]} loads", forms)
     return RecipeChoice(
-        BEST_FIRST[0], (), f"no engine loads grouped heads of the {geometry.family} family, so the best is taken"
+        BEST_FIRST[0], (), f"no engine loads grouped heads of the {geometry.family} family, so the best is taken", forms
     )
