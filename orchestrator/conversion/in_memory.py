@@ -56,7 +56,7 @@ def plan_and_convert(
     with phases("convert"):
         converted = convert_with(recipe, model, plan, context.calibration, share=True)
     with phases("refine"):
-        steps = steps_of_layers(recipe, context.increases.get(plan))
+        steps = steps_of_layers(recipe, plan.num_layers, context.increases.get(plan))
         fits = refine_with(recipe, context.looked_at, converted, context.sequences, layer_steps=steps)
     return converted, plan, cost([*context.work[before:], *(fit.work for fit in fits)], phases)
 

@@ -232,7 +232,7 @@ def _recipes(
 def _scored(recipe: Recipe, plan: AttentionPlan, source: Source) -> dict[str, Any]:
     """What the conversion of a plan by a recipe, refined as it says, gives on held-out text."""
     converted = convert_with(recipe, source.original, plan, source.context.calibration, share=True)
-    steps = steps_of_layers(recipe, source.context.increases.get(plan))
+    steps = steps_of_layers(recipe, plan.num_layers, source.context.increases.get(plan))
     refine_with(recipe, source.context.looked_at, converted, source.context.sequences, layer_steps=steps)
     round_weights(converted, source.request.written)
     return source.measured(converted)

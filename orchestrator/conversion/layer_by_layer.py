@@ -199,14 +199,15 @@ class LayerwiseJob:
             plan, increases = planner.plan(used)
             stage.planned = planner.work()
             plain = checkpoint.plain_form(headfold_config(request.config, plan), plan) is not None
-            steps = steps_of_layers(recipe, increases)
+            steps = steps_of_layers(recipe, geometry.num_layers, increases)
             return LayerwiseConversion(request, weights, plan, generators, len(used), plain, batch, steps)
         counts = counts_of(recipe, budget, geometry)
         # Known beforehand: any other plan is uniform by accident alone, and stays in Headfold's own form.
         one_count = recipe.together and recipe.equal_groups and len({c for pair in counts for c in pair}) == 1
         equal = one_count and geometry.num_kv_heads % counts[0][0] == 0
         plain = equal and self._has_plain(counts[0][0])
-        return LayerwiseConversion(request, weights, counts, generators, len(used), plain, batch)
+        steps = steps_of_layers(recipe, geometry.num_layers, None)
+        return LayerwiseConversion(request, weights, counts, generators, len(used), plain, batch, steps)
 
     def _has_plain(self, kept: int) -> bool:
         """Whether the family has a plain form with `kept` KV heads in all layers."""

@@ -39,11 +39,11 @@ def refine_with(
     return refine(recipe.refinement, original, converted, sequences, recipe.knobs("refinement"), **where)
 
 
-def steps_of_layers(recipe: Recipe, increases: Sequence[float] | None) -> list[int] | None:
-    """Steps of the local fit of each layer by the loss increase that is expected of it; None where there is no fit or
-    nothing is known."""
+def steps_of_layers(recipe: Recipe, layers: int, increases: Sequence[float] | None) -> list[int] | None:
+    """Steps of the local fit of each of `layers` layers by the loss increases that are expected, the same for all where
+    nothing is known; None where there is no fit."""
     steps = recipe.knobs("refinement").get("fit_steps")
-    return None if steps is None or increases is None else shared_steps(steps, increases)
+    return None if steps is None else shared_steps(steps, increases or [1.0] * layers)
 
 
 CONVERTING = ("calibrate", "search phase", "plan", "convert", "refine")  # phases that make a converted model

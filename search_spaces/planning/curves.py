@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from attention.calibration.calibration import calibration_digest, weights_of
-from attention.conversion.refinement.local import FIT_RATE, STEP_TOKENS
+from attention.conversion.refinement.local import FIT_RATE, NEAR, STEP_TOKENS
 from attention.conversion.refinement.windows import windows
 from attention.io.files import write_whole
 from attention.progress import stage
@@ -134,9 +134,10 @@ def curve_name(recipe: Recipe, context: PlanningContext, knobs: dict[str, int], 
 
 
 def _windowed(context: PlanningContext) -> dict[str, int]:
-    """Into how many parts a local fit cuts long sequences; nothing where it takes them whole."""
+    """Into how many parts a local fit cuts long sequences, and how many of them are looked at here; nothing where it
+    takes them whole."""
     parts = 1 if context.sequences is None else len(windows(context.sequences.shape[1], STEP_TOKENS))
-    return {"parts": parts} if parts > 1 else {}
+    return {"parts": parts, "near": NEAR} if parts > 1 else {}
 
 
 def point_key(layer: int, sides: tuple[str, ...], count: int) -> str:

@@ -162,7 +162,7 @@ class LayerIncreases:
         if task is not None:
             generator = torch.Generator().manual_seed(self.first_layer + layer)
             shared_by = self.geometry.num_kv_heads / plan.key_heads
-            self.work.append(fit_module(made, task, self.fit_steps, FIT_RATE, generator, shared_by=shared_by)[-1])
+            self.work.append(fit_module(made, task.near, self.fit_steps, FIT_RATE, generator, shared_by=shared_by)[-1])
         return made
 
     def _estimated(self, layer: int, plan: LayerPlan, task: LayerTask | None) -> float:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,13 +47,21 @@ FIT_KNOBS = (
 FIT_DECAY = 1 / 3
 """In a local fit of a layer with fused keys the error falls as the number of steps to the power -FIT_DECAY, from 60 to
 480 steps (benchmarks/LOG.md: medians of three checkpoints)."""
-FEW_LAYERS = 12  # up to so many that are fitted get the same number of steps
+FEW_LAYERS = 12  # up to so many that are fitted get the same number of steps; more of them share the same sum
+LEAST_SHARE = 1 / 3
+"""Of the steps that a layer would get among few, the mean among many layers at least: on a public model of 30 layers a
+third of the steps ends 1.1 times as far from the original's output (benchmarks/LOG.md)."""
+NEAR = 2
+"""Windows of each sequence that a short fit for planning looks at. Distances among layers are as with all windows, at
+half of the time (benchmarks/LOG.md)."""
 BETAS = (0.8, 0.9)
 LOGITS = ("q_", "k_")  # projections and norms of queries and keys, which every layer with fused keys has apart
 WARMUP = 0.05
 RETRIES, SMALLER = 2, 0.25
 CHECK_EVERY = 60  # steps; and at least once, at the end: the best state seen is what stays
 CHECKS = 4  # at most
+
+Report = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,16 @@ class LayerTask:
     @property
     def batch(self) -> int:
         return self.example.output.shape[0]
+
+    @property
+    def positions(self) -> float:
+        """Of a sequence that a step looks at, on average."""
+        return sum(end - first for first, end in self.parts) / len(self.parts)
+
+    @property
+    def near(self) -> LayerTask:
+        """The same with the first `NEAR` windows of each sequence alone, which cost least."""
+        return replace(self, parts=self.parts[:NEAR])
 
     @classmethod
     def of(cls, texts: FitTexts, layer: int) -> LayerTask:
@@ -113,18 +131,25 @@ def sequences_a_step(length: int, step_tokens: int = STEP_TOKENS) -> int:
     return -(-step_tokens // length)
 
 
-def shared_steps(steps: int, increases: Sequence[float]) -> list[int]:
-    """Adam steps of each layer where `increases` of the loss are expected of them after `steps` each: more for those
-    that cost most, so that the same increase in all is expected of fewer steps. `FEW_LAYERS` get `steps` each.
+def steps_in_all(steps: int, layers: int) -> float:
+    """Adam steps of the local fits of so many `layers` together, where few layers get `steps` each."""
+    return steps * min(layers, max(FEW_LAYERS, LEAST_SHARE * layers))
 
-    The sum of c n^-p over layers is least, for a number of steps in all, where n is as c to the power 1 / (1 + p). A
-    layer gets at least `CHECK_EVERY` steps, or `steps` if these are fewer, and at most twice `steps`.
+
+def shared_steps(steps: int, increases: Sequence[float]) -> list[int]:
+    """Adam steps of each layer where `increases` of the loss are expected of them: more for those that cost most.
+
+    Up to `FEW_LAYERS` layers that cost something get `steps` each; more of them share `steps_in_all`. The sum of c n^-p
+    over layers is least, for a number of steps in all, where n is as c to the power 1 / (1 + p). A layer gets at least
+    `CHECK_EVERY` steps, or `steps` if these are fewer, and at most twice `steps`; one that costs nothing is not
+    counted, since it is not fitted.
     """
     costs = [max(increase, 0.0) for increase in increases]
-    if sum(cost > 0 for cost in costs) <= FEW_LAYERS:
+    fitted = sum(cost > 0 for cost in costs)
+    if fitted <= FEW_LAYERS:
         return [steps] * len(costs)
     weights = [cost ** (1 / (1 + FIT_DECAY)) for cost in costs]
-    scale = steps * (sum(weights) / sum(costs)) ** (1 / FIT_DECAY)
+    scale = steps_in_all(steps, fitted) / sum(weights)
     return [min(2 * steps, max(min(steps, CHECK_EVERY), round(scale * weight))) for weight in weights]
 
 
@@ -196,11 +221,18 @@ def _batches(count: int, batch: int, steps: int, generator: torch.Generator) -> 
 
 
 def fit_module(
-    module: nn.Module, task: LayerTask, steps: int, rate: float, generator: torch.Generator, *, shared_by: float
+    module: nn.Module,
+    task: LayerTask,
+    steps: int,
+    rate: float,
+    generator: torch.Generator,
+    *,
+    shared_by: float,
+    report: Report = lambda: None,
 ) -> tuple[float, float, Work]:
     """Train `module` (float32) in place; it ends in the best state met on the held-out records, the first included.
     Returns the held-out error before and after, and the work. `shared_by`: key heads of the original for each that the
-    converted layer keeps; 1 where no keys are fused.
+    converted layer keeps; 1 where no keys are fused. `report` is called after each step.
 
     Adam with a short linear warm-up and a cosine to 0. Where that ends no better than it began, the steps were too
     large for this layer: it is tried again with smaller ones, `RETRIES` times at most. Where only values are fused
@@ -213,12 +245,12 @@ def fit_module(
     best, made = before, 0
     for attempt in range(1 + RETRIES):
         rates = {p: rate * SMALLER**attempt * size for p, size in sizes.items()}
-        best, more = _train(module, task, steps, rates, generator, before)
+        best, more = _train(module, task, steps, rates, generator, before, report)
         made += more
         if best < before:
             break
         module.load_state_dict(start)
-    tokens = round(made * task.batch * task.inputs.shape[1] / len(task.parts))
+    tokens = round(made * task.batch * task.positions)
     return before, best, Work(made, tokens, 6.0 * tokens * sum(p.numel() for p in module.parameters()))
 
 
@@ -229,6 +261,7 @@ def _train(
     rates: Mapping[nn.Parameter, float],
     generator: torch.Generator,
     before: float,
+    report: Report,
 ) -> tuple[float, int]:
     """Lowest held-out error, the module being left in that state, and the steps made; `rates`: the largest of each
     parameter. Stops halfway if the error is not below `before` by then."""
@@ -249,6 +282,7 @@ def _train(
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         optimiser.step()
+        report()
         made = step + 1
         if made in checks:
             error = layer_error(module, task.check)
@@ -273,11 +307,12 @@ def at_a_step(module: nn.Module, task: LayerTask, index: Tensor) -> tuple[Tensor
 
 
 def fit_layer(
-    converted: PreTrainedModel, texts: FitTexts, layer: int, number: int, steps: int, rate: float
+    converted: PreTrainedModel, texts: FitTexts, layer: int, number: int, steps: int, rate: float, report: Report
 ) -> LayerFit:
     """Train one attention layer of `converted`, in float32, towards the original's on `texts`, and put it in place if
-    that helps on held-out sequences. `number`: of the layer in its checkpoint, by which it is seeded. Raises ValueError
-    for a model with shared heads, whose weights serve other layers as well."""
+    that helps on held-out sequences. `number`: of the layer in its checkpoint, by which it is seeded; `report` is
+    called after each step. Raises ValueError for a model with shared heads, whose weights serve other layers as well.
+    """
     plan, own = plan_of(converted), plan_of(texts.fit.original.model)
     if shares := plan.head_shares:
         raise ValueError(
@@ -292,7 +327,7 @@ def fit_layer(
     copied = copy.deepcopy(module).float().eval()
     shared_by = own.layers[layer].key_heads / plan.layers[layer].key_heads
     generator = torch.Generator().manual_seed(number)
-    before, after, work = fit_module(copied, task, steps, rate, generator, shared_by=shared_by)
+    before, after, work = fit_module(copied, task, steps, rate, generator, shared_by=shared_by, report=report)
     result = LayerFit("fit", number, before, after, work)
     if result.kept:
         with torch.no_grad():
@@ -328,8 +363,16 @@ def fit_heal(
     steps = layer_steps or [fit_steps] * len(modules)
 
     def fit(layer: int) -> LayerFit:
-        fitted = fit_layer(converted, texts, layer, first + layer, steps[layer], fit_rate)
-        told.step(steps[layer])
+        done = 0
+
+        def report() -> None:
+            nonlocal done
+            if done < steps[layer]:  # a second attempt makes the same steps again
+                done += 1
+                told.step()
+
+        fitted = fit_layer(converted, texts, layer, first + layer, steps[layer], fit_rate, report)
+        told.step(steps[layer] - done)
         return fitted
 
     with stage("fitting layers", sum(steps), "steps") as told:

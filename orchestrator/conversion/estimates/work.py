@@ -13,7 +13,7 @@ import torch
 
 from attention.calibration.collecting import BLOCK
 from attention.conversion.fusion.estimates import LEADING
-from attention.conversion.refinement.local import FEW_LAYERS, FIT_TOKENS, STEP_TOKENS, sequences_a_step
+from attention.conversion.refinement.local import FIT_TOKENS, NEAR, STEP_TOKENS, sequences_a_step, steps_in_all
 from attention.conversion.refinement.windows import windows
 from orchestrator.conversion import loading
 from orchestrator.conversion.estimates.sizes import CPU, Conversion, Size
@@ -36,7 +36,6 @@ ATTENDING = 14.0
 LOGITS, DRAWN = 5.5, 6.0
 """Products with the output matrix that measuring a token takes, and its share in the sensitivity of the outputs, with
 the softmax over the vocabulary counted as such."""
-SHARED = 0.7  # of all steps, where many layers share them: where their loss increases are spread by a factor of e
 START_SECONDS = 12.0  # libraries and texts
 
 
@@ -63,8 +62,8 @@ def operations(conversion: Conversion, size: Size, tokens: int) -> float:
         passes += c.used_tokens * 4.0 * size.attention + DOUBLE * (moments + solved)
     if c.recipe.refinement == "fit_heal":
         knobs = c.recipe.knobs("refinement")
-        shared = SHARED if c.planned_on and g.num_layers > FEW_LAYERS else 1.0
-        passes += shared * knobs["fit_steps"] * step_operations(c, size, knobs["step_tokens"])
+        steps = steps_in_all(knobs["fit_steps"], g.num_layers) / g.num_layers
+        passes += steps * step_operations(c, size, knobs["step_tokens"])
     predicted = LOGITS * c.eval_tokens + DRAWN * c.planned_on
     return g.num_layers * passes + 2.0 * predicted * size.embedding
 
@@ -98,17 +97,19 @@ def fusing_operations(conversion: Conversion, groups: float) -> float:
     return DOUBLE * (keys + values) + FUSED * groups * rows**3
 
 
-def step_operations(conversion: Conversion, size: Size, asked: int = STEP_TOKENS) -> float:
-    """Operations of a step of a local fit: of whole sequences, or of a window of one with all keys before it."""
+def step_operations(conversion: Conversion, size: Size, asked: int = STEP_TOKENS, first: int | None = None) -> float:
+    """Operations of a step of a local fit: of whole sequences, or of a window of one with all keys before it; of its
+    `first` windows alone if that is given."""
     g, length = conversion.geometry, conversion.sequence_length
-    parts = windows(length, asked)
-    tokens = sequences_a_step(length, asked) * length / len(parts)
+    count = len(windows(length, asked))
+    parts = windows(length, asked)[:first]
+    tokens = sequences_a_step(length, asked) * length / count
     seen = sum(end for _, end in parts) / len(parts)  # keys, on average
     stored = 2.0 * g.num_kv_heads * g.head_dim * g.hidden_size
     queries = g.num_heads * g.head_dim
-    before = (6.0 * stored + 2.0 * queries * g.hidden_size) * (seen - length / len(parts))
-    attending = ATTENDING * queries * tokens * seen if len(parts) > 1 else 0.0
-    return FITTING * tokens * 6.0 * size.attention + before * (len(parts) > 1) + attending
+    before = (6.0 * stored + 2.0 * queries * g.hidden_size) * (seen - length / count)
+    attending = ATTENDING * queries * tokens * seen if count > 1 else 0.0
+    return FITTING * tokens * 6.0 * size.attention + before * (count > 1) + attending
 
 
 def planning_operations(conversion: Conversion, size: Size, forward: float) -> float:
@@ -121,7 +122,9 @@ def planning_operations(conversion: Conversion, size: Size, forward: float) -> f
     checked = min(c.used_tokens, FIT_TOKENS) / 8
     judged = 2.0 * checked * (2 * size.attention + c.geometry.hidden_size**2)
     sides = 1 if c.recipe.together else 2
-    return len(counts) * sides * (steps * step_operations(c, size) + judged) + fused + c.used_tokens * forward
+    return (
+        len(counts) * sides * (steps * step_operations(c, size, first=NEAR) + judged) + fused + c.used_tokens * forward
+    )
 
 
 def available_bytes(device: torch.device = CPU) -> int:
