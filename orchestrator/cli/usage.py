@@ -11,13 +11,6 @@ from typing import Any
 
 from attention.messages import near
 
-RENAMED = {
-    "--stream": "--layerwise",
-    "--no-stream": "--no-layerwise",
-    "--like": "--architecture",
-    "--base": "--original",
-}
-"""Options of earlier versions, and what they are called now."""
 NUMBERS = re.compile("[0-9.%, ]+")
 BY_COMMA = "several values of one option are separated by a comma, e.g. --kv-ratio 0.5,0.25"
 
@@ -36,8 +29,6 @@ def explained(error: Any, arguments: Sequence[str]) -> str | None:
     elif context is not None and option and message.startswith("No such"):
         known = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
         message = f"no such option {option!r}{near(option, known)}"
-        if RENAMED.get(option) in [*known, *(name.replace("--", "--no-", 1) for name in known)]:
-            message = f"the option {option} is called {RENAMED[option]} now"
     elif context is not None and (verb := re.match("No such command '(.*?)'", message)):
         known = sorted(context.command.commands)
         message = f"no such verb {verb[1]!r}{near(verb[1], known)}; there are {', '.join(known)}"

@@ -12,7 +12,6 @@ from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from orchestrator.cluster.placement import OF_TYPE
 from orchestrator.cluster.room import Nodes, room_for
-from orchestrator.config.parsing import RENAMED_SCHEDULERS
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.conversion import loading
 from orchestrator.search.candidates import candidate_space, named_candidates, searcher_settings
@@ -115,8 +114,6 @@ def search_problem(config: SearchConfig, geometry: HeadGeometry) -> SearchProble
 def check_scheduler(config: SearchConfig) -> None:
     """Raises ConfigError for a scheduler that does not exist, and for parameters that it does not have."""
     name = config.rungs.scheduler
-    if new := RENAMED_SCHEDULERS.get(name):
-        raise ConfigError(f"rungs.scheduler: {name} is called {new} now; write rungs.scheduler: {new}")
     try:
         SCHEDULERS.get(name).settings(config.rungs.params)
     except ValueError as error:
