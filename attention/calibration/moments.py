@@ -99,16 +99,12 @@ class LayerStatistics:
         """Whether the weights of a token's attention do: a sink takes a share, and the constant is less than 1 then."""
         return bool((self.mixed_moments[:, -1] - 1).abs().max() < SINK)
 
-    def mixed_moment(self, head: int, num_heads: int) -> Tensor:
-        """`[D+1, D+1]`: the mixed moment of one of H query heads."""
-        return unpacked(self.mixed_triangle(head, num_heads))
-
     def which(self, head: int, num_heads: int) -> int:
         """The number of the mixed moment of one of H query heads."""
         return head * len(self.mixed_moments) // num_heads
 
     def mixed_triangle(self, head: int, num_heads: int) -> Tensor:
-        """`mixed_moment`, `packed`."""
+        """`[(D+1)(D+2)/2]`: the mixed moment of one of H query heads, `packed`."""
         return self.mixed_moments[self.which(head, num_heads)]
 
     def mixed_means(self) -> Tensor:
