@@ -21,6 +21,7 @@ from orchestrator.search.schedulers import SCHEDULERS
 from orchestrator.search.searchers import SearchProblem, make_searcher
 from orchestrator.search.texts import SearchTexts
 from orchestrator.storage.paths import check_writable, storage_path
+from trainers.adapters import check_peft
 from trainers.settings import TrainSettings
 
 
@@ -122,7 +123,10 @@ def check_scheduler(config: SearchConfig) -> None:
 
 
 def check_training(train: TrainSettings) -> None:
-    """Raises ConfigError for what DeepSpeed refuses of `train.deepspeed`; it is loaded only where there is any."""
+    """Raises ConfigError for what DeepSpeed refuses of `train.deepspeed`; it is loaded only where there is any.
+    Raises ModuleNotFoundError where the workers would miss a package."""
+    if train.tuning == "lora":
+        check_peft()
     if train.deepspeed:
         from trainers.zero import check_deepspeed
 
