@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from attention.base.progress import Stage, stage
 from attention.calibration.calibration import calibration_digest, check_sequences, collect, layer_by_layer
 from attention.calibration.moments import STATISTICS, LayerStatistics, merged
 from attention.calibration.sizes import MIXED, SAMPLE_TOKENS, Mixed, layer_bytes, mixed_dtype, most_exact
@@ -29,7 +30,6 @@ from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from attention.io.layers.windows import LazyWeights, check_windows
 from attention.io.precision import DTYPES
-from attention.progress import Stage, stage
 from orchestrator.conversion import loading
 from orchestrator.conversion.one_layer import batch_size
 

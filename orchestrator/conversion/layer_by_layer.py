@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention import garbage
+from attention.base.memory import settle
+from attention.base.timing import clock
 from attention.conversion.refinement.refine import Work
 from attention.io import checkpoint
 from attention.io.layers.windows import Head, LazyWeights, embed, stored_outer_names
@@ -30,7 +31,6 @@ from attention.io.replacing import check_folder, parents_made
 from attention.io.shards import complete
 from attention.modeling.modeling import headfold_config
 from attention.plan import AttentionPlan, LayerPlan
-from attention.progress import clock
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion.loading import local_folder
 from orchestrator.conversion.one_layer import LayerwiseConversion, batch_size, check_layerwise, score
@@ -109,7 +109,7 @@ class LayerwiseJob:
 
     def run(self, texts: LoadedTexts) -> dict[str, Any]:
         """Convert, measure, write."""
-        garbage.settle()
+        settle()
         source = local_folder(self.request.model)
         needed = self.request.recipe.needs & {"statistics", "sequences", "model"}
         used = texts.calibration if needed else texts.calibration[:0]

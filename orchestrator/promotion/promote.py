@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from attention.messages import near
+from attention.base.messages import near
 from orchestrator.cluster.pool_client import pool_of_search
 from orchestrator.cluster.room import room_for
 from orchestrator.cluster.session import connected

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
+from attention.base.progress import Stage, stage
 from attention.io import checkpoint
-from attention.progress import Stage, stage
 from orchestrator.cluster.placement import task_options
 from orchestrator.cluster.tasks import on_cluster
 from orchestrator.promotion.gate import check_candidate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from attention.progress import clock
+from attention.base.timing import clock
 from orchestrator.reporting.comparison import OF_THE_CHECKPOINT, UNTOLD
 from orchestrator.reporting.console import console
 from orchestrator.reporting.evaluation_tables import increase_of, text_of

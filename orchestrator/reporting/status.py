@@ -20,7 +20,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from attention.progress import clock
+from attention.base.timing import clock
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.reporting.comparison import OF_THE_CHECKPOINT
 from orchestrator.reporting.tables import Table, facts_table

@@ -10,7 +10,7 @@ from typing import Any
 import rich.table
 from rich.text import Text
 
-from attention.progress import clock
+from attention.base.timing import clock
 from orchestrator.reporting import comparison
 from orchestrator.reporting.comparison import OF_THE_CHECKPOINT, UNTOLD
 from orchestrator.storage import records

@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.tune import Callback
 
-from attention.progress import Stage
+from attention.base.progress import Stage
 from orchestrator.cluster.relay import progress_of
 from orchestrator.reporting.status import tokens_per_second
 from orchestrator.storage import records as results

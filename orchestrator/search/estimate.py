@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from attention.base.timing import duration
 from attention.io import checkpoint
 from attention.io.precision import DTYPES
-from attention.progress import duration
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.room import concurrency
 from orchestrator.config.schema import ConfigError, SearchConfig

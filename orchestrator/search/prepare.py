@@ -15,10 +15,10 @@ import ray
 import torch
 from ray.exceptions import RayError
 
+from attention.base.progress import stage
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from attention.io.precision import cast_weights
-from attention.progress import stage
 from attention.ratios import own_heads
 from orchestrator.cluster.placement import Demand, task_options, worker_options
 from orchestrator.cluster.room import capacity, slots

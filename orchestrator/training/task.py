@@ -15,9 +15,10 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
+from attention.base.progress import Stage, stage
+from attention.base.timing import clock
 from attention.io import checkpoint
 from attention.io.replacing import check_folder
-from attention.progress import Stage, clock, stage
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.room import concurrency
 from orchestrator.cluster.session import connected, prepare_process

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from attention.progress import duration
+from attention.base.memory import memory_now
+from attention.base.timing import duration
 from attention.ratios import own_heads
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
@@ -81,7 +82,7 @@ class Elsewhere:
 def estimate(conversion: Conversion, *, base: int | None = None) -> Estimate:
     """Memory, disk and time of a conversion. `base`: bytes of the process before it starts (default: as it is now)."""
     size, g = Size.of(conversion.config), conversion.geometry
-    base = loading.memory_now() if base is None else base
+    base = memory_now() if base is None else base
     width, written = conversion.working.itemsize, conversion.dtype.itemsize
     tokens = conversion.used_tokens + conversion.eval_tokens
     stages = {name: base + READ + held for name, held in layerwise_stages(conversion, size, width, tokens).items()}

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from attention.base.timing import clock
 from attention.plan import AttentionPlan
-from attention.progress import clock
 from orchestrator.reporting.evaluation_tables import increase_of, text_of
 from orchestrator.reporting.figures import inspection, search
 from orchestrator.reporting.figures.inspection import fitting_told

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from attention.base.timing import clock
 from attention.io.files import write_whole
-from attention.progress import clock
 from orchestrator.reporting.comparison import UNTOLD, Row, compare
 from orchestrator.reporting.figures import search
 from orchestrator.reporting.pages.found_sections import found_sections
