@@ -30,7 +30,7 @@ from attention.plan import AttentionPlan
 from orchestrator.conversion import loading
 from orchestrator.conversion.progress import CURVES, Stage
 from orchestrator.conversion.request import ConversionRequest
-from orchestrator.storage.records import read_json, write_json
+from orchestrator.storage.json_files import read_json, write_json
 from search_spaces.planning.by_layer import asked_counts, curves_of_layer, plan_from_curves
 from search_spaces.planning.context import PlanningContext
 from search_spaces.planning.curves import points_of

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from attention.base.text import compact
 from attention.base.timing import Phases, clock
 from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
@@ -18,7 +19,6 @@ from orchestrator.conversion.estimates.sizes import Size
 from orchestrator.conversion.estimates.work import matmul_rate
 from orchestrator.evaluation.extras import NOTHING_MORE, Extras, PreparedExtras
 from orchestrator.evaluation.long_context import TEXTS
-from orchestrator.storage.records import compact
 from trainers.evaluation import decode_speed, evaluate, perplexity
 from trainers.text.data import LoadedTexts, Texts
 

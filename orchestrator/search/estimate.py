@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from attention.base.text import compact, gib
 from attention.base.timing import duration
 from attention.io import checkpoint
 from attention.io.precision import DTYPES
@@ -30,14 +31,14 @@ from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.conversion import loading
 from orchestrator.conversion.estimates.sizes import SPARE, Conversion, Size
 from orchestrator.conversion.estimates.work import available_bytes, matmul_rate, operations
-from orchestrator.search.needs.disk import Storage, giga
+from orchestrator.search.needs.disk import Storage
 from orchestrator.search.needs.fitting import refused
 from orchestrator.search.needs.memory import Needs
 from orchestrator.search.searchers import SearchProblem, make_searcher
 from orchestrator.search.trials.context import unfinished_relaxations
 from orchestrator.search.validation import Prepared, local_nodes, search_problem
+from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import compact, write_json
 from trainers.losses import objective
 from trainers.settings import TrainSettings
 
@@ -150,11 +151,11 @@ def estimate_search(
     warnings = []
     if memory and not train.gpus_per_worker and held > SPARE * memory:
         warnings.append(
-            f"memory: {parallel} trial(s) at a time take about {giga(held)}, and {giga(memory)} are available; lower "
+            f"memory: {parallel} trial(s) at a time take about {gib(held)}, and {gib(memory)} are available; lower "
             "resources.max_concurrent, train.micro_batch_size or train.num_workers"
         )
     warnings += [
-        f"memory: {need.process} takes {giga(need.total)} of a GPU, and each has {giga(gpu_bytes)}"
+        f"memory: {need.process} takes {gib(need.total)} of a GPU, and each has {gib(gpu_bytes)}"
         for need in processes
         if gpu_bytes is not None and need.share and need.total > gpu_bytes * min(1.0, need.share)
     ]
@@ -285,14 +286,14 @@ def describe_search(estimate: SearchEstimate, config: SearchConfig) -> Mapping[s
         )
     if estimate.price is not None:
         words["price"] = f"{estimate.price:.2f} at {config.resources.price_per_hour:g} an hour"
-    free = f" ({giga(estimate.memory_free)} available here)" if estimate.memory_free else ""
+    free = f" ({gib(estimate.memory_free)} available here)" if estimate.memory_free else ""
     for need in estimate.processes:
         words[f"memory, {need['process']}"] = _of_process(need)
     held = estimate.parallel * (estimate.driver_bytes + config.train.num_workers * estimate.worker_bytes)
-    words["memory"] = f"{giga(held)} with {estimate.parallel} trial(s) at a time{free}"
-    parts = ", ".join(f"{name} {giga(value)}" for name, value in estimate.disk_parts.items() if value)
+    words["memory"] = f"{gib(held)} with {estimate.parallel} trial(s) at a time{free}"
+    parts = ", ".join(f"{name} {gib(value)}" for name, value in estimate.disk_parts.items() if value)
     words["disk"] = (
-        f"up to {giga(estimate.disk)} ({giga(estimate.disk_free)} free), {giga(estimate.disk_kept)} in the end; "
+        f"up to {gib(estimate.disk)} ({gib(estimate.disk_free)} free), {gib(estimate.disk_kept)} in the end; "
         f"at most {parts}"
     )
     return words
@@ -303,8 +304,8 @@ def _of_process(need: Mapping[str, Any]) -> str:
     parts = sorted(need["parts"].items(), key=lambda part: -part[1])
     kind, limit = need["accelerator_type"], need["limit"]
     where = " of a GPU" if need["share"] else " of the machine"
-    of = f" of the {giga(limit)} that it may take of a GPU ({kind})" if limit else where
-    return f"{giga(need['total'])}{of}: {', '.join(f'{name} {giga(number)}' for name, number in parts)}"
+    of = f" of the {gib(limit)} that it may take of a GPU ({kind})" if limit else where
+    return f"{gib(need['total'])}{of}: {', '.join(f'{name} {gib(number)}' for name, number in parts)}"
 
 
 def in_hours(hours: float) -> str:

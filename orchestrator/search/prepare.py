@@ -32,8 +32,8 @@ from orchestrator.search.trials.context import TrialContext
 from orchestrator.search.trials.untrained import shared_parts
 from orchestrator.search.validation import Prepared
 from orchestrator.serving.decode_times import DecodeTimes, measure_decode_times
+from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.storage.paths import SearchFolder, in_ray_job
-from orchestrator.storage.records import read_json, write_json
 from orchestrator.tracking.sync import MlflowSync
 from search_spaces.planning.by_layer import measure_curves
 from search_spaces.planning.curves import DECIDES

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
+from attention.base.text import gib
 from attention.calibration.sizes import Mixed, layer_bytes, most_exact
 from attention.families import geometry_of
 from attention.io import checkpoint
@@ -124,15 +125,15 @@ class Storage:
         takes, free = self.disk(parallel), self.free
         if takes.most <= free:
             return None
-        parts = ", ".join(f"{name} {giga(value)}" for name, value in takes.parts.items() if value)
+        parts = ", ".join(f"{name} {gib(value)}" for name, value in takes.parts.items() if value)
         fewer = next((n for n in range(parallel - 1, 0, -1) if self.disk(n).most <= free), None)
         others = "fewer trials (search.num_samples, recipes, kv_ratios, learning_rates), promotion.top"
         if self.config.train.tuning == "full":
             others += ", train.tuning=lora"
         remedy = f"resources.max_concurrent={fewer} would do" if fewer else f"what makes it less: {others}"
         return (
-            f"the search takes up to {giga(takes.most)} of {self.folder}, and {giga(free)} are free there ({parts}); "
-            f"free {giga(takes.most - free)} more or give another storage; {remedy}"
+            f"the search takes up to {gib(takes.most)} of {self.folder}, and {gib(free)} are free there ({parts}); "
+            f"free {gib(takes.most - free)} more or give another storage; {remedy}"
         )
 
     def _checkpoint(self, train: TrainSettings, *, whole: bool = False) -> int:
@@ -149,10 +150,6 @@ class Storage:
         evaluations, running = section.evaluations, min(parallel, self.trainings)
         shipped = self.trainings * t * (1 + (evaluations > 1)) + max(1, self.trainings) * w
         return shipped, running * ((KEEP + 1) * s + max(0, min(KEEP + 1, evaluations - 1) - 1) * t)
-
-
-def giga(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB"
 
 
 def checkpoint_bytes(model: PretrainedConfig, size: Size, train: TrainSettings, *, whole: bool = False) -> int:

@@ -7,11 +7,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from attention.base.text import gib
 from attention.io import checkpoint
 from orchestrator.cluster.accelerators import GIGABYTES, in_words, memory_of
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.conversion.estimates.sizes import Size
-from orchestrator.search.needs.disk import giga
 from orchestrator.search.needs.memory import Need, Needs
 from orchestrator.search.searchers import SearchProblem
 from trainers.settings import TrainSettings
@@ -44,13 +44,13 @@ def _refusal(need: Need, needs: Needs) -> str:
     typed = "accelerator_type" if of_training or not needs.config.resources.trial_accelerator_type else ""
     key = f"resources.{typed or 'trial_accelerator_type'}"
     share = f" and {need.share:g} of it is asked for" if need.share < 1 else ""
-    most = f"{giga(need.parts[need.largest])} of it {need.largest}"
+    most = f"{gib(need.parts[need.largest])} of it {need.largest}"
     would = list(_trainings(need, needs) if of_training else _plannings(need, needs))
     if larger := [kind for kind in GIGABYTES if (memory_of(kind) or 0) >= need.total]:
         would.append(f"{key}={min(larger, key=lambda kind: GIGABYTES[kind])}")
     return (
         f"{key}: {in_words(need.accelerator_type)}{share}, but the {need.process} takes "
-        f"{giga(need.total)}, {most}; what helps: {'; or '.join(would) or 'a smaller model'}"
+        f"{gib(need.total)}, {most}; what helps: {'; or '.join(would) or 'a smaller model'}"
     )
 
 
@@ -67,12 +67,12 @@ def _trainings(need: Need, needs: Needs) -> Iterator[str]:
         made = _changed(need.train, change)
         if made is not None and (total := smaller(made)) <= need.limit:
             alone = True
-            yield f"{prefix}.{words} ({giga(total)})"
+            yield f"{prefix}.{words} ({gib(total)})"
         if smaller(changed) > need.limit and (added := _changed(changed, change)) is not None:
             changed = added
             together.append(f"{prefix}.{words}")
     if not alone and (total := smaller(changed)) <= need.limit:
-        yield f"{' and '.join(together)} ({giga(total)})"
+        yield f"{' and '.join(together)} ({gib(total)})"
 
 
 def _changes(train: TrainSettings) -> Iterator[Change]:
@@ -104,7 +104,7 @@ def _plannings(need: Need, needs: Needs) -> Iterator[str]:
         yield "resources.trial_gpus=1"
     if need.largest in ("activations", "logits"):
         yield "a smaller train.micro_batch_size"
-    yield f"resources.trial_gpus=0, which plans on CPUs in {giga(_on_cpus(need, needs))} of memory"
+    yield f"resources.trial_gpus=0, which plans on CPUs in {gib(_on_cpus(need, needs))} of memory"
 
 
 def _on_cpus(need: Need, needs: Needs) -> int:

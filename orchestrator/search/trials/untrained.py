@@ -24,7 +24,7 @@ from orchestrator.conversion.steps import planning_context, relaxation_start
 from orchestrator.reporting.base_model import base_of
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.trials.context import TrialContext
-from orchestrator.storage.records import write_json
+from orchestrator.storage.json_files import write_json
 from search_spaces.planning.context import PlanningContext
 from search_spaces.similarity.sharing import sharing_similarity, similarity_pairs
 from trainers.evaluation import CachedTeacher, evaluate

@@ -32,8 +32,8 @@ from orchestrator.conversion.request import asked_ratios
 from orchestrator.conversion.several_ratios import convert_curve
 from orchestrator.evaluation.evaluate import evaluate_checkpoint
 from orchestrator.search.candidates import Candidate, named_candidates, ratios_of
+from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import write_json
 from search_spaces.allocation.uniform import uniform
 from trainers.evaluation import measure_cache
 
