@@ -50,7 +50,7 @@ def convert(
     from attention.ratios import percent
     from orchestrator.config.schema import ConfigError
     from orchestrator.conversion.convert import convert_checkpoint
-    from orchestrator.conversion.estimates.estimate import announce
+    from orchestrator.conversion.estimate import announce
     from orchestrator.conversion.loading import resolve_model
     from orchestrator.conversion.request import asked_ratios, unit_of
     from orchestrator.conversion.several_ratios import (

@@ -54,8 +54,6 @@ from search_spaces.planning.loss_increases import ESTIMATED
 from search_spaces.recipes.recipe import Recipe
 from trainers.evaluation import PredictionCosts, comparison
 
-BATCH, ATTENTION_BYTES = 8, 128 * 2**20  # sequences run at once; less if their attention weights would take more
-
 
 def check_layerwise(recipe: Recipe, config: PretrainedConfig) -> None:
     """Raise ConfigError saying which setting to change if a conversion by `recipe` needs more than one layer at once,
@@ -85,11 +83,6 @@ def check_layerwise(recipe: Recipe, config: PretrainedConfig) -> None:
 def _value(recipe: Recipe, name: str) -> Any:
     axis, _, knob = name.partition(".")
     return recipe.knobs(axis)[knob] if knob else getattr(recipe, axis)
-
-
-def batch_size(num_heads: int, length: int) -> int:
-    """Sequences of `length` tokens that are run at once."""
-    return min(BATCH, max(1, ATTENTION_BYTES // (4 * num_heads * length**2)))
 
 
 @dataclass(frozen=True)

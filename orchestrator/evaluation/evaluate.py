@@ -15,10 +15,10 @@ from attention.io.precision import cast_weights, round_weights
 from attention.io.sources import check_source, source_name
 from attention.modeling.modeling import plan_of
 from orchestrator.conversion import loading
-from orchestrator.conversion.estimates.sizes import Size
-from orchestrator.conversion.estimates.work import matmul_rate
 from orchestrator.evaluation.extras import NOTHING_MORE, Extras, PreparedExtras
 from orchestrator.evaluation.long_context import TEXTS
+from orchestrator.resources.size import Size
+from orchestrator.resources.time import matmul_rate
 from trainers.evaluation import decode_speed, evaluate, perplexity
 from trainers.text.data import LoadedTexts, Texts
 

@@ -23,17 +23,17 @@ from transformers import PretrainedConfig
 
 from attention.base.text import compact, gib
 from attention.base.timing import duration
-from attention.io import checkpoint
 from attention.io.precision import DTYPES
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.room import concurrency
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.conversion import loading
-from orchestrator.conversion.estimates.sizes import SPARE, Conversion, Size
-from orchestrator.conversion.estimates.work import available_bytes, matmul_rate, operations
-from orchestrator.search.needs.disk import Storage
-from orchestrator.search.needs.fitting import refused
-from orchestrator.search.needs.memory import Needs
+from orchestrator.resources.disk import Storage
+from orchestrator.resources.memory import available_bytes
+from orchestrator.resources.processes import Needs
+from orchestrator.resources.size import SPARE, Conversion, Size
+from orchestrator.resources.time import matmul_rate, operations
+from orchestrator.search.accelerators import refused, search_inputs
 from orchestrator.search.searchers import SearchProblem, make_searcher
 from orchestrator.search.trials.context import unfinished_relaxations
 from orchestrator.search.validation import Prepared, local_nodes, search_problem
@@ -124,14 +124,14 @@ def estimate_search(
     `validate_search` refuses of the candidates.
     """
     geometry = loading.geometry_of(config.model.path, config.data.sequence_length, weights=False)
-    model_config, train, resources = checkpoint.load_config(config.model.path), config.train, config.resources
-    problem, size = search_problem(config, geometry), Size.of(model_config)
-    work = Work.of(config, problem)
-    place = Storage.of(config, problem, work.trials - work.probes, work.trainings, storage)
-    needs = Needs(config, model_config, size, problem, place.mixed)
+    train, resources, problem = config.train, config.resources, search_problem(config, geometry)
+    work, inputs = Work.of(config, problem), search_inputs(config, problem)
+    model_config, size = inputs.model, inputs.size
+    place = Storage.of(inputs, work.trials - work.probes, work.trainings, storage)
+    needs = Needs(inputs, place.mixed)
     working, conversions, processes = needs.working, needs.conversions, needs.all()
     # What a recipe's recovery changes may be a distillation, which wants the original model too
-    trainings = problem.trainings(train)
+    trainings = inputs.trainings(train)
     worker, driver = needs.trainings()[0].total, needs.planning().total
     rate, source = training_rate(model_config, train, config.data.sequence_length, size, resources.tokens_per_second)
     hours = cpu = gpu = price = None
@@ -173,7 +173,8 @@ def estimate_search(
 def check_disk(config: SearchConfig, prepared: Prepared, parallel: int) -> None:
     """Raises ConfigError for a new search that cannot fit where it will write, before anything of it is made."""
     work = Work.of(config, prepared.problem)
-    place = Storage.of(config, prepared.problem, work.trials - work.probes, work.trainings)
+    inputs = search_inputs(config, prepared.problem)
+    place = Storage.of(inputs, work.trials - work.probes, work.trainings)
     if shortage := place.shortage(parallel):
         raise ConfigError(f"storage: {shortage}")
 
@@ -182,7 +183,8 @@ def disk_shortage(config: SearchConfig) -> str | None:
     """Say by how much a search of one trial at a time does not fit its storage; None where it does."""
     problem = search_problem(config, loading.geometry_of(config.model.path, weights=False))
     work = Work.of(config, problem)
-    return Storage.of(config, problem, work.trials - work.probes, work.trainings).shortage(1)
+    inputs = search_inputs(config, problem)
+    return Storage.of(inputs, work.trials - work.probes, work.trainings).shortage(1)
 
 
 def local_parallel(config: SearchConfig) -> int:

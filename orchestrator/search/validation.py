@@ -15,9 +15,9 @@ from orchestrator.cluster.room import Nodes, room_for
 from orchestrator.config.parsing import RENAMED_SCHEDULERS
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.conversion import loading
+from orchestrator.search.accelerators import check_accelerators
 from orchestrator.search.candidates import candidate_space, named_candidates, searcher_settings
 from orchestrator.search.measurement_checks import check_decode_time, check_extras, check_tasks
-from orchestrator.search.needs.fitting import check_accelerators
 from orchestrator.search.schedulers import SCHEDULERS
 from orchestrator.search.searchers import SearchProblem, make_searcher
 from orchestrator.search.texts import SearchTexts

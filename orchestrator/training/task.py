@@ -26,7 +26,7 @@ from orchestrator.cluster.session import connected, prepare_process
 from orchestrator.cluster.tokenising import tokeniser
 from orchestrator.config.schema import ConfigError, apply_override
 from orchestrator.conversion import loading
-from orchestrator.conversion.estimates.sizes import Size
+from orchestrator.resources.size import Size
 from orchestrator.search.estimate import in_hours, training_rate
 from orchestrator.search.validation import local_nodes, starts_ray
 from orchestrator.storage import records

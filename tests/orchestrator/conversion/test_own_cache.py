@@ -26,7 +26,7 @@ from orchestrator import main
 from orchestrator.config.schema import ConfigError, parse_config
 from orchestrator.conversion import loading
 from orchestrator.conversion.convert import convert_checkpoint
-from orchestrator.conversion.estimates.estimate import describe, estimate_conversion
+from orchestrator.conversion.estimate import describe, estimate_conversion
 from orchestrator.conversion.layer_by_layer import convert_layerwise
 from orchestrator.conversion.request import asked_ratios
 from orchestrator.conversion.several_ratios import convert_curve

@@ -18,11 +18,11 @@ from attention.base.timing import duration
 from attention.ratios import own_heads, percent
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
-from orchestrator.conversion.estimates.peaks import layerwise_stages, resident_peak
-from orchestrator.conversion.estimates.sizes import READ, READING, SPARE, Conversion, Size
-from orchestrator.conversion.estimates.work import START_SECONDS, available_bytes, matmul_rate, operations
 from orchestrator.conversion.one_layer import check_layerwise
 from orchestrator.conversion.request import ConversionRequest
+from orchestrator.resources.memory import available_bytes, layerwise_stages, resident_peak
+from orchestrator.resources.size import READ, READING, SPARE, Conversion, Size
+from orchestrator.resources.time import START_SECONDS, matmul_rate, operations
 from orchestrator.storage.paths import disk_free
 from orchestrator.storage.records import unmet
 from search_spaces.recipes.recipe import Recipe

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from attention.base.text import gib
-from attention.io import checkpoint
-from orchestrator.cluster.accelerators import GIGABYTES, in_words, memory_of
+from attention.io.checkpoint import load_config
+from attention.io.precision import DTYPES
 from orchestrator.config.schema import ConfigError, SearchConfig
-from orchestrator.conversion.estimates.sizes import Size
-from orchestrator.search.needs.memory import Need, Needs
+from orchestrator.conversion.loading import written_dtype
+from orchestrator.resources.accelerators import GIGABYTES, in_words, memory_of
+from orchestrator.resources.processes import Need, Needs
+from orchestrator.resources.size import PlannedConversion, SearchInputs
 from orchestrator.search.searchers import SearchProblem
 from trainers.settings import TrainSettings
 
@@ -27,10 +30,19 @@ def check_accelerators(config: SearchConfig, problem: SearchProblem) -> None:
     section = config.resources
     if not any(kind and memory_of(kind) for kind in (section.accelerator_type, section.trial_accelerator_type)):
         return
-    model = checkpoint.load_config(config.model.path)
     # The smallest statistics: what is kept of them is chosen later, by the room that there is
-    if refusals := refused(Needs(config, model, Size.of(model), problem, "pooled")):
+    if refusals := refused(Needs(search_inputs(config, problem), "pooled")):
         raise ConfigError("\n".join(refusals))
+
+
+def search_inputs(config: SearchConfig, problem: SearchProblem) -> SearchInputs:
+    """What the estimates of a search read. Raises ConfigError if nothing says which dtype the checkpoint has."""
+    return SearchInputs(
+        config=config,
+        model=load_config(config.model.path),
+        written=DTYPES[written_dtype(config.model.path, config.model.dtype)],
+        candidates=tuple(PlannedConversion(c.recipe, c.kv_ratio, c.used_ratio) for c in problem.named),
+    )
 
 
 def refused(needs: Needs) -> list[str]:
@@ -111,5 +123,5 @@ def _on_cpus(need: Need, needs: Needs) -> int:
     config = needs.config
     none = {"trial_gpus": 0.0, "trial_accelerator_type": None}
     changed = config.model_copy(update={"resources": config.resources.model_copy(update=none)})
-    there = Needs(changed, needs.model, needs.size, needs.problem, needs.mixed)
+    there = replace(needs, inputs=replace(needs.inputs, config=changed))
     return {"planning": there.planning, "original model": there.original}[need.process]().total

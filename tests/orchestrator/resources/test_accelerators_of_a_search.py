@@ -14,11 +14,11 @@ from orchestrator.config.schema import ConfigError, SearchConfig, load_config
 from orchestrator.conversion import loading
 from orchestrator.main import app
 from orchestrator.search import validation
+from orchestrator.search.accelerators import check_accelerators
 from orchestrator.search.estimate import estimate_search
-from orchestrator.search.needs.fitting import check_accelerators
 from orchestrator.search.validation import search_problem, validate_search
 
-CONFIG = Path(__file__).resolve().parents[4] / "configs" / "llama2-7b.yaml"
+CONFIG = Path(__file__).resolve().parents[3] / "configs" / "llama2-7b.yaml"
 LLAMA_2_7B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11_008,
     "num_attention_heads": 32, "num_key_value_heads": 32, "num_hidden_layers": 32, "vocab_size": 32_000,

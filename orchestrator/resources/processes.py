@@ -15,18 +15,16 @@ from typing import Any
 import torch
 
 from attention.calibration.sizes import Mixed
-from attention.families import geometry_of
+from attention.geometry import HeadGeometry
 from attention.io.layers.windows import empty, layer_prefix, window_config
 from attention.io.piecewise import SHARD
 from attention.io.precision import DTYPES
 from attention.modeling.predictions import most_logit_bytes, positions_at_once
-from orchestrator.cluster.accelerators import memory_of
 from orchestrator.cluster.placement import Demand
 from orchestrator.config.schema import SearchConfig
-from orchestrator.conversion import loading
-from orchestrator.conversion.estimates.peaks import converted_attention, in_memory_stages
-from orchestrator.conversion.estimates.sizes import READING, Conversion, Size
-from orchestrator.search.searchers import SearchProblem
+from orchestrator.resources.accelerators import memory_of
+from orchestrator.resources.memory import converted_attention, in_memory_stages
+from orchestrator.resources.size import READING, Conversion, SearchInputs, Size
 from trainers.adapters import adaptable
 from trainers.deepspeed_config import config_of
 from trainers.evaluation import TEACHER_BYTES
@@ -81,10 +79,7 @@ class Need:
 class Needs:
     """The processes of one search. `mixed`: how the mixed moments of the statistics are kept."""
 
-    config: SearchConfig
-    model: Any
-    size: Size
-    problem: SearchProblem
+    inputs: SearchInputs
     mixed: Mixed
 
     def all(self) -> list[Need]:
@@ -126,7 +121,7 @@ class Needs:
             named.append(("promotion worker", self.config.promotion_train))
         needs = []
         for process, train in named:
-            each = (self.training(process, settings) for settings in self.problem.trainings(train))
+            each = (self.training(process, settings) for settings in self.inputs.trainings(train))
             needs.append(max(each, key=lambda need: need.total))
         return needs
 
@@ -148,25 +143,39 @@ class Needs:
     # ---- what they have in common ------------------------------------------------------------------------------
 
     @property
-    def geometry(self) -> Any:
-        return geometry_of(self.model)
+    def config(self) -> SearchConfig:
+        return self.inputs.config
 
     @property
-    def written(self) -> torch.dtype:
-        return DTYPES[loading.written_dtype(self.config.model.path, self.config.model.dtype)]
+    def size(self) -> Size:
+        return self.inputs.size
+
+    @property
+    def geometry(self) -> HeadGeometry:
+        return self.inputs.geometry
 
     @property
     def working(self) -> torch.dtype:
         """What a trial computes in before it trains."""
-        return self.written if self.config.resources.trial_gpus else torch.float32
+        return self.inputs.written if self.config.resources.trial_gpus else torch.float32
 
     @property
     def conversions(self) -> list[Conversion]:
         data = self.config.data
-        tokens = (data.calibration.tokens, data.eval.tokens, data.sequence_length)
-        kept: dict[str, Any] = {"working": self.working, "mixed": self.mixed, "in_files": True}
         return [
-            Conversion(self.model, c.recipe, c.used_ratio, *tokens, self.written, **kept) for c in self.problem.named
+            Conversion(
+                config=self.inputs.model,
+                recipe=candidate.recipe,
+                kv_ratio=candidate.used_ratio,
+                calibration_tokens=data.calibration.tokens,
+                eval_tokens=data.eval.tokens,
+                sequence_length=data.sequence_length,
+                dtype=self.inputs.written,
+                working=self.working,
+                mixed=self.mixed,
+                in_files=True,
+            )
+            for candidate in self.inputs.candidates
         ]
 
     @property
@@ -186,7 +195,7 @@ class Needs:
     def _layer_values(self) -> int:
         """Numbers a token that a layer keeps for the way back: norms, projections, attention's output, the MLP's inner
         values."""
-        g, given = self.geometry, self.model
+        g, given = self.geometry, self.inputs.model
         inner = getattr(given, "intermediate_size", None) or getattr(given, "ffn_dim", 0) or 4 * g.hidden_size
         return 6 * g.hidden_size + 4 * g.num_heads * g.head_dim + 4 * int(inner)
 
@@ -256,7 +265,7 @@ class Needs:
         if train.tuning == "kv":
             return key_value_parameters(self.geometry)
         with torch.device("meta"):
-            layer = empty(window_config(self.model, 0, 2), torch.float32, torch.device("meta"))
+            layer = empty(window_config(self.inputs.model, 0, 2), torch.float32, torch.device("meta"))
         sides = sum(sum(m.weight.shape) for name, m in adaptable(layer).items() if name.startswith(layer_prefix(layer)))  # type: ignore[union-attr,arg-type]
         return train.lora_rank * int(sides) * self.geometry.num_layers
 
