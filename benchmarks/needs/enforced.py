@@ -25,10 +25,9 @@ from orchestrator.promotion import gate
 from orchestrator.promotion.state import Entry
 from orchestrator.resources.processes import Need, Needs
 from orchestrator.search import prepare
-from orchestrator.search.accelerators import search_inputs
 from orchestrator.search.trials.context import training_job
 from orchestrator.search.trials.untrained import untrained_facts
-from orchestrator.search.validation import validate_search
+from orchestrator.search.validation import search_inputs, validate_search
 from orchestrator.storage.paths import SearchFolder
 from trainers.jobs.job import TrainJob
 from trainers.jobs.run import run_job

@@ -33,10 +33,9 @@ from orchestrator.resources.memory import available_bytes
 from orchestrator.resources.processes import Needs
 from orchestrator.resources.size import SPARE, Conversion, Size
 from orchestrator.resources.time import matmul_rate, operations
-from orchestrator.search.accelerators import refused, search_inputs
 from orchestrator.search.searchers import SearchProblem, make_searcher
 from orchestrator.search.trials.context import unfinished_relaxations
-from orchestrator.search.validation import Prepared, local_nodes, search_problem
+from orchestrator.search.validation import Prepared, local_nodes, search_inputs, search_problem
 from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
 from trainers.losses import objective
@@ -164,7 +163,7 @@ def estimate_search(
         warnings.append(f"disk: {shortage}")
     warnings += unfinished_relaxations((c.recipe for c in problem.named), config.rungs.steps)
     stored = (takes.most, takes.parts, takes.kept, place.free)
-    told = (tuple(need.record() for need in processes), tuple(refused(needs)))
+    told = (tuple(need.record() for need in processes), tuple(needs.refusals()))
     times = (rate, source, cpu, gpu, hours, price)
     counts = (work.trials, work.probes, work.trainings, work.tokens, work.tokens_most, work.tokens_measured)
     return SearchEstimate(*counts, *times, parallel, worker, driver, memory, *stored, tuple(warnings), *told)

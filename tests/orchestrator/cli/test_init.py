@@ -18,9 +18,8 @@ from orchestrator.config.first import FirstConfig, Place
 from orchestrator.config.parsing import ConfigError, read_yaml
 from orchestrator.config.schema import SearchConfig, parse_config
 from orchestrator.resources.disk import Storage
-from orchestrator.search.accelerators import search_inputs
 from orchestrator.search.estimate import Work
-from orchestrator.search.validation import search_problem
+from orchestrator.search.validation import search_inputs, search_problem
 
 GIGA = 2**30
 LAPTOP, ONE_GPU, NODE = Place(0, 80 * GIGA, 8), Place(1, 24 * GIGA, 16), Place(8, 80 * GIGA, 64)

@@ -24,9 +24,8 @@ from orchestrator.pipeline import search
 from orchestrator.promotion.promote import promote_search
 from orchestrator.resources.disk import Storage, checkpoint_bytes
 from orchestrator.resources.size import Size
-from orchestrator.search.accelerators import search_inputs
 from orchestrator.search.searchers import make_searcher
-from orchestrator.search.validation import search_problem
+from orchestrator.search.validation import search_inputs, search_problem
 from orchestrator.storage.journal import load_trials
 from trainers.engine import Engine
 from trainers.losses import objective
