@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention.axes import Knob
+from attention.base.progress import stage
 from attention.conversion.refinement.capture import Record, held_out
 from attention.conversion.refinement.healing import HEAL_KNOBS, heal
 from attention.conversion.refinement.original import Original, Text
@@ -29,7 +30,6 @@ from attention.conversion.refinement.windows import attended, cache_name, uncach
 from attention.families import family_of
 from attention.modeling.modeling import plan_of
 from attention.modeling.running import entered_by, entering
-from attention.progress import stage
 
 FIT_STEPS, FIT_RATE, STEP_TOKENS, FIT_TOKENS = 720, 0.5, 256, 32_768
 FIT_KNOBS = (
