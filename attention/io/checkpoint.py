@@ -24,13 +24,13 @@ from transformers import (
     PreTrainedModel,
 )
 
+from attention.base.messages import reason
 from attention.families import families, family_of, geometry_of
 from attention.io import weights
 from attention.io.files import honour_umask, sha256, write_whole
 from attention.io.replacing import DIGESTS, digests, parents_made, recover, resolved, swap, unused
 from attention.io.sources import NOT_REACHED, CheckpointError, only_cached
 from attention.io.stock_files import put_tokenizer, write_both_forms
-from attention.messages import reason
 from attention.modeling import modeling
 from attention.modeling.beside import beside
 from attention.modeling.modeling import PREFIX, family_fields, plan_of

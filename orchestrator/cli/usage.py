@@ -14,7 +14,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
-from attention.messages import near
+from attention.base.messages import near
 from orchestrator.storage.shipped import shipped
 
 NUMBERS = re.compile("[0-9.%, ]+")

@@ -8,7 +8,7 @@ from functools import partial
 
 import ray
 
-from attention.progress import shown
+from attention.base.progress import shown
 from orchestrator.cluster.ray_private import store_line, stored_line
 
 EVERY_SECONDS = 2.0

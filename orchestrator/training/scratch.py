@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attention.base.messages import near
 from attention.conversion import conversion
 from attention.io import checkpoint
 from attention.io.sources import check_source
-from attention.messages import near
 from attention.modeling.composition import reset
 from attention.modeling.modeling import headfold_config, plan_of_config
 from attention.plan import AttentionPlan, Composition

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.progress import Stage, stage
+from attention.base.progress import Stage, stage
 from trainers.text.corpora import BUILTIN, HOLD_OUT, Corpus, DataError, Division, Side, document_digest, resolve
 from trainers.text.token_sets import (
     FORMAT,
