@@ -18,6 +18,7 @@ from clean_environment import CleanEnvironment, build_wheel
 from command_line import run_here
 from command_process import CommandProcess, commands
 from hidden_packages import hide
+from journals import write_journal
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 LEFT_OUT = ("ray", "deepspeed", "mlflow", "optuna", "peft")
@@ -88,6 +89,7 @@ TRAINING = "--steps 1 --learning-rate 1e-3 --out trained"
 def test_a_verb_that_needs_one_names_it(
     command: str, package: str, without: CommandProcess, tmp_path: Path, demo_dir: Path
 ) -> None:
+    write_journal(tmp_path, [])
     (tmp_path / "search.yaml").write_text("name: demo\n")
     known = {"DEMO": str(demo_dir), "SEARCH": str(tmp_path)}
     done = without(*(known.get(word, word) for word in command.split()))
