@@ -52,7 +52,7 @@ from transformers import (
 )
 from xdist.scheduler import LoadFileScheduling
 
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan
 from trainers.jobs.job import TrainJob

@@ -21,7 +21,7 @@ from transformers.initialization import no_init_weights
 
 from attention.calibration.calibration import calibrate
 from attention.calibration.sizes import SAMPLE_TOKENS
-from attention.conversion import conversion
+from attention.conversion.convert import lift
 from attention.families import geometry_of
 from attention.io.checkpoint import to_plain
 from attention.io.experts import published
@@ -163,7 +163,7 @@ class LayerwiseConversion:
             plan = self.planned.layers[layer]
         else:
             with request.layer_phase("plan", layer, "grouping heads"):
-                context = PlanningContext(geometry, conversion.lift(window), calibration, window, rows)
+                context = PlanningContext(geometry, lift(window), calibration, window, rows)
                 sites = self.generators[2 * layer : 2 * layer + 2]
                 plan = plan_layer(recipe, self.planned[layer], context, sites)
                 del context

@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from attention.calibration.calibration import calibrate
-from attention.conversion import conversion
+from attention.conversion.convert import lift
 from attention.conversion.refinement.refine import Work
 from attention.families import geometry_of
 from attention.io.layers.metrics import read_metric, write_metrics
@@ -108,7 +108,7 @@ class PlanByLayer:
                 with request.layer_phase("plan", layer, "what each head count costs"):
                     metric = read_metric(self.stage.folder, layer).to(device)
                     context = PlanningContext(
-                        geometry_of(window.config), conversion.lift(window), statistics, window, rows,
+                        geometry_of(window.config), lift(window), statistics, window, rows,
                         output_metrics=[metric], first_layer=layer,
                     )  # fmt: skip
                     points = curves_of_layer(request.recipe, mine, context, generators[2 * layer : 2 * layer + 2])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from pydantic import Field
 
-from attention.conversion import conversion
+from attention.conversion.convert import build
 from attention.io import checkpoint
 from attention.io.sources import check_source
 from attention.messages import near
@@ -213,6 +213,6 @@ def untrained(architecture: str | Path, plan: AttentionPlan, seed: int) -> PreTr
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = conversion.build(checkpoint.load_config(architecture), plan)
+        model = build(checkpoint.load_config(architecture), plan)
     reset(model, identity=False, generator=torch.Generator().manual_seed(seed))
     return model

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.calibration.store import Calibration
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.conversion.refinement.local import FIT_TOKENS, FitTexts, LayerTask
 from attention.conversion.refinement.original import Original
 from attention.conversion.refinement.parallel import beside, largest
@@ -36,7 +36,7 @@ from search_spaces.recipes.recipe import Recipe
 class PlanningContext:
     """What plans are made from.
 
-    `heads`: lifted, one entry a layer (`attention.conversion.conversion.lift`). `calibration` for parts that need
+    `heads`: lifted, one entry a layer (`attention.conversion.convert.lift`). `calibration` for parts that need
     statistics; `model` for the layer-output score (rotary tables); `model` and `sequences` `[N, T]` for whole-model
     scores and measured curves. `original`: the model where others look at its layers too; else one that keeps nothing.
     `cache_dir`: folder where measured curves are kept, beside `curves` in memory. `fusion_distances`: of DHA's search
@@ -69,7 +69,7 @@ class PlanningContext:
         if len(self.heads) != layers or counts != {(heads, heads, heads)}:
             raise ValueError(
                 f"expected {layers} layers of {heads} lifted heads, got {len(self.heads)} layers of {sorted(counts)}; "
-                "use attention.conversion.conversion.lift"
+                "use attention.conversion.convert.lift"
             )
         if self.calibration is not None and len(self.calibration.layers) != layers:
             raise ValueError(f"the calibration has {len(self.calibration.layers)} layers, the model {layers}")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention.calibration.store import Calibration
-from attention.conversion.conversion import LiftedHeads, convert
+from attention.conversion.convert import LiftedHeads, convert
 from attention.conversion.refinement.local import FIT_DECAY, FIT_RATE, LayerTask, fit_module, output_errors
 from attention.conversion.refinement.parallel import each_layer, largest
 from attention.conversion.refinement.refine import Work

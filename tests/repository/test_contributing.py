@@ -18,7 +18,7 @@ PACKAGES = ("attention", "search_spaces", "trainers", "orchestrator")
 MODEL = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from attention.conversion.conversion import convert, read_layers
+from attention.conversion.convert import convert, read_layers
 from attention.plan import AttentionPlan, LayerPlan
 from search_spaces.recipes.recipes import recipe
 
@@ -47,7 +47,7 @@ else:
 """,
     "grouping_strided.py": """
 import numpy as np
-from attention.conversion.conversion import lift
+from attention.conversion.convert import lift
 from attention.families import geometry_of
 from search_spaces.planning.planning import PlanningContext, make_plan
 context = PlanningContext(geometry_of(model.config), lift(model), model=model)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attention.calibration.calibration import calibrate
-from attention.conversion.conversion import lift
+from attention.conversion.convert import lift
 from attention.families import geometry_of
 from search_spaces.planning.planning import PlanningContext
 

@@ -19,7 +19,7 @@ from head_references import logits
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attention.calibration.calibration import calibrate
-from attention.conversion.conversion import lift
+from attention.conversion.convert import lift
 from attention.families import families, geometry_of
 from attention.io import checkpoint
 from attention.io.export import export, tolerance

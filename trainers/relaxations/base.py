@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention.axes import Axis
-from attention.conversion.conversion import assemble, lift, read_layers, unshare
+from attention.conversion.convert import assemble, lift, read_layers, unshare
 from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.modeling.grouped import attach

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attention.conversion.conversion import assemble, read_layers
+from attention.conversion.convert import assemble, read_layers
 from attention.conversion.relaxation_knobs import PULL_TOGETHER, rate_of
 from attention.modeling.shared_heads import SharedSite, shared_sites
 from attention.modeling.shared_weights import SharedColumns, SharedProjection, stored

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from attention.conversion.conversion import unshare
+from attention.conversion.convert import unshare
 from attention.io.targets import Held, Lowered, Target, TargetError, gqa, phi
 from attention.io.targets._gguf.architectures import architecture, check_supported, shapes_of, with_own_counts
 from attention.io.targets._pairs import check_no_composition, kv_heads_of, written_out

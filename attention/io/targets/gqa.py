@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import MistralConfig, PretrainedConfig, PreTrainedModel
 
-from attention.conversion.conversion import unshare
+from attention.conversion.convert import unshare
 from attention.families import family_of, geometry_of
 from attention.io import checkpoint
 from attention.io.targets import Held, Lowered, Target, TargetError, _stock

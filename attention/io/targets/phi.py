@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PhiConfig, PreTrainedModel
 
-from attention.conversion.conversion import build, unshare
+from attention.conversion.convert import build, unshare
 from attention.families import families, family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.io.targets import Held, Lowered, Target, TargetError, _stock, gqa

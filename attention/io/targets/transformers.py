@@ -17,7 +17,7 @@ import transformers
 from huggingface_hub import save_torch_state_dict
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from attention.conversion.conversion import unshare
+from attention.conversion.convert import unshare
 from attention.families import Family, family_of, window_of
 from attention.io.precision import DTYPES
 from attention.io.stock_files import older_form, put_tokenizer

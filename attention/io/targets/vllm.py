@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from attention.conversion.conversion import unshare
+from attention.conversion.convert import unshare
 from attention.families import family_of, geometry_of, window_of
 from attention.heads import LayerHeads
 from attention.io.precision import DTYPES

@@ -20,7 +20,7 @@ from attention.calibration.store import Calibration
 from attention.conversion.alignment.generalised import align_group, rotate_keys, rotate_values
 from attention.conversion.alignment.grams import head_gram, pair_similarity
 from attention.conversion.alignment.rotations import procrustes, rotary_procrustes
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.families import families, geometry_of
 from attention.geometry import RotaryLayout
 from attention.heads import LayerHeads

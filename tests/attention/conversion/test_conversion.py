@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attention.axes import Axis, Knob
-from attention.conversion.conversion import convert, lift
+from attention.conversion.convert import convert, lift
 from attention.families import families
 from attention.modeling.modeling import plan_of
 from attention.plan import AttentionPlan, LayerPlan, PlanError

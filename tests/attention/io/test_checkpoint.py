@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.families import families
 from attention.io import checkpoint, export
 from attention.modeling.modeling import plan_of

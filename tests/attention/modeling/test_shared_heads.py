@@ -12,7 +12,7 @@ from sizes import file_bytes, parameters, resident_bytes, saved_parameters
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from attention.conversion.conversion import assemble, convert, read_layers, unshare
+from attention.conversion.convert import assemble, convert, read_layers, unshare
 from attention.conversion.refinement.refine import refine
 from attention.families import families, family_of, geometry_of
 from attention.io import checkpoint, export

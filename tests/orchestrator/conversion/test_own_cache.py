@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.families import geometry_of
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.io import checkpoint

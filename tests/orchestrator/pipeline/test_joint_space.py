@@ -76,7 +76,7 @@ def test_a_variation_is_a_valid_point_beside_another(problem: SearchProblem) -> 
 
 
 def test_proposals_with_a_relaxation_have_a_training(problem: SearchProblem, demo_model) -> None:
-    from attention.conversion.conversion import lift
+    from attention.conversion.convert import lift
 
     geometry, rng = problem.space.joint.geometry, np.random.default_rng(1)
     assert geometry is not None

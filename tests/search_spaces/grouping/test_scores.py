@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.families import family_of
 from attention.geometry import RotaryLayout
 from attention.modeling.losses import language_loss

@@ -9,7 +9,7 @@ import pytest
 
 from attention import progress
 from attention.calibration.calibration import calibrate
-from attention.conversion.conversion import convert, lift
+from attention.conversion.convert import convert, lift
 from attention.families import geometry_of
 from attention.modeling.losses import language_loss
 from search_spaces.planning.agreement import Agreement, agreement, random_swaps

@@ -16,7 +16,7 @@ from scipy.stats import spearmanr
 from transformers import PreTrainedTokenizerBase
 
 from attention.calibration.calibration import calibrate
-from attention.conversion.conversion import assemble, lift
+from attention.conversion.convert import assemble, lift
 from attention.families import geometry_of
 from attention.io import checkpoint
 from attention.modeling.losses import language_loss

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from measured_contexts import MeasuredContext
 
-from attention.conversion.conversion import lift
+from attention.conversion.convert import lift
 from attention.families import geometry_of
 from attention.plan import AttentionPlan
 from attention.progress import shown
@@ -155,7 +155,7 @@ def test_the_same_plan_in_any_process(tmp_path: Path) -> None:
         "                     num_attention_heads=6, num_key_value_heads=6, max_position_embeddings=64)\n"
         "model = LlamaForCausalLM(config).eval()\n"
         "from attention.calibration.calibration import calibrate\n"
-        "from attention.conversion.conversion import lift\n"
+        "from attention.conversion.convert import lift\n"
         "from attention.families import geometry_of\n"
         "from search_spaces.planning.planning import PlanningContext, make_plan\n"
         "from search_spaces.recipes.recipes import recipe\n"
@@ -316,7 +316,7 @@ def test_every_objective_prefers_a_group_of_copies(name: str, sides: tuple[str, 
     heads = context.heads[0]
     copied = type(heads)(*(t[[0, 1, 2, 1]] for t in (heads.q, heads.k, heads.v, heads.o)))
     from attention.calibration.calibration import calibrate
-    from attention.conversion.conversion import assemble, convert
+    from attention.conversion.convert import assemble, convert
 
     identity = AttentionPlan.identity(1, 4, 8)
     model = assemble(context.model, identity, [copied]).eval()

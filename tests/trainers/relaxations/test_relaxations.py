@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.axes import Part
-from attention.conversion.conversion import convert, lift
+from attention.conversion.convert import convert, lift
 from attention.modeling.modeling import plan_of
 from attention.plan import AttentionPlan, HeadShare, LayerPlan, PlanError
 from trainers.losses import objective

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from attention.conversion.conversion import build
+from attention.conversion.convert import build
 from attention.io.checkpoint import load_config
 from attention.modeling.modeling import plan_of_config
 from trainers.text import synthetic_corpus

@@ -113,7 +113,7 @@ def check_composition(old: AttentionPlan, new: AttentionPlan) -> None:
     if old.composition is None and new.composition is not None and new.composition.qk_norm:
         raise PlanError(
             "composition with qk_norm has no identity to start from: converting a trained model with it would destroy "
-            "it; set qk_norm=False, or train from scratch with attention.conversion.conversion.build"
+            "it; set qk_norm=False, or train from scratch with attention.conversion.convert.build"
         )
 
 
