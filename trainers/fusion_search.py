@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.conversion.relaxation_knobs import rate_of
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan, LayerPlan
 from trainers.engine import Engine
 from trainers.loop import train

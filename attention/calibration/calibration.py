@@ -30,7 +30,7 @@ from attention.calibration.store import Calibration
 from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from attention.io.layers.windows import LazyWeights, advance_rows, embed, open_window, rows_of
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.modeling.running import AT_ONCE, batch_of, evaluating
 from attention.progress import stage
 

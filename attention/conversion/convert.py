@@ -20,7 +20,7 @@ from attention.heads import LayerHeads
 from attention.modeling import mlp
 from attention.modeling.beside import beside
 from attention.modeling.composition import reset
-from attention.modeling.modeling import check_fits, headfold_config, plan_of
+from attention.modeling.model_classes import check_fits, headfold_config, plan_of
 from attention.plan import AttentionPlan, PlanError
 from attention.progress import stage
 

@@ -18,7 +18,7 @@ from attention.io.replacing import check_folder
 from attention.io.targets import Held, Lowered, Target
 from attention.io.targets._pairs import widest_layers
 from attention.messages import one_of
-from attention.modeling.modeling import plan_of, plan_of_config
+from attention.modeling.model_classes import plan_of, plan_of_config
 from attention.plan import AttentionPlan
 
 REPORT_FILE = "export.json"

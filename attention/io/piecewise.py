@@ -20,7 +20,7 @@ from attention.io.shards import shard_name, write_index
 from attention.io.sources import CheckpointError, is_folder, only_cached
 from attention.io.stock_files import copy_files, write_both_forms
 from attention.messages import reason
-from attention.modeling import modeling
+from attention.modeling import model_classes
 
 SHARD = 2**29  # bytes of one file, and so of what its writer holds at a time
 
@@ -42,8 +42,8 @@ def outline(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, La
                 setattr(module, name, torch.empty_like(buffer, device="cpu"))
     stored = dict(model.named_buffers()).keys() & model.state_dict().keys()
     weights.read_into({name: model.get_buffer(name) for name in stored})
-    if config.model_type.startswith(modeling.PREFIX):
-        modeling.check_maps(model)
+    if config.model_type.startswith(model_classes.PREFIX):
+        model_classes.check_maps(model)
     return model.eval(), weights
 
 
@@ -87,7 +87,7 @@ def save_as(
         config.save_pretrained(fresh)
         write_both_forms(fresh)
         copy_files(source, fresh)
-        checkpoint.write_note(fresh, modeling.plan_of(model), record)
+        checkpoint.write_note(fresh, model_classes.plan_of(model), record)
 
     return checkpoint.write_atomically(folder, write)
 

@@ -23,7 +23,7 @@ from attention.io.layers.windows import LazyWeights, stored_outer_names
 from attention.io.precision import STORED
 from attention.io.safetensors_files import INDEX, tensors_of_file
 from attention.io.stock_files import copy_files, write_both_forms
-from attention.modeling.modeling import headfold_config
+from attention.modeling.model_classes import headfold_config
 from attention.plan import AttentionPlan
 
 PARTS = "model-*.safetensors"

@@ -13,7 +13,7 @@ from attention.io.checkpoint import load_config
 from attention.io.targets import Held, TargetError, kv_bytes_in, targets
 from attention.io.targets._gguf.architectures import OF_FAMILY
 from attention.io.targets._pairs import widths_of
-from attention.modeling.modeling import PREFIX, plan_of_config
+from attention.modeling.model_classes import PREFIX, plan_of_config
 from attention.plan import AttentionPlan
 
 ALL = ("transformers", "vLLM", "llama.cpp")

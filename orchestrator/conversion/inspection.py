@@ -18,7 +18,7 @@ from torch import Tensor
 from attention.io.precision import round_weights
 from attention.io.sources import check_source, source_name
 from attention.messages import one_of
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
 from attention.progress import stage
 from attention.ratios import own_heads, ratio_of

@@ -28,7 +28,7 @@ from attention.io import checkpoint
 from attention.io.layers.windows import Head, LazyWeights, embed, stored_outer_names
 from attention.io.replacing import check_folder, parents_made
 from attention.io.shards import complete
-from attention.modeling.modeling import headfold_config
+from attention.modeling.model_classes import headfold_config
 from attention.plan import AttentionPlan, LayerPlan
 from attention.progress import clock
 from orchestrator.config.schema import ConfigError

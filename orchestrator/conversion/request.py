@@ -21,7 +21,7 @@ from attention.io import checkpoint
 from attention.io.precision import DTYPES
 from attention.io.sources import check_source, source_name
 from attention.io.stock_form import format_of
-from attention.modeling.modeling import plan_of_config
+from attention.modeling.model_classes import plan_of_config
 from attention.plan import AttentionPlan
 from attention.progress import stage
 from attention.ratios import (

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
 from attention.io.sources import check_source, source_name
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.progress import clock
 from orchestrator.conversion import loading
 from orchestrator.conversion.estimates.sizes import Size

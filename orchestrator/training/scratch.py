@@ -18,7 +18,7 @@ from attention.io import checkpoint
 from attention.io.sources import check_source
 from attention.messages import near
 from attention.modeling.composition import reset
-from attention.modeling.modeling import headfold_config, plan_of_config
+from attention.modeling.model_classes import headfold_config, plan_of_config
 from attention.plan import AttentionPlan, Composition
 from orchestrator.config.schema import ConfigError, Section, parse_section
 from orchestrator.conversion import loading

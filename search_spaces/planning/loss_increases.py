@@ -25,7 +25,7 @@ from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.modeling.grouped import attach
 from attention.modeling.losses import language_modelling, mean_loss
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.modeling.predictions import mean_cost
 from attention.modeling.running import AT_ONCE, Streams
 from attention.plan import AttentionPlan, LayerPlan

@@ -25,7 +25,7 @@ from attention.io import checkpoint
 from attention.io.export import export, tolerance
 from attention.io.targets import TargetError, target, targets
 from attention.modeling.growing_cache import cache_argument
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.plan import PlanError
 from search_spaces.planning.context import PlanningContext, convert_with
 from search_spaces.planning.planning import make_plan

@@ -24,7 +24,7 @@ from attention.conversion.convert import assemble, lift, read_layers, unshare
 from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.modeling.grouped import attach
-from attention.modeling.modeling import check_fits, plan_of
+from attention.modeling.model_classes import check_fits, plan_of
 from attention.plan import AttentionPlan, LayerPlan, PlanError
 from attention.plan_parts import groups_of
 from trainers.loop import ParameterGroup

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
 from trainers.loop import LossFunction
 from trainers.relaxations.base import RELAXATION, Relaxation, is_coarser, lifted

@@ -19,7 +19,7 @@ from attention.conversion.refinement.original import Original, Text
 from attention.conversion.refinement.refine import REFINEMENT, LayerFit
 from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.modeling.running import AT_ONCE, Streams
 from attention.progress import stage
 

@@ -27,7 +27,7 @@ from attention.conversion.refinement.parallel import ONE_AT_A_TIME, each_layer, 
 from attention.conversion.refinement.refine import REFINEMENT, LayerFit, Work
 from attention.conversion.refinement.windows import attended, cache_name, uncached, windows
 from attention.families import family_of
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.modeling.running import entered_by, entering
 from attention.progress import stage
 

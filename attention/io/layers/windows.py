@@ -23,7 +23,7 @@ from attention.families import family_of
 from attention.io.experts import Part, parts_of
 from attention.io.safetensors_files import Stored, WeightsError, opened
 from attention.io.weights import check, check_finite
-from attention.modeling.modeling import plan_of_config
+from attention.modeling.model_classes import plan_of_config
 from attention.modeling.predictions import Final, final
 from attention.modeling.running import entered_by, layer_of, run_to
 from attention.plan import AttentionPlan

@@ -19,7 +19,7 @@ from attention.io.targets import Held, Lowered, Target, TargetError, gqa, phi
 from attention.io.targets._gguf.architectures import architecture, check_supported, shapes_of, with_own_counts
 from attention.io.targets._pairs import check_no_composition, kv_heads_of, written_out
 from attention.messages import reason
-from attention.modeling.modeling import plan_of, plan_of_config
+from attention.modeling.model_classes import plan_of, plan_of_config
 from attention.plan import AttentionPlan
 
 FILE = "model.gguf"

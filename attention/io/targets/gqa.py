@@ -19,7 +19,7 @@ from attention.families import family_of, geometry_of
 from attention.io import checkpoint
 from attention.io.targets import Held, Lowered, Target, TargetError, _stock
 from attention.io.targets._pairs import check_no_composition, kv_heads_of, pad, widths_of, written_out
-from attention.modeling.modeling import family_fields, plan_of
+from attention.modeling.model_classes import family_fields, plan_of
 from attention.plan import AttentionPlan
 
 

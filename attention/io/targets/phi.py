@@ -22,7 +22,7 @@ from attention.families import families, family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.io.targets import Held, Lowered, Target, TargetError, _stock, gqa
 from attention.io.targets._pairs import check_no_composition, kv_heads_of, widths_of, written_out
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
 
 SAME = (

@@ -25,7 +25,7 @@ from attention.io.targets import Held, Lowered, Target, TargetError, phi
 from attention.io.targets._pairs import written_out
 from attention.modeling import scores
 from attention.modeling.composition import composing
-from attention.modeling.modeling import family_fields, plan_of
+from attention.modeling.model_classes import family_fields, plan_of
 from attention.plan import AttentionPlan
 
 CODE = Path(__file__).parent / "_code" / "modeling_head_maps.py"

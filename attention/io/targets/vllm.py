@@ -36,7 +36,7 @@ from attention.io.targets._pairs import (
     written_out,
 )
 from attention.messages import reason
-from attention.modeling.modeling import family_fields, plan_of, plan_of_config
+from attention.modeling.model_classes import family_fields, plan_of, plan_of_config
 from attention.plan import AttentionPlan
 
 DECI = "nemotron-nas"

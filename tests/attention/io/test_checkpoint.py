@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from attention.conversion.convert import convert
 from attention.families import families
 from attention.io import checkpoint, export
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan, LayerPlan, PlanError
 
 UNIFORM = (LayerPlan((0, 1, 1, 0), (0, 1, 1, 0)),) * 2

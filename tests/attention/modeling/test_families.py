@@ -36,7 +36,7 @@ from attention.conversion.convert import convert, lift, read_layers
 from attention.families import families, family_of, geometry_of
 from attention.io import checkpoint, export
 from attention.modeling.growing_cache import cache_argument
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan, LayerPlan
 
 Tiny = Callable[..., PreTrainedModel]

@@ -17,7 +17,7 @@ from attention.conversion.refinement.refine import refine
 from attention.families import families, family_of, geometry_of
 from attention.io import checkpoint, export
 from attention.modeling import mlp
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.modeling.shared_weights import (
     SharedColumns,
     SharedProjection,

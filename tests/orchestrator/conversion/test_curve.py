@@ -11,7 +11,7 @@ import torch
 
 from attention.calibration import calibration as calibrating
 from attention.io import checkpoint
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import in_memory, loading
 from orchestrator.conversion.request import asked_ratios

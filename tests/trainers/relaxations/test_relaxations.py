@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attention.axes import Part
 from attention.conversion.convert import convert, lift
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan, HeadShare, LayerPlan, PlanError
 from trainers.losses import objective
 from trainers.relaxations import RELAXATION, is_coarser, lifted

@@ -19,7 +19,7 @@ from attention.heads import LayerHeads
 from attention.io.targets import TargetError
 from attention.io.targets._gguf.architectures import Architecture, halve, interleave, shapes_of
 from attention.io.targets._pairs import pad, unpad
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 
 TYPES = {
     "float32": gguf.GGMLQuantizationType.F32,
