@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from attention.calibration.calibration import calibrate
+from attention.calibration.calibrate import calibrate
 from attention.conversion.convert import convert
 from attention.plan import LayerPlan
 from benchmarks.decode import RIVALS, stepper

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from attention.calibration.calibration import calibrate
+from attention.calibration.calibrate import calibrate
 from attention.conversion.convert import lift
 from attention.families import geometry_of
 from benchmarks.models import DEMO, llama, random_model, tokens

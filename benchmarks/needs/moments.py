@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from attention.calibration.calibration import calibrate
+from attention.calibration.calibrate import calibrate
 from attention.calibration.sizes import MIXED, layer_bytes, matrices, mixed_dtype
 from attention.families import geometry_of
 from benchmarks.needs.memory import DEMO

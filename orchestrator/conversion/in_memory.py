@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention import garbage
-from attention.calibration.calibration import calibrate
+from attention.calibration.calibrate import calibrate
 from attention.calibration.sizes import SAMPLE_TOKENS
 from attention.calibration.store import Calibration
 from attention.conversion.refinement.original import Original

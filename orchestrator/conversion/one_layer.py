@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from attention.calibration.calibration import calibrate
+from attention.calibration.calibrate import calibrate
 from attention.calibration.sizes import SAMPLE_TOKENS
 from attention.conversion.convert import lift
 from attention.families import geometry_of

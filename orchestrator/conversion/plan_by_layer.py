@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from attention.calibration.calibration import calibrate
+from attention.calibration.calibrate import calibrate
 from attention.conversion.convert import lift
 from attention.conversion.refinement.refine import Work
 from attention.families import geometry_of

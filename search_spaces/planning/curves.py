@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attention.calibration.calibration import calibration_digest, weights_of
+from attention.calibration.calibrate import calibration_digest, weights_of
 from attention.conversion.refinement.local import FIT_RATE, NEAR, STEP_TOKENS
 from attention.conversion.refinement.windows import windows
 from attention.io.files import write_whole

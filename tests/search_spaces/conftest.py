@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from attention.calibration.calibration import calibrate
+from attention.calibration.calibrate import calibrate
 from attention.conversion.convert import lift
 from attention.families import geometry_of
 from search_spaces.planning.planning import PlanningContext

@@ -18,7 +18,7 @@ import torch
 from head_references import logits
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from attention.calibration.calibration import calibrate
+from attention.calibration.calibrate import calibrate
 from attention.conversion.convert import lift
 from attention.families import families, geometry_of
 from attention.io import checkpoint

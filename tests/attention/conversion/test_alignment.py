@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.axes import ALIGNMENT, Part
-from attention.calibration.calibration import calibrate
+from attention.calibration.calibrate import calibrate
 from attention.calibration.moments import LayerStatistics
 from attention.calibration.store import Calibration
 from attention.conversion.alignment.generalised import align_group, rotate_keys, rotate_values

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from attention import progress
 from attention.calibration import collecting, store
-from attention.calibration.calibration import calibrate, calibration_digest, weights_of
+from attention.calibration.calibrate import calibrate, calibration_digest, weights_of
 from attention.calibration.moments import LayerStatistics, packed, unpacked
 from attention.calibration.sizes import MIXED, Mixed, layer_bytes
 from attention.calibration.store import META, Calibration, CalibrationError

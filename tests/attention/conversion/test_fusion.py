@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.axes import ALIGNMENT, FUSION
-from attention.calibration.calibration import calibrate
+from attention.calibration.calibrate import calibrate
 from attention.calibration.moments import LayerStatistics, packed
 from attention.calibration.store import Calibration
 from attention.conversion.convert import convert, lift

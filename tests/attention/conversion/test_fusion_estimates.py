@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.calibration.calibration import calibrate
+from attention.calibration.calibrate import calibrate
 from attention.calibration.moments import gram_under, packed, unpacked
 from attention.calibration.store import Calibration
 from attention.conversion.convert import lift

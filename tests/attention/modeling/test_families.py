@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from attention.axes import FUSION
-from attention.calibration.calibration import calibrate
+from attention.calibration.calibrate import calibrate
 from attention.conversion.convert import convert, lift, read_layers
 from attention.families import families, family_of, geometry_of
 from attention.io import checkpoint, export

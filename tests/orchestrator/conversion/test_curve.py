@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from attention.calibration import calibration as calibrating
+from attention.calibration import calibrate as calibrating
 from attention.io import checkpoint
 from attention.modeling.model_classes import plan_of
 from orchestrator.config.schema import ConfigError

@@ -128,7 +128,7 @@ def test_stages_of_two_four_eight(context: TrialContext, tmp_path: Path, demo_mo
 @pytest.mark.parametrize("alignment", ["none", "procrustes"])
 def test_a_relaxation_starts_from_the_checkpoint(family: str, alignment: str, tiny_model) -> None:
     """Turned heads, each with keys and values of its own, and the logits of the checkpoint."""
-    from attention.calibration.calibration import calibrate
+    from attention.calibration.calibrate import calibrate
 
     model = tiny_model(family)
     tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from attention import progress
-from attention.calibration.calibration import calibrate
+from attention.calibration.calibrate import calibrate
 from attention.conversion.convert import convert, lift
 from attention.families import geometry_of
 from attention.modeling.losses import language_loss

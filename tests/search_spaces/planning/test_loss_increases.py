@@ -15,7 +15,7 @@ from parameters import extended
 from scipy.stats import spearmanr
 from transformers import PreTrainedTokenizerBase
 
-from attention.calibration.calibration import calibrate
+from attention.calibration.calibrate import calibrate
 from attention.conversion.convert import assemble, lift
 from attention.families import geometry_of
 from attention.io import checkpoint

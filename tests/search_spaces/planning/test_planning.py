@@ -154,7 +154,7 @@ def test_the_same_plan_in_any_process(tmp_path: Path) -> None:
         "config = LlamaConfig(vocab_size=32, hidden_size=48, intermediate_size=16, num_hidden_layers=2,\n"
         "                     num_attention_heads=6, num_key_value_heads=6, max_position_embeddings=64)\n"
         "model = LlamaForCausalLM(config).eval()\n"
-        "from attention.calibration.calibration import calibrate\n"
+        "from attention.calibration.calibrate import calibrate\n"
         "from attention.conversion.convert import lift\n"
         "from attention.families import geometry_of\n"
         "from search_spaces.planning.planning import PlanningContext, make_plan\n"
@@ -315,7 +315,7 @@ def test_every_objective_prefers_a_group_of_copies(name: str, sides: tuple[str, 
     # Heads 1 and 3 become copies in queries, keys, values and outputs.
     heads = context.heads[0]
     copied = type(heads)(*(t[[0, 1, 2, 1]] for t in (heads.q, heads.k, heads.v, heads.o)))
-    from attention.calibration.calibration import calibrate
+    from attention.calibration.calibrate import calibrate
     from attention.conversion.convert import assemble, convert
 
     identity = AttentionPlan.identity(1, 4, 8)
