@@ -31,8 +31,8 @@ from orchestrator.storage.paths import check_writable
 from search_spaces.planning.budgets import nearest_budget
 from search_spaces.planning.context import PlanningContext, convert_with
 from search_spaces.planning.planning import make_plan
-from search_spaces.recipes.recipes import RECIPES, Recipe
-from search_spaces.recipes.recipes import recipe as named_recipe
+from search_spaces.recipes.catalogue import RECIPES, Recipe
+from search_spaces.recipes.catalogue import recipe as named_recipe
 from search_spaces.similarity.sharing import similarity_pairs
 from search_spaces.site import SIDES
 from trainers.evaluation import perplexity

@@ -38,8 +38,8 @@ from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
 from orchestrator.reporting.base_model import base_of
 from search_spaces.planning.budgets import BelowLeast, check_budget, nearest_budget
+from search_spaces.recipes.catalogue import recipe as named_recipe
 from search_spaces.recipes.recipe import Recipe
-from search_spaces.recipes.recipes import recipe as named_recipe
 from search_spaces.recipes.rules import keeps_everything
 from trainers.text.data import TOKENS, LoadedTexts, Texts, default_length
 

@@ -16,7 +16,7 @@ from search_spaces.costs import exchanged
 from search_spaces.grouping.neighbour import neighbour_partition
 from search_spaces.partitions import Partition, canonical
 from search_spaces.planning.context import PlanningContext
-from search_spaces.recipes.recipes import RECIPES
+from search_spaces.recipes.catalogue import RECIPES
 from search_spaces.scores import LayerOutputScore, ModelScore
 from search_spaces.site import SIDES, Site, plan_of_sites
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from attention.geometry import HeadGeometry
 from attention.messages import one_of
+from search_spaces.recipes.catalogue import RECIPES
 from search_spaces.recipes.engine_form import EngineForm
 from search_spaces.recipes.recipe import Recipe, RecipeError
-from search_spaces.recipes.recipes import RECIPES
 
 AUTO = "auto"
 BEST_FIRST = ("headfold", "headfold_layers", "headfold_gqa")  # by loss at equal bytes, docs/papers.md

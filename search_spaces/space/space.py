@@ -19,8 +19,8 @@ from attention.axes import AUTO, Knob
 from attention.geometry import HeadGeometry
 from attention.messages import near
 from search_spaces.planning.budgets import nearest_budget, require_budget
+from search_spaces.recipes.catalogue import AXES, BY, RECIPES, Recipe, RecipeError
 from search_spaces.recipes.engine_form import EngineForm
-from search_spaces.recipes.recipes import AXES, BY, RECIPES, Recipe, RecipeError
 from search_spaces.recipes.rules import broken_rules, makes_equal_groups
 from search_spaces.space.domains import ORDER, Domain, Point, by_field
 

@@ -12,7 +12,7 @@ from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
 from attention.plan import AttentionPlan
 from search_spaces.planning.planning import PlanningContext
-from search_spaces.recipes.recipes import Recipe
+from search_spaces.recipes.catalogue import Recipe
 
 
 def random_context(heads: int, stored: int, layers: int, *, dim: int = 3, width: int = 8) -> PlanningContext:

@@ -20,7 +20,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from attention.conversion.convert import convert, read_layers
 from attention.plan import AttentionPlan, LayerPlan
-from search_spaces.recipes.recipes import recipe
+from search_spaces.recipes.catalogue import recipe
 
 SHAPE = dict(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
              num_key_value_heads=4, bos_token_id=None, eos_token_id=None)

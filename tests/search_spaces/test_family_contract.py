@@ -29,7 +29,7 @@ from attention.modeling.model_classes import plan_of
 from attention.plan import PlanError
 from search_spaces.planning.context import PlanningContext, convert_with
 from search_spaces.planning.planning import make_plan
-from search_spaces.recipes.recipes import RECIPES, Recipe, recipe
+from search_spaces.recipes.catalogue import RECIPES, Recipe, recipe
 
 Tiny = Callable[..., PreTrainedModel]
 FAMILIES = sorted(families())

@@ -16,7 +16,7 @@ from attention.geometry import HeadGeometry
 from search_spaces.axes import GROUPING
 from search_spaces.planning.budgets import check_budget
 from search_spaces.planning.planning import make_plan
-from search_spaces.recipes.recipes import AXES, Recipe, RecipeError, recipe
+from search_spaces.recipes.catalogue import AXES, Recipe, RecipeError, recipe
 from search_spaces.recipes.rules import broken_rules
 from search_spaces.space.domains import ORDER, Domain
 from search_spaces.space.space import NOT_UNASKED, JointSpace

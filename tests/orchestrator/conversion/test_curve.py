@@ -17,7 +17,7 @@ from orchestrator.conversion import in_memory, loading
 from orchestrator.conversion.request import asked_ratios
 from orchestrator.conversion.several_ratios import convert_curve
 from search_spaces.planning.context import PlanningContext
-from search_spaces.recipes.recipes import recipe
+from search_spaces.recipes.catalogue import recipe
 from trainers.evaluation import evaluate
 from trainers.text.data import Texts
 

@@ -14,7 +14,7 @@ from orchestrator.search.searchers import SEARCHERS, SearchProblem
 from orchestrator.search.trials.context import relaxation_spec
 from search_spaces.planning.budgets import admissible_counts, check_budget
 from search_spaces.planning.planning import PlanningContext, make_plan
-from search_spaces.recipes.recipes import AXES
+from search_spaces.recipes.catalogue import AXES
 from search_spaces.recipes.rules import broken_rules
 from trainers.settings import TrainSettings
 

@@ -23,7 +23,7 @@ from orchestrator.search.trials.context import TrialContext, relaxation_spec, tr
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.records import DONE
 from search_spaces.planning.planning import PlanningContext, make_plan
-from search_spaces.recipes.recipes import RECIPES, recipe
+from search_spaces.recipes.catalogue import RECIPES, recipe
 from trainers.settings import TrainSettings
 
 RELAXED = sorted(name for name, chosen in RECIPES.items() if chosen.relaxation != "none")

@@ -21,7 +21,7 @@ from orchestrator.search.candidates import Candidate, named_candidates
 from orchestrator.storage import records
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import TrialRecord, write_json
-from search_spaces.recipes.recipes import RECIPES, recipe
+from search_spaces.recipes.catalogue import RECIPES, recipe
 
 
 def trial(number: int, losses: list[float], budget: float = 0.25, **more: Any) -> TrialRecord:

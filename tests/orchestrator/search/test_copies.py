@@ -29,7 +29,7 @@ from orchestrator.search.trials.context import TrialContext, training_job
 from orchestrator.storage import records
 from orchestrator.storage.journal import History, Journal, load_trials, read_history
 from orchestrator.storage.records import COPY, DONE, FAILED, TrialRecord, front
-from search_spaces.recipes.recipes import recipe
+from search_spaces.recipes.catalogue import recipe
 from trainers.settings import TrainSettings
 
 PLAN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 0, 1)),) * 2, head_dim=8)

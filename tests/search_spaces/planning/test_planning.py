@@ -24,7 +24,7 @@ from search_spaces.axes import GROUPING, OBJECTIVE
 from search_spaces.grouping.problem import GroupingProblem
 from search_spaces.partitions import random_partition
 from search_spaces.planning.planning import PlanningContext, make_plan
-from search_spaces.recipes.recipes import RECIPES, Recipe, recipe
+from search_spaces.recipes.catalogue import RECIPES, Recipe, recipe
 from search_spaces.site import Site
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -158,7 +158,7 @@ def test_the_same_plan_in_any_process(tmp_path: Path) -> None:
         "from attention.conversion.convert import lift\n"
         "from attention.families import geometry_of\n"
         "from search_spaces.planning.planning import PlanningContext, make_plan\n"
-        "from search_spaces.recipes.recipes import recipe\n"
+        "from search_spaces.recipes.catalogue import recipe\n"
         "from search_spaces.space.space import JointSpace\n"
         "tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 32, (3, 16)))\n"
         "calibration = calibrate(model, tokens)\n"
