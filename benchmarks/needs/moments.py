@@ -20,7 +20,7 @@ from benchmarks.needs.memory import DEMO
 from benchmarks.report import Row, Scale, benchmark
 from orchestrator.conversion.steps import planning_context, refine_with
 from search_spaces.planning.context import convert_with
-from search_spaces.planning.planning import make_plan
+from search_spaces.planning.planner import make_plan
 from search_spaces.recipes.catalogue import recipe
 from trainers.evaluation import evaluate
 from trainers.text.data import load_sequences

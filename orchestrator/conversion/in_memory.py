@@ -29,7 +29,7 @@ from orchestrator.conversion.estimates.work import available_bytes
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.conversion.steps import cost, planning_context, refine_with, steps_of_layers
 from search_spaces.planning.context import convert_with
-from search_spaces.planning.planning import PlanningContext, make_plan
+from search_spaces.planning.planner import PlanningContext, make_plan
 from search_spaces.recipes.recipe import Recipe
 from trainers.evaluation import CachedTeacher, Evaluation, evaluate
 from trainers.settings import TrainSettings

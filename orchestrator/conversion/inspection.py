@@ -30,7 +30,7 @@ from orchestrator.conversion.steps import refine_with, steps_of_layers
 from orchestrator.storage.paths import check_writable
 from search_spaces.planning.budgets import nearest_budget
 from search_spaces.planning.context import PlanningContext, convert_with
-from search_spaces.planning.planning import make_plan
+from search_spaces.planning.planner import make_plan
 from search_spaces.recipes.catalogue import RECIPES, Recipe
 from search_spaces.recipes.catalogue import recipe as named_recipe
 from search_spaces.similarity.sharing import similarity_pairs

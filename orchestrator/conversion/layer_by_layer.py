@@ -40,7 +40,7 @@ from orchestrator.conversion.request import ConversionRequest
 from orchestrator.conversion.steps import cost, steps_of_layers
 from orchestrator.storage.outputs import Interrupted
 from search_spaces.planning.budgets import counts_of
-from search_spaces.planning.planning import site_generators
+from search_spaces.planning.planner import site_generators
 from search_spaces.recipes.recipe import AXES, Recipe
 from trainers.text.data import LoadedTexts
 

@@ -110,7 +110,7 @@ class Layer:
 @dataclass(frozen=True)
 class LayerwiseConversion:
     """What all layers share. `planned`: the plan, or the head counts of all layers where each is planned by itself with
-    its `generators` (`search_spaces.planning.planning`); `calibration`: C; `plain`: whether layers are written in the
+    its `generators` (`search_spaces.planning.planner`); `calibration`: C; `plain`: whether layers are written in the
     plain family's form; `layer_steps`: of the local fit of each layer, where they are not the recipe's for all."""
 
     request: ConversionRequest

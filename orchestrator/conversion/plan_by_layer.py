@@ -33,7 +33,7 @@ from orchestrator.storage.records import read_json, write_json
 from search_spaces.planning.by_layer import asked_counts, curves_of_layer, plan_from_curves
 from search_spaces.planning.context import PlanningContext
 from search_spaces.planning.curves import points_of
-from search_spaces.planning.planning import site_generators
+from search_spaces.planning.planner import site_generators
 
 
 @dataclass(frozen=True)

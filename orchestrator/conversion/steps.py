@@ -18,7 +18,7 @@ from attention.conversion.refinement.original import Original
 from attention.conversion.refinement.refine import LayerFit, Work, refine
 from attention.families import geometry_of
 from attention.plan import AttentionPlan
-from search_spaces.planning.planning import PlanningContext
+from search_spaces.planning.planner import PlanningContext
 from search_spaces.recipes.recipe import Recipe
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from search_spaces.partitions import Partition
 from search_spaces.planning.budgets import check_budget, problem_of
 from search_spaces.planning.context import PlanningContext
 from search_spaces.planning.curves import Point, expected_increases, point_key
-from search_spaces.planning.planning import Planner, site_generators
+from search_spaces.planning.planner import Planner, site_generators
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.site import SIDES, plan_of_sites
 

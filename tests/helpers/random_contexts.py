@@ -11,7 +11,7 @@ from attention.calibration.store import Calibration
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
 from attention.plan import AttentionPlan
-from search_spaces.planning.planning import PlanningContext
+from search_spaces.planning.planner import PlanningContext
 from search_spaces.recipes.catalogue import Recipe
 
 

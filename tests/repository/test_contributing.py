@@ -49,7 +49,7 @@ else:
 import numpy as np
 from attention.conversion.convert import lift
 from attention.families import geometry_of
-from search_spaces.planning.planning import PlanningContext, make_plan
+from search_spaces.planning.planner import PlanningContext, make_plan
 context = PlanningContext(geometry_of(model.config), lift(model), model=model)
 made = make_plan(recipe("gqa", grouping="strided"), 0.5, context, np.random.default_rng(0))
 assert made.layers[0].key_groups == made.layers[0].value_groups == ((0, 2), (1, 3)), made

@@ -28,7 +28,7 @@ from attention.modeling.growing_cache import cache_argument
 from attention.modeling.model_classes import plan_of
 from attention.plan import PlanError
 from search_spaces.planning.context import PlanningContext, convert_with
-from search_spaces.planning.planning import make_plan
+from search_spaces.planning.planner import make_plan
 from search_spaces.recipes.catalogue import RECIPES, Recipe, recipe
 
 Tiny = Callable[..., PreTrainedModel]

@@ -13,7 +13,7 @@ from orchestrator.search.candidates import Candidate, candidate_space, named_can
 from orchestrator.search.searchers import SEARCHERS, SearchProblem
 from orchestrator.search.trials.context import relaxation_spec
 from search_spaces.planning.budgets import admissible_counts, check_budget
-from search_spaces.planning.planning import PlanningContext, make_plan
+from search_spaces.planning.planner import PlanningContext, make_plan
 from search_spaces.recipes.catalogue import AXES
 from search_spaces.recipes.rules import broken_rules
 from trainers.settings import TrainSettings

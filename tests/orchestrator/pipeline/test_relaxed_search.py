@@ -22,7 +22,7 @@ from orchestrator.search.candidates import Candidate
 from orchestrator.search.trials.context import TrialContext, relaxation_spec, training_job
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.records import DONE
-from search_spaces.planning.planning import PlanningContext, make_plan
+from search_spaces.planning.planner import PlanningContext, make_plan
 from search_spaces.recipes.catalogue import RECIPES, recipe
 from trainers.settings import TrainSettings
 

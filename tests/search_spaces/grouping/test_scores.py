@@ -21,7 +21,7 @@ from attention.modeling.rotary import apply_rotary, rotary_tables
 from attention.plan import AttentionPlan, LayerPlan
 from search_spaces.grouping.walk import asym_walk
 from search_spaces.partitions import Partition, random_partition
-from search_spaces.planning.planning import PlanningContext
+from search_spaces.planning.planner import PlanningContext
 from search_spaces.recipes.catalogue import AXES
 from search_spaces.scores import LayerOutputScore, ModelScore
 from search_spaces.site import Site

@@ -13,7 +13,7 @@ from attention.conversion.convert import convert, lift
 from attention.families import geometry_of
 from attention.modeling.losses import language_loss
 from search_spaces.planning.agreement import Agreement, agreement, random_swaps
-from search_spaces.planning.planning import PlanningContext, make_plan
+from search_spaces.planning.planner import PlanningContext, make_plan
 from search_spaces.recipes.catalogue import recipe
 from trainers.text.data import load_sequences
 

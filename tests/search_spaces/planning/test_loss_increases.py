@@ -23,7 +23,7 @@ from attention.modeling.losses import language_loss
 from attention.plan import AttentionPlan, LayerPlan
 from search_spaces.grouping.neighbour import neighbour_partition
 from search_spaces.planning.loss_increases import ESTIMATED, MEASURED, LayerTrials
-from search_spaces.planning.planning import PlanningContext, make_plan
+from search_spaces.planning.planner import PlanningContext, make_plan
 from search_spaces.recipes.catalogue import recipe
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.site import SIDES, plan_of_sites

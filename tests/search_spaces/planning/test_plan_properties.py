@@ -19,7 +19,7 @@ from random_contexts import quick, random_context, ratio_of
 from attention.plan import AttentionPlan
 from attention.ratios import own_heads
 from attention.ratios import ratio_of as share_of
-from search_spaces.planning.planning import make_plan
+from search_spaces.planning.planner import make_plan
 from search_spaces.recipes.catalogue import RECIPES, recipe
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -96,7 +96,7 @@ import numpy as np, torch
 torch.set_num_threads(1)
 from parameters import extended
 from random_contexts import quick, random_context, ratio_of
-from search_spaces.planning.planning import make_plan
+from search_spaces.planning.planner import make_plan
 from search_spaces.recipes.catalogue import RECIPES
 rng = np.random.default_rng(11)
 for name in sorted(RECIPES):

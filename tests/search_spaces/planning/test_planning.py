@@ -23,7 +23,7 @@ from attention.progress import shown
 from search_spaces.axes import GROUPING, OBJECTIVE
 from search_spaces.grouping.problem import GroupingProblem
 from search_spaces.partitions import random_partition
-from search_spaces.planning.planning import PlanningContext, make_plan
+from search_spaces.planning.planner import PlanningContext, make_plan
 from search_spaces.recipes.catalogue import RECIPES, Recipe, recipe
 from search_spaces.site import Site
 
@@ -157,7 +157,7 @@ def test_the_same_plan_in_any_process(tmp_path: Path) -> None:
         "from attention.calibration.calibrate import calibrate\n"
         "from attention.conversion.convert import lift\n"
         "from attention.families import geometry_of\n"
-        "from search_spaces.planning.planning import PlanningContext, make_plan\n"
+        "from search_spaces.planning.planner import PlanningContext, make_plan\n"
         "from search_spaces.recipes.catalogue import recipe\n"
         "from search_spaces.space.space import JointSpace\n"
         "tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 32, (3, 16)))\n"
