@@ -21,7 +21,7 @@ from search_spaces.recipes.catalogue import AXES, RECIPES, Recipe
 from search_spaces.recipes.catalogue import recipe as named_recipe
 from search_spaces.recipes.engine_form import EngineForm
 from search_spaces.recipes.rules import keeps_everything
-from search_spaces.space.space import Domain, JointSpace
+from search_spaces.space.joint_space import Domain, JointSpace
 
 Point = dict[str, Any]
 OF_SEARCHER = "searcher."

@@ -19,7 +19,7 @@ from search_spaces.planning.planner import make_plan
 from search_spaces.recipes.catalogue import AXES, Recipe, RecipeError, recipe
 from search_spaces.recipes.rules import broken_rules
 from search_spaces.space.domains import ORDER, Domain
-from search_spaces.space.space import NOT_UNASKED, JointSpace
+from search_spaces.space.joint_space import NOT_UNASKED, JointSpace
 
 
 @pytest.fixture(scope="module")

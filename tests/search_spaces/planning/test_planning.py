@@ -159,7 +159,7 @@ def test_the_same_plan_in_any_process(tmp_path: Path) -> None:
         "from attention.families import geometry_of\n"
         "from search_spaces.planning.planner import PlanningContext, make_plan\n"
         "from search_spaces.recipes.catalogue import recipe\n"
-        "from search_spaces.space.space import JointSpace\n"
+        "from search_spaces.space.joint_space import JointSpace\n"
         "tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 32, (3, 16)))\n"
         "calibration = calibrate(model, tokens)\n"
         "geometry = geometry_of(config)\n"
