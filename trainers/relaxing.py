@@ -23,8 +23,8 @@ from attention.plan import AttentionPlan
 from trainers.engine import Engine
 from trainers.fusion_search import next_stage
 from trainers.jobs.checkpoints import CheckpointStore
-from trainers.jobs.job import TrainJob
 from trainers.jobs.share import WorkerShare, teacher_of, untrained
+from trainers.jobs.train_job import TrainJob
 from trainers.loop import train
 from trainers.losses import objective
 from trainers.relaxations.base import Relaxation

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from attention.io.files import sha256, write_whole
 from attention.messages import reason
 from trainers.jobs.addresses import INDEX, below, copy_folder, fetch, folders, open_place, private
-from trainers.jobs.job import TrainJob
+from trainers.jobs.train_job import TrainJob
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from attention.io.files import write_whole
-from trainers.jobs.job import TrainJob
+from trainers.jobs.train_job import TrainJob
 from trainers.settings import TrainSettings
 
 

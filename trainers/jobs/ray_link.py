@@ -17,7 +17,7 @@ import ray.train
 import torch.distributed as dist
 from ray.util.metrics import Gauge
 
-from trainers.jobs.job import TrainJob
+from trainers.jobs.train_job import TrainJob
 
 POINTER = "checkpoint.json"  # in what Ray Train knows as a checkpoint
 GAUGES = {

@@ -16,9 +16,9 @@ from attention.io import checkpoint
 from attention.messages import reason
 from trainers.jobs import best, memory
 from trainers.jobs.checkpoints import CheckpointStore, Kept, gathered
-from trainers.jobs.job import TrainJob
 from trainers.jobs.link import Link
 from trainers.jobs.share import teacher_of
+from trainers.jobs.train_job import TrainJob
 from trainers.jobs.training import Training
 from trainers.loop import TrainingDiverged
 from trainers.shortage import give_back, is_shortage

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from attention.io import checkpoint
 from attention.io.precision import DTYPES
 from trainers.evaluation import Evaluation, evaluate
-from trainers.jobs.job import TrainJob
+from trainers.jobs.train_job import TrainJob
 from trainers.settings import TrainSettings
 from trainers.text.data import BatchStream, read_sequences
 

@@ -15,9 +15,9 @@ from attention.io import checkpoint, piecewise
 from trainers.jobs import best
 from trainers.jobs.checkpoints import CheckpointStore, Kept
 from trainers.jobs.curve import Curve
-from trainers.jobs.job import TrainJob
 from trainers.jobs.link import Link
 from trainers.jobs.share import WorkerShare
+from trainers.jobs.train_job import TrainJob
 from trainers.loop import TrainingDiverged, train
 from trainers.losses import objective
 

@@ -27,8 +27,8 @@ import torch
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from trainers.jobs.job import TrainJob
 from trainers.jobs.ray_link import RayLink, set_gauges
+from trainers.jobs.train_job import TrainJob
 from trainers.loop import TrainingDiverged
 from trainers.settings import AUTO, Shape
 
