@@ -38,4 +38,6 @@ def reason(error: BaseException, hide: Callable[[str], str] = str) -> str:
 
 def cut(text: str) -> str:
     """A text without the middle of a long one: what went wrong is told at its start or its end."""
-    return text if len(text) <= LONGEST else f"{text[: LONGEST * 5 // 8]} ... {text[-LONGEST // 4 :]}"
+    return (
+        text if len(text) <= LONGEST else f"{text[: LONGEST * 5 // 8]} ... {text[-LONGEST // 4 :]}"
+    )

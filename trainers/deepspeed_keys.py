@@ -59,11 +59,17 @@ def check_keys(given: Mapping[str, Any], known: Known | None = KEYS, path: str =
         if name in DECIDED:
             raise ValueError(f"{name} is decided by Headfold; {DECIDED[name]}")
         if known is not None and key not in known:
-            raise ValueError(f"{name}: unknown key{near(key, known)}; allowed here: {', '.join(sorted(known))}")
+            raise ValueError(
+                f"{name}: unknown key{near(key, known)}; allowed here: {', '.join(sorted(known))}"
+            )
         kind = known[key] if known is not None else Any
         if kind is None or isinstance(kind, Mapping):
             if not isinstance(value, Mapping):
                 raise ValueError(f"{name}: expected keys and values, got {value!r}")
             check_keys(value, kind, f"{name}.")
-        elif kind is not Any and type(value) is not kind and not (kind is float and type(value) is int):
+        elif (
+            kind is not Any
+            and type(value) is not kind
+            and not (kind is float and type(value) is int)
+        ):
             raise ValueError(f"{name}: expected {kind.__name__}, got {value!r}")

@@ -21,11 +21,17 @@ def freeze_all_but_keys_and_values(model: PreTrainedModel) -> None:
     """
     modules = family_of(model.config).attention_modules(model)
     if any(isinstance(part, SharedProjection) for module in modules for part in module.children()):
-        raise ValueError("tuning kv: layers of this model share heads, and so their weights; use tuning=full")
-    makers = [part for module in modules for name, part in module.named_children() if name in PROJECTIONS]
+        raise ValueError(
+            "tuning kv: layers of this model share heads, and so their weights; use tuning=full"
+        )
+    makers = [
+        part for module in modules for name, part in module.named_children() if name in PROJECTIONS
+    ]
     trained = {id(p) for part in (*makers, *compositions(model)) for p in part.parameters()}
     if not makers:
-        raise ValueError(f"tuning kv: no attention of this model has any of {', '.join(PROJECTIONS)}; use tuning=full")
+        raise ValueError(
+            f"tuning kv: no attention of this model has any of {', '.join(PROJECTIONS)}; use tuning=full"
+        )
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in trained)
 

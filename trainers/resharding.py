@@ -24,14 +24,17 @@ POLL_SECONDS = 0.5
 
 
 @contextlib.contextmanager
-def for_any_number(folder: str | Path, tag: str, make: Callable[[Path, Path], None]) -> Iterator[Path]:
+def for_any_number(
+    folder: str | Path, tag: str, make: Callable[[Path, Path], None]
+) -> Iterator[Path]:
     """While the body runs: the checkpoint `tag` in `folder`, as a folder that any number of workers can load it from.
     `make(source, target)` writes the other form.
 
     All workers must enter and leave it together. Rank 0 makes it, and the first worker of each node that does not see
     what rank 0 has made. Raises OSError on all workers if one of them could not.
     """
-    folder, host = Path(folder), socket.gethostname()
+    folder = Path(folder)
+    host = socket.gethostname()
     own = folder.parent / f".{folder.name}-any-{host}"
     hosts = _gathered(host)
     if dist.get_rank() == 0:
@@ -48,7 +51,9 @@ def for_any_number(folder: str | Path, tag: str, make: Callable[[Path, Path], No
     try:
         problem = next(filter(None, _outcomes(made)), None)
         if problem:
-            raise OSError(f"training checkpoint {folder} cannot be split over {len(hosts)} workers: {problem}")
+            raise OSError(
+                f"training checkpoint {folder} cannot be split over {len(hosts)} workers: {problem}"
+            )
         yield place
         _gathered(None)
     finally:

@@ -57,7 +57,9 @@ def _folder_of(source: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(source), local_files_only=only_cached(source), **kinds))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"the weights of {str(source)!r} cannot be fetched: {reason(error)}") from None
+        raise CheckpointError(
+            f"the weights of {str(source)!r} cannot be fetched: {reason(error)}"
+        ) from None
 
 
 def save_as(
@@ -82,8 +84,11 @@ def save_as(
     def write(fresh: Path) -> None:
         given, dtype = write_shards(((n, t) for n, t in tensors if n not in tied), fresh, shard)
         if given != wanted:
-            raise ValueError(f"expected the tensors of {source}; others are {sorted(given.items() ^ wanted.items())}")
-        config.dtype, config.architectures = dtype, [type(model).__name__]
+            raise ValueError(
+                f"expected the tensors of {source}; others are {sorted(given.items() ^ wanted.items())}"
+            )
+        config.dtype = dtype
+        config.architectures = [type(model).__name__]
         config.save_pretrained(fresh)
         write_both_forms(fresh)
         copy_files(source, fresh)

@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 
 from attention.io.sources import CheckpointError
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 AGAIN = "download or copy it again"
 
@@ -84,7 +85,9 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     for file in files:
         for name, tensor in tensors_of_file(folder, file).items():
             if name in stored:
-                raise WeightsError(f"{folder}: {name} lies in both {stored[name].file} and {file}; save the model anew")
+                raise WeightsError(
+                    f"{folder}: {name} lies in both {stored[name].file} and {file}; save the model anew"
+                )
             stored[name] = tensor
     for name, file in places.items():
         if name not in stored or stored[name].file != file:
@@ -112,7 +115,9 @@ def _index(path: Path) -> dict[str, str]:
             return places
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
-    raise WeightsError(f"{path} is not an index of safetensors files (JSON with a weight_map); {AGAIN}")
+    raise WeightsError(
+        f"{path} is not an index of safetensors files (JSON with a weight_map); {AGAIN}"
+    )
 
 
 def _nothing_in(folder: Path) -> str:

@@ -33,7 +33,9 @@ def by_layer(shares: Iterable[HeadShare]) -> dict[int, dict[int, tuple[int, int]
 
 def sharing_layers(plan: AttentionPlan) -> frozenset[int]:
     """Layers whose heads are shared or lent: these need separate query, key and value projections."""
-    return frozenset(i for side in PROJECTIONS for s in plan.shares_of(side) for i in (s.layer, s.source_layer))
+    return frozenset(
+        i for side in PROJECTIONS for s in plan.shares_of(side) for i in (s.layer, s.source_layer)
+    )
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,9 @@ def share(model: PreTrainedModel, plan: AttentionPlan) -> None:
     """Give a freshly built model the shared projections of its plan. Weights are not copied."""
     for site in shared_sites(model, plan):
         for layer, borrowed in by_layer(site.shares).items():
-            lenders = {block: (site.projection(source), theirs) for block, (source, theirs) in borrowed.items()}
+            lenders = {
+                block: (site.projection(source), theirs)
+                for block, (source, theirs) in borrowed.items()
+            }
             made = site.kind(site.projection(layer), plan.num_heads, site.size, lenders)
             setattr(site.owners[layer], site.name, made)

@@ -17,11 +17,19 @@ KNOBS = (
     Knob("key_side", "bool", "weights made from the key token; cached at decoding"),
     Knob("before_softmax", "bool", "compose scores"),
     Knob("after_softmax", "bool", "compose weights"),
-    Knob("projection", "bool", "the dynamic low-rank projections (Table 9: without them, gates alone)"),
+    Knob(
+        "projection",
+        "bool",
+        "the dynamic low-rank projections (Table 9: without them, gates alone)",
+    ),
     Knob("gate", "bool", "the dynamic gates (Table 9: without them, projections alone)"),
     Knob("static_base", "bool", "a learned static projection in place of the skip connection"),
     Knob("groups", "int", "heads compose within so many groups (tensor parallel)", 1, 64),
-    Knob("windowed", "bool", "windows as in sec. 4: 256 tokens unless `window` says else, every second layer"),
+    Knob(
+        "windowed",
+        "bool",
+        "windows as in sec. 4: 256 tokens unless `window` says else, every second layer",
+    ),
     Knob("window", "int", "tokens that layers with a window see; 0: everything", 0, 1_000_000),
     Knob("window_pattern", "int", "layers with a window for each one without", 1, 64),
 )

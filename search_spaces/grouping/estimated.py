@@ -21,12 +21,16 @@ NOTABLE = 1e-3  # a step lowers the cost by at least so much of it: less than es
 Groups = list[Members]
 
 
-def by_estimates(problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool) -> Grouping:
+def by_estimates(
+    problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool
+) -> Grouping:
     """Merging and annealing on the first of the cost's `estimates`, then with each further one the swaps and moves that
     the one before ranks best. The score is by the last of them: the cost itself would take longer than the search."""
     cost = problem.need_cost()
     guide, *closer = (estimate() for estimate in cost.estimates)
-    found = annealed_rounds(replace(problem, objective=guide), generator, equal_sizes=equal_sizes, prices=PRICES)
+    found = annealed_rounds(
+        replace(problem, objective=guide), generator, equal_sizes=equal_sizes, prices=PRICES
+    )
     groups = list(found.partition)
     for estimate in closer:
         groups = screened(estimate, guide, groups, may_move=not equal_sizes)
@@ -44,7 +48,8 @@ def screened(cost: GroupCost, guide: GroupCost, groups: Groups, *, may_move: boo
         if not first or min(increases) >= NOTABLE * cost.score(canonical(groups)):
             break
         _, i, j, new_i, new_j = first[int(np.argmin(increases))]
-        groups[i], groups[j] = new_i, new_j
+        groups[i] = new_i
+        groups[j] = new_j
     return groups
 
 

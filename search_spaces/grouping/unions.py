@@ -20,7 +20,13 @@ Groups = list[Members]
 
 
 def regrouped(
-    cost: GroupCost, groups: Groups, *, equal_sizes: bool, generator: np.random.Generator, prices: int, work: int = WORK
+    cost: GroupCost,
+    groups: Groups,
+    *,
+    equal_sizes: bool,
+    generator: np.random.Generator,
+    prices: int,
+    work: int = WORK,
 ) -> Groups:
     """`groups` after exact re-partitions of pairs and triples of groups, until none helps or means are spent.
 
@@ -28,7 +34,9 @@ def regrouped(
     be as many groups to price, at most `prices` in all. The smallest unions come first, in random order.
     """
     limit = cost.priced + prices
-    settled: set[frozenset[Members]] = set()  # sets of groups that are the best partition of their union
+    settled: set[frozenset[Members]] = (
+        set()
+    )  # sets of groups that are the best partition of their union
     while open_sets := _open(groups, settled):
         generator.shuffle(open_sets)
         for union in sorted(open_sets, key=_size):
@@ -54,7 +62,11 @@ def _size(groups: tuple[Members, ...]) -> int:
 
 def _open(kept: Groups, settled: set[frozenset[Members]]) -> list[tuple[Members, ...]]:
     sets = [groups for k in TOGETHER for groups in combinations(sorted(kept), k)]
-    return [groups for groups in sets if len(groups) < _size(groups) <= UNION and frozenset(groups) not in settled]
+    return [
+        groups
+        for groups in sets
+        if len(groups) < _size(groups) <= UNION and frozenset(groups) not in settled
+    ]
 
 
 def _best(cost: GroupCost, groups: tuple[Members, ...], equal_sizes: bool) -> Groups:
@@ -65,5 +77,7 @@ def _best(cost: GroupCost, groups: tuple[Members, ...], equal_sizes: bool) -> Gr
         return tuple(heads[index] for index in members)
 
     own = GroupCost(lambda members: cost.cost(named(members)))
-    best = exact_partition(own, len(heads), equal_sizes=equal_sizes, groups=[len(groups)])[len(groups)]
+    best = exact_partition(own, len(heads), equal_sizes=equal_sizes, groups=[len(groups)])[
+        len(groups)
+    ]
     return [named(members) for members in best.partition]

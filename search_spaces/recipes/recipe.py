@@ -70,12 +70,18 @@ class Recipe:
         if self.by not in BY:
             raise RecipeError(f"recipe {self.name}: {one_of('by', BY, self.by)}")
         if not isinstance(self.together, bool):
-            raise RecipeError(f"recipe {self.name}: together must be true or false, got {self.together!r}")
+            raise RecipeError(
+                f"recipe {self.name}: together must be true or false, got {self.together!r}"
+            )
         full: dict[str, Any] = {}
         try:
             parts = self.parts()
             for axis, part in parts.items():
-                own = {k.removeprefix(f"{axis}."): v for k, v in given.items() if k.startswith(f"{axis}.")}
+                own = {
+                    k.removeprefix(f"{axis}."): v
+                    for k, v in given.items()
+                    if k.startswith(f"{axis}.")
+                }
                 full |= {f"{axis}.{knob}": value for knob, value in part.settings(own).items()}
         except ValueError as error:
             raise RecipeError(f"recipe {self.name}: {error}") from None
@@ -122,10 +128,14 @@ class Recipe:
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(record) - known)
         if unknown or "name" not in record:
-            raise RecipeError(f"a recipe has the fields {sorted(known)} and needs a name, got {sorted(record)}")
+            raise RecipeError(
+                f"a recipe has the fields {sorted(known)} and needs a name, got {sorted(record)}"
+            )
         settings = record.get("settings", {})
         if not isinstance(settings, Mapping):
-            raise RecipeError(f"recipe {record['name']}: settings must map 'axis.knob' to values, got {settings!r}")
+            raise RecipeError(
+                f"recipe {record['name']}: settings must map 'axis.knob' to values, got {settings!r}"
+            )
         return cls(**{**record, "settings": tuple(sorted(settings.items()))})
 
     @property
@@ -146,11 +156,18 @@ class Recipe:
             )
         settings = changes.pop("settings", {})
         if not isinstance(settings, Mapping):
-            raise RecipeError(f"recipe {self.name}: settings must map 'axis.knob' to values, got {settings!r}")
+            raise RecipeError(
+                f"recipe {self.name}: settings must map 'axis.knob' to values, got {settings!r}"
+            )
         new = {**settings, **dotted}
-        replaced = {axis for axis in AXES if axis in changes and changes[axis] != getattr(self, axis)}
+        replaced = {
+            axis for axis in AXES if axis in changes and changes[axis] != getattr(self, axis)
+        }
         old = {k: v for k, v in self.settings if k.split(".")[0] not in replaced}
-        chosen = {name: changes.get(name, getattr(self, name)) for name in ("grouping", "objective", "similarity")}
+        chosen = {
+            name: changes.get(name, getattr(self, name))
+            for name in ("grouping", "objective", "similarity")
+        }
         for name in ("objective", "similarity"):
             if name not in changes and not used(name, chosen):
                 chosen[name] = changes[name] = None

@@ -16,7 +16,13 @@ KNOBS = (
         "learn from the original model: as the training's settings say, not at all, KL, or KL + BiLD (Jin 2024)",
         choices=(AS_CONFIGURED, "none", "kl", "kl_bild"),
     ),
-    Knob("distillation_weight", "float", "its share of the loss; 1 leaves language modelling out", 0.01, 1.0),
+    Knob(
+        "distillation_weight",
+        "float",
+        "its share of the loss; 1 leaves language modelling out",
+        0.01,
+        1.0,
+    ),
     Knob(
         "decay",
         "choice",
@@ -29,7 +35,10 @@ KNOBS = (
 
 @RECOVERY.part("full", source="continued pre-training of all weights", knobs=KNOBS)
 def full(
-    *, distillation: str = AS_CONFIGURED, distillation_weight: float = 0.5, decay: str = AS_CONFIGURED
+    *,
+    distillation: str = AS_CONFIGURED,
+    distillation_weight: float = 0.5,
+    decay: str = AS_CONFIGURED,
 ) -> dict[str, Any]:
     """All weights train."""
     changes: dict[str, Any] = {}

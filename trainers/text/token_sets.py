@@ -30,8 +30,12 @@ from attention.io.files import sha256, write_whole, written_whole
 from trainers.text.corpora import DataError
 
 FORMAT = 1
-SHARD_TOKENS = 2**21  # tokens of a shard: what a killed run makes again at most, and what its writer holds in memory
-INDEX, UNFINISHED, TENSOR = "index.json", "unfinished.json", "sequences"
+SHARD_TOKENS = (
+    2**21
+)  # tokens of a shard: what a killed run makes again at most, and what its writer holds in memory
+INDEX = "index.json"
+UNFINISHED = "unfinished.json"
+TENSOR = "sequences"
 
 
 class Place(NamedTuple):
@@ -65,7 +69,14 @@ class Layout:
     made_of: dict[str, Any]
 
     @classmethod
-    def of(cls, sequences: int, length: int, largest_id: int, shard_tokens: int, made_of: dict[str, Any]) -> Layout:
+    def of(
+        cls,
+        sequences: int,
+        length: int,
+        largest_id: int,
+        shard_tokens: int,
+        made_of: dict[str, Any],
+    ) -> Layout:
         dtype = "uint16" if largest_id < 2**16 else "uint32"
         return cls(sequences, length, max(1, shard_tokens // length), dtype, made_of)
 
@@ -115,7 +126,9 @@ class TokenSequences:
                     for place, row in wanted:
                         found[place] = sequences[row : row + 1][0]
             except (OSError, SafetensorError) as error:
-                raise DataError(f"{file} cannot be read: {error}; start again, and it is made again") from None
+                raise DataError(
+                    f"{file} cannot be read: {error}; start again, and it is made again"
+                ) from None
         return torch.from_numpy(found)
 
 
@@ -123,12 +136,17 @@ class TokenSetWriter:
     """Writes the shards of a set but those that an earlier run has left whole."""
 
     def __init__(self, folder: str | Path, layout: Layout) -> None:
-        self._folder, self.layout = Path(folder), layout
+        self._folder = Path(folder)
+        self.layout = layout
         known = _read(self._folder / UNFINISHED) or _read(self._folder / INDEX) or {}
         self._shards: dict[int, Shard] = {}
         if known.get("layout") == json.loads(json.dumps(asdict(layout))):
-            self._shards = {int(number): Shard.from_dict(shard) for number, shard in known["shards"].items()}
-        self._whole = {number for number, shard in self._shards.items() if self._intact(number, shard)}
+            self._shards = {
+                int(number): Shard.from_dict(shard) for number, shard in known["shards"].items()
+            }
+        self._whole = {
+            number for number, shard in self._shards.items() if self._intact(number, shard)
+        }
 
     def missing(self) -> list[list[int]]:
         """Shards that are still to be written, in runs of neighbours."""
@@ -165,7 +183,9 @@ class TokenSetWriter:
         record["shards"] = {number: asdict(shard) for number, shard in sorted(self._shards.items())}
         if name == INDEX:
             cut = [self.layout.sequences, self.layout.sequence_length]
-            content = json.dumps([cut, [self._shards[number].sha256 for number in range(self.layout.shards)]])
+            content = json.dumps(
+                [cut, [self._shards[number].sha256 for number in range(self.layout.shards)]]
+            )
             record["digest"] = hashlib.sha256(content.encode()).hexdigest()
         write_whole(self._folder / name, json.dumps(record, indent=1) + "\n")
 
@@ -201,7 +221,9 @@ def is_complete(folder: str | Path) -> bool:
     index = _read(folder / INDEX)
     if index is None or (folder / UNFINISHED).exists():
         return False
-    files = {shard_file(folder, int(number)): shard["size"] for number, shard in index["shards"].items()}
+    files = {
+        shard_file(folder, int(number)): shard["size"] for number, shard in index["shards"].items()
+    }
     return all(file.is_file() and file.stat().st_size == size for file, size in files.items())
 
 

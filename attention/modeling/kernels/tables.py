@@ -14,7 +14,9 @@ from torch import Tensor
 
 from attention.plan import LayerPlan
 
-LEAST, MOST = 16, 64  # rows of a matrix product on an accelerator
+# Rows of a matrix product on an accelerator.
+LEAST = 16
+MOST = 64
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,9 @@ class Tables:
             return self
         if device not in self._copies:
             tensors: dict[str, Any] = {
-                name: held.to(device) for name, held in self.__dict__.items() if isinstance(held, Tensor)
+                name: held.to(device)
+                for name, held in self.__dict__.items()
+                if isinstance(held, Tensor)
             }
             self._copies[device] = Tables(**tensors)
         return self._copies[device]
