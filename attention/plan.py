@@ -21,14 +21,8 @@ from attention.plan_parts import (
 )
 
 FORMAT = 1
-SHARES = (
-    "shares",
-    "mlp_shares",
-    "query_shares",
-    "key_shares",
-    "value_shares",
-    "output_shares",
-)  # fields of a plan
+# Fields of a plan.
+SHARES = ("shares", "mlp_shares", "query_shares", "key_shares", "value_shares", "output_shares")
 BYTES = {
     "float64": 8,
     "float32": 4,

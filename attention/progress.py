@@ -99,9 +99,8 @@ class Stage:
         if self.total is None or made <= 0:
             return None
         each = (self._stepped - self._began) / made
-        under_way = min(
-            0.75 * each, now - self._stepped
-        )  # one that takes longer has a quarter to come
+        # One that takes longer has a quarter to come.
+        under_way = min(0.75 * each, now - self._stepped)
         return max(0.0, each * (self.total - self.done) - under_way)
 
     def __str__(self) -> str:

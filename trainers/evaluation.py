@@ -188,9 +188,8 @@ def _generate(model: Any, prompt: Tensor, new: int) -> tuple[float, float]:
 
 def _now(like: Tensor) -> float:
     if like.is_cuda:
-        torch.cuda.synchronize(
-            like.device
-        )  # kernels run on after the call that started them has returned
+        # Kernels run on after the call that started them has returned.
+        torch.cuda.synchronize(like.device)
     return time.perf_counter()
 
 
@@ -221,9 +220,8 @@ def _score(model: Any, teacher: Any, batch: Tensor, counted: int) -> tuple[Tenso
     if isinstance(model, CachedTeacher):
         means = in_chunks(model(batch), batch, costs, reference, counted)
     else:
-        means = mean_cost(
-            model, batch, costs, reference, counted
-        )  # also of no rows: all workers run each pass
+        # Also of no rows: all workers run each pass.
+        means = mean_cost(model, batch, costs, reference, counted)
     if not counted:
         return torch.zeros(3, dtype=torch.float64, device=batch.device), torch.zeros(
             0, dtype=torch.float64

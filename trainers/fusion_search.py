@@ -106,9 +106,8 @@ def next_stage(
         model = lifted(model)
     steps = spec.regroup_steps
     knobs = spec.knobs
-    rate = rate_of(
-        "lagrangian", knobs["rate"], spec.steps
-    )  # of the fusion that these steps come before
+    # Of the fusion that these steps come before.
+    rate = rate_of("lagrangian", knobs["rate"], spec.steps)
     relaxation = _lagrangian(model, goal, steps, rate=rate, per_dimension=knobs["per_dimension"])
     distances = _distances(relaxation, settings, steps, lambda: stream)
     return paired_plan(plan_of(model), goal, distances["key"], distances["value"])

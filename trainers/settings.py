@@ -198,9 +198,8 @@ class TrainSettings(Strict):
         return self
 
     def __hash__(self) -> int:
-        return hash(
-            json.dumps(self.model_dump(), sort_keys=True)
-        )  # a mapping in it has none of its own
+        # A mapping in it has none of its own.
+        return hash(json.dumps(self.model_dump(), sort_keys=True))
 
     @property
     def device_batch_size(self) -> int:

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 
 if not torch.accelerator.is_available():
-    os.environ.setdefault(
-        "DS_ACCELERATOR", "cpu"
-    )  # spares the search for others, and a warning that it failed
+    # Spares the search for others, and a warning that it failed.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
 import deepspeed.ops
@@ -99,14 +98,12 @@ def _fill(
     model: PreTrainedModel, weights: LazyWeights, config: Mapping[str, Any], device: str
 ) -> None:
     """Read a model's parameters, those of one module at a time: rank 0 does, and each worker keeps its part."""
-    outlines = dict(
-        model.named_parameters()
-    )  # a tied one once, and alive, so that no identity is given away
+    # A tied one once, and alive, so that no identity is given away.
+    outlines = dict(model.named_parameters())
     names = {id(outline): name for name, outline in outlines.items()}
     made: dict[int, nn.Parameter] = {}
-    for module in reversed(
-        list(model.modules())
-    ):  # children before parents, whose parameters include theirs
+    # Children before parents, whose parameters include theirs.
+    for module in reversed(list(model.modules())):
         for name, outline in list(module.named_parameters(recurse=False)):
             if id(outline) not in made:
                 whole = torch.empty(outline.shape, dtype=outline.dtype)
@@ -187,8 +184,7 @@ def _forget(model: nn.Module) -> None:
     kept[:] = [module for module in kept if module not in modules]
     name = "_PartitionedParameterCoordinator__params_to_release"
     method: Any = getattr(PartitionedParameterCoordinator, name, None)
-    for cell in (
-        getattr(method, "__closure__", None) or ()
-    ):  # it is wrapped in a function that counts time
+    # It is wrapped in a function that counts time.
+    for cell in getattr(method, "__closure__", None) or ():
         if hasattr(cell.cell_contents, "cache_clear"):
             cell.cell_contents.cache_clear()

@@ -18,17 +18,13 @@ UNFINISHED = 0.05
 """Share of its way that a relaxation may have left for its result to count as reached (`Relaxation.remaining`)."""
 
 LAGRANGIAN_PAPER = 0.01, 1000  # rate and steps: Chen 2024 (DHA), sec. 5.1
-HARD_CONCRETE_PAPER = (
-    0.01,
-    2000,
-)  # the rate: Jin 2024; the steps at which it becomes 1 within 20, measured
+# The rate: Jin 2024; the steps at which it becomes 1 within 20, measured.
+HARD_CONCRETE_PAPER = (0.01, 2000)
 CONSTRAINT_STEPS = (
     30_000  # at which the weight is the paper's, 1; at 19 to 28 steps it closes all masks, measured
 )
-PULL_REFERENCE = (
-    0.3,
-    18,
-)  # decided here, as Cao 2024 is silent: all but 1e-4 of the squared distance goes
+# Decided here, as Cao 2024 is silent: all but 1e-4 of the squared distance goes.
+PULL_REFERENCE = (0.3, 18)
 
 
 def _rate(doc: str) -> Knob:

@@ -82,9 +82,8 @@ def family_of(config: Any) -> Family:
                 f"a {model_type} caches one latent vector per token (multi-head latent attention, MLA) and has no KV "
                 "heads to share; Headfold converts models with key and value heads"
             )
-        known = sorted(
-            families()
-        )  # a name that is nearly one of them is another architecture and no misspelling
+        # A name that is nearly one of them is another architecture and no misspelling.
+        known = sorted(families())
         raise ValueError(
             f"model type must be one of {known}, got {model_type!r}; see CONTRIBUTING.md for how to add a family"
         )

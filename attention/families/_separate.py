@@ -129,9 +129,8 @@ def write_qkv(module: Any, heads: LayerHeads) -> None:
         (module.k_proj, heads.k, heads.k_bias),
         (module.v_proj, heads.v, heads.v_bias),
     ):
-        if isinstance(
-            linear, SharedRows
-        ):  # the weight that it shows is put together anew: copying there is lost
+        # The weight that it shows is put together anew: copying there is lost.
+        if isinstance(linear, SharedRows):
             linear.write(weight, bias)
             continue
         linear.weight.copy_(weight.reshape(linear.weight.shape))

@@ -41,9 +41,8 @@ def read(module: Any, geometry: HeadGeometry) -> LayerHeads:
 
 def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
     _separate.reshape(module, geometry, plan)
-    module.num_key_value_heads = (
-        -1
-    )  # by which the stock forward views keys and values alike: as many as there are
+    # By which the stock forward views keys and values alike: as many as there are.
+    module.num_key_value_heads = -1
     key_norm(module, geometry, plan)
 
 

@@ -112,10 +112,8 @@ def export(
     after = plan_of(lowered.model)
     folded = lowered.folded
     stock = [lowered.model]
-    del (
-        model,
-        lowered,
-    )  # and taken from its list when it is written: neither lies beside the copy that is read back
+    # And taken from its list when it is written: neither lies beside the copy that is read back.
+    del model, lowered
 
     def write(fresh: Path) -> None:
         nonlocal report
@@ -130,9 +128,8 @@ def export(
 def _reference(model: PreTrainedModel, lowered: Lowered, dtype: str) -> Tensor:
     """Logits that what is written must have, the source's weights being rounded alike."""
     if lowered.folded:
-        check_equal(
-            model, lowered.model
-        )  # before the dtype of the checkpoint rounds what was folded
+        # Before the dtype of the checkpoint rounds what was folded.
+        check_equal(model, lowered.model)
     elif dtype in DTYPES:
         round_weights(model, DTYPES[dtype])
     return probe(model)

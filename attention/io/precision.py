@@ -14,12 +14,8 @@ from attention.io.safetensors_files import WeightsError, tensors_of_file
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes that a checkpoint is worked on and written in, by name."""
-STORED = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-}  # as safetensors calls them
+# As safetensors calls them.
+STORED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class DtypeError(ValueError):

@@ -80,9 +80,8 @@ def hub_answers() -> bool:
 
     try:
         get_session().head(constants.ENDPOINT, timeout=5)
-    except (
-        Exception
-    ):  # offline mode, no network, no name service, a proxy that refuses: all mean no
+    except Exception:
+        # Offline mode, no network, no name service, a proxy that refuses: all mean no.
         return False
     return True
 

@@ -68,9 +68,8 @@ def put_tokenizer(tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     fields = json.loads(file.read_text(encoding="utf-8"))
-    if (
-        fields.get("tokenizer_class") == "TokenizersBackend"
-    ):  # what transformers 5 calls it, and 4 does not know
+    # What transformers 5 calls it, and 4 does not know.
+    if fields.get("tokenizer_class") == "TokenizersBackend":
         fields["tokenizer_class"] = "PreTrainedTokenizerFast"
         fields.pop("backend", None)
     if isinstance(fields.get("extra_special_tokens"), list):  # names to tokens for transformers 4
@@ -115,9 +114,8 @@ def _scaling(model_type: str, rope: dict[str, Any]) -> dict[str, Any] | None:
     kind = rope.get("rope_type", "default")
     if kind == "default":
         return None
-    if (
-        model_type == "phi3" and not {"factor", "attention_factor"} & rope.keys()
-    ):  # its class took three fields
+    # Its class took three fields.
+    if model_type == "phi3" and not {"factor", "attention_factor"} & rope.keys():
         return {"type": kind} | {name: rope[name] for name in ("short_factor", "long_factor")}
     return {
         name: value

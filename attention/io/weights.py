@@ -81,9 +81,8 @@ def check(source: str | Path, config: PretrainedConfig) -> dict[str, Place]:
     _check_dtypes(folder, places, model.state_dict())
     for tied, root in model.all_tied_weights_keys.items():
         if tied in places and root in places:
-            first, second = (
-                parts_of(places[name])[0][0] for name in (tied, root)
-            )  # no expert is tied
+            # No expert is tied.
+            first, second = (parts_of(places[name])[0][0] for name in (tied, root))
             _check_tie(folder, first, second)
         elif present := places.get(root) or places.get(tied):
             places |= {tied: present, root: present}
@@ -106,9 +105,8 @@ def _differences(model: PreTrainedModel, places: Mapping[str, Place]) -> Differe
         name: (stored[name], own) for name, own in shapes.items() if stored.get(name, own) != own
     }
     names = LoadStateDictInfo(set(), stored.keys() - shapes.keys(), set(), [], {}, set())
-    model._adjust_missing_and_unexpected_keys(
-        names
-    )  # takes away what its class knows not to need, masks for instance
+    # Takes away what its class knows not to need, masks for instance.
+    model._adjust_missing_and_unexpected_keys(names)
     return Differences(
         frozenset(shapes.keys() - stored.keys()), wrong, frozenset(names.unexpected_keys)
     )
@@ -263,9 +261,8 @@ def _refuse(source: str | Path, model: PreTrainedModel, diff: Differences) -> No
     have = model.config.num_hidden_layers
     kind = type(model).__name__
     prefix = f"{model.base_model_prefix}."
-    stems = {
-        form for stem, _ in _layers(state) for form in (stem, stem.removeprefix(prefix))
-    }  # files may leave it out
+    # Files may leave it out.
+    stems = {form for stem, _ in _layers(state) for form in (stem, stem.removeprefix(prefix))}
     beyond = {(stem, n) for stem, n in _layers(diff.surplus) if stem in stems and n >= have}
     if beyond:
         held = max(n for _, n in beyond) + 1

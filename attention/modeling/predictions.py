@@ -95,9 +95,8 @@ def in_chunks(
     parts = [predicting.states[:, :-1].flatten(0, 1).split(size)]
     if reference is not None:
         parts.append(reference.states[:, :-1].flatten(0, 1).split(size))
-    again = (
-        torch.is_grad_enabled() and len(parts[0]) > 1
-    )  # logits of all positions may be kept where they are few
+    # Logits of all positions may be kept where they are few.
+    again = torch.is_grad_enabled() and len(parts[0]) > 1
 
     def share(labels: Tensor, states: Tensor, guide: Tensor | None = None) -> Tensor:
         logits = predicting.head(states)
@@ -152,9 +151,8 @@ def _at_the_head(
     head = model.get_output_embeddings()
 
     def once(states: Tensor) -> Tensor:
-        del (
-            head.forward
-        )  # the stock forward, which is shadowed on the instance only, is shown again
+        # The stock forward, which is shadowed on the instance only, is shown again.
+        del head.forward
         return instead(states)
 
     head.forward = once

@@ -34,9 +34,8 @@ def regrouped(
     be as many groups to price, at most `prices` in all. The smallest unions come first, in random order.
     """
     limit = cost.priced + prices
-    settled: set[frozenset[Members]] = (
-        set()
-    )  # sets of groups that are the best partition of their union
+    # Sets of groups that are the best partition of their union.
+    settled: set[frozenset[Members]] = set()
     while open_sets := _open(groups, settled):
         generator.shuffle(open_sets)
         for union in sorted(open_sets, key=_size):

@@ -86,9 +86,8 @@ def curves_of_layer(
     layer's two curve generators of `site_generators` they are those of `make_plan` for the whole checkpoint."""
     planner = Planner(recipe, 1, context, [], generators)
     for side, wanted in counts.items():
-        planner.curves_of(
-            [(0, side)], wanted, shown=False
-        )  # who calls tells which layer of the checkpoint it is
+        # Who calls tells which layer of the checkpoint it is.
+        planner.curves_of([(0, side)], wanted, shown=False)
     return planner.curves.points
 
 

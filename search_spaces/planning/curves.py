@@ -25,13 +25,8 @@ from search_spaces.planning.kept_files import alone
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.site import SIDES
 
-DECIDES = (
-    "grouping",
-    "objective",
-    "similarity",
-    "alignment",
-    "fusion",
-)  # axes that what is measured depends on
+# Axes that what is measured depends on.
+DECIDES = ("grouping", "objective", "similarity", "alignment", "fusion")
 
 
 class Point(NamedTuple):

@@ -61,9 +61,8 @@ class LayerTrials:
         self.model = lifted.eval().requires_grad_(False)
         self.family = family_of(self.model.config)
         self.geometry = geometry_of(self.model.config)
-        self.heads = LiftedHeads(
-            model
-        )  # of the model given: those of the copy may be views of what is written to
+        # Of the model given: those of the copy may be views of what is written to.
+        self.heads = LiftedHeads(model)
         self.modules = list(self.family.attention_modules(self.model))
         self.streams = Streams(self.model, self.modules, sequences, batch_size)
 

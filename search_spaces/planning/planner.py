@@ -228,9 +228,8 @@ class Planner:
     def curves(self) -> Curves:
         """Measured curves of this recipe, shared by all budgets through the context and its cache folder."""
         own = self.recipe.knobs("allocation")
-        fitted = self.recipe.knobs("refinement").get(
-            "fit_steps", 0
-        )  # what no refinement will fit is measured as it is
+        # What no refinement will fit is measured as it is.
+        fitted = self.recipe.knobs("refinement").get("fit_steps", 0)
         knobs = {name: own[name] for name in ("tokens", "increases")}
         fit_steps = min(own["fit_steps"], fitted)
         # Only estimates of fitted layers are scaled to the steps of the refinement: others serve any number of them.

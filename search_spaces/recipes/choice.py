@@ -13,11 +13,8 @@ from search_spaces.recipes.engine_form import EngineForm
 from search_spaces.recipes.recipe import Recipe, RecipeError
 
 AUTO = "auto"
-BEST_FIRST = (
-    "headfold",
-    "headfold_layers",
-    "headfold_gqa",
-)  # by loss at equal bytes, docs/papers.md
+# By loss at equal bytes, docs/papers.md.
+BEST_FIRST = ("headfold", "headfold_layers", "headfold_gqa")
 ENGINE_TARGETS: Mapping[str, tuple[str, ...]] = {
     "vllm": ("vllm",),
     "llama.cpp": ("gguf",),

@@ -254,9 +254,8 @@ class JointSpace:
                 # Knobs of one name on different parts of an axis are different domains: their ranges may differ.
                 label = f"{name}:{full[name.partition('.')[0]]}"
                 default = knob.default
-                if (
-                    default == AUTO and knob.low is not None and knob.high is not None
-                ):  # samplers draw numbers
+                # Samplers draw numbers.
+                if default == AUTO and knob.low is not None and knob.high is not None:
                     default = math.sqrt(knob.low * knob.high)
                 domains.append(
                     Domain(label, name, knob.kind, knob.low, knob.high, knob.choices, default)

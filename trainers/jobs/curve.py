@@ -39,9 +39,8 @@ class Curve:
         self._engine = engine
         self._workers = workers
         parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.model.parameters())
-        self._flops = (
-            6.0 * parameters
-        )  # a token's, forward and back; the products of attention are left out
+        # A token's, forward and back; the products of attention are left out.
+        self._flops = 6.0 * parameters
         self._written = 0.0
         self._tokens = 0
         self._seconds = 0.0

@@ -48,9 +48,8 @@ def run_job(job: TrainJob, link: Link) -> dict[str, Any]:
 
 
 def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
-    from trainers.engine import (
-        Engine,
-    )  # here, and not above: who only asks for a job has no need to load DeepSpeed
+    # Here, and not above: who only asks for a job has no need to load DeepSpeed.
+    from trainers.engine import Engine
     from trainers.relaxing import relax
     from trainers.zero import load_model
 

@@ -50,9 +50,8 @@ class Training(WorkerShare):
         self.train_seconds = 0.0
         self.steps = 0
         if relaxed is not None:
-            self.stream.load_state_dict(
-                relaxed.position
-            )  # go on reading where the relaxation stopped
+            # Go on reading where the relaxation stopped.
+            self.stream.load_state_dict(relaxed.position)
             self.earlier_tokens = relaxed.tokens
             self.seconds = relaxed.seconds
         self.metrics: dict[str, Any] = {}
@@ -72,9 +71,8 @@ class Training(WorkerShare):
         last = self.job.milestones[-1]
         start = self._begin(newest)
         self.metrics = reports[-1] if reports else {}
-        if (
-            last == 0 and not reports
-        ):  # a relaxation and no recovery: speed and loss are those of the relaxation
+        # A relaxation and no recovery: speed and loss are those of the relaxation.
+        if last == 0 and not reports:
             assert self.relaxed is not None  # the job has checked it
             losses = [point["train_loss"] for point in self.relaxed.history]
             self.report(0, sum(losses) / max(1, len(losses)))
@@ -100,9 +98,8 @@ class Training(WorkerShare):
         if self.stopped:
             return {"stopped": step}
         if start == last and reports:
-            self.finish(
-                self.metrics
-            )  # killed between its last checkpoint and here, or the weights were lost
+            # Killed between its last checkpoint and here, or the weights were lost.
+            self.finish(self.metrics)
         return {"metrics": self.metrics}
 
     def _begin(self, newest: Kept | None) -> int:
@@ -233,9 +230,8 @@ class Training(WorkerShare):
         """Write the weights down if none were better so far, and add to the report which are the best."""
         known = {key: self.metrics[key] for key in best.BEST if key in self.metrics}
         step = metrics["step"]
-        if metrics["loss"] < known.get(
-            "best_loss", math.inf
-        ):  # never with NaN; of equal steps the earlier one stays
+        # Never with NaN; of equal steps the earlier one stays.
+        if metrics["loss"] < known.get("best_loss", math.inf):
             out = self.job.out_dir if last else best.best_folder(self.job.out_dir, step)
             known = dict(zip(best.BEST, (step, metrics["loss"], metrics["kl"], out), strict=True))
             if not last:  # the finished weights are written in any case

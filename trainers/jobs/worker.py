@@ -145,9 +145,8 @@ def _prepare_worker(device: str) -> None:
     transformers_logging.disable_progress_bar()
     os.environ["DS_ACCELERATOR"] = device
     if device == "cuda":
-        torch.cuda.set_device(
-            ray.train.torch.get_device()
-        )  # collectives come before DeepSpeed chooses
+        # Collectives come before DeepSpeed chooses.
+        torch.cuda.set_device(ray.train.torch.get_device())
 
 
 def _work(config: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +181,6 @@ def _serve(config: dict[str, Any]) -> None:
                 raise  # the others wait for this one; a CUDA context may be broken
             ended = {"failed": traceback.format_exc()}
         if link.rank == 0:
-            set_gauges(
-                job, dict.fromkeys(link.shown, 0.0)
-            )  # Ray exports them as long as the process lives
+            # Ray exports them as long as the process lives.
+            set_gauges(job, dict.fromkeys(link.shown, 0.0))
         ray.get(pool.finished.remote(group, link.rank, ended))

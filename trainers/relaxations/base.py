@@ -96,9 +96,8 @@ class Relaxation(nn.Module, ABC):
     ) -> None:
         super().__init__()
         self.plan = plan
-        self.stand_ins = tuple(
-            stand_ins
-        )  # in a tuple of mappings, and the model in one: neither becomes a child
+        # In a tuple of mappings, and the model in one: neither becomes a child.
+        self.stand_ins = tuple(stand_ins)
         self._model = (model,)
         self.train(model.training)
         model.relaxation = self  # type: ignore[assignment]

@@ -75,9 +75,8 @@ class Beside:
         )
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        stars = {
-            id(star): from_centre(star()) for star, _ in self.parts.values()
-        }  # by a call, for ZeRO 3
+        # By a call, for ZeRO 3.
+        stars = {id(star): from_centre(star()) for star, _ in self.parts.values()}
         lines = torch.cat([stars[id(star)][place] for star, place in self.parts.values()])
         if self.columns:
             return output + F.linear(args[0].index_select(-1, self.places), lines.T)

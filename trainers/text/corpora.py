@@ -316,9 +316,8 @@ def resolve(source: str) -> Corpus:
         parts = [platform.python_version(), *map(_stamp, files)]
         if source == STDLIB:
             return Corpus(source, STDLIB, source, _digest(*parts), files=files)
-        code = tuple(
-            file for file in files if file.parent.name != "pydoc_data"
-        )  # the topics themselves
+        # The topics themselves.
+        code = tuple(file for file in files if file.parent.name != "pydoc_data")
         return Corpus(source, BUILTIN, source, _digest(*parts, *help_topics().values()), files=code)
     if source.startswith(synthetic_corpus.PREFIX):
         name = source.removeprefix(synthetic_corpus.PREFIX)
@@ -360,9 +359,8 @@ def library_files() -> Iterable[Path]:
     """Every .py file of this interpreter's standard library but tests and installed packages, by relative path."""
     files: list[Path] = []
     for folder, below, names in os.walk(LIBRARY):
-        below[:] = [
-            name for name in below if name not in NOT_LIBRARY
-        ]  # installed packages are most of the tree
+        # Installed packages are most of the tree.
+        below[:] = [name for name in below if name not in NOT_LIBRARY]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(files, key=lambda f: f.relative_to(LIBRARY).as_posix())
 

@@ -229,9 +229,8 @@ class TextCut:
         ) as told:
             for run in missing:
                 start = writer.start(run[0])
-                texts = islice(
-                    self._texts(), start.documents, None
-                )  # passed over, not tokenised again
+                # Passed over, not tokenised again.
+                texts = islice(self._texts(), start.documents, None)
                 reader = TokenReader(tokenise(blocks(texts), tokenizer), start)
                 self._write_run(writer, run, reader, beginning(tokenizer), told)
         writer.finish()

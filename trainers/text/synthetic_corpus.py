@@ -29,11 +29,8 @@ from trainers.text.synthetic_words import DOMAINS, PEOPLE
 PREFIX = "synthetic:"
 HELD_OUT = 2_000  # documents
 SHOTS = 3  # of a document
-ASKED_SHOTS = (
-    2,
-    3,
-    4,
-)  # of an example that is asked: of the paper's 2 to 7 those that fit a short context
+# Of an example that is asked: of the paper's 2 to 7 those that fit a short context.
+ASKED_SHOTS = (2, 3, 4)
 NEW_PAIRS = 15
 TRAINING, HOLDING, ASKING = range(3)  # streams of random numbers
 

@@ -30,9 +30,8 @@ from attention.io.files import sha256, write_whole, written_whole
 from trainers.text.corpora import DataError
 
 FORMAT = 1
-SHARD_TOKENS = (
-    2**21
-)  # tokens of a shard: what a killed run makes again at most, and what its writer holds in memory
+# Tokens of a shard: what a killed run makes again at most, and what its writer holds in memory.
+SHARD_TOKENS = 2**21
 INDEX = "index.json"
 UNFINISHED = "unfinished.json"
 TENSOR = "sequences"

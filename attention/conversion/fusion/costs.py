@@ -235,9 +235,8 @@ class ValueCost(Cost):
 
     def _of(self, units: list[int], group: Tensor) -> Tensor:
         """Of some of the different value heads, under what each member of a group sees: `[g, n, n]` float32."""
-        if len(units) == len(
-            self.first
-        ):  # no copy of what may be the largest tensor of a conversion
+        # No copy of what may be the largest tensor of a conversion.
+        if len(units) == len(self.first):
             return self._grams if len(group) == self.num_heads else self._grams[group]
         dim = self.metrics.shape[-1]
         index = torch.tensor(units, device=self._grams.device)

@@ -156,9 +156,8 @@ def _under_whole_norm(
     if plan.key_heads == plan.num_heads:
         return heads
     fused = _fuse_keys(under_norm(heads), plan.key_groups, statistics, geometry)
-    read = fused.expand(
-        plan.key_map, range(plan.num_heads)
-    )  # the norm counts a key once for each query head
+    # The norm counts a key once for each query head.
+    read = fused.expand(plan.key_map, range(plan.num_heads))
     sizes = []
     for side in ("q", "k"):
         before, after = (

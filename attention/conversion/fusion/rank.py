@@ -113,9 +113,8 @@ def _read_back(
     """
     members, dim = metrics.shape[:2]
     seen = grams @ basis
-    cross = seen.view(members, -1, dim, dim)[
-        torch.arange(members, device=seen.device), which
-    ]  # mean of y_h y'^T
+    # Mean of y_h y'^T.
+    cross = seen.view(members, -1, dim, dim)[torch.arange(members, device=seen.device), which]
     shared = basis.T @ seen
     values, vectors = torch.linalg.eigh((shared + shared.transpose(1, 2)) / 2)
     alive = _positive(values)

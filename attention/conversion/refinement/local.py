@@ -64,10 +64,8 @@ NEAR = 2
 """Windows of each sequence that a short fit for planning looks at. Distances among layers are as with all windows, at
 half of the time (benchmarks/LOG.md)."""
 BETAS = (0.8, 0.9)
-LOGITS = (
-    "q_",
-    "k_",
-)  # projections and norms of queries and keys, which every layer with fused keys has apart
+# Projections and norms of queries and keys, which every layer with fused keys has apart.
+LOGITS = ("q_", "k_")
 WARMUP = 0.05
 RETRIES = 2
 SMALLER = 0.25

@@ -109,9 +109,8 @@ def _cut(value: Any, length: int, first: int, end: int) -> Any:
         shape = value.shape
         if len(shape) > 1 and shape[-2] == length:  # a table of a position embedding
             return value[..., first:end, :]
-        return (
-            value[..., first:end] if shape and shape[-1] == length else value
-        )  # numbers of positions
+        # Numbers of positions.
+        return value[..., first:end] if shape and shape[-1] == length else value
     if isinstance(value, dict):
         return {name: _cut(item, length, first, end) for name, item in value.items()}
     return (

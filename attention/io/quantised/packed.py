@@ -177,9 +177,8 @@ def scaled(weight: Tensor, scale: Tensor, block: Any = None) -> Tensor:
     result = weight.float()
     if height == 1 and columns % width == 0:  # groups of each row's own
         return (result.unflatten(-1, (-1, width)) * factors[..., None]).flatten(-2)
-    for index in range(
-        expected[0]
-    ):  # a strip of rows at a time, so that no factor is ever repeated for each number
+    # A strip of rows at a time, so that no factor is ever repeated for each number.
+    for index in range(expected[0]):
         strip = slice(index * height, min(rows, (index + 1) * height))
         wide = factors[..., index : index + 1, :].repeat_interleave(width, dim=-1)[..., :columns]
         result[..., strip, :] *= wide

@@ -84,12 +84,8 @@ def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = Non
     return form.name
 
 
-_FILE_TYPES = {
-    "float32": 0,
-    "float16": 1,
-    "q8_0": 7,
-    "bfloat16": 32,
-}  # llama.cpp's numbers: ALL_F32, MOSTLY_F16, ...
+# llama.cpp's numbers: ALL_F32, MOSTLY_F16, ...
+_FILE_TYPES = {"float32": 0, "float16": 1, "q8_0": 7, "bfloat16": 32}
 
 
 def read(folder: Path, config: Any) -> PreTrainedModel:

@@ -11,9 +11,8 @@ from typing import Any
 from transformers import MistralConfig
 
 
-class DeciLMConfig(
-    MistralConfig
-):  # Llama's fields; Llama's own class wants a width that the heads divide
+class DeciLMConfig(MistralConfig):
+    # Llama's fields; Llama's own class wants a width that the heads divide.
     model_type = "nemotron-nas"
 
     def __init__(self, block_configs: Any = (), **fields: Any) -> None:

@@ -44,9 +44,8 @@ def hand_on(
 ) -> tuple[Any, dict[str, Any]]:
     """Give the attention function the input of the module and its cache."""
     composed_input = args[0] if args else kwargs["hidden_states"]
-    cache = kwargs.get(
-        "cache", kwargs.get("past_key_values")
-    )  # its name since transformers 5.24, and before
+    # Its name since transformers 5.24, and before.
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))
     return args, {**kwargs, "composed_input": composed_input, "composed_cache": cache}
 
 

@@ -47,9 +47,8 @@ def attend(
 
 
 AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(
-    NAME, sdpa_mask
-)  # without a mask function of its own, padding would be ignored
+# Without a mask function of its own, padding would be ignored.
+AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 class HeadMapsForCausalLM(LlamaForCausalLM):
