@@ -20,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 KINDS = ("int", "float", "log_float", "choice", "bool")
 AUTO = "auto"
 """What a knob may be set to whose value then follows from what is at hand (`Knob.auto`)."""
-IN_WORDS = {"int": "a whole number", "float": "a number", "log_float": "a number"}
+_IN_WORDS = {"int": "a whole number", "float": "a number", "log_float": "a number"}
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Knob:
         wanted = int if self.kind == "int" else (int, float)
         if isinstance(value, bool) or not isinstance(value, wanted):
             or_auto = f" or {AUTO!r}" if self.auto else ""
-            raise ValueError(f"{self.name} must be {IN_WORDS[self.kind]}{or_auto}, got {value!r}")
+            raise ValueError(f"{self.name} must be {_IN_WORDS[self.kind]}{or_auto}, got {value!r}")
         if (self.low is not None and value < self.low) or (
             self.high is not None and value > self.high
         ):

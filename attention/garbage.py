@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 
-USUAL = gc.get_threshold()
+_USUAL = gc.get_threshold()
 SELDOM = 50_000
 """New objects between two collections while libraries are imported: with Python's 700 these collections take a tenth of
 the time of all imports."""
@@ -19,7 +19,7 @@ _settled = False
 
 def collect_seldom() -> None:
     """Until `settle`: call it before the imports."""
-    gc.set_threshold(SELDOM, *USUAL[1:])
+    gc.set_threshold(SELDOM, *_USUAL[1:])
 
 
 def settle() -> None:
@@ -30,5 +30,5 @@ def settle() -> None:
         return
     _settled = True
     gc.freeze()
-    gc.set_threshold(*USUAL)
+    gc.set_threshold(*_USUAL)
     atexit.register(gc.unfreeze)  # else libraries that look for leaks at the end find all of it

@@ -20,7 +20,7 @@ from attention.plan_parts import (
     shortened,
 )
 
-FORMAT = 1
+_FORMAT = 1
 # Fields of a plan.
 SHARES = ("shares", "mlp_shares", "query_shares", "key_shares", "value_shares", "output_shares")
 BYTES = {
@@ -176,7 +176,7 @@ class AttentionPlan:
     def to_dict(self) -> dict[str, Any]:
         """The same as plain JSON values."""
         record = {
-            "format": FORMAT,
+            "format": _FORMAT,
             "head_dim": self.head_dim,
             "layers": [
                 {"key_map": list(x.key_map), "value_map": list(x.value_map)} for x in self.layers
@@ -201,10 +201,10 @@ class AttentionPlan:
     @classmethod
     def from_dict(cls, record: Any) -> AttentionPlan:
         """Inverse of `to_dict`. Raises PlanError naming what is wrong."""
-        if not isinstance(record, dict) or record.get("format") != FORMAT:
+        if not isinstance(record, dict) or record.get("format") != _FORMAT:
             form = record.get("format") if isinstance(record, dict) else type(record).__name__
             raise PlanError(
-                f"a plan must be a JSON object with format {FORMAT}, got {shortened(form)}"
+                f"a plan must be a JSON object with format {_FORMAT}, got {shortened(form)}"
             )
         unknown = sorted(set(record) - {"format", "head_dim", "layers", "composition", *SHARES})
         if unknown:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 SAY_SECONDS = 10.0  # between two lines where there is no bar
-LOOK_SECONDS = 0.5
+_LOOK_SECONDS = 0.5
 
 
 def clock(seconds: float) -> str:
@@ -158,7 +158,7 @@ class _Screen:
             self.stages.remove(stage)
 
     def watch(self, ended: threading.Event) -> None:
-        while not ended.wait(LOOK_SECONDS):
+        while not ended.wait(_LOOK_SECONDS):
             self.show(self.stages[-1])
 
 

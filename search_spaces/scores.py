@@ -28,8 +28,8 @@ from search_spaces.partitions import Partition
 from search_spaces.site import Site
 
 CACHE_BYTES = 256 * 2**20
-TOGETHER = 64  # query heads worked on at once
-MEASURED = 1 << 16  # losses of whole models that are remembered
+_TOGETHER = 64  # query heads worked on at once
+_MEASURED = 1 << 16  # losses of whole models that are remembered
 Norm = Callable[[Tensor], Tensor]
 
 
@@ -166,7 +166,7 @@ class LayerOutputScore:
             self._effects.popitem(last=False)
         for _, some in groupby(sorted(missing, key=len), len):
             alike = list(some)
-            step = max(1, TOGETHER // (len(alike[0]) * len(self.units[0])))
+            step = max(1, _TOGETHER // (len(alike[0]) * len(self.units[0])))
             for start in range(0, len(alike), step):
                 batch = alike[start : start + step]
                 self._effects.update(zip(batch, self._effects_of(batch), strict=True))
@@ -247,7 +247,7 @@ class ModelScore:
 
     def score(self, partition: Partition) -> float:
         if partition not in self._known:
-            if len(self._known) >= MEASURED:
+            if len(self._known) >= _MEASURED:
                 del self._known[next(iter(self._known))]
             self._known[partition] = -self.measure(self.plan_with(partition))
         return self._known[partition]

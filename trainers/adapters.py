@@ -20,10 +20,10 @@ from attention.families import family_of
 from attention.modeling.composition import compositions
 from attention.modeling.shared_weights import SharedProjection, sharing_modules
 
-NAME = "default"  # peft's name of the one adapter
+_NAME = "default"  # peft's name of the one adapter
 BASE = ".base_layer."
-DOWN = f".lora_A.{NAME}."
-UP = f".lora_B.{NAME}."
+DOWN = f".lora_A.{_NAME}."
+UP = f".lora_B.{_NAME}."
 
 
 def adaptable(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -110,7 +110,7 @@ def add_adapters(
             bias="none",
             target_modules=list(projections),
         )
-        inject_adapter_in_model(config, model, adapter_name=NAME)
+        inject_adapter_in_model(config, model, adapter_name=_NAME)
     trained = {id(p) for composition in compositions(model) for p in composition.parameters()}
     missing = set(projections)
     for name, parameter in model.named_parameters():

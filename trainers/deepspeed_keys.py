@@ -34,7 +34,7 @@ OF_ADAM = {
     "torch_adam": bool, "fused": bool, "foreach": bool, "amsgrad": bool, "bias_correction": bool, "eps": float,
     "fp32_optimizer_states": bool,
 }  # fmt: skip
-KEYS: Known = {
+_KEYS: Known = {
     "zero_optimization": None,
     "optimizer": {"params": OF_ADAM},
     "bf16": None,
@@ -52,7 +52,7 @@ KEYS: Known = {
 """Keys that may be set, with the type of a value; None: a section that DeepSpeed checks itself."""
 
 
-def check_keys(given: Mapping[str, Any], known: Known | None = KEYS, path: str = "") -> None:
+def check_keys(given: Mapping[str, Any], known: Known | None = _KEYS, path: str = "") -> None:
     """Raise ValueError for a key that Headfold decides, that there is not, or whose value is of another type."""
     for key, value in given.items():
         name = f"{path}{key}"

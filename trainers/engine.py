@@ -23,7 +23,7 @@ from trainers.settings import TrainSettings
 TAG = "engine"
 LAYOUT = "layout.json"
 SCALE = "rate_scale"  # in a group of the optimiser: its learning rate over the settings'
-OWN = (SCALE, "weight_decay")  # what a group has of its own
+_OWN = (SCALE, "weight_decay")  # what a group has of its own
 
 
 class Engine:
@@ -172,7 +172,7 @@ class Engine:
         given = contextlib.nullcontext(folder)
         if anew:
             given = resharding.for_any_number(folder, TAG, zero.write_universal)
-        own = [{key: group[key] for key in OWN} for group in self._engine.optimizer.param_groups]
+        own = [{key: group[key] for key in _OWN} for group in self._engine.optimizer.param_groups]
         with given as readable, contextlib.redirect_stdout(None):
             self._engine._config.load_universal_checkpoint = anew
             whole = self.settings.tuning == "full"  # else what is frozen is the model's already

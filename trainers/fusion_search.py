@@ -35,7 +35,7 @@ from trainers.settings import TrainSettings
 from trainers.text.data import BatchStream
 from trainers.text.token_sets import TokenSequences
 
-STEPS = 240
+_STEPS = 240
 
 
 def search_distances(
@@ -43,7 +43,7 @@ def search_distances(
     sequences: Tensor | TokenSequences,
     settings: TrainSettings,
     *,
-    steps: int = STEPS,
+    steps: int = _STEPS,
     rate: float = 1e-2,
     seed: int = 0,
 ) -> dict[str, Tensor]:

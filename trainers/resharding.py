@@ -20,7 +20,7 @@ import torch.distributed as dist
 from attention.messages import reason
 from trainers.jobs.checkpoints import gathered
 
-POLL_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 
 @contextlib.contextmanager
@@ -66,7 +66,7 @@ def _outcomes(made: Future[None] | None) -> list[str | None]:
     while True:
         with contextlib.suppress(TimeoutError):
             if made is not None:
-                made.exception(POLL_SECONDS)
+                made.exception(_POLL_SECONDS)
         if all(_gathered(made is None or made.done())):
             error = made.exception() if made is not None else None
             return _gathered(None if error is None else reason(error))

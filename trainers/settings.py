@@ -22,7 +22,7 @@ from pydantic_core.core_schema import ValidationInfo
 from attention.io.dtype_names import full_name
 from trainers.deepspeed_keys import check_keys
 
-LONGEST = 4096
+_LONGEST = 4096
 """Characters of a text in a configuration: that of the longest path."""
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what every generator below takes
 
@@ -73,13 +73,13 @@ class Strict(BaseModel):
                 raise ValueError("expected text or a number, not bytes")
             if isinstance(one, str) and not _is_line(one):
                 raise ValueError(
-                    f"expected one line of text, at most {LONGEST} characters, none for control"
+                    f"expected one line of text, at most {_LONGEST} characters, none for control"
                 )
         return value
 
 
 def _is_line(text: str) -> bool:
-    return len(text) <= LONGEST and not any(c < " " or "\ud800" <= c <= "\udfff" for c in text)
+    return len(text) <= _LONGEST and not any(c < " " or "\ud800" <= c <= "\udfff" for c in text)
 
 
 def _known(given: dict[str, Any]) -> dict[str, Any]:

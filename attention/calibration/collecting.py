@@ -23,7 +23,7 @@ from attention.geometry import HeadGeometry
 from attention.modeling.running import entering
 from attention.modeling.scores import capped, softmax_beside
 
-NAME = "headfold_calibration"
+_NAME = "headfold_calibration"
 SLICE_BYTES = 128 * 2**20
 """Of the attention weights in float32 that are held at a time: those of one head, of some sequences or some tokens."""
 
@@ -176,9 +176,9 @@ def _to_query_heads(module: nn.Module, states: Tensor, name: str) -> Tensor:
     return states.repeat_interleave(int(getattr(module, "num_key_value_groups", 1)), dim=1)
 
 
-AttentionInterface.register(NAME, calibration_attention)
+AttentionInterface.register(_NAME, calibration_attention)
 # Eager's mask is additive and always there, so causality and sliding windows arrive whatever the family.
-AttentionMaskInterface.register(NAME, eager_mask)
+AttentionMaskInterface.register(_NAME, eager_mask)
 
 
 # ---- the model for the time of the pass -------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def collecting(
             handles.append(
                 module.register_forward_pre_hook(collectors[-1].see_call, with_kwargs=True)
             )
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(_NAME)
         yield collectors
     finally:
         model.set_attn_implementation(before)

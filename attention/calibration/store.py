@@ -29,8 +29,8 @@ from attention.io.files import sha256, write_whole, written_whole
 from attention.io.replacing import unused
 
 META = "calibration.json"
-FORMAT = 2
-AGAIN = "delete the folder and calibrate again"
+_FORMAT = 2
+_AGAIN = "delete the folder and calibrate again"
 ABANDONED = 24 * 3600
 """Seconds without a new layer after which an unfinished calibration is taken for that of a killed process."""
 
@@ -62,9 +62,9 @@ class Calibration:
         try:
             noted = (source / META).stat().st_mtime_ns
             meta: dict[str, Any] = json.loads((source / META).read_text())
-            if meta.get("format") != FORMAT:
+            if meta.get("format") != _FORMAT:
                 raise CalibrationError(
-                    f"{source}: expected format {FORMAT}, got {meta.get('format')!r}; calibrate again"
+                    f"{source}: expected format {_FORMAT}, got {meta.get('format')!r}; calibrate again"
                 )
             entries = [dict(entry) for entry in meta["layers"]]
             fresh = [_verified(source / entry["file"], entry, noted) for entry in entries]
@@ -111,7 +111,7 @@ class StoredLayers(Sequence[LayerStatistics]):
                 )
         except (OSError, SafetensorError) as error:
             raise CalibrationError(
-                f"{self.folder / name} cannot be read ({error}); {AGAIN}"
+                f"{self.folder / name} cannot be read ({error}); {_AGAIN}"
             ) from None
 
 
@@ -163,7 +163,7 @@ def write(
             for i, layer in enumerate(layers)
         ]
         meta = {
-            "format": FORMAT,
+            "format": _FORMAT,
             "digest": digest,
             "weights": weights,
             "mixed": mixed,
@@ -200,7 +200,7 @@ def _verified(path: Path, entry: dict[str, Any], noted: int) -> bool:
         return False
     if (checksum := sha256(path)) != entry["sha256"]:
         raise CalibrationError(
-            f"{path}: expected SHA-256 {entry['sha256'][:16]}..., got {checksum[:16]}...; the file is damaged: {AGAIN}"
+            f"{path}: expected SHA-256 {entry['sha256'][:16]}..., got {checksum[:16]}...; the file is damaged: {_AGAIN}"
         )
     entry["stamp"] = stamp
     return True

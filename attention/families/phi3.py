@@ -18,7 +18,7 @@ from attention.heads import LayerHeads
 from attention.modeling.growing_cache import take_cache
 from attention.plan import LayerPlan
 
-FUSED = "qkv_proj"
+_FUSED = "qkv_proj"
 
 
 def geometry(config: Any) -> HeadGeometry:
@@ -55,7 +55,7 @@ def read(module: Any, geometry: HeadGeometry) -> LayerHeads:
 
 
 def separate(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
-    _uneven.separate(FUSED, UnevenPhi3Attention, module, geometry, plan)
+    _uneven.separate(_FUSED, UnevenPhi3Attention, module, geometry, plan)
 
 
 def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:

@@ -158,11 +158,11 @@ def _write(
         )
     if check is not None:
         report = replace(report, check=check(fresh, back))
-    write_report(fresh, asdict(report))
+    _write_report(fresh, asdict(report))
     return report
 
 
-def write_report(folder: str | Path, record: dict[str, Any]) -> None:
+def _write_report(folder: str | Path, record: dict[str, Any]) -> None:
     """Put `export.json` into a folder."""
     (Path(folder) / REPORT_FILE).write_text(
         json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8"

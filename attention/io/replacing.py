@@ -19,7 +19,7 @@ from attention.io.files import names_beside, sha256
 from attention.io.sources import check_source
 
 DIGESTS = "digests.json"
-LONGEST = 64  # characters of a file's name in a checkpoint
+_LONGEST = 64  # characters of a file's name in a checkpoint
 
 
 class OutputError(ValueError):
@@ -304,7 +304,7 @@ def _try(folder: Path) -> None:
             folder.rmdir()
         trial.mkdir()
         try:
-            (trial / ("x" * LONGEST)).touch()
-            (trial / ("x" * LONGEST)).unlink()
+            (trial / ("x" * _LONGEST)).touch()
+            (trial / ("x" * _LONGEST)).unlink()
         finally:
             trial.rmdir()

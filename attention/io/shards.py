@@ -26,8 +26,8 @@ from attention.io.stock_files import copy_files, write_both_forms
 from attention.modeling.model_classes import headfold_config
 from attention.plan import AttentionPlan
 
-PARTS = "model-*.safetensors"
-BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "BOOL": 1, "U8": 1, "I8": 1}
+_PARTS = "model-*.safetensors"
+_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "BOOL": 1, "U8": 1, "I8": 1}
 
 
 def shard_name(index: int, count: int) -> str:
@@ -51,11 +51,11 @@ def write_index(folder: Path) -> dict[str, int]:
     """Write the index over all pieces in `folder`. Returns `parameters` (floating-point numbers) and `bytes`."""
     places: dict[str, str] = {}
     parameters = size = 0
-    for path in sorted(folder.glob(PARTS)):
+    for path in sorted(folder.glob(_PARTS)):
         for name, tensor in tensors_of_file(folder, path.name).items():
             places[name] = path.name
             parameters += tensor.numbers if tensor.dtype in STORED else 0
-            size += tensor.numbers * BYTES[tensor.dtype]
+            size += tensor.numbers * _BYTES[tensor.dtype]
     record = {
         "metadata": {"total_size": size, "total_parameters": parameters},
         "weight_map": places,

@@ -26,7 +26,7 @@ TOKENIZER_FILES = (
 GENERATION = "generation_config.json"
 
 
-def folder_of(source: str | Path) -> Path:
+def _folder_of(source: str | Path) -> Path:
     """The folder that a checkpoint's small files are in; for a hub name its snapshot in the hub's cache.
 
     Raises ValueError if the hub does not give them.
@@ -48,7 +48,7 @@ def copy_files(source: str | Path, folder: Path) -> None:
 
     What `folder` has of them goes first, so that two sets never mix; a source without a tokenizer copies none.
     """
-    origin = folder_of(source)
+    origin = _folder_of(source)
     for pattern in (*TOKENIZER_FILES, GENERATION):
         files = [file for file in sorted(origin.glob(pattern)) if file.is_file()]
         if pattern != GENERATION or files:

@@ -20,13 +20,13 @@ CHUNK_BYTES = 64 * 2**20  # of float32 logits of one model
 CHUNKS_HELD = (
     8  # as many bytes at once, at most: logits of two models, logarithms, and what KL makes of them
 )
-FLOAT = 4
+_FLOAT = 4
 
-Cost = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+_Cost = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """`cost(logits [P, V], labels [P], reference logits [P, V] or None)`: a mean over the P positions, of any shape."""
 
 
-Head = Callable[[Tensor], Tensor]
+_Head = Callable[[Tensor], Tensor]
 
 
 class Final(NamedTuple):
@@ -40,12 +40,12 @@ class Final(NamedTuple):
 
 def positions_at_once(vocabulary: int) -> int:
     """Positions of which the logits of one model exist at the same time."""
-    return max(1, CHUNK_BYTES // (FLOAT * vocabulary))
+    return max(1, CHUNK_BYTES // (_FLOAT * vocabulary))
 
 
 def most_logit_bytes(vocabulary: int, positions: int) -> int:
     """Most that all logits, and what is made of them, take at once in a batch of so many positions."""
-    return CHUNKS_HELD * FLOAT * vocabulary * min(positions, positions_at_once(vocabulary))
+    return CHUNKS_HELD * _FLOAT * vocabulary * min(positions, positions_at_once(vocabulary))
 
 
 def final(model: Any, ids: Tensor, **more: Any) -> Final:
@@ -59,7 +59,7 @@ def final(model: Any, ids: Tensor, **more: Any) -> Final:
 
 
 def mean_cost(
-    model: Any, ids: Tensor, cost: Cost, reference: Final | None = None, rows: int | None = None
+    model: Any, ids: Tensor, cost: _Cost, reference: Final | None = None, rows: int | None = None
 ) -> Tensor:
     """Mean of `cost` over the next-token predictions of the first `rows` (default: all) sequences of `ids [B, T]`.
 
@@ -80,7 +80,7 @@ def mean_cost(
 def in_chunks(
     predicting: Final,
     ids: Tensor,
-    cost: Cost,
+    cost: _Cost,
     reference: Final | None = None,
     rows: int | None = None,
 ) -> Tensor:
@@ -125,7 +125,7 @@ AFTER_THE_HEAD = {"logits_scaling": 1.0, "final_logit_softcapping": None}
 Granite divides them, Gemma 2 and 3 cap them."""
 
 
-def _finishing(model: Any) -> Callable[[Head], Head]:
+def _finishing(model: Any) -> Callable[[_Head], _Head]:
     """From an output head, the head with what the model does to its logits."""
     scaling, cap = (getattr(_config(model), name, plain) for name, plain in AFTER_THE_HEAD.items())
 

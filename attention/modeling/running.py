@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 AT_ONCE = 8
-TOKENS_AT_ONCE = 2048
+_TOKENS_AT_ONCE = 2048
 """Sequences that run through a model at once, and tokens of them: fewer of long ones, whose activations would take more
 memory and run no faster."""
 
@@ -62,7 +62,7 @@ def run_to(model: PreTrainedModel, module: nn.Module, ids: Tensor, *, through: b
 
 def batch_of(length: int, batch_size: int = AT_ONCE) -> int:
     """Sequences of `length` tokens that run through a model at once, at most `batch_size`."""
-    return max(1, min(batch_size, TOKENS_AT_ONCE // length))
+    return max(1, min(batch_size, _TOKENS_AT_ONCE // length))
 
 
 def entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

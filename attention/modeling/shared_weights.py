@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-OWN = -1
+_OWN = -1
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class SharedProjection(nn.Module):
             for lender in self._lenders
         )
         self._pieces = tuple(self._plan(blocks, size, borrowed, total))
-        self._own_sizes = [piece.size for piece in self._pieces if piece.owner == OWN]
+        self._own_sizes = [piece.size for piece in self._pieces if piece.owner == _OWN]
         self._borrowed = frozenset(borrowed)
         owned = sum(self._own_sizes)
         like_this = {"device": like.weight.device, "dtype": like.weight.dtype}
@@ -85,7 +85,7 @@ class SharedProjection(nn.Module):
                 run += size
                 continue
             if run:
-                yield Piece(OWN, runs, run)
+                yield Piece(_OWN, runs, run)
                 run = 0
                 runs = runs + 1
             lender, theirs = borrowed[block]
@@ -93,7 +93,7 @@ class SharedProjection(nn.Module):
             yield Piece(index, _part(self._splits[index], _offset(lender, theirs, size)), size)
         run += total - blocks * size
         if run:
-            yield Piece(OWN, runs, run)
+            yield Piece(_OWN, runs, run)
 
     def reset_parameters(self) -> None:
         """Fresh owned weights, as `nn.Linear` starts."""
@@ -136,7 +136,7 @@ class SharedProjection(nn.Module):
         pieces = zip(
             self._pieces, whole.split([piece.size for piece in self._pieces], dim), strict=True
         )
-        return torch.cat([t for piece, t in pieces if piece.owner == OWN], dim)
+        return torch.cat([t for piece, t in pieces if piece.owner == _OWN], dim)
 
     def extra_repr(self) -> str:
         return f"in={self.in_features}, out={self.out_features}, shared blocks={sorted(self._borrowed)}"
@@ -165,10 +165,10 @@ class SharedRows(SharedProjection):
         biases = self._biases()
         made: dict[Piece, Tensor] = {}  # two blocks may be the same one of a lender
         for piece in self._pieces:
-            if piece.owner != OWN and piece not in made:
+            if piece.owner != _OWN and piece not in made:
                 bias = biases[piece.owner][piece.part] if biases[piece.owner] else None
                 made[piece] = F.linear(x, weights[piece.owner][piece.part], bias)
-        return torch.cat([own[p.part] if p.owner == OWN else made[p] for p in self._pieces], -1)
+        return torch.cat([own[p.part] if p.owner == _OWN else made[p] for p in self._pieces], -1)
 
     @torch.no_grad()
     def write(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -195,7 +195,7 @@ class SharedColumns(SharedProjection):
         for piece, part in zip(
             self._pieces, x.split([p.size for p in self._pieces], -1), strict=True
         ):
-            if piece.owner == OWN:
+            if piece.owner == _OWN:
                 own.append(part)
             else:
                 inputs[piece] = inputs[piece] + part if piece in inputs else part

@@ -18,7 +18,7 @@ from search_spaces.allocation.problem import AllocationProblem, Counts
 from search_spaces.axes import ALLOCATION
 
 BY_CURVES = ("knapsack", "layerwise")
-MOST_QUERY_HEADS = 2  # times the model's, zeros included, that unequal groups may lead to unless they are asked for
+_MOST_QUERY_HEADS = 2  # times the model's, zeros included, that unequal groups may lead to unless they are asked for
 POWERS = range(-12, 7)  # of 2: weights of evenness, relative to the mean error
 
 
@@ -87,7 +87,7 @@ def towards_even(
     return [steps[index] for index in kept]
 
 
-KNOBS = (
+_KNOBS = (
     Knob(
         "counts",
         "choice",
@@ -151,7 +151,7 @@ def usual_counts(stored: int, num_heads: int) -> tuple[int, ...]:
         tried = [*counts, count]
         step = math.lcm(*tried)
         least = max(g * -(-stored // g) for g in tried) * (num_heads // stored)
-        if -(-least // step) * step <= MOST_QUERY_HEADS * num_heads:
+        if -(-least // step) * step <= _MOST_QUERY_HEADS * num_heads:
             counts = tried
     return tuple(sorted(counts))
 
@@ -200,7 +200,7 @@ def best_measured(
 @ALLOCATION.part(
     "knapsack",
     source="ours: multiple-choice knapsack over keys and values of all layers",
-    knobs=KNOBS,
+    knobs=_KNOBS,
     needs=("model", "measure", "apart", "by_layer"),
     passes_to=best_measured,
 )
@@ -212,7 +212,7 @@ def knapsack_part(problem: AllocationProblem, **knobs: Any) -> Counts:
 @ALLOCATION.part(
     "layerwise",
     source="ours: multiple-choice knapsack over layers, keys and values alike",
-    knobs=KNOBS,
+    knobs=_KNOBS,
     needs=("model", "measure", "by_layer"),
     passes_to=best_measured,
 )

@@ -11,7 +11,7 @@ from attention.plan import AttentionPlan, Composition
 from search_spaces.axes import COMPOSITION
 
 WINDOW = 256  # Xiao 2024, sec. 4: "a sliding attention window of 256 tokens for each other layer"
-KNOBS = (
+_KNOBS = (
     Knob("rank", "int", "R of the low-rank branches", 1, 16, searched=True),
     Knob("query_side", "bool", "weights made from the query token"),
     Knob("key_side", "bool", "weights made from the key token; cached at decoding"),
@@ -49,7 +49,7 @@ def composition_of(settings: Mapping[str, Any]) -> Composition:
     return Composition(**own)
 
 
-@COMPOSITION.part("dcmha", source="Xiao 2024, sec. 3 and 4", knobs=KNOBS, passes_to=Composition)
+@COMPOSITION.part("dcmha", source="Xiao 2024, sec. 3 and 4", knobs=_KNOBS, passes_to=Composition)
 def dcmha(plan: AttentionPlan, *, windowed: bool = False, **knobs: Any) -> AttentionPlan:
     """Raises PlanError for settings that cannot be."""
     return replace(plan, composition=composition_of({"windowed": windowed, **knobs}))

@@ -13,12 +13,12 @@ from search_spaces.grouping.merge_anneal import annealed_rounds
 from search_spaces.grouping.problem import Grouping, GroupingProblem
 from search_spaces.partitions import canonical
 
-PRICES = 300  # groups that annealing on the first estimate prices
+_PRICES = 300  # groups that annealing on the first estimate prices
 TRIED = 24  # changes that the closer estimate looks at in a step
-MOST = 60  # steps
+_MOST = 60  # steps
 NOTABLE = 1e-3  # a step lowers the cost by at least so much of it: less than estimates are good for
 
-Groups = list[Members]
+_Groups = list[Members]
 
 
 def by_estimates(
@@ -29,7 +29,7 @@ def by_estimates(
     cost = problem.need_cost()
     guide, *closer = (estimate() for estimate in cost.estimates)
     found = annealed_rounds(
-        replace(problem, objective=guide), generator, equal_sizes=equal_sizes, prices=PRICES
+        replace(problem, objective=guide), generator, equal_sizes=equal_sizes, prices=_PRICES
     )
     groups = list(found.partition)
     for estimate in closer:
@@ -39,10 +39,10 @@ def by_estimates(
     return Grouping(partition, guide.score(partition))
 
 
-def screened(cost: GroupCost, guide: GroupCost, groups: Groups, *, may_move: bool) -> Groups:
+def screened(cost: GroupCost, guide: GroupCost, groups: _Groups, *, may_move: bool) -> _Groups:
     """`groups` after the best of the `TRIED` changes that `guide` ranks first, by `cost`, until none of them helps."""
     groups = list(groups)
-    for _ in range(MOST):
+    for _ in range(_MOST):
         first = sorted(changes_of(guide, groups, may_move))[:TRIED]
         increases = _increases(cost, groups, first)
         if not first or min(increases) >= NOTABLE * cost.score(canonical(groups)):
@@ -54,7 +54,7 @@ def screened(cost: GroupCost, guide: GroupCost, groups: Groups, *, may_move: boo
 
 
 def _increases(
-    cost: GroupCost, groups: Groups, changes: Sequence[tuple[float, int, int, Members, Members]]
+    cost: GroupCost, groups: _Groups, changes: Sequence[tuple[float, int, int, Members, Members]]
 ) -> list[float]:
     def change(groups: Sequence[Members], by: Sequence[Members]) -> float:
         return sum(cost.costs(by)) - sum(cost.costs(groups))

@@ -17,12 +17,12 @@ from search_spaces.costs import GroupCost, Members, exchanged
 from search_spaces.grouping.problem import EQUAL_SIZES, Grouping, GroupingProblem
 from search_spaces.partitions import canonical, largest_group
 
-Groups = list[Members]
+_Groups = list[Members]
 
 
-def _merged(cost: GroupCost, num_heads: int, count: int, largest: int) -> Groups:
+def _merged(cost: GroupCost, num_heads: int, count: int, largest: int) -> _Groups:
     """Merge the pair whose union raises the cost least, while it has at most `largest` members."""
-    groups: Groups = [(h,) for h in range(num_heads)]
+    groups: _Groups = [(h,) for h in range(num_heads)]
     while len(groups) > count:
         pairs = [(a, b) for a, b in combinations(groups, 2) if len(a) + len(b) <= largest]
         if not pairs:  # e.g. sizes 3, 3, 2 under a limit of 4: open the smallest group and place its heads one by one
@@ -35,7 +35,7 @@ def _merged(cost: GroupCost, num_heads: int, count: int, largest: int) -> Groups
     return groups
 
 
-def _dissolved(cost: GroupCost, groups: Groups, largest: int) -> Groups:
+def _dissolved(cost: GroupCost, groups: _Groups, largest: int) -> _Groups:
     smallest = min(groups, key=lambda group: (len(group), group))
     rest = [group for group in groups if group != smallest]
     for head in smallest:
@@ -51,7 +51,7 @@ def _union(a: Members, b: Members) -> Members:
     return tuple(sorted(a + b))
 
 
-def improved(cost: GroupCost, groups: Groups, may_move: bool, max_passes: int) -> Groups:
+def improved(cost: GroupCost, groups: _Groups, may_move: bool, max_passes: int) -> _Groups:
     """`groups` after the best swap (or move) between two groups, until none lowers the cost, changed in place."""
     for _ in range(max_passes):
         changes = list(changes_of(cost, groups, may_move))
@@ -66,7 +66,7 @@ def improved(cost: GroupCost, groups: Groups, may_move: bool, max_passes: int) -
 
 
 def changes_of(
-    cost: GroupCost, groups: Groups, may_move: bool
+    cost: GroupCost, groups: _Groups, may_move: bool
 ) -> Iterator[tuple[float, int, int, Members, Members]]:
     """Every swap (and every move) between two groups: (increase of the cost, i, j, new group i, new group j)."""
     for i, j in combinations(range(len(groups)), 2):

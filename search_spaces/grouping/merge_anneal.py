@@ -15,8 +15,8 @@ from search_spaces.grouping.problem import EQUAL_SIZES, Grouping, GroupingProble
 from search_spaces.grouping.unions import regrouped
 from search_spaces.partitions import canonical, random_partition
 
-STEPS = 4000  # of annealing
-ROUNDS = 8  # or more, where a round would have more steps than ROUND
+_STEPS = 4000  # of annealing
+_ROUNDS = 8  # or more, where a round would have more steps than ROUND
 ROUND = 500
 COLDEST = 0.02  # last temperature, relative to the first: below it hardly a step is accepted
 PRICES = 6000  # groups that are priced after merging, at most: where a cost is dear this is what takes the time
@@ -87,7 +87,7 @@ def merge_anneal(
     generator: np.random.Generator,
     *,
     equal_sizes: bool = True,
-    steps: int = STEPS,
+    steps: int = _STEPS,
 ) -> Grouping:
     """`merge`, then rounds of annealing, each ended by local search; the best partition counts.
 
@@ -105,7 +105,7 @@ def annealed_rounds(
     generator: np.random.Generator,
     *,
     equal_sizes: bool,
-    steps: int = STEPS,
+    steps: int = _STEPS,
     prices: int = PRICES,
 ) -> Grouping:
     """`merge_anneal` with another number of prices."""
@@ -121,7 +121,7 @@ def annealed_rounds(
         return regrouped(cost, groups, equal_sizes=equal_sizes, generator=generator, prices=prices)
 
     best = settled(list(start.partition))
-    rounds = max(ROUNDS, steps // ROUND)
+    rounds = max(_ROUNDS, steps // ROUND)
     for turn in range(rounds):
         if cost.priced >= limit:
             break

@@ -12,22 +12,22 @@ import numpy as np
 from search_spaces.costs import GroupCost, Members
 from search_spaces.grouping.subsets import exact_partition
 
-TOGETHER = (2, 3)  # groups taken at once
+_TOGETHER = (2, 3)  # groups taken at once
 UNION = 12  # heads in a union at most
 WORK = 1 << 14  # subsets of heads looked at in one search
 
-Groups = list[Members]
+_Groups = list[Members]
 
 
 def regrouped(
     cost: GroupCost,
-    groups: Groups,
+    groups: _Groups,
     *,
     equal_sizes: bool,
     generator: np.random.Generator,
     prices: int,
     work: int = WORK,
-) -> Groups:
+) -> _Groups:
     """`groups` after exact re-partitions of pairs and triples of groups, until none helps or means are spent.
 
     The number of groups stays, and their sizes with `equal_sizes`. A union of m heads is work of `2^m` subsets, and may
@@ -59,8 +59,8 @@ def _size(groups: tuple[Members, ...]) -> int:
     return sum(len(group) for group in groups)
 
 
-def _open(kept: Groups, settled: set[frozenset[Members]]) -> list[tuple[Members, ...]]:
-    sets = [groups for k in TOGETHER for groups in combinations(sorted(kept), k)]
+def _open(kept: _Groups, settled: set[frozenset[Members]]) -> list[tuple[Members, ...]]:
+    sets = [groups for k in _TOGETHER for groups in combinations(sorted(kept), k)]
     return [
         groups
         for groups in sets
@@ -68,7 +68,7 @@ def _open(kept: Groups, settled: set[frozenset[Members]]) -> list[tuple[Members,
     ]
 
 
-def _best(cost: GroupCost, groups: tuple[Members, ...], equal_sizes: bool) -> Groups:
+def _best(cost: GroupCost, groups: tuple[Members, ...], equal_sizes: bool) -> _Groups:
     """The best partition of the union of `groups` into as many."""
     heads = sorted(head for group in groups for head in group)
 

@@ -16,7 +16,7 @@ from search_spaces.site import Site
 
 DEAR = 1e12
 """Multiply-adds of a search by value costs from which it goes by estimates of them: about a minute of one core."""
-SEARCHED = 6000  # prices that a search asks for
+_SEARCHED = 6000  # prices that a search asks for
 OFTEN = 4  # the size of most groups
 
 
@@ -38,7 +38,7 @@ def least_squares(site: Site) -> GroupCost:
         return _group_cost(site, keys)
     values = ValueCost(site.heads, statistics)
     unit = max(map(len, site.units), default=1)
-    if values.preparation + SEARCHED * values.effort(OFTEN * unit) <= DEAR:
+    if values.preparation + _SEARCHED * values.effort(OFTEN * unit) <= DEAR:
         return _group_cost(site, [*keys, values])
     return _group_cost(site, [*keys, values], estimates=_estimates(site, keys, statistics))
 

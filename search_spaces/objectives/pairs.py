@@ -16,7 +16,7 @@ def pairs(site: Site) -> PairCost:
     return PairCost.from_similarity(site.need_similarity("objective=pairs"))
 
 
-KNOBS = (
+_KNOBS = (
     Knob("steps", "int", "training steps of the search phase", 1, 1_000_000),
     Knob("rate", "log_float", "peak learning rate of the coefficients in it", 1e-5, 1.0),
 )
@@ -25,7 +25,7 @@ KNOBS = (
 @OBJECTIVE.part(
     "fusion_loss",
     source="Chen 2024 (DHA), sec. 4.3, Eq. 7 and App. B.2 to B.4",
-    knobs=KNOBS,
+    knobs=_KNOBS,
     needs=("fusion_distances",),
 )
 def fusion_loss(site: Site, *, steps: int = 240, rate: float = 1e-2) -> PairCost:

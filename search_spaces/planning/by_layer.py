@@ -22,7 +22,7 @@ from search_spaces.planning.planner import Planner, site_generators
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.site import SIDES, plan_of_sites
 
-Counts = Sequence[int]
+_Counts = Sequence[int]
 
 
 def plan_layer(
@@ -40,14 +40,14 @@ def plan_layer(
 
 def asked_counts(
     recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry
-) -> dict[tuple[int, str], Counts]:
+) -> dict[tuple[int, str], _Counts]:
     """Head counts of each (layer, "key", "value" or "both") of which the recipe's allocation wants loss increases.
 
     Raises ValueError if the budget cannot be met.
     """
-    asked: dict[tuple[int, str], Counts] = {}
+    asked: dict[tuple[int, str], _Counts] = {}
 
-    def flat(sites: Sequence[tuple[int, str]], counts: Counts) -> list[dict[int, float]]:
+    def flat(sites: Sequence[tuple[int, str]], counts: _Counts) -> list[dict[int, float]]:
         asked.update(dict.fromkeys(sites, counts))
         return [dict.fromkeys(counts, 0.0)] * len(sites)
 
@@ -78,7 +78,7 @@ def measure_curves(
 
 def curves_of_layer(
     recipe: Recipe,
-    counts: Mapping[str, Counts],
+    counts: Mapping[str, _Counts],
     context: PlanningContext,
     generators: list[np.random.Generator],
 ) -> dict[str, Point]:
@@ -101,7 +101,7 @@ def plan_from_curves(
     """
     units = geometry.num_kv_heads
 
-    def curve(layer: int, side: str, counts: Counts) -> dict[int, float]:
+    def curve(layer: int, side: str, counts: _Counts) -> dict[int, float]:
         if side == "both" and not recipe.together:
             return {
                 count: sum(curve(layer, each, [count])[count] for each in SIDES) for count in counts
@@ -111,7 +111,7 @@ def plan_from_curves(
             c: 0.0 if c == units else points[point_key(layer, sides, c)].increase for c in counts
         }
 
-    def curves(sites: Sequence[tuple[int, str]], counts: Counts) -> list[dict[int, float]]:
+    def curves(sites: Sequence[tuple[int, str]], counts: _Counts) -> list[dict[int, float]]:
         return [curve(layer, side, counts) for layer, side in sites]
 
     check_budget(recipe, kv_ratio, geometry)

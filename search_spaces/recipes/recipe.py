@@ -32,7 +32,7 @@ AXES: dict[str, Axis] = {
     )
 }
 BY = (*SIDES, "both")
-CHOSEN = (*AXES, "together", "by")
+_CHOSEN = (*AXES, "together", "by")
 
 
 class RecipeError(ValueError):
@@ -148,10 +148,10 @@ class Recipe:
         """This recipe with other choices. `settings` (or "axis.knob" keys) are merged; settings of parts that are no
         longer chosen fall away; what the new grouping does not use is set to None. Raises RecipeError."""
         dotted = {key: changes.pop(key) for key in list(changes) if "." in key}
-        unknown = sorted(set(changes) - {*CHOSEN, "settings"})
+        unknown = sorted(set(changes) - {*_CHOSEN, "settings"})
         if unknown:
             raise RecipeError(
-                f"recipe {self.name}: no field {unknown[0]!r}{near(unknown[0], CHOSEN)}; there are {list(CHOSEN)}, and "
+                f"recipe {self.name}: no field {unknown[0]!r}{near(unknown[0], _CHOSEN)}; there are {list(_CHOSEN)}, and "
                 "settings like grouping.iterations"
             )
         settings = changes.pop("settings", {})

@@ -9,7 +9,7 @@ from search_spaces.axes import RECOVERY
 
 AS_CONFIGURED = "as_configured"
 ENDS = {"tenth": 0.1, "zero": 0.0}
-KNOBS = (
+_KNOBS = (
     Knob(
         "distillation",
         "choice",
@@ -33,7 +33,7 @@ KNOBS = (
 )
 
 
-@RECOVERY.part("full", source="continued pre-training of all weights", knobs=KNOBS)
+@RECOVERY.part("full", source="continued pre-training of all weights", knobs=_KNOBS)
 def full(
     *,
     distillation: str = AS_CONFIGURED,
@@ -53,7 +53,7 @@ def full(
     knobs=(
         Knob("rank", "int", "rank of an adapter", 1, 64, searched=True),
         Knob("alpha", "float", "an adapter counts alpha / rank times", 1e-3, 1e4),
-        *KNOBS,
+        *_KNOBS,
     ),
     passes_to=full,
 )

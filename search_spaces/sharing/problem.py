@@ -25,7 +25,7 @@ class SharingProblem:
     mlps: Callable[[], Sequence[MlpWeights]]
 
 
-KNOBS = (
+_KNOBS = (
     # At most half: more than a two-layer model can share, of which the first layer has no earlier one.
     Knob(
         "alpha",
@@ -57,8 +57,8 @@ def none(problem: SharingProblem) -> Shares:
 
 
 # The plan is the same. "post" trains the heads towards each other first: a penalty pulls each pair together.
-@SHARING.part("post", source="Cao 2024, PostShare: the matches of DirectShare", knobs=KNOBS)
-@SHARING.part("direct", source="Cao 2024, Eq. 3 and Alg. 1", knobs=KNOBS)
+@SHARING.part("post", source="Cao 2024, PostShare: the matches of DirectShare", knobs=_KNOBS)
+@SHARING.part("direct", source="Cao 2024, Eq. 3 and Alg. 1", knobs=_KNOBS)
 def match(
     problem: SharingProblem,
     *,

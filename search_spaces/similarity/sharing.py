@@ -22,7 +22,7 @@ from attention.plan import AttentionPlan
 from search_spaces.similarity.projections import projection
 from search_spaces.site import SIDES
 
-TOKENS = 4096
+_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def pair_cosines(
     statistics: LayerStatistics,
     geometry: HeadGeometry,
     side: str,
-    tokens: int = TOKENS,
+    tokens: int = _TOKENS,
 ) -> PairCosines:
     """Cosines of the pairs of lifted heads of a layer, on the first sampled sequences that hold `tokens` tokens.
 

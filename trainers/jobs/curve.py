@@ -20,8 +20,8 @@ import torch
 if TYPE_CHECKING:
     from trainers.engine import Engine
 
-NAME = "curve.jsonl"
-SECONDS = 10.0
+_NAME = "curve.jsonl"
+_SECONDS = 10.0
 """Between two lines."""
 PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 """Operations a second of dense bfloat16 products, by a part of the device's name; from NVIDIA's data sheets."""
@@ -35,7 +35,7 @@ class Curve:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._show = show
-        self._file = folder / NAME
+        self._file = folder / _NAME
         self._engine = engine
         self._workers = workers
         parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.model.parameters())
@@ -50,7 +50,7 @@ class Curve:
         """After a step of `tokens` tokens that took `seconds`."""
         self._tokens = self._tokens + tokens
         self._seconds = self._seconds + seconds
-        if time.time() - self._written < SECONDS:
+        if time.time() - self._written < _SECONDS:
             return
         self._written = time.time()
         speed = self._tokens / self._seconds
@@ -72,7 +72,7 @@ class Curve:
 def read_curve(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run by rising step; one that a kill has cut short is left out."""
     lines: dict[int, dict[str, Any]] = {}
-    file = folder / NAME
+    file = folder / _NAME
     for text in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
         with contextlib.suppress(ValueError):
             line = json.loads(text)

@@ -36,7 +36,7 @@ from trainers.relaxations.base import (
     put_in_place,
 )
 
-SOURCE = "Jin 2024, sec. 3.5, Eq. 25 to 29; Louizos 2017, Eq. 10 to 13"
+_SOURCE = "Jin 2024, sec. 3.5, Eq. 25 to 29; Louizos 2017, Eq. 10 to 13"
 # Temperature and stretched interval, Louizos 2017, sec. 4.1.
 BETA = 2 / 3
 GAMMA = -0.1
@@ -125,7 +125,7 @@ def _means(rows: Tensor, groups: Groups) -> nn.Parameter:
     return nn.Parameter(pooled(rows.detach(), groups))
 
 
-@RELAXATION.part("hard_concrete", source=SOURCE, knobs=HARD_CONCRETE)
+@RELAXATION.part("hard_concrete", source=_SOURCE, knobs=HARD_CONCRETE)
 class HardConcrete(Relaxation):
     """Align's pruning training, of a copy of `model`, towards `plan`. `penalty` is Eq. 29 over all masks at once.
 

@@ -34,7 +34,7 @@ from trainers.relaxations.base import (
     put_in_place,
 )
 
-SOURCE = "Chen 2024 (DHA), sec. 4.2, Eq. 5 to 8, and App. B.2"
+_SOURCE = "Chen 2024 (DHA), sec. 4.2, Eq. 5 to 8, and App. B.2"
 
 
 # ---- the equations --------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class FusedProjection(HeadProjection):
         return torch.stack(rows), torch.stack(shift) if shift else None
 
 
-@RELAXATION.part("lagrangian", source=SOURCE, knobs=LAGRANGIAN)
+@RELAXATION.part("lagrangian", source=_SOURCE, knobs=LAGRANGIAN)
 class Lagrangian(Relaxation):
     """DHA's fusion stage, of a copy of `model`, towards `plan` over `steps` steps. `penalty` is the second term of
     Eq. 8. Nothing is random, so `generator` is not used.

@@ -34,7 +34,7 @@ from attention.plan import AttentionPlan, PlanError
 from trainers.loop import ParameterGroup
 from trainers.relaxations.base import RELAXATION, Learned, Relaxation, opened
 
-Block = tuple[int, int]  # layer, head
+_Block = tuple[int, int]  # layer, head
 
 
 def from_centre(apart: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def _part(site: SharedSite, plain: SharedSite) -> Iterator[Star]:
     """Move the lent blocks of one projection to the means of their stars and put the differences beside them."""
     columns = site.kind is SharedColumns
     size = site.size
-    borrowers: dict[Block, list[Block]] = {}
+    borrowers: dict[_Block, list[_Block]] = {}
     for share in site.shares:
         borrowers.setdefault((share.source_layer, share.source_head), []).append(
             (share.layer, share.head)

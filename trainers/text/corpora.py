@@ -79,7 +79,7 @@ ROLES = {
     "observation": "tool",
     "function": "tool",
 }
-PLAIN = (".txt", ".jsonl", ".json")  # whose size in bytes bounds the text
+_PLAIN = (".txt", ".jsonl", ".json")  # whose size in bytes bounds the text
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -165,7 +165,7 @@ class Corpus:
     def most_tokens(self) -> int | None:
         """More tokens cannot be in the text, beginning and end tokens included; None where only reading it tells."""
         if self.kind not in (STDLIB, BUILTIN) and not (
-            self.files and self.files[0].suffix in PLAIN
+            self.files and self.files[0].suffix in _PLAIN
         ):
             return None
         # A token stands for a byte or more, and so does a document, which has one end token

@@ -63,10 +63,10 @@ POOL = 4_000_000  # tokens of text at most from which evaluation and calibration
 CALIBRATION_SPREAD = (
     64  # calibration keeps one sequence in so many: few long documents must not stand for all
 )
-COMPARED = 64_000_000  # characters of the other text that a whole evaluation text is compared with
+_COMPARED = 64_000_000  # characters of the other text that a whole evaluation text is compared with
 TOKENS = 16_384  # to calibrate and to measure on by default, or as many as there are
 LENGTH = 2048  # tokens of a sequence by default
-SHORTEST = 64  # tokens of the sequences that little text is cut to
+_SHORTEST = 64  # tokens of the sequences that little text is cut to
 FEWEST = (
     4  # sequences of a split: little text is cut to shorter ones, since a standard error needs some
 )
@@ -185,7 +185,7 @@ class TextCut:
         ):
             found.add(document_digest(text))
             characters += len(text)
-            if characters >= COMPARED:
+            if characters >= _COMPARED:
                 break
         return found
 
@@ -313,7 +313,7 @@ def default_length(positions: int, *tokens: int) -> int:
     """Tokens a sequence by default, for a model of so many positions and splits of so many tokens: LENGTH, or all that
     the model takes; less where the tokens would be fewer than FEWEST sequences."""
     length = min(LENGTH, positions)
-    while length > SHORTEST and min(tokens, default=length * FEWEST) < length * FEWEST:
+    while length > _SHORTEST and min(tokens, default=length * FEWEST) < length * FEWEST:
         length //= 2
     return length
 

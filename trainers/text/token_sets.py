@@ -32,8 +32,8 @@ from trainers.text.corpora import DataError
 FORMAT = 1
 # Tokens of a shard: what a killed run makes again at most, and what its writer holds in memory.
 SHARD_TOKENS = 2**21
-INDEX = "index.json"
-UNFINISHED = "unfinished.json"
+_INDEX = "index.json"
+_UNFINISHED = "unfinished.json"
 TENSOR = "sequences"
 
 
@@ -95,7 +95,7 @@ class TokenSequences:
     def __init__(self, folder: str | Path) -> None:
         """Raises DataError if there is no finished set in `folder`."""
         self.folder = Path(folder)
-        index = _read(self.folder / INDEX)
+        index = _read(self.folder / _INDEX)
         if index is None:
             raise DataError(
                 f"expected a set of token sequences, found none at {self.folder}; build it with token_set()"
@@ -137,7 +137,7 @@ class TokenSetWriter:
     def __init__(self, folder: str | Path, layout: Layout) -> None:
         self._folder = Path(folder)
         self.layout = layout
-        known = _read(self._folder / UNFINISHED) or _read(self._folder / INDEX) or {}
+        known = _read(self._folder / _UNFINISHED) or _read(self._folder / _INDEX) or {}
         self._shards: dict[int, Shard] = {}
         if known.get("layout") == json.loads(json.dumps(asdict(layout))):
             self._shards = {
@@ -166,12 +166,12 @@ class TokenSetWriter:
             save_file({TENSOR: np.ascontiguousarray(sequences, dtype=self.layout.dtype)}, fresh)
             self._shards[number] = Shard(fresh.stat().st_size, sha256(fresh), end)
         self._whole.add(number)
-        self._write(UNFINISHED)
+        self._write(_UNFINISHED)
 
     def finish(self) -> None:
         """Write the index: from now on the set is there."""
-        self._write(INDEX)
-        (self._folder / UNFINISHED).unlink(missing_ok=True)
+        self._write(_INDEX)
+        (self._folder / _UNFINISHED).unlink(missing_ok=True)
 
     def _intact(self, number: int, shard: Shard) -> bool:
         file = shard_file(self._folder, number)
@@ -180,7 +180,7 @@ class TokenSetWriter:
     def _write(self, name: str) -> None:
         record: dict[str, Any] = {"format": FORMAT, "layout": asdict(self.layout)}
         record["shards"] = {number: asdict(shard) for number, shard in sorted(self._shards.items())}
-        if name == INDEX:
+        if name == _INDEX:
             cut = [self.layout.sequences, self.layout.sequence_length]
             content = json.dumps(
                 [cut, [self._shards[number].sha256 for number in range(self.layout.shards)]]
@@ -217,8 +217,8 @@ def write_sequences(
 def is_complete(folder: str | Path) -> bool:
     """Whether a set is there, with every shard of the size that it was written with."""
     folder = Path(folder)
-    index = _read(folder / INDEX)
-    if index is None or (folder / UNFINISHED).exists():
+    index = _read(folder / _INDEX)
+    if index is None or (folder / _UNFINISHED).exists():
         return False
     files = {
         shard_file(folder, int(number)): shard["size"] for number, shard in index["shards"].items()

@@ -22,7 +22,7 @@ CRITERION = Knob(
     choices=CRITERIA,
     searched=True,
 )
-SIDES = ("key", "value")
+_SIDES = ("key", "value")
 
 
 def head_gram(
@@ -34,8 +34,8 @@ def head_gram(
     (Jin 2024, eq. 7 and 8), on the sampled inputs. Raises ValueError for an unknown side or criterion, or if `cos`
     finds no sample.
     """
-    if side not in SIDES:
-        raise ValueError(f"side must be one of {SIDES}, got {side!r}")
+    if side not in _SIDES:
+        raise ValueError(f"side must be one of {_SIDES}, got {side!r}")
     if criterion not in CRITERIA:
         raise ValueError(f"criterion must be one of {CRITERIA}, got {criterion!r}")
     if criterion == "dist":

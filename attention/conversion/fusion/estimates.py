@@ -16,7 +16,7 @@ from attention.conversion.fusion.costs import SINGLE, Cost, head_metrics
 from attention.conversion.fusion.rank import symmetric_root
 from attention.heads import LayerHeads
 
-STEPS = (
+_STEPS = (
     2  # of subspace iteration: with one more no groups were ranked better against their exact costs
 )
 LEADING = 768  # combinations of outputs that are followed head by head
@@ -30,7 +30,7 @@ class PooledValueCost(Cost):
     subspace iteration bounds from below.
     """
 
-    def __init__(self, heads: LayerHeads, statistics: LayerStatistics, steps: int = STEPS) -> None:
+    def __init__(self, heads: LayerHeads, statistics: LayerStatistics, steps: int = _STEPS) -> None:
         super().__init__(heads.num_heads)
         self.steps = steps
         self.dim = heads.v.shape[1]

@@ -57,7 +57,7 @@ FIT_DECAY = 1 / 3
 """In a local fit of a layer with fused keys the error falls as the number of steps to the power -FIT_DECAY, from 60 to
 480 steps (benchmarks/LOG.md: medians of three checkpoints)."""
 FEW_LAYERS = 12  # up to so many that are fitted get the same number of steps; more of them share the same sum
-LEAST_SHARE = 1 / 3
+_LEAST_SHARE = 1 / 3
 """Of the steps that a layer would get among few, the mean among many layers at least: on a public model of 30 layers a
 third of the steps ends 1.1 times as far from the original's output (benchmarks/LOG.md)."""
 NEAR = 2
@@ -65,7 +65,7 @@ NEAR = 2
 half of the time (benchmarks/LOG.md)."""
 BETAS = (0.8, 0.9)
 # Projections and norms of queries and keys, which every layer with fused keys has apart.
-LOGITS = ("q_", "k_")
+_LOGITS = ("q_", "k_")
 WARMUP = 0.05
 RETRIES = 2
 SMALLER = 0.25
@@ -146,7 +146,7 @@ def sequences_a_step(length: int, step_tokens: int = STEP_TOKENS) -> int:
 
 def steps_in_all(steps: int, layers: int) -> float:
     """Adam steps of the local fits of so many `layers` together, where few layers get `steps` each."""
-    return steps * min(layers, max(FEW_LAYERS, LEAST_SHARE * layers))
+    return steps * min(layers, max(FEW_LAYERS, _LEAST_SHARE * layers))
 
 
 def shared_steps(steps: int, increases: Sequence[float]) -> list[int]:
@@ -222,7 +222,7 @@ def _rates(module: nn.Module, shared_by: float) -> dict[nn.Parameter, float]:
     mean = sum(matrices.values()) / len(matrices)
     rates: dict[nn.Parameter, float] = {}
     for name, part in module.named_modules():
-        share = math.sqrt(shared_by / 2) if name.startswith(LOGITS) else 0.5
+        share = math.sqrt(shared_by / 2) if name.startswith(_LOGITS) else 0.5
         beside = [matrices[p] for p in part.parameters(recurse=False) if p in matrices]
         rates |= {
             p: matrices.get(p, (beside or [mean])[0]) * share

@@ -29,7 +29,7 @@ from attention.messages import reason
 
 SUFFIX = ".gguf"
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-ROPE_FREQUENCIES = "rope_freqs.weight"
+_ROPE_FREQUENCIES = "rope_freqs.weight"
 SPECIAL_TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
 
@@ -125,11 +125,11 @@ class GGUFFile:
         """The scaling of rotary embedding that the file states, and that transformers' reader leaves out."""
         kind = self.field(f"{architecture}.rope.scaling.type", "none")
         base = float(self.field(f"{architecture}.rope.freq_base", 10_000.0))
-        if (factors := self._tensors().get(ROPE_FREQUENCIES)) is not None:
+        if (factors := self._tensors().get(_ROPE_FREQUENCIES)) is not None:
             found = llama3_rope(_plain(factors), base)
             if found is None:
                 raise CheckpointError(
-                    f"{str(self.path)!r}: its rotary frequencies ({ROPE_FREQUENCIES}) are not those of Llama 3; give "
+                    f"{str(self.path)!r}: its rotary frequencies ({_ROPE_FREQUENCIES}) are not those of Llama 3; give "
                     "the checkpoint that it was made from"
                 )
             return {"rope_parameters": found}

@@ -25,7 +25,7 @@ FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantize
 """Formats of compressed-tensors that can be read."""
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of four bits that MXFP4 knows, by their code."""
-NARROW = ("F8_E4M3", "F8_E5M2", "I8", "U8", "I32")
+_NARROW = ("F8_E4M3", "F8_E5M2", "I8", "U8", "I32")
 # Scales of activations and of the KV cache: of no use for weights in plain numbers.
 UNUSED = re.compile(
     r"\.(input_scale|activation_scale|input_zero_point|input_global_scale|[kvq]_scale|output_scale)$"
@@ -38,7 +38,7 @@ def method_of(settings: Any) -> str | None:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class _PlainTensor:
     """How one plain tensor is made: of which stored tensors (by their part in `make`), and its shape."""
 
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class PlainTensors:
 
     folder: Path
     copied: Mapping[str, Stored]
-    recipes: Mapping[str, Recipe]
+    recipes: Mapping[str, _PlainTensor]
     unused: tuple[str, ...]
 
     @classmethod
@@ -68,7 +68,10 @@ class PlainTensors:
         left = {name: place for name, place in stored.items() if name not in unused}
         method = method_of(settings)
         make: dict[
-            str, Callable[[str, Mapping[str, Stored], Mapping[str, Any]], tuple[str, Recipe] | None]
+            str,
+            Callable[
+                [str, Mapping[str, Stored], Mapping[str, Any]], tuple[str, _PlainTensor] | None
+            ],
         ] = {
             "fp8": _fp8,
             "compressed-tensors": _compressed,
@@ -80,7 +83,7 @@ class PlainTensors:
             )
         if method == "compressed-tensors":
             _check_formats(folder, settings)
-        recipes: dict[str, Recipe] = {}
+        recipes: dict[str, _PlainTensor] = {}
         for name in left:
             try:
                 made = make[method](name, left, settings)
@@ -90,7 +93,7 @@ class PlainTensors:
                 recipes[made[0]] = made[1]
         used = {place.name for recipe in recipes.values() for place in recipe.sources.values()}
         copied = {name: place for name, place in left.items() if name not in used}
-        if odd := [name for name, place in copied.items() if place.dtype in NARROW]:
+        if odd := [name for name, place in copied.items() if place.dtype in _NARROW]:
             kinds = sorted({copied[name].dtype for name in odd})
             raise WeightsError(
                 f"{folder}: {len(odd)} tensors of {', '.join(kinds)} have no scales that belong to them: "
@@ -129,7 +132,7 @@ class PlainTensors:
 
 def _fp8(
     name: str, stored: Mapping[str, Stored], settings: Mapping[str, Any]
-) -> tuple[str, Recipe] | None:
+) -> tuple[str, _PlainTensor] | None:
     """A weight of eight bits with `NAME_scale_inv` (a factor of each block) or `NAME_scale` (of all, or of a row)."""
     place = stored[name]
     if place.dtype not in ("F8_E4M3", "F8_E5M2"):
@@ -144,7 +147,7 @@ def _fp8(
     def make(parts: Mapping[str, Tensor]) -> Tensor:
         return scaled(parts["weight"], parts["scale"], block)
 
-    return name, Recipe(place.shape, {"weight": place, "scale": scale}, make)
+    return name, _PlainTensor(place.shape, {"weight": place, "scale": scale}, make)
 
 
 def scaled(weight: Tensor, scale: Tensor, block: Any = None) -> Tensor:
@@ -229,7 +232,7 @@ def _weights_of(name: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _compressed(
     name: str, stored: Mapping[str, Stored], settings: Mapping[str, Any]
-) -> tuple[str, Recipe] | None:
+) -> tuple[str, _PlainTensor] | None:
     """A weight of eight bits beside its scales, or packed integers (`weight_packed`, `weight_shape`)."""
     place = stored[name]
     weights = _weights_of(name, settings)
@@ -250,7 +253,7 @@ def _compressed(
             weight -= scaled(ones, parts["zero"], block)
         return scaled(weight, parts["scale"], block)
 
-    return name, Recipe(place.shape, sources, make)
+    return name, _PlainTensor(place.shape, sources, make)
 
 
 def _beside(stored: Mapping[str, Stored], name: str, of: str) -> Stored:
@@ -259,7 +262,7 @@ def _beside(stored: Mapping[str, Stored], name: str, of: str) -> Stored:
     return stored[name]
 
 
-def _unpacked(stem: str, stored: Mapping[str, Stored], weights: Mapping[str, Any]) -> Recipe:
+def _unpacked(stem: str, stored: Mapping[str, Stored], weights: Mapping[str, Any]) -> _PlainTensor:
     """Integers of `num_bits` packed into 32, lowest first, with an offset of half their range and a scale a group."""
     packed = stored[f"{stem}.weight_packed"]
     bits = int(weights.get("num_bits") or 4)
@@ -292,7 +295,7 @@ def _unpacked(stem: str, stored: Mapping[str, Stored], weights: Mapping[str, Any
             whole -= zero.float()[:, columns_of] if zero.shape[-1] > 1 else zero.float()
         return whole * (factors[:, columns_of] if factors.shape[-1] > 1 else factors)
 
-    return Recipe((packed.shape[0], columns), sources, make)
+    return _PlainTensor((packed.shape[0], columns), sources, make)
 
 
 def unpack(packed: Tensor, bits: int, width: int) -> Tensor:
@@ -307,7 +310,7 @@ def unpack(packed: Tensor, bits: int, width: int) -> Tensor:
 
 def _mxfp4(
     name: str, stored: Mapping[str, Stored], settings: Mapping[str, Any]
-) -> tuple[str, Recipe] | None:
+) -> tuple[str, _PlainTensor] | None:
     """Experts as gpt-oss is published: `NAME_blocks` `[E, N, G, 16]` of two numbers a byte, `NAME_scales` `[E, N, G]`
     of powers of two. The plain tensor is `[E, 32 G, N]`."""
     if not name.endswith("_blocks"):
@@ -321,7 +324,7 @@ def _mxfp4(
         experts = [four_bits(b, s) for b, s in zip(parts["blocks"], parts["scales"], strict=True)]
         return torch.stack(experts).transpose(1, 2).contiguous()
 
-    return stem, Recipe(
+    return stem, _PlainTensor(
         (experts, groups * half * 2, rows), {"blocks": blocks, "scales": scales}, make
     )
 

@@ -29,8 +29,8 @@ from attention.io.stock_files import copy_files
 from attention.io.weights import METHODS
 from attention.messages import reason
 
-FORMAT = 1  # of a copy: another one is made anew
-GIGA = 2.0**30
+_FORMAT = 1  # of a copy: another one is made anew
+_GIGA = 2.0**30
 HEADERS = ["*.json", "*.jinja", "*.model*", "*.txt", "*.tiktoken"]
 WEIGHTS = "*.safetensors"
 
@@ -196,7 +196,7 @@ def _name_of(source: str | Path, origin: Path) -> str:
 
 def _place(cache: Path, name: str, files: list[Path], weights: bool) -> Path:
     stamps = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    key = hashlib.sha256(json.dumps([FORMAT, weights, stamps]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps([_FORMAT, weights, stamps]).encode()).hexdigest()[:16]
     return cache / "models" / key / name
 
 
@@ -229,11 +229,11 @@ def _make(
         ) from None
     if free < needed:
         raise CheckpointError(
-            f"a plain copy of {name} takes {needed / GIGA:.2f} GiB in {str(folder.parent)!r}, where {free / GIGA:.2f} "
+            f"a plain copy of {name} takes {needed / _GIGA:.2f} GiB in {str(folder.parent)!r}, where {free / _GIGA:.2f} "
             f"GiB are free; {room}"
         )
     if needed:
-        report(f"{name}: written as plain numbers to {folder}, {needed / GIGA:.2f} GiB ({about})")
+        report(f"{name}: written as plain numbers to {folder}, {needed / _GIGA:.2f} GiB ({about})")
     try:
         checkpoint.write_atomically(folder, write)
     except OSError as error:

@@ -121,7 +121,7 @@ STOCK_READERS = (
     "trt-llm",
     "lmdeploy",
 )
-LIBRARY = ("hf", "huggingface", "hugging-face", "safetensors", "pytorch")
+_LIBRARY = ("hf", "huggingface", "hugging-face", "safetensors", "pytorch")
 
 
 def target(name: str, more: Sequence[str] = ()) -> Target:
@@ -139,7 +139,7 @@ def _unknown(name: str, known: Sequence[str]) -> str:
         return f"{listed}: {name} loads GGUF files, which are target gguf"
     if plain in STOCK_READERS:
         return f"{listed}: {name} loads stock folders, which are target gqa (as many KV heads in every layer)"
-    if plain in LIBRARY:
+    if plain in _LIBRARY:
         return f"{listed}: transformers loads target gqa (a stock folder) and target transformers (with code, any plan)"
     return one_of("target", known, name)
 

@@ -25,7 +25,7 @@ from attention.io.targets._pairs import check_no_composition, kv_heads_of, width
 from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
 
-SAME = (
+_SAME = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
     "attention_dropout", "max_position_embeddings", "initializer_range", "layer_norm_eps", "use_cache",
     "bos_token_id", "eos_token_id", "pad_token_id",
@@ -38,7 +38,7 @@ NOTE = "layer norms' scales and shifts folded into the projections that read the
 def phi_config(config: Any) -> PhiConfig:
     """The Phi config of a GPT-NeoX config. Raises TargetError for another family or a serial residual."""
     _check(config)
-    fields = {name: getattr(config, name) for name in SAME}
+    fields = {name: getattr(config, name) for name in _SAME}
     rope = copy.deepcopy(config.rope_parameters)
     return PhiConfig(
         **fields, rope_parameters=rope, resid_pdrop=config.hidden_dropout, tie_word_embeddings=False

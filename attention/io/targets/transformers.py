@@ -28,8 +28,8 @@ from attention.modeling.composition import composing
 from attention.modeling.model_classes import family_fields, plan_of
 from attention.plan import AttentionPlan
 
-CODE = Path(__file__).parent / "_code" / "modeling_head_maps.py"
-COMPOSED = CODE.with_name("modeling_composed_heads.py")
+_CODE = Path(__file__).parent / "_code" / "modeling_head_maps.py"
+COMPOSED = _CODE.with_name("modeling_composed_heads.py")
 FAMILIES = (
     "gemma",
     "granite",
@@ -78,7 +78,7 @@ def lower(model: PreTrainedModel) -> Lowered:
     if family_of(model.config).name == "gpt_neox":
         lowered = lower(phi.as_phi(model))
         return replace(lowered, notes=(*lowered.notes, phi.NOTE, *written_out(plan)), folded=True)
-    file = CODE if plan.composition is None else COMPOSED
+    file = _CODE if plan.composition is None else COMPOSED
     note = f"{file.name} in the folder is what transformers runs: load with trust_remote_code=True"
     return Lowered(unshare(model), (note, *written_out(plan)))
 
@@ -86,7 +86,7 @@ def lower(model: PreTrainedModel) -> Lowered:
 def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = None) -> str:
     plan = plan_of(model)
     family = family_of(model.config)
-    code = CODE
+    code = _CODE
     classes = "HeadMaps"
     kind = f"head_maps_{family.name}"
     if plan.composition is not None:
@@ -131,7 +131,7 @@ def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = Non
 def _code_of(plan: AttentionPlan) -> list[Path]:
     """The files that run a plan; those of the composition are the very ones that Headfold runs."""
     shared = [Path(str(module.__file__)) for module in (composing, scores)]
-    return [CODE] if plan.composition is None else [CODE, COMPOSED, *shared]
+    return [_CODE] if plan.composition is None else [_CODE, COMPOSED, *shared]
 
 
 def code_for(file: Path, family: Family) -> str:

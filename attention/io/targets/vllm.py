@@ -39,11 +39,11 @@ from attention.messages import reason
 from attention.modeling.model_classes import family_fields, plan_of, plan_of_config
 from attention.plan import AttentionPlan
 
-DECI = "nemotron-nas"
-CODE = Path(__file__).parent / "_code" / "configuration_decilm.py"
+_DECI = "nemotron-nas"
+_CODE = Path(__file__).parent / "_code" / "configuration_decilm.py"
 OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 LLAMA_LIKE = ("llama", "mistral", "qwen2")
-MOST_QUERY_HEADS = 8
+_MOST_QUERY_HEADS = 8
 """Times a model's own query heads that may be written, zeros included: beyond it attention is no bargain."""
 
 
@@ -58,11 +58,11 @@ def held(config: Any, plan: AttentionPlan) -> Held:
     counts = kv_heads_of(plan)
     if not has_own_counts(config, plan):
         return gqa.held(config, plan)
-    if (heads := query_heads_for_all(plan)) > MOST_QUERY_HEADS * plan.num_heads:
+    if (heads := query_heads_for_all(plan)) > _MOST_QUERY_HEADS * plan.num_heads:
         index = max(range(len(counts)), key=lambda i: counts[: i + 1].index(counts[i]))
         raise TargetError(
             f"layer {index} has {counts[index]} KV heads beside {sorted(set(counts) - {counts[index]})} in other "
-            f"layers: one number of query heads that all divide is {heads}, more than {MOST_QUERY_HEADS} times the "
+            f"layers: one number of query heads that all divide is {heads}, more than {_MOST_QUERY_HEADS} times the "
             f"model's {plan.num_heads}; choose counts that divide each other, or export to target gguf"
         )
     return Held.of(counts, plan.head_dim, [heads] * plan.num_layers)
@@ -117,12 +117,12 @@ def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = Non
     (folder / "config.json").write_text(
         json.dumps(fields | older_form(fields), indent=2, sort_keys=True) + "\n"
     )
-    shutil.copyfile(CODE, folder / CODE.name)
+    shutil.copyfile(_CODE, folder / _CODE.name)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
     if tokenizer is not None:
         put_tokenizer(tokenizer, folder)
-    return DECI
+    return _DECI
 
 
 def deci_fields(config: Any, plan: AttentionPlan) -> dict[str, Any]:
@@ -132,9 +132,9 @@ def deci_fields(config: Any, plan: AttentionPlan) -> dict[str, Any]:
     family = family_of(config).name
     ffn = {"no_op": False, "intermediate_size": config.intermediate_size}
     fields = family_fields(config) | {
-        "model_type": DECI,
+        "model_type": _DECI,
         "architectures": ["DeciLMForCausalLM"],
-        "auto_map": {"AutoConfig": f"{CODE.stem}.DeciLMConfig"},
+        "auto_map": {"AutoConfig": f"{_CODE.stem}.DeciLMConfig"},
         "num_attention_heads": heads,
         "num_key_value_heads": max(counts),
         "head_dim": plan.head_dim,

@@ -37,7 +37,7 @@ def low_rank(scores_BnhXY: Tensor, down_BXnRh: Tensor, up_BXnRh: Tensor) -> Tens
     return torch.einsum("bnrxy,bxnrh->bnhxy", inner, up_BXnRh)
 
 
-def unpack(
+def _unpack(
     weights: Tensor, heads: int, groups: int, rank: int
 ) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
     """`[B, X, H(2R+1)]` -> (down, up) `[B, X, n, R, h]` each, and the gate `[B, X, H]`.
@@ -65,21 +65,21 @@ def compose(
     """A + low rank and gate of the query side + low rank and gate of the key side (Xiao 2024, Eq. 7).
 
     scores `[B, H, T, S]`; query_weights `[B, T, H(2R+1)]` and key_weights `[B, S, H(2R+1)]`, packed, or None without
-    that side, narrower without projection or gate (see `unpack`); base `[n, h, h]` replaces the skip. Linear in the
+    that side, narrower without projection or gate (see `_unpack`); base `[n, h, h]` replaces the skip. Linear in the
     scores, position by position: a zero stays a zero.
     """
     grouped = scores.unflatten(1, (groups, -1))
     out = grouped if base is None else torch.einsum("bnhts,nhk->bnkts", grouped, base)
     gates: Tensor | float = 0.0
     if query_weights is not None:
-        projection, gate = unpack(query_weights, scores.shape[1], groups, rank)
+        projection, gate = _unpack(query_weights, scores.shape[1], groups, rank)
         if projection is not None:
             out = out + low_rank(grouped, *projection)
         if gate is not None:
             gates = gates + gate.transpose(1, 2).unsqueeze(-1)
     out = out.flatten(1, 2)
     if key_weights is not None:
-        projection, gate = unpack(key_weights, scores.shape[1], groups, rank)
+        projection, gate = _unpack(key_weights, scores.shape[1], groups, rank)
         if projection is not None:
             out = out + low_rank(grouped.transpose(-1, -2), *projection).transpose(-1, -2).flatten(
                 1, 2

@@ -21,7 +21,7 @@ from attention.plan import LayerPlan
 
 __all__ = ["Tables", "available", "decode", "takes"]
 
-WIDEST = 128
+_WIDEST = 128
 # Largest difference from the reference on values of unit variance that passes for rounding.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
@@ -31,7 +31,7 @@ def takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> boo
     if query.device.type != "cuda" or torch.compiler.is_compiling() or not available():
         return False
     width = query.shape[-1]
-    fits = width <= WIDEST and value.shape[-1] == width and query.dtype in TOLERANCE
+    fits = width <= _WIDEST and value.shape[-1] == width and query.dtype in TOLERANCE
     alike = query.dtype == key.dtype == value.dtype
     shared = mask is None or (
         mask.shape[1] == 1 and (mask.dtype == torch.bool or mask.is_floating_point())

@@ -44,7 +44,7 @@ OF_FAMILY = {
     "gpt2": Architecture("gpt2", fused=True, rms_norm=False),
     "gpt_neox": Architecture("gptneox", fused=True, rms_norm=False),
 }
-DECI = Architecture("deci", interleaved=True, own_counts=True)
+_DECI = Architecture("deci", interleaved=True, own_counts=True)
 OPENELM = Architecture("openelm", fused=True, own_counts=True)
 """OpenELM is Qwen3 with head counts of each layer's own, if the output matrix is that of the embeddings."""
 
@@ -53,7 +53,7 @@ def with_own_counts(config: Any) -> Architecture | None:
     """The architecture that computes a family with head counts of each layer's own; None if there is none."""
     family = family_of(config).name
     if family in ("llama", "mistral", "qwen2"):
-        return DECI
+        return _DECI
     return OPENELM if family == "qwen3" and config.tie_word_embeddings else None
 
 

@@ -27,9 +27,9 @@ TYPES = {
     "bfloat16": gguf.GGMLQuantizationType.BF16,
     "q8_0": gguf.GGMLQuantizationType.Q8_0,
 }
-BLOCK = 32  # numbers of a row that q8_0 rounds together
-PARTS = {"q": "attn_q", "k": "attn_k", "v": "attn_v"}
-ROPE_FREQUENCIES = "rope_freqs.weight"
+_BLOCK = 32  # numbers of a row that q8_0 rounds together
+_PARTS = {"q": "attn_q", "k": "attn_k", "v": "attn_v"}
+_ROPE_FREQUENCIES = "rope_freqs.weight"
 
 
 def attention_names(model: PreTrainedModel) -> dict[str, int]:
@@ -89,8 +89,8 @@ def layer_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """The projections of one layer, padded and in the order of the architecture."""
     sides: list[tuple[str, Tensor, Tensor | None]] = [
-        (PARTS[side], getattr(heads, side).flatten(0, 1), getattr(heads, f"{side}_bias"))
-        for side in PARTS
+        (_PARTS[side], getattr(heads, side).flatten(0, 1), getattr(heads, f"{side}_bias"))
+        for side in _PARTS
     ]
     if form.fused:
         biases = [bias.flatten() for _, _, bias in sides if bias is not None]
@@ -122,7 +122,7 @@ def tensors_of(model: PreTrainedModel, form: Architecture) -> Iterator[tuple[str
             interleave(heads, model.config) if form.interleaved else heads, form, index
         )
     if (frequencies := rope_factors(model)) is not None:
-        yield ROPE_FREQUENCIES, frequencies
+        yield _ROPE_FREQUENCIES, frequencies
 
 
 def rope_factors(model: PreTrainedModel) -> Tensor | None:
@@ -144,7 +144,7 @@ def encoded(name: str, tensor: Tensor, dtype: str) -> tuple[np.ndarray, gguf.GGM
     kind = TYPES[dtype]
     if array.ndim < 2 or name.startswith(("position_embd", "rope_freqs")):
         kind = TYPES["float32"]
-    elif dtype == "q8_0" and array.shape[-1] % BLOCK:
+    elif dtype == "q8_0" and array.shape[-1] % _BLOCK:
         kind = TYPES["float16"]
     return gguf.quants.quantize(array, kind), kind
 
@@ -181,8 +181,8 @@ def stored_heads(stored: dict[str, Tensor], layer: int, head_dim: int) -> LayerH
         bias = stored.get(f"{place}.attn_qkv.bias")
         biases = (None, None, None) if bias is None else bias.split(counts)
     else:
-        weights = tuple(stored[f"{place}.{name}.weight"] for name in PARTS.values())
-        biases = tuple(stored.get(f"{place}.{name}.bias") for name in PARTS.values())
+        weights = tuple(stored[f"{place}.{name}.weight"] for name in _PARTS.values())
+        biases = tuple(stored.get(f"{place}.{name}.bias") for name in _PARTS.values())
     q, k, v = (weight.unflatten(0, (-1, head_dim)) for weight in weights)
     q_bias, k_bias, v_bias = (None if bias is None else bias.view(-1, head_dim) for bias in biases)
     return LayerHeads(q, k, v, o, q_bias, k_bias, v_bias, o_bias)

@@ -18,7 +18,7 @@ from attention.messages import cut, reason
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SPLITS = {
+_SPLITS = {
     CONTRACTIONS + WORDS + r"\p{N}{1,3}" + REST: "llama-bpe",
     CONTRACTIONS + WORDS + r"\p{N}" + REST: "qwen2",
 }
@@ -118,12 +118,12 @@ def split_rule(whole: dict[str, Any]) -> str:
     if len(steps) == 1 and last.get("use_regex", True):
         return "gpt-2"
     rule = steps[0].get("pattern", {}).get("Regex") if len(steps) == 2 else None
-    if rule not in SPLITS:
+    if rule not in _SPLITS:
         raise TargetError(
             f"llama.cpp has no known name for the way in which this tokenizer splits text: {cut(json.dumps(pre))}; "
             "add it to SPLITS in attention/io/targets/_gguf/vocabulary.py, or export to another target"
         )
-    return SPLITS[rule]
+    return _SPLITS[rule]
 
 
 def _add_special(writer: gguf.GGUFWriter, tokenizer: Any) -> None:
