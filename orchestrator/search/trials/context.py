@@ -21,7 +21,7 @@ from orchestrator.search.candidates import Candidate
 from orchestrator.serving.decode_times import DecodeTimes
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.relaxation.stages import OWN
-from trainers.jobs.job import TrainJob
+from trainers.jobs.train_job import TrainJob
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import AUTO, Strategy, TrainSettings
 

@@ -20,7 +20,7 @@ from orchestrator.config.schema import ConfigError
 from orchestrator.conversion.convert import convert_checkpoint
 from orchestrator.conversion.estimate import announce, estimate, estimate_conversion, needs_layerwise
 from orchestrator.resources.size import Conversion, Size
-from search_spaces.recipes.recipes import recipe
+from search_spaces.recipes.catalogue import recipe
 
 GIGA = 2**30
 SEVEN_B = {"num_attention_heads": 32, "head_dim": 128, "intermediate_size": 11_008, "vocab_size": 32_000}
