@@ -89,7 +89,7 @@ class SearchEstimate(Work):
     `rate`: tokens a second of one worker, None where it is not known; `rate_from`: "configured", "measured here", or
     why it is not known. `cpu_hours`, `gpu_hours`: of trials and promotion; `hours`: on the wall with `parallel` trials
     at a time; `price`: of these hours. `worker_bytes`, `driver_bytes`: peak memory of a training worker and of a
-    trial's own process; `processes`: these and all others by parts (`orchestrator.search.needs.memory.Need`), and
+    trial's own process; `processes`: these and all others by parts (`orchestrator.resources.processes.Need`), and
     `refusals`: which of them do not fit the GPU that they ask for. `disk`: bytes in the storage at the moment of most,
     `disk_parts` by what they are of (each at its own most), `disk_kept` in the end, `disk_free`: what is free there.
     """
