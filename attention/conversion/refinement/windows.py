@@ -96,7 +96,7 @@ def _without_queries(module: nn.Module) -> Iterator[None]:
     if not isinstance(projection, nn.Linear):
         yield
         return
-    projection.forward = lambda x: x.new_zeros(()).expand(*x.shape[:-1], projection.out_features)
+    projection.forward = lambda input: input.new_zeros(()).expand(*input.shape[:-1], projection.out_features)
     try:
         yield
     finally:
