@@ -11,13 +11,14 @@ from pathlib import Path
 
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.room import concurrency
+from orchestrator.cluster.session import local_nodes
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.conversion import loading
 from orchestrator.resources.disk import Storage
 from orchestrator.resources.search_estimate import SearchEstimate, SearchWork
 from orchestrator.search.searchers import SearchProblem, make_searcher
 from orchestrator.search.trials.context import unfinished_relaxations
-from orchestrator.search.validation import Prepared, local_nodes, search_inputs, search_problem
+from orchestrator.search.validation import Prepared, search_inputs, search_problem
 from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
 

@@ -22,13 +22,12 @@ from attention.io import checkpoint
 from attention.io.replacing import check_folder
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.room import concurrency
-from orchestrator.cluster.session import connected, prepare_process
+from orchestrator.cluster.session import connected, local_nodes, prepare_process, starts_ray
 from orchestrator.cluster.tokenising import tokeniser
 from orchestrator.config.schema import ConfigError, apply_override
 from orchestrator.conversion import loading
 from orchestrator.resources.size import Size
 from orchestrator.resources.time import training_rate
-from orchestrator.search.validation import local_nodes, starts_ray
 from orchestrator.storage import records
 from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.storage.mirror import is_remote
