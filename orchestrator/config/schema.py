@@ -244,3 +244,14 @@ def _check_relative(model: str, file: Path) -> None:
 def parse_config(record: Mapping[str, Any], where: str = "the configuration") -> SearchConfig:
     """Validate a mapping. Raises ConfigError with one line for each wrong key."""
     return parse_section(SearchConfig, record, where)
+
+
+def check_training(train: TrainSettings) -> None:
+    """Raises ConfigError for what DeepSpeed refuses of `train.deepspeed`; it is loaded only where there is any."""
+    if train.deepspeed:
+        from trainers.zero import check_deepspeed
+
+        try:
+            check_deepspeed(train)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None

@@ -20,9 +20,8 @@ from attention.io.sources import check_source
 from attention.modeling.composition import reset
 from attention.modeling.model_classes import headfold_config, plan_of_config
 from attention.plan import AttentionPlan, Composition
-from orchestrator.config.schema import ConfigError, Section, parse_section
+from orchestrator.config.schema import ConfigError, Section, check_training, parse_section
 from orchestrator.conversion import loading
-from orchestrator.search.validation import check_training
 from orchestrator.training.task import (
     MEASURED,
     Progress,
