@@ -246,6 +246,22 @@ def parse_config(record: Mapping[str, Any], where: str = "the configuration") ->
     return parse_section(SearchConfig, record, where)
 
 
+def check_training(train: TrainSettings) -> None:
+    """Raises ConfigError for what DeepSpeed refuses of `train.deepspeed`; it is loaded only where there is any.
+    Raises ModuleNotFoundError where the workers would miss a package."""
+    if train.tuning == "lora":
+        from trainers.adapters import check_peft
+
+        check_peft()
+    if train.deepspeed:
+        from trainers.zero import check_deepspeed
+
+        try:
+            check_deepspeed(train)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+
 # ---- the verbs train and finetune --------------------------------------------------------------------------------
 
 

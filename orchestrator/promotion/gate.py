@@ -16,7 +16,7 @@ from attention.families import window_of
 from attention.io import checkpoint
 from attention.io.export import export, largest_difference, probe
 from attention.io.precision import cast_weights, round_weights
-from attention.modeling.modeling import PREFIX, plan_of
+from attention.modeling.model_classes import PREFIX, plan_of
 from attention.plan import AttentionPlan
 from orchestrator.cluster.placement import task_options
 from orchestrator.cluster.tasks import on_cluster
@@ -27,8 +27,7 @@ from orchestrator.evaluation.task_files import placed
 from orchestrator.promotion.engine_export import check_engine
 from orchestrator.promotion.measuring import extras_of, measure_finalist
 from orchestrator.promotion.state import Entry
-from orchestrator.search.prepare import SearchSession
-from orchestrator.search.trials.context import TrialContext
+from orchestrator.search.trials.context import SearchSession, TrialContext
 from orchestrator.storage.paths import SearchFolder
 from trainers.evaluation import evaluate, measure_cache
 from trainers.text.data import read_sequences

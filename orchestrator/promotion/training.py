@@ -15,14 +15,14 @@ from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.pool_client import train
 from orchestrator.cluster.session import last_error, prepare_process
 from orchestrator.search.candidates import Candidate
-from orchestrator.search.prepare import SearchSession
 from orchestrator.search.resume import LOSSES, lost
+from orchestrator.search.trials.context import SearchSession
 from orchestrator.storage.json_files import read_json
 from orchestrator.storage.records import TrialRecord
 from trainers.deepspeed_config import layout_of
 from trainers.jobs.checkpoints import CheckpointStore, is_kept, reports_of
 from trainers.jobs.curve import read_curve
-from trainers.jobs.job import TrainJob
+from trainers.jobs.train_job import TrainJob
 from trainers.settings import TrainSettings
 
 POLL_SECONDS = 10.0

@@ -17,18 +17,17 @@ from typing import Any, ClassVar
 
 from attention.base.progress import Stage, stage
 from attention.base.text import compact
-from attention.base.timing import clock
+from attention.base.timing import clock, duration
 from attention.io import checkpoint
 from attention.io.replacing import check_folder
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.room import concurrency
-from orchestrator.cluster.session import connected, prepare_process
+from orchestrator.cluster.session import connected, local_nodes, prepare_process, starts_ray
 from orchestrator.cluster.tokenising import tokeniser
 from orchestrator.config.schema import ConfigError, apply_train_options
 from orchestrator.conversion import loading
 from orchestrator.resources.size import Size
-from orchestrator.search.estimate import in_hours, training_rate
-from orchestrator.search.validation import local_nodes, starts_ray
+from orchestrator.resources.time import training_rate
 from orchestrator.storage import records
 from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.storage.mirror import is_remote
@@ -206,7 +205,7 @@ class TrainingTask:
         rate, source = training_rate(config, train, self.sequence_length, size)
         speed, hours = "", ""
         if rate:
-            speed, about = f"{rate:.0f} tokens/s a worker, ", in_hours(self.tokens / rate / train.num_workers / 3600)
+            speed, about = f"{rate:.0f} tokens/s a worker, ", duration(self.tokens / rate / train.num_workers)
             hours = f"; about {about}, starts and measurements left out"
         return {
             "training": f"{self.title}, {self.steps} steps, {compact(self.tokens)} tokens ({self.epochs} of the text)",

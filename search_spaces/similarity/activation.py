@@ -36,11 +36,18 @@ def activation_similarity(activations_HTd: Tensor) -> Tensor:
 @SIMILARITY.part(
     "activation",
     source="Chen 2024 (AsymGQA), sec. 2.2, Eq. 1",
-    knobs=(Knob("tokens", "int", "tokens a head is compared on; cost grows with their square", low=1),),
+    knobs=(
+        Knob("tokens", "int", "tokens a head is compared on; cost grows with their square", low=1),
+    ),
     needs=("statistics", "inputs"),
 )
 def activation(
-    heads: LayerHeads, statistics: LayerStatistics | None, geometry: HeadGeometry, side: str, *, tokens: int = 512
+    heads: LayerHeads,
+    statistics: LayerStatistics | None,
+    geometry: HeadGeometry,
+    side: str,
+    *,
+    tokens: int = 512,
 ) -> Tensor:
     """Eq. 1 for all pairs of heads, on evenly spaced calibration tokens. `[H, H]` float64."""
     return activation_similarity(activations(heads, statistics, side, tokens))
