@@ -18,7 +18,7 @@ from attention.messages import near, one_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 KINDS = ("int", "float", "log_float", "choice", "bool")
-AUTO = "auto"
+AUTO_KNOB = "auto"
 """What a knob may be set to whose value then follows from what is at hand (`Knob.auto`)."""
 _IN_WORDS = {"int": "a whole number", "float": "a number", "log_float": "a number"}
 
@@ -30,7 +30,7 @@ class Knob:
     `kind` is "int", "float", "log_float" (sampled on a logarithmic scale), "choice" or "bool". `low` and `high` are
     inclusive. `searched` tells whether a search moves the knob by itself or leaves it at its default. `default` is that
     of the function's parameter (see `of`), and given here only for a knob that functions of several packages share.
-    `auto`: the knob may also be `AUTO`, and the part then finds the value itself.
+    `auto`: the knob may also be `AUTO_KNOB`, and the part then finds the value itself.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Knob:
 
     def check(self, value: Any) -> Any:
         """Return `value` if it is allowed; raise ValueError naming the knob, the value and what is allowed."""
-        if self.auto and value == AUTO:
+        if self.auto and value == AUTO_KNOB:
             return value
         if self.kind == "choice":
             if value not in self.choices:
@@ -78,7 +78,7 @@ class Knob:
             return value
         wanted = int if self.kind == "int" else (int, float)
         if isinstance(value, bool) or not isinstance(value, wanted):
-            or_auto = f" or {AUTO!r}" if self.auto else ""
+            or_auto = f" or {AUTO_KNOB!r}" if self.auto else ""
             raise ValueError(f"{self.name} must be {_IN_WORDS[self.kind]}{or_auto}, got {value!r}")
         if (self.low is not None and value < self.low) or (
             self.high is not None and value > self.high

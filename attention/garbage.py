@@ -18,11 +18,11 @@ _settled = False
 
 
 def collect_seldom() -> None:
-    """Until `settle`: call it before the imports."""
+    """Until `freeze_garbage`: call it before the imports."""
     gc.set_threshold(SELDOM, *_USUAL[1:])
 
 
-def settle() -> None:
+def freeze_garbage() -> None:
     """Leave what is alive now out of later collections, for ever: call it after the imports and before models are made.
     Only the first call in a process does something."""
     global _settled

@@ -97,7 +97,7 @@ class LayerHeads:
         )
 
 
-def distinct(*parts: Tensor | None) -> tuple[list[int], Tensor]:
+def distinct_heads(*parts: Tensor | None) -> tuple[list[int], Tensor]:
     """The first of each set of equal heads, and for every head the number of its set. `parts` `[H, ...]`.
 
     Where query heads share a head the lifted ones are equal: what is worked out of one holds for the others."""

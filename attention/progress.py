@@ -1,6 +1,6 @@
 """One style of progress for all that takes long: the stage, what is done of all, and the time left, on stderr.
 
-Code that works long opens a `stage`. Nothing is shown unless somebody asks for it with `shown`, as the command line
+Code that works long opens a `stage`. Nothing is shown unless somebody asks for it with `show_progress`, as the command line
 does for a whole verb; a stage within one that counts is not shown, the outer one says enough. On a terminal a stage
 that counts has a bar, which goes away when it is done. Elsewhere, as in a log, a thread writes a line every few
 seconds, so that nothing looks hung, however long a step takes or libraries load.
@@ -42,7 +42,7 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours < 10 and minutes else f"{round(seconds / 3600)} h"
 
 
-class Stage:
+class ProgressStage:
     """How far a stage has come, of `total` things called `unit`; None: it cannot be counted. Threads may share one.
     `note`: what else its line says; `detail`: asked for it each time, as for what goes on in other processes."""
 
@@ -126,10 +126,10 @@ class _Screen:
         self._lock = threading.Lock()
         self._say = say
         self._every = every
-        self.stages = [Stage(label)]
+        self.stages = [ProgressStage(label)]
         self.bar: Progress | None = None
 
-    def show(self, stage: Stage) -> None:
+    def show(self, stage: ProgressStage) -> None:
         """That a stage has come further, or is still at work."""
         with self._lock:
             if self.bar is not None:
@@ -140,7 +140,7 @@ class _Screen:
                 self._say(str(stage))
 
     @contextmanager
-    def opened(self, stage: Stage) -> Iterator[None]:
+    def opened(self, stage: ProgressStage) -> Iterator[None]:
         self.stages.append(stage)
         try:
             if stage.total is None or self._say is not _print or not sys.stderr.isatty():
@@ -166,7 +166,7 @@ _screen: ContextVar[_Screen | None] = ContextVar("screen", default=None)
 
 
 @contextmanager
-def shown(
+def show_progress(
     label: str, say: Callable[[str], None] = _print, every: float | None = None
 ) -> Iterator[None]:
     """While the body runs, show the stages that it opens, and where it has none that it, called `label`, is at work.
@@ -187,11 +187,11 @@ def shown(
 @contextmanager
 def stage(
     label: str, total: int | None = None, unit: str = "", *, start: float = 0
-) -> Iterator[Stage]:
+) -> Iterator[ProgressStage]:
     """A stage of `total` things, of which `start` were done before; None for what cannot be counted. `label` says what
     is done, `unit` what is counted: "fitting layers", 32, "layers"."""
     screen = _screen.get()
-    made = Stage(label, total, unit, start, screen)
+    made = ProgressStage(label, total, unit, start, screen)
     if screen is None:
         yield made
         return

@@ -111,7 +111,7 @@ def _net_of_few(values: Sequence[Sequence[float]], count: int) -> list[int]:
     return taken[:count]
 
 
-def select(values: Sequence[Sequence[float]], count: int, ties: str = "crowding") -> list[int]:
+def select_best(values: Sequence[Sequence[float]], count: int, ties: str = "crowding") -> list[int]:
     """The indices of the `count` points to keep, best first. Raises ValueError for an unknown rule for ties."""
     if ties not in TIES:
         raise ValueError(f"ties must be one of {', '.join(TIES)}, got {ties!r}")

@@ -26,7 +26,7 @@ SCALE = "rate_scale"  # in a group of the optimiser: its learning rate over the 
 _OWN = (SCALE, "weight_decay")  # what a group has of its own
 
 
-class Engine:
+class TrainEngine:
     """DeepSpeed's engine behind five verbs. All workers must make every call together.
 
     `total_steps` fixes the learning-rate schedule; step 0 lies at `schedule_offset` of it, for a training that is one
@@ -202,7 +202,7 @@ class Engine:
         sources = {name: (name,) for name in state} if adapters is None else adapters.sources(state)
         for name, parts in sources.items():
             tensors = [state[part] for part in parts]
-            with torch.no_grad(), zero.gathered(tensors):
+            with torch.no_grad(), zero.gathered_parameters(tensors):
                 if dist.get_rank() != 0:
                     continue
                 whole = tensors[0] if adapters is None else adapters.merged(name, tensors)

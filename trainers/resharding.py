@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from attention.messages import reason
-from trainers.jobs.checkpoints import gathered
+from trainers.jobs.checkpoints import gather_objects
 
 _POLL_SECONDS = 0.5
 
@@ -73,4 +73,4 @@ def _outcomes(made: Future[None] | None) -> list[str | None]:
 
 
 def _gathered(value: Any) -> list[Any]:
-    return gathered(value, dist.get_world_size())
+    return gather_objects(value, dist.get_world_size())

@@ -29,7 +29,7 @@ Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what every generator below t
 
 Strategy = Literal["auto", "PACK", "STRICT_PACK", "SPREAD"]
 """How workers lie on nodes, in Ray's words; AUTO: whoever starts them decides by the nodes that there are."""
-AUTO: Strategy = "auto"
+AUTO_STRATEGY: Strategy = "auto"
 
 
 class Shape(NamedTuple):
@@ -40,7 +40,7 @@ class Shape(NamedTuple):
     cpus: float
     gpus: float
     accelerator_type: str | None = None
-    strategy: Strategy = AUTO
+    strategy: Strategy = AUTO_STRATEGY
     device: str = "cpu"
     fewest: int | None = None
 
@@ -50,7 +50,7 @@ class Shape(NamedTuple):
         return self.fewest is not None
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     """A section of a configuration: unknown keys are refused, and so is what no field can be meant to hold. The
     docstring below a field is its description."""
 
@@ -87,7 +87,7 @@ def _known(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-class TrainSettings(Strict):
+class TrainSettings(StrictModel):
     """The optimiser, its schedule, the batch, and the machinery. An impossible combination cannot be constructed."""
 
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4

@@ -82,7 +82,7 @@ def initialize(
     return deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]  # pyright: ignore[reportArgumentType]
 
 
-def load_model(folder: str | Path, settings: TrainSettings) -> PreTrainedModel:
+def load_trainable(folder: str | Path, settings: TrainSettings) -> PreTrainedModel:
     """A checkpoint as an engine with these settings takes it: with ZeRO 3 split over the workers, who call together."""
     if settings.zero_stage < 3:
         return checkpoint.load(folder, DTYPES[settings.dtype])
@@ -118,7 +118,7 @@ def _fill(
 
 
 @contextmanager
-def gathered(tensors: Sequence[Tensor]) -> Iterator[None]:
+def gathered_parameters(tensors: Sequence[Tensor]) -> Iterator[None]:
     """While the body runs, parameters that ZeRO 3 has split are whole. All workers must do it together."""
     split = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
     with deepspeed.zero.GatheredParameters(split) if split else nullcontext():
@@ -153,7 +153,7 @@ class SplitModel:
     """A model of which every worker holds its part and that is not trained: a teacher with ZeRO 3."""
 
     def __init__(self, folder: str | Path, settings: TrainSettings) -> None:
-        model = load_model(folder, settings).requires_grad_(False)
+        model = load_trainable(folder, settings).requires_grad_(False)
         config = {key: value for key, value in config_of(settings).items() if key != "optimizer"}
         self._engine: Any = initialize(model, config)
         self._engine.eval()

@@ -51,8 +51,10 @@ class Calibration:
     mixed: Mixed = "float32"
 
     def save(self, directory: str | Path) -> Calibration:
-        """`write` this one. Returns it as it lies there."""
-        return write(directory, self.layers, self.tokens, self.digest, self.weights, self.mixed)
+        """`write_calibration` this one. Returns it as it lies there."""
+        return write_calibration(
+            directory, self.layers, self.tokens, self.digest, self.weights, self.mixed
+        )
 
     @classmethod
     def load(cls, directory: str | Path) -> Calibration:
@@ -139,7 +141,7 @@ def kept(folder: Path, digest: str) -> Calibration | None:
     return None
 
 
-def write(
+def write_calibration(
     directory: str | Path,
     layers: Iterable[LayerStatistics],
     tokens: int,

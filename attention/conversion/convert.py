@@ -18,7 +18,7 @@ from attention.families import family_of, geometry_of
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.modeling import mlp
-from attention.modeling.beside import beside
+from attention.modeling.beside import beside_original
 from attention.modeling.composition import reset
 from attention.modeling.model_classes import check_fits, headfold_config, plan_of
 from attention.plan import AttentionPlan, PlanError
@@ -84,7 +84,7 @@ def assemble(
     if share and not (
         plan.is_shared or plan.mlp_shares or plan_of(model).is_shared or plan_of(model).mlp_shares
     ):
-        new = beside(model, lambda: build(model.config, plan, model.dtype))
+        new = beside_original(model, lambda: build(model.config, plan, model.dtype))
     else:
         new = build(model.config, plan, model.dtype)
     # Fixed, so that a conversion is reproducible; what the source has of composition is copied over it.

@@ -32,7 +32,7 @@ from attention.io.sources import NOT_REACHED, CheckpointError, only_cached
 from attention.io.stock_files import put_tokenizer, write_both_forms
 from attention.messages import reason
 from attention.modeling import model_classes
-from attention.modeling.beside import beside
+from attention.modeling.beside import beside_original
 from attention.modeling.model_classes import PREFIX, family_fields, plan_of
 from attention.plan import AttentionPlan
 
@@ -91,7 +91,7 @@ def to_plain(model: PreTrainedModel) -> PreTrainedModel:
             f"only a plan with one map for keys and values and equal groups in all layers has a plain {family.name} "
             "form; see `headfold export` for other lowerings"
         )
-    plain = beside(model, lambda: family.model_class._from_config(config, dtype=model.dtype))
+    plain = beside_original(model, lambda: family.model_class._from_config(config, dtype=model.dtype))
     wanted = plain.state_dict()
     # In attention modules the names may differ, or the shapes: they are written below.
     state = {k: t for k, t in model.state_dict().items() if k in wanted and t.shape == wanted[k].shape}
@@ -210,7 +210,7 @@ def load(
     model_classes.register()
     config = load_config(source, trust_remote_code=trust_remote_code)
     family_of(config)
-    weights.check(source, config)
+    weights.check_weights(source, config)
     cached = only_cached(source)
     try:
         with weights.without_report():

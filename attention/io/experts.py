@@ -22,7 +22,7 @@ from transformers.core_model_loading import (
 
 from attention.io.safetensors_files import Stored, WeightsError
 
-Part = tuple[Stored, Any]
+PlacedTensor = tuple[Stored, Any]
 """A tensor of a file, and the index of its place in the model's tensor."""
 
 
@@ -43,7 +43,7 @@ class Stacked:
         return self.experts[0][0].dtype
 
 
-Place = Stored | Stacked
+TensorSource = Stored | Stacked
 
 
 def stacks(converter: WeightConverter) -> bool:
@@ -73,12 +73,12 @@ def stacked(name: str, matrices: Mapping[str, Sequence[Stored]], order: Sequence
     return Stacked(tuple(zip(*columns, strict=True)))
 
 
-def parts_of(place: Place) -> list[Part]:
+def parts_of(place: TensorSource) -> list[PlacedTensor]:
     """The tensors of files that a tensor of the model is read from."""
     if isinstance(place, Stored):
         whole: EllipsisType = ...
         return [(place, whole)]
-    parts: list[Part] = []
+    parts: list[PlacedTensor] = []
     for index, matrices in enumerate(place.experts):
         end = 0
         for matrix in matrices:

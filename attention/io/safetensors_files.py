@@ -49,7 +49,7 @@ def listed(names: Iterable[str], most: int = 3) -> str:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Any]:
+def open_safetensors(path: Path) -> Iterator[Any]:
     """A safetensors file. Raises WeightsError that says what is wrong with it."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -101,7 +101,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 def tensors_of_file(folder: Path, file: str) -> dict[str, Stored]:
     """The tensors of one file by name. Raises WeightsError if it cannot be read."""
     tensors = {}
-    with opened(folder / file) as weights:
+    with open_safetensors(folder / file) as weights:
         for name in weights.keys():  # noqa: SIM118 (not a dict)
             part = weights.get_slice(name)
             tensors[name] = Stored(file, name, tuple(part.get_shape()), part.get_dtype())

@@ -66,7 +66,7 @@ def write_index(folder: Path) -> dict[str, int]:
     return {"parameters": parameters, "bytes": size}
 
 
-def complete(
+def complete_checkpoint(
     folder: Path,
     weights: LazyWeights,
     config: PretrainedConfig,

@@ -1,7 +1,7 @@
 """Whether the weights of a checkpoint are those that its config describes: every parameter by name and shape.
 
 transformers fills what a checkpoint lacks at random and goes on. Here that is an error, told from the headers of the
-safetensors files before any weight is read (`check`), and for hub names from what was loaded (`check_loaded`).
+safetensors files before any weight is read (`check_weights`), and for hub names from what was loaded (`check_loaded`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,18 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.initialization import no_init_weights
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from attention.io.experts import Place, parts_of, stacked, stacks
+from attention.io.experts import TensorSource, parts_of, stacked, stacks
 from attention.io.precision import STORED
-from attention.io.safetensors_files import Stored, WeightsError, listed, opened, stored_tensors
+from attention.io.safetensors_files import (
+    Stored,
+    WeightsError,
+    listed,
+    open_safetensors,
+    stored_tensors,
+)
 from attention.io.sources import source_note
 
-__all__ = ["WeightsError", "check", "check_finite", "check_loaded", "without_report"]
+__all__ = ["WeightsError", "check_finite", "check_loaded", "check_weights", "without_report"]
 
 logger = logging.getLogger(__name__)
 TIED_APART = (
@@ -53,7 +59,7 @@ class Differences:
     surplus: frozenset[str]
 
 
-def check(source: str | Path, config: PretrainedConfig) -> dict[str, Place]:
+def check_weights(source: str | Path, config: PretrainedConfig) -> dict[str, TensorSource]:
     """Where each tensor of the config's model lies, by the model's names; empty for a hub name.
 
     Headers alone are read, unless both of two tied matrices are stored: those are compared. Surplus tensors are told in
@@ -98,7 +104,7 @@ def check_plain(source: str | Path, config: PretrainedConfig) -> None:
         raise WeightsError(_quantised(source, what, method))
 
 
-def _differences(model: PreTrainedModel, places: Mapping[str, Place]) -> Differences:
+def _differences(model: PreTrainedModel, places: Mapping[str, TensorSource]) -> Differences:
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     stored = {name: place.shape for name, place in places.items()}
     wrong = {
@@ -178,7 +184,7 @@ def _outline(source: Path, config: PretrainedConfig) -> PreTrainedModel:
 
 def _by_present_name(
     model: PreTrainedModel, stored: Mapping[str, Stored]
-) -> dict[str, Place] | None:
+) -> dict[str, TensorSource] | None:
     """Tensors under the names that transformers gives them on loading, experts put together; None if it would do more
     to some. Raises WeightsError for experts that do not belong together."""
     state = model.state_dict()
@@ -186,7 +192,7 @@ def _by_present_name(
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-    by_name: dict[str, Place] = {}
+    by_name: dict[str, TensorSource] = {}
     experts: dict[str, dict[str, list[Stored]]] = {}
     for name, place in stored.items():
         present, pattern = rename_source_key(
@@ -208,7 +214,7 @@ def _by_present_name(
 
 
 def _check_dtypes(
-    folder: Path, places: Mapping[str, Place], state: Mapping[str, torch.Tensor]
+    folder: Path, places: Mapping[str, TensorSource], state: Mapping[str, torch.Tensor]
 ) -> None:
     odd = {
         name
@@ -228,7 +234,10 @@ def _check_dtypes(
 
 def _check_tie(folder: Path, first: Stored, second: Stored, rows: int = 4096) -> None:
     """The one case in which numbers are compared: both of two tied matrices are stored."""
-    with opened(folder / first.file) as one, opened(folder / second.file) as other:
+    with (
+        open_safetensors(folder / first.file) as one,
+        open_safetensors(folder / second.file) as other,
+    ):
         a = one.get_slice(first.name)
         b = other.get_slice(second.name)
         starts = range(0, first.shape[0], rows)

@@ -17,7 +17,7 @@ from attention.families import Family, families, family_of, geometry_of, window_
 from attention.geometry import HeadGeometry
 from attention.modeling.composition import attach_composition, reset_missing
 from attention.modeling.composition.composing import HeadComposition
-from attention.modeling.grouped import NAME, attach, make_uneven
+from attention.modeling.grouped import ATTENTION_NAME, attach, make_uneven
 from attention.modeling.shared_heads import share, sharing_layers
 from attention.modeling.shared_weights import SharedProjection
 from attention.plan import AttentionPlan, LayerPlan, PlanError
@@ -64,7 +64,7 @@ class HeadfoldMixin:
         share(self, plan)  # type: ignore[arg-type]
         self.plan = plan
         # Any other implementation would ignore the maps.
-        self.config._attn_implementation = NAME  # type: ignore[attr-defined]
+        self.config._attn_implementation = ATTENTION_NAME  # type: ignore[attr-defined]
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)  # type: ignore[misc]

@@ -23,13 +23,13 @@ from transformers import PretrainedConfig
 from attention.calibration.calibrate import calibration_digest, check_sequences, collect, layer_by_layer
 from attention.calibration.moments import STATISTICS, LayerStatistics, merged
 from attention.calibration.sizes import MIXED, SAMPLE_TOKENS, Mixed, layer_bytes, mixed_dtype, most_exact
-from attention.calibration.store import Calibration, folder_of, kept, write
+from attention.calibration.store import Calibration, folder_of, kept, write_calibration
 from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from attention.io.layers.windows import LazyWeights, check_windows
 from attention.io.precision import DTYPES
-from attention.progress import Stage, stage
+from attention.progress import ProgressStage, stage
 from orchestrator.conversion import loading
 from orchestrator.conversion.one_layer import batch_size
 
@@ -124,10 +124,10 @@ def checkpoint_calibration(
         layers = task.layers_in_memory(sequences, sampled)
     place, digest = folder(mixed)
     with stage("calibrating", geometry.num_layers, "layers") as told:
-        return write(place, counted(layers, told), sequences.numel(), digest, weights, mixed)
+        return write_calibration(place, counted(layers, told), sequences.numel(), digest, weights, mixed)
 
 
-def counted(layers: Iterator[LayerStatistics], told: Stage) -> Iterator[LayerStatistics]:
+def counted(layers: Iterator[LayerStatistics], told: ProgressStage) -> Iterator[LayerStatistics]:
     """The same layers; each is told as done when the next one is asked for."""
     for layer in layers:
         yield layer

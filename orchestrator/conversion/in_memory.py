@@ -102,7 +102,7 @@ class Source:
         what a user can mend.
         """
         request = ConversionRequest.check(model, recipe, kv_ratios, **settings)
-        garbage.settle()
+        garbage.freeze_garbage()
         needs, phases = request.recipe.needs, request.phases
         texts = request.texts()
         sequences = texts.calibration

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attention.calibration.calibrate import calibrate
 from attention.conversion.convert import lift
-from attention.conversion.refinement.refine import Work
+from attention.conversion.refinement.refine import FitWork
 from attention.families import geometry_of
 from attention.io.layers.metrics import read_metric, write_metrics
 from attention.io.layers.windows import LazyWeights, advance, embed, open_window, rows_of
@@ -66,9 +66,9 @@ class PlanByLayer:
         }
         return plan_from_curves(request.recipe, self.kv_ratio, geometry, points)
 
-    def work(self) -> list[Work]:
+    def work(self) -> list[FitWork]:
         """What it took so far, by layer."""
-        return [Work(**layer["work"]) for layer in self._known().values()]
+        return [FitWork(**layer["work"]) for layer in self._known().values()]
 
     def _known(self) -> dict[str, Any]:
         file = self.stage.folder / CURVES
@@ -113,7 +113,7 @@ class PlanByLayer:
                     )  # fmt: skip
                     points = curves_of_layer(request.recipe, mine, context, generators[2 * layer : 2 * layer + 2])
                 found = {key.partition("/")[2]: list(point) for key, point in points.items()}
-                known[str(layer)] = {"points": found, "work": asdict(sum(context.work, Work()))}
+                known[str(layer)] = {"points": found, "work": asdict(sum(context.work, FitWork()))}
                 write_json(self.stage.folder / CURVES, known)
                 self.stage.spent(request.phases)
                 done = missing.index(layer) + 1

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from attention.io import checkpoint
-from attention.progress import Stage, stage
+from attention.progress import ProgressStage, stage
 from orchestrator.cluster.placement import task_options
 from orchestrator.cluster.tasks import on_cluster
 from orchestrator.promotion.gate import check_candidate
@@ -79,7 +79,7 @@ class PromotionSteps:
                     self._tell(entry)
                 told.to(sum(one.reached() - one.start for one in trainings))
 
-        told = Stage("full trainings")
+        told = ProgressStage("full trainings")
         for training in (t for t in trainings if t.job is not None):
             going_on(training)  # the run is there before the training is
         try:

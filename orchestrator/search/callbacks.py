@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.tune import Callback
 
-from attention.progress import Stage
+from attention.progress import ProgressStage
 from orchestrator.cluster.relay import progress_of
 from orchestrator.reporting.status import tokens_per_second
 from orchestrator.storage import records as results
@@ -30,7 +30,7 @@ class SearchLog(Callback):
     def __init__(self, journal: Journal, mlflow: MlflowSync | None, expected: int, original_loss: float) -> None:
         self.journal, self.mlflow = journal, mlflow
         self.expected, self.original_loss = expected, original_loss
-        self.told = Stage("trials")
+        self.told = ProgressStage("trials")
         self._shown, self._named = 0.0, 0
 
     def __getstate__(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from search_spaces.grouping.neighbour import neighbour_partition
 from search_spaces.partitions import Partition
 from search_spaces.planning.budgets import check_budget, problem_of
 from search_spaces.planning.context import PlanningContext
-from search_spaces.planning.curves import Point, expected_increases, point_key
+from search_spaces.planning.curves import CurvePoint, expected_increases, point_key
 from search_spaces.planning.planner import Planner, site_generators
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.site import SIDES, plan_of_sites
@@ -81,7 +81,7 @@ def curves_of_layer(
     counts: Mapping[str, _Counts],
     context: PlanningContext,
     generators: list[np.random.Generator],
-) -> dict[str, Point]:
+) -> dict[str, CurvePoint]:
     """The points of the single layer that `context` holds, for the `counts` of each side (`asked_counts`). With the
     layer's two curve generators of `site_generators` they are those of `make_plan` for the whole checkpoint."""
     planner = Planner(recipe, 1, context, [], generators)
@@ -92,7 +92,10 @@ def curves_of_layer(
 
 
 def plan_from_curves(
-    recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry, points: Mapping[str, Point]
+    recipe: Recipe,
+    kv_ratio: float | Fraction,
+    geometry: HeadGeometry,
+    points: Mapping[str, CurvePoint],
 ) -> tuple[AttentionPlan, list[float]]:
     """The plan that the recipe's allocation makes of known curves, with the partitions that they were measured for, and
     the loss increase that they expect of each layer.

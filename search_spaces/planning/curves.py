@@ -29,14 +29,14 @@ from search_spaces.site import SIDES
 DECIDES = ("grouping", "objective", "similarity", "alignment", "fusion")
 
 
-class Point(NamedTuple):
+class CurvePoint(NamedTuple):
     """One measured point of a curve."""
 
     increase: float
     partition: Partition
 
 
-class Place(NamedTuple):
+class CurveSite(NamedTuple):
     """Where heads are grouped: the sides ("key", "value", or both alike) of one layer."""
 
     layer: int
@@ -53,9 +53,11 @@ class Curves:
 
     def __init__(
         self,
-        group: Callable[[Place, int], Partition],
-        measure: Callable[[Sequence[tuple[Place, Partition]], Callable[[], None]], Sequence[float]],
-        known: dict[str, Point],
+        group: Callable[[CurveSite, int], Partition],
+        measure: Callable[
+            [Sequence[tuple[CurveSite, Partition]], Callable[[], None]], Sequence[float]
+        ],
+        known: dict[str, CurvePoint],
         file: Path | None = None,
         prepare: Callable[[], None] = lambda: None,
         *,
@@ -72,7 +74,7 @@ class Curves:
         known.update(_read(file))
 
     def of(
-        self, places: Sequence[Place], counts: Sequence[int], *, shown: bool = True
+        self, places: Sequence[CurveSite], counts: Sequence[int], *, shown: bool = True
     ) -> list[dict[int, float]]:
         """Rise in nats a token for each count, of each place; all units kept is 0. `shown`: how many are done yet."""
         missing = [
@@ -104,24 +106,24 @@ class Curves:
             for place in places
         ]
 
-    def _add(self, missing: Sequence[tuple[Place, int]], told: Callable[[], None]) -> None:
+    def _add(self, missing: Sequence[tuple[CurveSite, int]], told: Callable[[], None]) -> None:
         partitions = [self._group(place, count) for place, count in missing]
         increases = self._measure(
             [(place, p) for (place, _), p in zip(missing, partitions, strict=True)], told
         )
         for (place, count), increase, partition in zip(missing, increases, partitions, strict=True):
-            self.points[point_key(*place, count)] = Point(increase, partition)
+            self.points[point_key(*place, count)] = CurvePoint(increase, partition)
         self._save()
 
     def whole(self, plan: Any, measure: Callable[[], float]) -> float:
         """A measured loss of the whole model; `plan`: in plain values, all that it rests on besides the curves."""
         key = f"whole/{hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:24]}"
         if key not in self.points:
-            self.points[key] = Point(measure(), ())
+            self.points[key] = CurvePoint(measure(), ())
             self._save()
         return self.points[key].increase
 
-    def partition(self, place: Place, count: int) -> Partition | None:
+    def partition(self, place: CurveSite, count: int) -> Partition | None:
         """The partition that was measured, or None."""
         point = self.points.get(point_key(*place, count))
         return None if point is None else point.partition
@@ -174,7 +176,7 @@ def point_key(layer: int, sides: tuple[str, ...], count: int) -> str:
 
 
 def expected_increases(
-    recipe: Recipe, counts: Sequence[tuple[int, int]], units: int, points: Mapping[str, Point]
+    recipe: Recipe, counts: Sequence[tuple[int, int]], units: int, points: Mapping[str, CurvePoint]
 ) -> list[float]:
     """The loss increase that `points` expect of each layer, where it keeps `counts` (key heads, value heads)."""
 
@@ -189,15 +191,15 @@ def expected_increases(
     ]
 
 
-def points_of(record: Mapping[str, Any]) -> dict[str, Point]:
+def points_of(record: Mapping[str, Any]) -> dict[str, CurvePoint]:
     """Points from plain JSON values."""
     return {
-        key: Point(increase, tuple(tuple(group) for group in groups))
+        key: CurvePoint(increase, tuple(tuple(group) for group in groups))
         for key, (increase, groups) in record.items()
     }
 
 
-def _read(file: Path | None) -> dict[str, Point]:
+def _read(file: Path | None) -> dict[str, CurvePoint]:
     """The points of a file; none if it is missing or damaged, since they can be measured again."""
     try:
         record = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}

@@ -24,7 +24,7 @@ from attention.conversion.refinement.local import (
     output_errors,
 )
 from attention.conversion.refinement.parallel import each_layer, largest
-from attention.conversion.refinement.refine import Work
+from attention.conversion.refinement.refine import FitWork
 from attention.conversion.sensitivity import expected_cost
 from attention.families import family_of, geometry_of
 from attention.geometry import HeadGeometry
@@ -38,8 +38,8 @@ from attention.plan import AttentionPlan, LayerPlan
 from search_spaces.recipes.recipe import Recipe
 
 # Ways to know the loss increase of one layer.
-ESTIMATED = "estimated"
-MEASURED = "measured"
+ESTIMATED_INCREASE = "estimated"
+MEASURED_INCREASE = "measured"
 
 Told = Callable[[], None]
 
@@ -137,16 +137,16 @@ class LayerIncreases:
     calibration: Calibration | None
     task: Callable[[int], LayerTask]
     metric: Callable[[int], Tensor]
-    work: list[Work]
+    work: list[FitWork]
     first_layer: int = 0
     fit_steps: int = 0
     refined_steps: int = 0
-    increases: str = MEASURED
+    increases: str = MEASURED_INCREASE
 
     def of(self, plans: Sequence[tuple[int, AttentionPlan]], told: Told) -> list[float]:
         """Of each (layer, plan), as `PlanningContext.increases_of` says."""
         layers = sorted({layer for layer, _ in plans})
-        measures = self.increases == MEASURED
+        measures = self.increases == MEASURED_INCREASE
         looks = bool(self.fit_steps) or not measures
         tasks = {layer: self.task(layer) for layer in layers if looks}
 

@@ -26,8 +26,8 @@ from search_spaces.grouping.problem import GroupingProblem
 from search_spaces.partitions import Partition
 from search_spaces.planning.budgets import check_budget, problem_of
 from search_spaces.planning.context import PlanningContext
-from search_spaces.planning.curves import Curves, Place, curve_name, expected_increases
-from search_spaces.planning.loss_increases import MEASURED, Told
+from search_spaces.planning.curves import Curves, CurveSite, curve_name, expected_increases
+from search_spaces.planning.loss_increases import MEASURED_INCREASE, Told
 from search_spaces.planning.prices import prices_of_site
 from search_spaces.recipes.recipe import AXES, Recipe
 from search_spaces.sharing.problem import SharingProblem
@@ -100,7 +100,7 @@ class Planner:
         """(key heads, value heads) of each layer, from the allocation part, checked against the budget."""
         recipe = self.recipe
         measures: dict[str, Any] = {"loss": self._loss_of_one_group, "curves": self.curves_of}
-        if recipe.knobs("allocation").get("increases") == MEASURED:
+        if recipe.knobs("allocation").get("increases") == MEASURED_INCREASE:
             measures["final"] = self._final
         problem = problem_of(recipe, self.kv_ratio, self.context.geometry, **measures)
         counts = recipe.apply("allocation", problem)
@@ -120,7 +120,7 @@ class Planner:
             return neighbour_partition(count, groups)
         if "measure" in AXES["allocation"].get(self.recipe.allocation).needs:
             # The counts rest on what was measured for this very partition.
-            measured = self.curves.partition(Place(layer, sides), groups)
+            measured = self.curves.partition(CurveSite(layer, sides), groups)
             if measured is not None:
                 return measured
         return self._grouped(layer, sides, groups, generator)
@@ -196,7 +196,7 @@ class Planner:
         "both". `shown`: as in `Curves.of`."""
         both = (SIDES,) if self.recipe.together else tuple((side,) for side in SIDES)
         places = [
-            [Place(at, sides) for sides in (both if side == "both" else ((side,),))]
+            [CurveSite(at, sides) for sides in (both if side == "both" else ((side,),))]
             for at, side in sites
         ]
         found = iter(
@@ -233,10 +233,10 @@ class Planner:
         knobs = {name: own[name] for name in ("tokens", "increases")}
         fit_steps = min(own["fit_steps"], fitted)
         # Only estimates of fitted layers are scaled to the steps of the refinement: others serve any number of them.
-        scaled = own["increases"] != MEASURED and fit_steps > 0
+        scaled = own["increases"] != MEASURED_INCREASE and fit_steps > 0
         knobs |= {"fit_steps": fit_steps, "refined_steps": fitted if scaled else 0}
 
-        def group(place: Place, groups: int) -> Partition:
+        def group(place: CurveSite, groups: int) -> Partition:
             if groups == 1:
                 return neighbour_partition(len(self.context.units), 1)
             # A generator of its own for each point, so that no point depends on which others are measured.
@@ -244,7 +244,7 @@ class Planner:
             fresh = np.random.default_rng([*_seeds(generator), groups])
             return self._grouped(place.layer, place.sides, groups, fresh)
 
-        def measure(partitions: Sequence[tuple[Place, Partition]], told: Told) -> list[float]:
+        def measure(partitions: Sequence[tuple[CurveSite, Partition]], told: Told) -> list[float]:
             plans = [
                 (
                     place.layer,
@@ -261,13 +261,13 @@ class Planner:
         known = self.context.curves.setdefault(name, {})
         units = len(self.context.units)
         # What runs the whole model gains nothing by more layers at a time, and would keep what it found less often.
-        at_once = 1 if own["increases"] == MEASURED else self.context.layers_at_once
+        at_once = 1 if own["increases"] == MEASURED_INCREASE else self.context.layers_at_once
 
         # Before points are counted: it takes longer than several of them.
         def prepare() -> None:
             context = self.context
             if (
-                own["increases"] != MEASURED
+                own["increases"] != MEASURED_INCREASE
                 and context.model is not None
                 and context.sequences is not None
             ):

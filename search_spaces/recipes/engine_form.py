@@ -15,7 +15,7 @@ from attention.plan import AttentionPlan, Composition, LayerPlan
 from search_spaces.allocation.knapsack import usual_counts
 from search_spaces.axes import ALLOCATION
 from search_spaces.grouping.neighbour import neighbour_partition
-from search_spaces.recipes.rules import EQUAL_SIZES
+from search_spaces.recipes.rules import EQUAL_SIZES_FIELD
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class EngineForm:
 
     def settings(self) -> dict[str, Any]:
         """Settings that a search among recipes is to keep to."""
-        return {} if self.own_unequal else {EQUAL_SIZES: True}
+        return {} if self.own_unequal else {EQUAL_SIZES_FIELD: True}
 
 
 def _even_groups(stored: int, count: int) -> list[int]:

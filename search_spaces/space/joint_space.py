@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from attention.axes import AUTO, Knob
+from attention.axes import AUTO_KNOB, Knob
 from attention.geometry import HeadGeometry
 from attention.messages import near
 from search_spaces.planning.budgets import nearest_budget, require_budget
 from search_spaces.recipes.catalogue import AXES, BY, RECIPES, Recipe, RecipeError
 from search_spaces.recipes.engine_form import EngineForm
 from search_spaces.recipes.rules import broken_rules, makes_equal_groups
-from search_spaces.space.domains import ORDER, Domain, Point, by_field
+from search_spaces.space.domains import ORDER, Domain, SpacePoint, by_field
 
 OPTIONAL = ("objective", "similarity")
 PROVIDED = ("statistics", "model")
@@ -120,9 +120,9 @@ class JointSpace:
             return self._domain(pending, self._allowed(full, pending))
         return next((d for d in self._knob_domains(full) if d.field not in full), None)
 
-    def sample(self, generator: np.random.Generator) -> Point:
+    def sample(self, generator: np.random.Generator) -> SpacePoint:
         """A random valid point, keyed by domain name."""
-        point: Point = {}
+        point: SpacePoint = {}
         while (domain := self.next(point)) is not None:
             point[domain.name] = domain.sample(generator)
         return point
@@ -148,9 +148,9 @@ class JointSpace:
 
     # ---- inside -----------------------------------------------------------------------------------------------
 
-    def _forced(self, given: Mapping[str, Any]) -> tuple[Point, str | None]:
+    def _forced(self, given: Mapping[str, Any]) -> tuple[SpacePoint, str | None]:
         """All decided fields with those that have one option only; and the first field still open, if any."""
-        full: Point = {}
+        full: SpacePoint = {}
         for name in ORDER:
             allowed = self._allowed(full, name)
             if name in given:
@@ -169,12 +169,12 @@ class JointSpace:
                 return full, name
         return {**full, **{k: v for k, v in given.items() if "." in k}}, None
 
-    def _allowed(self, full: Point, name: str) -> list[Any]:
+    def _allowed(self, full: SpacePoint, name: str) -> list[Any]:
         return [
             option for option in self._options[name] if self._can_finish({**full, name: option})
         ]
 
-    def _can_finish(self, full: Point) -> bool:
+    def _can_finish(self, full: SpacePoint) -> bool:
         """Whether some choice of the remaining fields makes a valid recipe."""
         key = tuple(full.get(name, ...) for name in ORDER)
         if key not in self._feasible:
@@ -187,7 +187,7 @@ class JointSpace:
                 )
         return self._feasible[key]
 
-    def _broken(self, full: Point) -> list[str]:
+    def _broken(self, full: SpacePoint) -> list[str]:
         """Why these choices cannot be; empty if they can."""
         reasons = broken_rules(full) + _twice_the_same(full) + _too_dear(full)
         if self.engine is not None:
@@ -199,7 +199,7 @@ class JointSpace:
             reasons += [reason] if reason else []
         return reasons
 
-    def _over_budget(self, full: Point) -> str | None:
+    def _over_budget(self, full: SpacePoint) -> str | None:
         """Why the budget cannot be met: it looks at sharing, relaxation, grouping and allocation only."""
         assert self.geometry is not None
         names = ("sharing", "relaxation", "grouping", "objective", "similarity", "allocation")
@@ -223,7 +223,7 @@ class JointSpace:
 
     def _why_not(self) -> str:
         """The reason why the first budget fails with the plainest choices."""
-        full: Point = {}
+        full: SpacePoint = {}
         for name in ORDER:
             options = [o for o in self._options[name] if not self._broken({**full, name: o})]
             if not options:
@@ -234,11 +234,11 @@ class JointSpace:
             full[name] = options[0]
         return "the choices exclude each other"
 
-    def _fixed(self, full: Point) -> dict[str, Any]:
+    def _fixed(self, full: SpacePoint) -> dict[str, Any]:
         """The fixed settings of the parts that are chosen."""
         return {k: v for k, v in sorted(self.settings.items()) if k in self._knobs(full)}
 
-    def _knobs(self, full: Point) -> dict[str, Knob]:
+    def _knobs(self, full: SpacePoint) -> dict[str, Knob]:
         chosen = {name: full.get(name) for name in AXES}
         return {
             f"{name}.{knob.name}": knob
@@ -247,7 +247,7 @@ class JointSpace:
             for knob in AXES[name].get(part).knobs
         }
 
-    def _knob_domains(self, full: Point) -> list[Domain]:
+    def _knob_domains(self, full: SpacePoint) -> list[Domain]:
         domains = []
         for name, knob in sorted(self._knobs(full).items()):
             if knob.searched and name not in self.settings:
@@ -255,7 +255,7 @@ class JointSpace:
                 label = f"{name}:{full[name.partition('.')[0]]}"
                 default = knob.default
                 # Samplers draw numbers.
-                if default == AUTO and knob.low is not None and knob.high is not None:
+                if default == AUTO_KNOB and knob.low is not None and knob.high is not None:
                     default = math.sqrt(knob.low * knob.high)
                 domains.append(
                     Domain(label, name, knob.kind, knob.low, knob.high, knob.choices, default)
@@ -299,7 +299,7 @@ class JointSpace:
                     raise ValueError(f"settings: {axis}.{error}") from None
 
 
-def _twice_the_same(full: Point) -> list[str]:
+def _twice_the_same(full: SpacePoint) -> list[str]:
     """Choices that change nothing: only one of the equal points is offered."""
     if not {"grouping", "together"} <= set(full):
         return []
@@ -314,7 +314,7 @@ def _twice_the_same(full: Point) -> list[str]:
     return reasons
 
 
-def _too_dear(full: Point) -> list[str]:
+def _too_dear(full: SpacePoint) -> list[str]:
     """Measuring whole models for every move of a search, and that again for every point of every error curve."""
     objective = full.get("objective")
     allocation = full.get("allocation")

@@ -12,7 +12,7 @@ from urllib.parse import urlparse
 NATIVE = ("s3", "gs", "gcs", "hdfs", "abfs", "abfss", "file")
 """What pyarrow serves by itself; other kinds need their own fsspec package."""
 
-INDEX = "checkpoints.json"
+CHECKPOINT_INDEX = "checkpoints.json"
 """The index of a run's training checkpoints, see `trainers.jobs.checkpoints`."""
 
 

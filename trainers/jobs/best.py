@@ -14,7 +14,7 @@ from typing import Any
 
 from attention.io import checkpoint
 
-BEST = ("best_step", "best_loss", "best_kl", "best_dir")
+BEST_KEYS = ("best_step", "best_loss", "best_kl", "best_dir")
 """In a report: the best step so far, its held-out loss and KL (nats a token), where its weights lie."""
 
 

@@ -32,7 +32,15 @@ import torch.distributed as dist
 
 from attention.io.files import sha256, write_whole
 from attention.messages import reason
-from trainers.jobs.addresses import INDEX, below, copy_folder, fetch, folders, open_place, private
+from trainers.jobs.addresses import (
+    CHECKPOINT_INDEX,
+    below,
+    copy_folder,
+    fetch,
+    folders,
+    open_place,
+    private,
+)
 from trainers.jobs.train_job import TrainJob
 
 logger = logging.getLogger(__name__)
@@ -58,7 +66,7 @@ class _Sending:
     done: Future[None]
 
 
-def gathered(value: Any, world_size: int) -> list[Any]:
+def gather_objects(value: Any, world_size: int) -> list[Any]:
     """The values of all workers, by rank."""
     if world_size == 1:
         return [value]
@@ -109,7 +117,7 @@ class CheckpointStore:
     def read(self) -> tuple[list[Kept], list[dict[str, Any]]]:
         """Checkpoints and reports of the index, oldest first; both empty before the first. Any process may ask."""
         try:
-            with self.files.open_input_stream(str(self.root / INDEX)) as stream:
+            with self.files.open_input_stream(str(self.root / CHECKPOINT_INDEX)) as stream:
                 record = json.loads(stream.read())
         except FileNotFoundError:
             return [], []
@@ -159,7 +167,9 @@ class CheckpointStore:
 
     def advance(self) -> None:
         """Between two steps: enter the checkpoint on its way, if all its files have come."""
-        if self._sending is not None and all(gathered(self._sending.done.done(), self.world_size)):
+        if self._sending is not None and all(
+            gather_objects(self._sending.done.done(), self.world_size)
+        ):
             self.settle()
 
     def settle(self) -> None:
@@ -170,7 +180,7 @@ class CheckpointStore:
         sending = self._sending
         self._sending = None
         error = sending.done.exception()
-        problems = [p for p in gathered(error and reason(error), self.world_size) if p]
+        problems = [p for p in gather_objects(error and reason(error), self.world_size) if p]
         if not problems:
             self._enter(sending.kept, sending.report)
             return
@@ -187,7 +197,11 @@ class CheckpointStore:
             yield Path(path)
             return
         kept = next(
-            (k for k in gathered(self.read()[0], self.world_size)[0] if k.name == Path(path).name),
+            (
+                k
+                for k in gather_objects(self.read()[0], self.world_size)[0]
+                if k.name == Path(path).name
+            ),
             None,
         )
         if problem := "it is not in the index" if kept is None else self.damage(kept):
@@ -203,7 +217,7 @@ class CheckpointStore:
 
     def _enter(self, mine: Kept, report: dict[str, Any] | None) -> None:
         """Name a checkpoint whose files are all there in the index; `mine` has this worker's."""
-        parts = gathered(mine.digests, self.world_size)
+        parts = gather_objects(mine.digests, self.world_size)
         whole = Kept(
             mine.name, mine.step, {file: digest for part in parts for file, digest in part.items()}
         )
@@ -216,13 +230,13 @@ class CheckpointStore:
             ]
             self._write(kept, reports)
             self._remove_all_but({k.name for k in kept})
-        gathered(None, self.world_size)  # nobody goes on before the index says so
+        gather_objects(None, self.world_size)  # nobody goes on before the index says so
 
     # ---- reading ----------------------------------------------------------------------------------------------
 
     def newest_whole(self) -> tuple[Kept | None, list[dict[str, Any]], list[str]]:
         """The newest checkpoint that is as it was written, the reports up to it, and what is wrong with newer ones."""
-        kept, reports = gathered(self.read() if self.rank == 0 else None, self.world_size)[0]
+        kept, reports = gather_objects(self.read() if self.rank == 0 else None, self.world_size)[0]
         damage: list[str] = []
         for candidate in reversed(kept):
             wrong = self.damage(candidate)
@@ -235,12 +249,16 @@ class CheckpointStore:
         """What is wrong with a checkpoint, of which every worker looks at a part. One at an address is fetched."""
         everyone = range(self.world_size)
         if self.remote:
-            hosts = gathered(socket.gethostname(), self.world_size)
+            hosts = gather_objects(socket.gethostname(), self.world_size)
             everyone = [rank for rank in everyone if hosts[rank] == hosts[self.rank]]
             private(self._scratch)
         mine = sorted(kept.digests)[list(everyone).index(self.rank) :: len(everyone)]
         return next(
-            (problem for problem in gathered(self._damage(kept, mine), self.world_size) if problem),
+            (
+                problem
+                for problem in gather_objects(self._damage(kept, mine), self.world_size)
+                if problem
+            ),
             None,
         )
 
@@ -250,10 +268,10 @@ class CheckpointStore:
 
     def release(self) -> None:
         """What was fetched has been read."""
-        gathered(None, self.world_size)
+        gather_objects(None, self.world_size)
         if self.remote:
             shutil.rmtree(self._scratch, ignore_errors=True)
-        gathered(None, self.world_size)
+        gather_objects(None, self.world_size)
 
     def keep_only(self, name: str | None) -> None:
         """Of a run that has ended: remove all checkpoints but one, or all of them. The reports stay."""
@@ -285,10 +303,10 @@ class CheckpointStore:
             {"checkpoints": [asdict(k) for k in kept], "reports": reports}, indent=1
         )
         if not self.remote:
-            write_whole(self.root / INDEX, record)
+            write_whole(self.root / CHECKPOINT_INDEX, record)
             return
         with self.files.open_output_stream(
-            str(self.root / INDEX)
+            str(self.root / CHECKPOINT_INDEX)
         ) as stream:  # objects are replaced as a whole
             stream.write(record.encode())
 

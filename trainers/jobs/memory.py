@@ -33,7 +33,7 @@ def lowered(settings: TrainSettings) -> TrainSettings | None:
     return None if rows is None else settings.model_copy(update={"micro_batch_size": rows})
 
 
-def lower(job: TrainJob, cause: str, already: bool) -> None:
+def lower_micro_batch(job: TrainJob, cause: str, already: bool) -> None:
     """Have the job go on with a smaller micro-batch from its next start on.
 
     `already`: whether it did so before. Raises JobOutOfMemoryError then, and if a single sequence is too much.

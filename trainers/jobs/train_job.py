@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainers.settings import AUTO, Shape, Strategy, TrainSettings
+from trainers.settings import AUTO_STRATEGY, Shape, Strategy, TrainSettings
 
 if TYPE_CHECKING:
     from trainers.relaxations.stage import RelaxationSpec
@@ -69,7 +69,7 @@ class TrainJob:
     keep_best: bool = False
     relaxation: RelaxationSpec | None = None
     accelerator_type: str | None = None
-    placement_strategy: Strategy = AUTO
+    placement_strategy: Strategy = AUTO_STRATEGY
     checkpoint_address: str | None = None
 
     def __post_init__(self) -> None:

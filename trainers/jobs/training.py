@@ -22,17 +22,17 @@ from trainers.loop import TrainingDiverged, train
 from trainers.losses import objective
 
 if TYPE_CHECKING:
-    from trainers.engine import Engine
+    from trainers.engine import TrainEngine
     from trainers.relaxing import Relaxed
 
 
-class Training(WorkerShare):
+class WorkerTraining(WorkerShare):
     """One worker's training of a job: where it starts, and what it does at a step and at a milestone."""
 
     def __init__(
         self,
         job: TrainJob,
-        engine: Engine,
+        engine: TrainEngine,
         teacher: Any,
         link: Link,
         store: CheckpointStore,
@@ -228,12 +228,14 @@ class Training(WorkerShare):
 
     def _keep_if_best(self, metrics: dict[str, Any], last: bool) -> None:
         """Write the weights down if none were better so far, and add to the report which are the best."""
-        known = {key: self.metrics[key] for key in best.BEST if key in self.metrics}
+        known = {key: self.metrics[key] for key in best.BEST_KEYS if key in self.metrics}
         step = metrics["step"]
         # Never with NaN; of equal steps the earlier one stays.
         if metrics["loss"] < known.get("best_loss", math.inf):
             out = self.job.out_dir if last else best.best_folder(self.job.out_dir, step)
-            known = dict(zip(best.BEST, (step, metrics["loss"], metrics["kl"], out), strict=True))
+            known = dict(
+                zip(best.BEST_KEYS, (step, metrics["loss"], metrics["kl"], out), strict=True)
+            )
             if not last:  # the finished weights are written in any case
                 self._write(out)
         metrics |= known

@@ -30,9 +30,9 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from trainers.jobs.ray_link import RayLink, set_gauges
 from trainers.jobs.train_job import TrainJob
 from trainers.loop import TrainingDiverged
-from trainers.settings import AUTO, Shape
+from trainers.settings import AUTO_STRATEGY, Shape
 
-__all__ = ["TrainJob", "TrainingDiverged", "metrics_of", "run_training", "serve_pool"]
+__all__ = ["TrainJob", "TrainingDiverged", "job_metrics", "run_training", "serve_pool"]
 
 RESIZE_SECONDS = 600.0
 """How often a job whose number of workers may grow does, where its checkpoints do not tell: it goes on from the newest
@@ -65,13 +65,13 @@ def run_training(job: TrainJob, *, callbacks: Sequence[Any] = ()) -> dict[str, A
     in_main_thread = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT)
     try:
-        return metrics_of(job, trainer.fit().return_value)
+        return job_metrics(job, trainer.fit().return_value)
     finally:
         if in_main_thread:
             signal.signal(signal.SIGINT, before)
 
 
-def metrics_of(job: TrainJob, ended: dict[str, Any] | None) -> dict[str, Any]:
+def job_metrics(job: TrainJob, ended: dict[str, Any] | None) -> dict[str, Any]:
     """The last report, from what `run_job` returned. Raises TrainingDiverged."""
     if ended and "diverged" in ended:
         raise TrainingDiverged(ended["diverged"])
@@ -120,7 +120,7 @@ def _trainer(
             use_gpu=bool(gpus),
             resources_per_worker=resources,
             accelerator_type=accelerator_type,
-            placement_strategy="PACK" if strategy == AUTO else strategy,
+            placement_strategy="PACK" if strategy == AUTO_STRATEGY else strategy,
         ),
         run_config=RunConfig(
             name=name,

@@ -29,11 +29,11 @@ from attention.plan import AttentionPlan, LayerPlan, PlanError
 from attention.plan_parts import groups_of
 from trainers.loop import ParameterGroup
 
-RELAXATION = Axis("relaxation", "trainers.relaxations")
-Groups = tuple[tuple[int, ...], ...]
+RELAXATION_TRAINING = Axis("relaxation", "trainers.relaxations")
+HeadGroups = tuple[tuple[int, ...], ...]
 
 
-def pooled(rows: Tensor, groups: Groups) -> Tensor:
+def pooled(rows: Tensor, groups: HeadGroups) -> Tensor:
     """The mean of each group's rows, `[S, ...]` -> `[G, ...]`."""
     return torch.stack([rows[list(group)].double().mean(0) for group in groups]).to(rows.dtype)
 
@@ -163,7 +163,7 @@ class Relaxation(nn.Module, ABC):
 # ---- making room in a model -----------------------------------------------------------------------------------
 
 
-def coarser_groups(old: Sequence[int], new: Sequence[int], where: str) -> Groups:
+def coarser_groups(old: Sequence[int], new: Sequence[int], where: str) -> HeadGroups:
     """Which kept heads of the map `old` each kept head of `new` is made of: (0,1,2,2), (0,0,1,1) -> ((0,1), (2,)).
 
     Raises PlanError if `new` would split a head of `old`.
@@ -196,7 +196,9 @@ def lifted(model: PreTrainedModel) -> PreTrainedModel:
     return assemble(model, mha, lift(model))
 
 
-def opened(model: PreTrainedModel, plan: AttentionPlan) -> tuple[PreTrainedModel, AttentionPlan]:
+def open_projections(
+    model: PreTrainedModel, plan: AttentionPlan
+) -> tuple[PreTrainedModel, AttentionPlan]:
     """A copy of the model, the same function, whose q, k and v projections are separate `HeadProjection`s in every
     layer, and its plan. Raises PlanError if `plan` does not fit the model.
     """
@@ -230,11 +232,11 @@ def opened(model: PreTrainedModel, plan: AttentionPlan) -> tuple[PreTrainedModel
 StandIn = TypeVar("StandIn", bound=HeadProjection)
 
 
-def put_in_place(
+def replace_projections(
     model: PreTrainedModel,
     old: AttentionPlan,
     new: AttentionPlan,
-    make: Callable[[HeadProjection, Groups], StandIn],
+    make: Callable[[HeadProjection, HeadGroups], StandIn],
 ) -> list[dict[str, StandIn]]:
     """Put `make(projection, groups)` in the place of every k and v projection of an opened model whose heads `new`
     fuses. Returns them by side, for each layer. Raises PlanError if `new` fuses nothing, or splits a head of `old`.

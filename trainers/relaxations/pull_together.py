@@ -32,7 +32,7 @@ from attention.modeling.shared_heads import SharedSite, shared_sites
 from attention.modeling.shared_weights import SharedColumns, SharedProjection, stored
 from attention.plan import AttentionPlan, PlanError
 from trainers.loop import ParameterGroup
-from trainers.relaxations.base import RELAXATION, Learned, Relaxation, opened
+from trainers.relaxations.base import RELAXATION_TRAINING, Learned, Relaxation, open_projections
 
 _Block = tuple[int, int]  # layer, head
 
@@ -141,7 +141,7 @@ def _part(site: SharedSite, plain: SharedSite) -> Iterator[Star]:
         projection.register_forward_hook(Beside(site, at_blocks, projection.weight.device))
 
 
-@RELAXATION.part(
+@RELAXATION_TRAINING.part(
     "pull_together", source="Cao 2024: PostShare", knobs=PULL_TOGETHER, needs=("shares",)
 )
 class PullTogether(Relaxation):
@@ -166,7 +166,7 @@ class PullTogether(Relaxation):
             raise PlanError(
                 "relaxation=pull_together needs a plan with shared heads or MLP blocks, got none"
             )
-        plain, old = opened(model, plan)
+        plain, old = open_projections(model, plan)
         if not all(layer.is_identity for layer in (*old.layers, *plan.layers)):
             raise PlanError(
                 "relaxation=pull_together shares whole heads, query, key and value; model and plan must keep one key "

@@ -121,7 +121,7 @@ class Conversation(str):
         return json.loads(self)
 
 
-def held_out(identity: str, one_in: int = HOLD_OUT) -> bool:
+def is_held_out(identity: str, one_in: int = HOLD_OUT) -> bool:
     """True for about one document in `one_in`, by the md5 digest of what identifies it: the same in every process."""
     return _md5(identity) % one_in == 0
 
@@ -206,7 +206,9 @@ class Corpus:
 
     def _library(self, side: Side, seed: int | None) -> Iterator[str]:
         names = [(file, file.relative_to(LIBRARY).as_posix()) for file in self.files]
-        files = [f for f, name in names if side == "all" or held_out(name) == (side == "held_out")]
+        files = [
+            f for f, name in names if side == "all" or is_held_out(name) == (side == "held_out")
+        ]
         for file in _shuffled(files, seed):
             yield file.read_text(encoding="utf-8", errors="replace")
 
@@ -216,7 +218,7 @@ class Corpus:
         kept = sorted(
             name
             for name in topics
-            if side == "all" or held_out(name, TOPICS_HELD_OUT) == (side == "held_out")
+            if side == "all" or is_held_out(name, TOPICS_HELD_OUT) == (side == "held_out")
         )
         prose = [topics[name] for name in _shuffled(kept, seed)]
         # Shuffled always: files in the order of their names would be those of a few packages
@@ -243,7 +245,7 @@ class Corpus:
         if seed is not None:
             stream = stream.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
         for text in _texts(stream, text_field, self):
-            apart = held_out(text) if not more else document_digest(text) in more
+            apart = is_held_out(text) if not more else document_digest(text) in more
             if self.wholly_held_out or side == "all" or apart == (side == "held_out"):
                 yield text
 
@@ -271,7 +273,7 @@ class Corpus:
         chosen: list[str] = []
         characters = 0
         for text in order[:-1]:
-            if characters >= wanted and not held_out(text):
+            if characters >= wanted and not is_held_out(text):
                 break
             chosen.append(text)
             characters += lengths[text]
@@ -319,8 +321,8 @@ def resolve(source: str) -> Corpus:
         # The topics themselves.
         code = tuple(file for file in files if file.parent.name != "pydoc_data")
         return Corpus(source, BUILTIN, source, _digest(*parts, *help_topics().values()), files=code)
-    if source.startswith(synthetic_corpus.PREFIX):
-        name = source.removeprefix(synthetic_corpus.PREFIX)
+    if source.startswith(synthetic_corpus.SYNTHETIC_PREFIX):
+        name = source.removeprefix(synthetic_corpus.SYNTHETIC_PREFIX)
         try:
             synthetic_corpus.tasks_of(name, True)
         except ValueError as error:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.progress import Stage, stage
+from attention.progress import ProgressStage, stage
 from trainers.text.corpora import (
     BUILTIN,
     HOLD_OUT,
@@ -34,10 +34,10 @@ from trainers.text.corpora import (
     resolve,
 )
 from trainers.text.token_sets import (
-    FORMAT,
     SHARD_TOKENS,
+    TOKEN_SET_FORMAT,
     Layout,
-    Place,
+    TextPosition,
     TokenSequences,
     TokenSetWriter,
     is_complete,
@@ -48,23 +48,23 @@ from trainers.text.tokenising import (
     Tokenise,
     TokenReader,
     beginning,
-    blocks,
     check_end_token,
     largest_id,
     pool,
+    text_blocks,
     tokenise_here,
     tokenizer_digest,
 )
 
 Split = Literal["train", "eval", "calibration"]
 SPLITS: tuple[Split, ...] = get_args(Split)
-SMALL = 16_000_000  # tokens of a text that one process reads and tokenises in seconds
+SMALL_TEXT = 16_000_000  # tokens of a text that one process reads and tokenises in seconds
 POOL = 4_000_000  # tokens of text at most from which evaluation and calibration sequences are spaced evenly
 CALIBRATION_SPREAD = (
     64  # calibration keeps one sequence in so many: few long documents must not stand for all
 )
 _COMPARED = 64_000_000  # characters of the other text that a whole evaluation text is compared with
-TOKENS = 16_384  # to calibrate and to measure on by default, or as many as there are
+CALIBRATION_TOKENS = 16_384  # to calibrate and to measure on by default, or as many as there are
 LENGTH = 2048  # tokens of a sequence by default
 _SHORTEST = 64  # tokens of the sequences that little text is cut to
 FEWEST = (
@@ -125,7 +125,7 @@ class TextCut:
         """Raises DataError for a source that is not there, and for one whose files are too small for a text that takes
         long to read; of a SMALL one reading tells how many tokens there are."""
         most = self.corpus.most_tokens
-        if most is not None and self.tokens > max(most, SMALL):
+        if most is not None and self.tokens > max(most, SMALL_TEXT):
             raise DataError(
                 f"{self.source}: {self.split} needs {self.tokens} tokens, and all its text has {most} at most; ask for "
                 "fewer tokens or give more text"
@@ -135,7 +135,7 @@ class TextCut:
         self, tokenizer: Any, cache_dir: str | Path, shard_tokens: int = SHARD_TOKENS
     ) -> Path:
         """Where in `cache_dir` the token set lies, or will: the name holds everything that it depends on."""
-        key = json.dumps([FORMAT, shard_tokens, self._made_of(tokenizer)], sort_keys=True)
+        key = json.dumps([TOKEN_SET_FORMAT, shard_tokens, self._made_of(tokenizer)], sort_keys=True)
         return Path(cache_dir) / f"{self.split}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
 
     def _made_of(self, tokenizer: Any) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class TextCut:
         if self.split != "train":
             return self.pooled(tokenizer).sequences(self)
         check_end_token(tokenizer)
-        reader = TokenReader(tokenise_here(blocks(self._texts()), tokenizer), Place())
+        reader = TokenReader(tokenise_here(text_blocks(self._texts()), tokenizer), TextPosition())
         ids = reader.take(self.sequences * self.sequence_length)
         return PooledTokens(ids, reader.place.documents, beginning(tokenizer)).sequences(self)
 
@@ -203,7 +203,7 @@ class TextCut:
         check_end_token(tokenizer)
         left_out: list[str] = []
         most = POOL if self.split == "eval" else min(POOL, CALIBRATION_SPREAD * self.tokens)
-        tokens = tokenise_here(blocks(self._texts(left_out)), tokenizer)
+        tokens = tokenise_here(text_blocks(self._texts(left_out)), tokenizer)
         ids, documents = pool(tokens, max(self.tokens, most))
         return PooledTokens(ids, documents, beginning(tokenizer), len(left_out))
 
@@ -231,7 +231,7 @@ class TextCut:
                 start = writer.start(run[0])
                 # Passed over, not tokenised again.
                 texts = islice(self._texts(), start.documents, None)
-                reader = TokenReader(tokenise(blocks(texts), tokenizer), start)
+                reader = TokenReader(tokenise(text_blocks(texts), tokenizer), start)
                 self._write_run(writer, run, reader, beginning(tokenizer), told)
         writer.finish()
 
@@ -241,7 +241,7 @@ class TextCut:
         run: list[int],
         reader: TokenReader,
         first: list[int],
-        told: Stage,
+        told: ProgressStage,
     ) -> None:
         length = self.sequence_length
         layout = writer.layout
@@ -375,7 +375,7 @@ class Texts:
         return TextCut(
             source,
             split,
-            TOKENS if tokens is None else tokens,
+            CALIBRATION_TOKENS if tokens is None else tokens,
             length,
             self.seed,
             self.text_field,
@@ -400,7 +400,7 @@ class Texts:
         if calibrate:
             wanted["calibration"] = calibration_tokens
         length = sequence_length or default_length(
-            positions, *(tokens or TOKENS for tokens in wanted.values())
+            positions, *(tokens or CALIBRATION_TOKENS for tokens in wanted.values())
         )
         cuts = {split: self.cut(split, tokens, length) for split, tokens in wanted.items()}
         pools = {split: cut.pooled(tokenizer) for split, cut in cuts.items()}

@@ -26,7 +26,7 @@ from trainers.text.synthetic import (
 )
 from trainers.text.synthetic_words import DOMAINS, PEOPLE
 
-PREFIX = "synthetic:"
+SYNTHETIC_PREFIX = "synthetic:"
 HELD_OUT = 2_000  # documents
 _SHOTS = 3  # of a document
 # Of an example that is asked: of the paper's 2 to 7 those that fit a short context.
@@ -48,7 +48,9 @@ def fingerprint() -> str:
 def tasks_of(name: str, train: bool) -> Sequence[Task]:
     """The tasks of one side of a source. Raises ValueError for an unknown name."""
     if name not in names():
-        raise ValueError(f"{PREFIX}{name}: expected one of {', '.join(names())} behind {PREFIX}")
+        raise ValueError(
+            f"{SYNTHETIC_PREFIX}{name}: expected one of {', '.join(names())} behind {SYNTHETIC_PREFIX}"
+        )
     if name == "new-pairs":
         return split_tasks(all_tasks(), NEW_PAIRS, np.random.default_rng(0))[0 if train else 1]
     return [task for task in all_tasks() if name in ("all", task.pattern.replace(" ", "-"))]
@@ -65,7 +67,7 @@ def documents(name: str, train: bool, seed: int | None) -> Iterator[str]:
         made += 1
 
 
-def score(
+def score_held_out(
     model: Any, tokenizer: Any, name: str, per_task: int = 12, *, first: Sequence[int] = ()
 ) -> Score:
     """How a model answers the held-out tasks of `synthetic:name`, always the same examples; the paper has 12 a task

@@ -29,7 +29,7 @@ from torch import Tensor
 from attention.io.files import sha256, write_whole, written_whole
 from trainers.text.corpora import DataError
 
-FORMAT = 1
+TOKEN_SET_FORMAT = 1
 # Tokens of a shard: what a killed run makes again at most, and what its writer holds in memory.
 SHARD_TOKENS = 2**21
 _INDEX = "index.json"
@@ -37,7 +37,7 @@ _UNFINISHED = "unfinished.json"
 TENSOR = "sequences"
 
 
-class Place(NamedTuple):
+class TextPosition(NamedTuple):
     """A place in a text: after so many whole documents, and so many `tokens` of the next one."""
 
     documents: int = 0
@@ -50,11 +50,11 @@ class Shard:
 
     size: int
     sha256: str
-    end: Place
+    end: TextPosition
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Shard:
-        return cls(int(record["size"]), str(record["sha256"]), Place(*record["end"]))
+        return cls(int(record["size"]), str(record["sha256"]), TextPosition(*record["end"]))
 
 
 @dataclass(frozen=True)
@@ -153,11 +153,11 @@ class TokenSetWriter:
         runs = itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
         return [[number for _, number in run] for _, run in runs]
 
-    def start(self, number: int) -> Place:
+    def start(self, number: int) -> TextPosition:
         """Where in the text a shard begins, once the one before it has been written."""
-        return self._shards[number - 1].end if number else Place()
+        return self._shards[number - 1].end if number else TextPosition()
 
-    def write(self, number: int, sequences: np.ndarray, end: Place) -> None:
+    def write(self, number: int, sequences: np.ndarray, end: TextPosition) -> None:
         """`sequences` `[rows, T]`; `end`: where in the text the next shard begins. Raises ValueError for a token id
         that the set's type cannot hold."""
         if sequences.max() > np.iinfo(self.layout.dtype).max:
@@ -178,7 +178,7 @@ class TokenSetWriter:
         return file.is_file() and file.stat().st_size == shard.size and sha256(file) == shard.sha256
 
     def _write(self, name: str) -> None:
-        record: dict[str, Any] = {"format": FORMAT, "layout": asdict(self.layout)}
+        record: dict[str, Any] = {"format": TOKEN_SET_FORMAT, "layout": asdict(self.layout)}
         record["shards"] = {number: asdict(shard) for number, shard in sorted(self._shards.items())}
         if name == _INDEX:
             cut = [self.layout.sequences, self.layout.sequence_length]
@@ -210,7 +210,7 @@ def write_sequences(
     writer = TokenSetWriter(folder, layout)
     for number in range(layout.shards):
         first = number * layout.sequences_per_shard
-        writer.write(number, sequences[first : first + layout.rows(number)].numpy(), Place())
+        writer.write(number, sequences[first : first + layout.rows(number)].numpy(), TextPosition())
     writer.finish()
 
 
@@ -236,4 +236,4 @@ def _read(file: Path) -> dict[str, Any] | None:
         record = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return record if isinstance(record, dict) and record.get("format") == FORMAT else None
+    return record if isinstance(record, dict) and record.get("format") == TOKEN_SET_FORMAT else None

@@ -25,10 +25,10 @@ from attention.conversion.fusion.rank import (
 )
 from attention.conversion.fusion.signs import signs, unit_gram
 from attention.geometry import HeadGeometry
-from attention.heads import LayerHeads, distinct
+from attention.heads import LayerHeads, distinct_heads
 
 # Relative size of an eigenvalue of sums in float32 below which a direction counts as absent.
-SINGLE = 1e-6
+SINGLE_PRECISION = 1e-6
 # Multiply-adds of all eigenvalues and eigenvectors of a symmetric matrix, over the cube of its size.
 EIGEN = 9
 
@@ -100,7 +100,7 @@ class KeyCost(Cost):
         self.layout = geometry.rotary
         self.qk_norm = geometry.qk_norm and not geometry.whole_norm
         heads = under_norm(heads) if geometry.whole_norm else heads
-        first, which = distinct(heads.k, heads.k_bias)
+        first, which = distinct_heads(heads.k, heads.k_bias)
         # In float32, as the products that were summed up in the moment.
         rows = augmented(heads.k, heads.k_bias)[first].float()
         if self.qk_norm:
@@ -176,7 +176,7 @@ class ValueCost(Cost):
         self.heads = heads
         self.statistics = statistics
         self.metrics = head_metrics(heads)
-        self.first, self.which = distinct(heads.v, heads.v_bias)
+        self.first, self.which = distinct_heads(heads.v, heads.v_bias)
         self._roots: dict[tuple[int, ...], Tensor] = {}
         count, dim, width = heads.v.shape
         rows = float(len(self.first) * dim)
@@ -212,7 +212,9 @@ class ValueCost(Cost):
         cross_gdd = seen_gnd.view(len(group), -1, dim, dim)[each, which].double()
         shared_gdd = (basis_nd.T @ seen_gnd).double()
         values, vectors = torch.linalg.eigh((shared_gdd + shared_gdd.transpose(1, 2)) / 2)
-        alive = values > SINGLE * values[..., -1:].clamp_min(torch.finfo(values.dtype).tiny)
+        alive = values > SINGLE_PRECISION * values[..., -1:].clamp_min(
+            torch.finfo(values.dtype).tiny
+        )
         read = cross_gdd @ vectors
         read = (read * (metrics @ read)).sum(1) * alive / torch.where(alive, values, 1.0)
         energy = (metrics * own_blocks(own_gnn, which, dim)).sum((1, 2))

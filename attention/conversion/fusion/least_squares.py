@@ -19,7 +19,7 @@ from attention.conversion.fusion.pooled import Groups, check_lifted, mean_fuse
 from attention.conversion.fusion.rank import complex_gram, fit_complex, fit_real, pair_energy
 from attention.conversion.fusion.signs import with_signs
 from attention.geometry import HeadGeometry
-from attention.heads import KEY_SIDE, LayerHeads, distinct
+from attention.heads import KEY_SIDE, LayerHeads, distinct_heads
 from attention.modeling.rotary import pair_maps
 from attention.plan import LayerPlan
 
@@ -106,7 +106,7 @@ def key_maps(
         q_bias=_pick(heads.q_bias, group),
         k_bias=_pick(heads.k_bias, group),
     )
-    first, which = distinct(heads.k, heads.k_bias)
+    first, which = distinct_heads(heads.k, heads.k_bias)
     gram = complex_gram(augmented(heads.k, heads.k_bias)[first], statistics.input_moment, layout)[
         :, which
     ][:, :, which]

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention.axes import Knob
-from attention.conversion.refinement.capture import Record, held_out
+from attention.conversion.refinement.capture import Record, split_held_out
 from attention.conversion.refinement.healing import HEAL_KNOBS, heal
 from attention.conversion.refinement.original import Original, Text
 from attention.conversion.refinement.parallel import ONE_AT_A_TIME, each_layer, largest
-from attention.conversion.refinement.refine import REFINEMENT, LayerFit, Work
+from attention.conversion.refinement.refine import REFINEMENT, FitWork, LayerFit
 from attention.conversion.refinement.windows import attended, cache_name, uncached, windows
 from attention.families import family_of
 from attention.modeling.model_classes import plan_of
@@ -130,7 +130,7 @@ class FitTexts:
     @classmethod
     def of(cls, original: Original, sequences: Tensor, step_tokens: int = STEP_TOKENS) -> FitTexts:
         """Of `sequences` `[N, T]` a part is kept for the check; a step takes about `step_tokens`."""
-        fit, check = held_out(sequences)
+        fit, check = split_held_out(sequences)
         batch = min(sequences_a_step(sequences.shape[1], step_tokens), len(fit))
         judged = original.on(check)
         step = (
@@ -250,7 +250,7 @@ def fit_module(
     *,
     shared_by: float,
     report: Report = lambda: None,
-) -> tuple[float, float, Work]:
+) -> tuple[float, float, FitWork]:
     """Train `module` (float32) in place; it ends in the best state met on the held-out records, the first included.
     Returns the held-out error before and after, and the work. `shared_by`: key heads of the original for each that the
     converted layer keeps; 1 where no keys are fused. `report` is called after each step.
@@ -277,7 +277,7 @@ def fit_module(
     return (
         before,
         best,
-        Work(made, tokens, 6.0 * tokens * sum(p.numel() for p in module.parameters())),
+        FitWork(made, tokens, 6.0 * tokens * sum(p.numel() for p in module.parameters())),
     )
 
 

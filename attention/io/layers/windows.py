@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from attention.families import family_of
-from attention.io.experts import Part, parts_of
-from attention.io.safetensors_files import Stored, WeightsError, opened
-from attention.io.weights import check, check_finite
+from attention.io.experts import PlacedTensor, parts_of
+from attention.io.safetensors_files import Stored, WeightsError, open_safetensors
+from attention.io.weights import check_finite, check_weights
 from attention.modeling.model_classes import plan_of_config
 from attention.modeling.predictions import Final, final
 from attention.modeling.running import entered_by, layer_of, run_to
@@ -36,13 +36,13 @@ class LazyWeights:
     """The tensors of a checkpoint folder by the present model class' names. Nothing is read before it is asked for, and
     no file stays open: pages of a mapped file count as memory of the process.
 
-    Raises WeightsError unless the files hold all that the config's model has (`attention.io.weights.check`), and on
+    Raises WeightsError unless the files hold all that the config's model has (`attention.io.weights.check_weights`), and on
     reading for numbers that are not finite.
     """
 
     def __init__(self, folder: str | Path, config: PretrainedConfig) -> None:
         self.folder = Path(folder)
-        self._places = check(self.folder, config)
+        self._places = check_weights(self.folder, config)
         if not self._places:
             raise WeightsError(
                 f"{self.folder}: transformers changes tensors of a {config.model_type} while it loads them, so that "
@@ -63,7 +63,7 @@ class LazyWeights:
     def __contains__(self, name: str) -> bool:
         return name in self._places
 
-    def _parts(self, name: str) -> list[Part]:
+    def _parts(self, name: str) -> list[PlacedTensor]:
         if name not in self._places:
             raise WeightsError(
                 f"{self.folder} has no tensor {name!r}; its config describes none either"
@@ -82,7 +82,7 @@ class LazyWeights:
             for stored, where in self._parts(name):
                 by_file.setdefault(stored.file, []).append((stored.name, target[where]))
         for own in sorted(by_file):
-            with opened(self.folder / own) as file:
+            with open_safetensors(self.folder / own) as file:
                 for name, target in by_file[own]:
                     self._copy(file.get_tensor(name), target, name)
 
@@ -99,7 +99,7 @@ class LazyWeights:
         """Rows `ids` (ascending) of a matrix; the others are not kept."""
         place = self._whole(name)
         parts = []
-        with opened(self.folder / place.file) as file:
+        with open_safetensors(self.folder / place.file) as file:
             part = file.get_slice(place.name)
             for start in range(0, part.get_shape()[0], EMBEDDING_ROWS):
                 inside = ids[(ids >= start) & (ids < start + EMBEDDING_ROWS)]
@@ -120,7 +120,7 @@ class LazyWeights:
     def one(self, name: str, dtype: torch.dtype) -> Tensor:
         """A whole tensor, floating-point ones in `dtype`, in memory of its own."""
         place = self._whole(name)
-        with opened(self.folder / place.file) as file:
+        with open_safetensors(self.folder / place.file) as file:
             tensor = file.get_tensor(place.name)
             check_finite(self.folder, {name: tensor})
             return tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
@@ -303,7 +303,7 @@ def embed(
     return streams
 
 
-class Head:
+class OutputHead:
     """What lies above the last layer. The embedding is not read, unless it is also the output matrix. `config`,
     `dtype`: of the original model, and what is computed in."""
 

@@ -18,7 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.io.safetensors_files import Stored, WeightsError, listed, opened, stored_tensors
+from attention.io.safetensors_files import (
+    Stored,
+    WeightsError,
+    listed,
+    open_safetensors,
+    stored_tensors,
+)
 from attention.io.weights import METHODS
 
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "dense")
@@ -123,7 +129,7 @@ class PlainTensors:
             yield name, tensor.to(dtype)
 
     def _read(self, place: Stored) -> Tensor:
-        with opened(self.folder / place.file) as file:
+        with open_safetensors(self.folder / place.file) as file:
             return file.get_tensor(place.name).clone()
 
 

@@ -49,7 +49,9 @@ def lower(model: PreTrainedModel) -> Lowered:
     held(model.config, plan)
     if phi.is_needed(model.config, plan):
         lowered = lower(phi.as_phi(model))
-        return replace(lowered, notes=(*lowered.notes, phi.NOTE, *written_out(plan)), folded=True)
+        return replace(
+            lowered, notes=(*lowered.notes, phi.FOLDED_NORMS_NOTE, *written_out(plan)), folded=True
+        )
     form = architecture(model.config, plan)
     notes = [f"architecture {form.name}", *written_out(plan)]
     if form.own_counts and len(set(kv_heads_of(plan))) > 1:
@@ -62,7 +64,7 @@ def lower(model: PreTrainedModel) -> Lowered:
 def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = None) -> str:
     import gguf
 
-    from attention.io.targets._gguf.metadata import describe
+    from attention.io.targets._gguf.metadata import write_metadata
     from attention.io.targets._gguf.tensors import encoded, tensors_of
     from attention.io.targets._gguf.vocabulary import add_vocabulary
 
@@ -70,7 +72,7 @@ def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = Non
     form = architecture(model.config, plan)
     writer = gguf.GGUFWriter(folder / FILE, form.name, use_temp_file=True)
     try:
-        describe(writer, model.config, form, plan)
+        write_metadata(writer, model.config, form, plan)
         writer.add_file_type(_FILE_TYPES[dtype])
         add_vocabulary(writer, tokenizer, model.config.vocab_size)
         for name, tensor in tensors_of(model, form):

@@ -32,7 +32,7 @@ _SAME = (
 )  # fmt: skip
 
 
-NOTE = "layer norms' scales and shifts folded into the projections that read them"
+FOLDED_NORMS_NOTE = "layer norms' scales and shifts folded into the projections that read them"
 
 
 def phi_config(config: Any) -> PhiConfig:
@@ -127,7 +127,11 @@ def lower(model: PreTrainedModel) -> Lowered:
     """The stock Phi form of a GPT-NeoX. Raises TargetError as `held` does."""
     held(model.config, plan_of(model))
     lowered = gqa.lower(as_phi(model))
-    return replace(lowered, notes=(*lowered.notes, NOTE, *written_out(plan_of(model))), folded=True)
+    return replace(
+        lowered,
+        notes=(*lowered.notes, FOLDED_NORMS_NOTE, *written_out(plan_of(model))),
+        folded=True,
+    )
 
 
 TARGET = Target("phi", ("transformers", "vLLM"), held, lower, _stock.write, _stock.read)

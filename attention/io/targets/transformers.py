@@ -77,7 +77,9 @@ def lower(model: PreTrainedModel) -> Lowered:
     held(model.config, plan)
     if family_of(model.config).name == "gpt_neox":
         lowered = lower(phi.as_phi(model))
-        return replace(lowered, notes=(*lowered.notes, phi.NOTE, *written_out(plan)), folded=True)
+        return replace(
+            lowered, notes=(*lowered.notes, phi.FOLDED_NORMS_NOTE, *written_out(plan)), folded=True
+        )
     file = _CODE if plan.composition is None else COMPOSED
     note = f"{file.name} in the folder is what transformers runs: load with trust_remote_code=True"
     return Lowered(unshare(model), (note, *written_out(plan)))

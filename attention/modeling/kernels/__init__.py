@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from attention.modeling.kernels.tables import Tables
 from attention.plan import LayerPlan
 
-__all__ = ["Tables", "available", "decode", "takes"]
+__all__ = ["Tables", "available", "fused_decode", "takes"]
 
 _WIDEST = 128
 # Largest difference from the reference on values of unit variance that passes for rounding.
@@ -48,7 +48,7 @@ def available() -> bool:
     )
 
 
-def decode(
+def fused_decode(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -104,7 +104,7 @@ def difference(
             (plan.value_heads, tokens),
         )
     )
-    out = decode(query, key, value, Tables.of(plan), mask, None).float()
+    out = fused_decode(query, key, value, Tables.of(plan), mask, None).float()
     index = (torch.tensor(m, device=device) for m in (plan.key_map, plan.value_map))
     key, value = (
         states.float().index_select(1, own) for states, own in zip((key, value), index, strict=True)

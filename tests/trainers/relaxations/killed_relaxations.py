@@ -75,7 +75,7 @@ def run(job: TrainJob, folder: Path, attempt: int, dies: bool = False) -> list[i
 
 
 def main(folder: Path) -> None:
-    garbage.settle()  # else each fork copies the memory of all libraries as soon as it collects
+    garbage.freeze_garbage()  # else each fork copies the memory of all libraries as soon as it collects
     ends: dict[str, Any] = {}
     for case in json.loads((folder / "cases.json").read_text()):
         name, job = case["name"], TrainJob.from_json(case["job"])
