@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from attention.messages import near, one_of
+from attention.base.messages import near, one_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 KINDS = ("int", "float", "log_float", "choice", "bool")

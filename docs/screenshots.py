@@ -38,8 +38,8 @@ from orchestrator.reporting.figures.search import front_figure
 from orchestrator.reporting.pages.report_page import write_report
 from orchestrator.storage import records
 from orchestrator.storage.journal import load_trials
+from orchestrator.storage.json_files import read_json
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import read_json
 from orchestrator.tracking.runs import Tracker
 
 WAIT_S = 120.0

@@ -16,7 +16,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from attention.garbage import collect_seldom
+from attention.base.memory import collect_seldom
 from orchestrator.cli import (
     checkpoints,
     demo,
@@ -82,7 +82,7 @@ def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(verb)
     def called(**given: Any) -> None:
-        from attention.progress import show_progress
+        from attention.base.progress import show_progress
 
         works = verb.__name__ not in ("ui", "watch")  # which show something until they are stopped
         try:

@@ -44,10 +44,11 @@ from orchestrator.search.validation import Prepared, check_epochs, open_models, 
 from orchestrator.search.waiting import waiting_told
 from orchestrator.storage import records
 from orchestrator.storage.journal import Journal, check_format, load_trials
+from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.storage.lock import SearchLock
 from orchestrator.storage.mirror import is_remote, mirrored
 from orchestrator.storage.paths import SearchFolder, in_ray_job, storage_path
-from orchestrator.storage.records import best_per_budget, read_json, waits_for, write_json
+from orchestrator.storage.records import best_per_budget, waits_for
 from orchestrator.storage.trust import warn_of_pickles
 from orchestrator.tracking.described import NOTE, search_note, shared_of
 from orchestrator.tracking.errors import redact

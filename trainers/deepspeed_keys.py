@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from attention.messages import near
+from attention.base.messages import near
 
 DECIDED = {
     "train_batch_size": "set train.batch_size",

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention.base.progress import stage
 from attention.modeling.grouped import cache_bytes
 from attention.modeling.growing_cache import cache_of, next_output
 from attention.modeling.predictions import Final, final, in_chunks, mean_cost
 from attention.modeling.running import AT_ONCE, batch_of, evaluating
-from attention.progress import stage
 from trainers.losses import kl, prediction_losses
 from trainers.shortage import give_back, is_shortage
 

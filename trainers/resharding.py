@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from attention.messages import reason
+from attention.base.messages import reason
 from trainers.jobs.checkpoints import gather_objects
 
 _POLL_SECONDS = 0.5

@@ -36,10 +36,10 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from attention.base.messages import reason
 from attention.io import checkpoint, piecewise
 from attention.io.layers.windows import LazyWeights
 from attention.io.precision import DTYPES
-from attention.messages import reason
 from trainers.deepspeed_config import config_of
 from trainers.settings import TrainSettings
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from attention.base.progress import stage
 from attention.calibration.collecting import collecting
 from attention.calibration.moments import LayerStatistics
 from attention.calibration.sizes import SAMPLE_TOKENS, Mixed
@@ -32,7 +33,6 @@ from attention.geometry import HeadGeometry
 from attention.io.layers.windows import LazyWeights, advance_rows, embed, open_window, rows_of
 from attention.modeling.model_classes import plan_of
 from attention.modeling.running import AT_ONCE, batch_of, evaluating
-from attention.progress import stage
 
 
 def calibrate(

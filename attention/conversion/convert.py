@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from attention.axes import ALIGNMENT, FUSION, Part
+from attention.base.progress import stage
 from attention.calibration.store import Calibration
 from attention.families import family_of, geometry_of
 from attention.geometry import HeadGeometry
@@ -22,7 +23,6 @@ from attention.modeling.beside import beside_original
 from attention.modeling.composition import reset
 from attention.modeling.model_classes import check_fits, headfold_config, plan_of
 from attention.plan import AttentionPlan, PlanError
-from attention.progress import stage
 
 
 def read_layers(model: PreTrainedModel) -> list[LayerHeads]:

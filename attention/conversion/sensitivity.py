@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from attention.base.progress import stage
 from attention.families import family_of
 from attention.modeling.losses import language_modelling
 from attention.modeling.predictions import Final, final, in_chunks, positions_at_once
 from attention.modeling.running import batch_of, layer_of
-from attention.progress import stage
 
 BATCH = 2  # sequences at once, at most
 

@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from attention.base.messages import one_of, reason
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
-from attention.messages import one_of, reason
 from attention.plan import LayerPlan
 
 

@@ -24,13 +24,13 @@ from transformers import (
     PreTrainedModel,
 )
 
+from attention.base.messages import reason
 from attention.families import families, family_of, geometry_of
 from attention.io import weights
 from attention.io.files import honour_umask, sha256, write_whole
 from attention.io.replacing import DIGESTS, digests, parents_made, recover, resolved, swap, unused
 from attention.io.sources import NOT_REACHED, CheckpointError, only_cached
 from attention.io.stock_files import put_tokenizer, write_both_forms
-from attention.messages import reason
 from attention.modeling import model_classes
 from attention.modeling.beside import beside_original
 from attention.modeling.model_classes import PREFIX, family_fields, plan_of
@@ -84,7 +84,8 @@ def to_plain(model: PreTrainedModel) -> PreTrainedModel:
     It is to be written or measured: what lies outside of attention is `model`'s memory. Raises ValueError if the plan
     is not uniform GQA or the family has no GQA form.
     """
-    plan, family = plan_of(model), family_of(model.config)
+    plan = plan_of(model)
+    family = family_of(model.config)
     config = plain_form(model.config, plan)
     if config is None:
         raise ValueError(
@@ -293,7 +294,8 @@ def _as_mistral(fields: Mapping[str, Any], source: str | Path) -> PretrainedConf
     other. Raises CheckpointError for one with biases, which Mistral has not."""
     if fields.get("model_type") != "llama" or not fields.get("head_dim"):
         return None
-    width, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
+    width = fields.get("hidden_size")
+    heads = fields.get("num_attention_heads")
     if not isinstance(width, int) or not isinstance(heads, int) or heads < 1 or width % heads == 0:
         return None
     kv_heads = fields.get("num_key_value_heads") or heads

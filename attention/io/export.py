@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from attention.base.messages import one_of
 from attention.io import checkpoint, targets
 from attention.io.precision import DTYPES, own_dtype, round_weights
 from attention.io.replacing import check_folder
 from attention.io.targets import Held, Lowered, Target
 from attention.io.targets._pairs import widest_layers
-from attention.messages import one_of
 from attention.modeling.model_classes import plan_of, plan_of_config
 from attention.plan import AttentionPlan
 

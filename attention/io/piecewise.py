@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from attention.base.messages import reason
 from attention.io import checkpoint
 from attention.io.layers.windows import LazyWeights
 from attention.io.safetensors_files import SINGLE
 from attention.io.shards import shard_name, write_index
 from attention.io.sources import CheckpointError, is_folder, only_cached
 from attention.io.stock_files import copy_files, write_both_forms
-from attention.messages import reason
 from attention.modeling import model_classes
 
 SHARD = 2**29  # bytes of one file, and so of what its writer holds at a time

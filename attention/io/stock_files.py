@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import (
     CONFIG_MAPPING_NAMES,  # type: ignore[reportPrivateImportUsage]
 )
 
-from attention.messages import reason
+from attention.base.messages import reason
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model*",

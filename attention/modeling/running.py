@@ -18,6 +18,9 @@ AT_ONCE = 8
 _TOKENS_AT_ONCE = 2048
 """Sequences that run through a model at once, and tokens of them: fewer of long ones, whose activations would take more
 memory and run no faster."""
+ATTENTION_BYTES = (
+    128 * 2**20
+)  # of the attention weights, in float32, of sequences that run through a layer at once
 
 
 class _Reached(Exception):
@@ -63,6 +66,11 @@ def run_to(model: PreTrainedModel, module: nn.Module, ids: Tensor, *, through: b
 def batch_of(length: int, batch_size: int = AT_ONCE) -> int:
     """Sequences of `length` tokens that run through a model at once, at most `batch_size`."""
     return max(1, min(batch_size, _TOKENS_AT_ONCE // length))
+
+
+def layer_batch(num_heads: int, length: int) -> int:
+    """Sequences of `length` tokens that run through one layer at once, as few as their attention weights allow."""
+    return min(AT_ONCE, max(1, ATTENTION_BYTES // (4 * num_heads * length**2)))
 
 
 def entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

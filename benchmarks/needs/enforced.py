@@ -15,21 +15,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from attention.io import checkpoint
 from benchmarks.models import llama
 from benchmarks.needs.alone import Alone
 from benchmarks.needs.limited import run_limited
 from benchmarks.needs.memory import WIDE, random_checkpoint
 from benchmarks.report import Row, Scale, benchmark
 from orchestrator.config.schema import SearchConfig, parse_config
-from orchestrator.conversion.estimates.sizes import Size
 from orchestrator.promotion import gate
 from orchestrator.promotion.state import Entry
+from orchestrator.resources.processes import Need, Needs
 from orchestrator.search import prepare
-from orchestrator.search.needs.memory import Need, Needs
 from orchestrator.search.trials.context import training_job
 from orchestrator.search.trials.untrained import untrained_facts
-from orchestrator.search.validation import validate_search
+from orchestrator.search.validation import search_inputs, validate_search
 from orchestrator.storage.paths import SearchFolder
 from trainers.jobs.run import run_job
 from trainers.jobs.train_job import TrainJob
@@ -93,8 +91,7 @@ def run(model: Path, place: Path, *, large: bool = False) -> Iterator[Step]:
     """The steps of a search of a checkpoint, each as it is done. Raises RuntimeError if one breaks its limit."""
     config = config_of(model, place / "runs", large)
     prepared, folder = validate_search(config), SearchFolder.fresh(place / "runs", "limits")
-    described = checkpoint.load_config(model)
-    needs = Needs(config, described, Size.of(described), prepared.problem, "float32")
+    needs = Needs(search_inputs(config, prepared.problem), "float32")
     width, stored = needs.working.itemsize, sum(file.stat().st_size for file in model.glob("*.safetensors"))
     by_name = {need.process: need for need in needs.all()}
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.conversion.loading import kernel_field
+from attention.base.memory import kernel_field
 
 LOOK_SECONDS = 0.01
 BROKEN = "more anonymous memory than the limit"

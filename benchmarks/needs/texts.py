@@ -44,8 +44,8 @@ def make(source: str, tokens: int, cache: str) -> dict[str, Any]:
     others."""
     import ray
 
+    from attention.base.memory import memory_peak
     from orchestrator.cluster.tokenising import tokenise_on_cluster
-    from orchestrator.conversion.loading import memory_peak
     from trainers.text.data import TextCut, token_set
     from trainers.text.token_sets import read_sequences
     from trainers.text.tokenizers import read_tokenizer
@@ -65,7 +65,7 @@ def make(source: str, tokens: int, cache: str) -> dict[str, Any]:
 
 def stream(folder: str) -> dict[str, Any]:
     """One epoch of one worker of four. Bytes of memory at its peak."""
-    from orchestrator.conversion.loading import memory_peak
+    from attention.base.memory import memory_peak
     from trainers.text.data import BatchStream
     from trainers.text.token_sets import read_sequences
 

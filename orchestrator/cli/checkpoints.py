@@ -47,9 +47,10 @@ def convert(
     dequantize: options.Dequantize = False,
 ) -> None:
     """Convert one checkpoint, without training. Needs no cluster, and prints the loss before and after."""
+    from attention.ratios import percent
     from orchestrator.config.schema import ConfigError
     from orchestrator.conversion.convert import convert_checkpoint
-    from orchestrator.conversion.estimates.estimate import announce
+    from orchestrator.conversion.estimate import announce
     from orchestrator.conversion.loading import resolve_model
     from orchestrator.conversion.request import asked_ratios, unit_of
     from orchestrator.conversion.several_ratios import (
@@ -60,7 +61,7 @@ def convert(
     )
     from orchestrator.reporting.evaluation_tables import increase_of, text_of
     from orchestrator.storage.outputs import check_results
-    from orchestrator.storage.records import percent, unmet
+    from orchestrator.storage.records import unmet
 
     check_results(json, folder=out)
     model = resolve_model(model, dequantize=dequantize, weights=not dry_run)
@@ -147,11 +148,11 @@ def export(
     dequantize: options.Dequantize = False,
 ) -> None:
     """Write a checkpoint in a format that engines load. Tells whether it is exact, and KV bytes before and after."""
+    from attention.ratios import percent
     from orchestrator.conversion.loading import resolve_model
     from orchestrator.serving.export import export_checkpoint
     from orchestrator.serving.tables import print_check
     from orchestrator.storage.outputs import check_results
-    from orchestrator.storage.records import percent
 
     check_results(json, folder=out)
     checkpoint = Path(resolve_model(checkpoint, dequantize=dequantize, key="checkpoint"))

@@ -71,7 +71,7 @@ def estimate(
         return
     if model is None or not (kv_ratio or kv_heads or kv_bytes):
         raise ConfigError(f"estimate: expected {OF_SEARCH}, or {OF_CONVERSION}")
-    from orchestrator.conversion.estimates.estimate import Elsewhere, describe, estimate_conversions
+    from orchestrator.conversion.estimate import Elsewhere, describe, estimate_conversions
     from orchestrator.conversion.loading import resolve_model
     from orchestrator.conversion.request import asked_ratios, unit_of
 

@@ -40,7 +40,7 @@ def init(
     from orchestrator.config.parsing import ConfigError, read_yaml
     from orchestrator.config.schema import parse_config
     from orchestrator.conversion import loading
-    from orchestrator.conversion.estimates.sizes import Size
+    from orchestrator.resources.size import Size
     from orchestrator.search.estimate import disk_shortage
     from orchestrator.search.validation import open_models
     from orchestrator.storage.shipped import shipped

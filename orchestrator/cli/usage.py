@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from attention.messages import near
+from attention.base.messages import near
 
 RENAMED = {
     "--stream": "--layerwise",

@@ -8,7 +8,7 @@ from functools import partial
 
 import ray
 
-from attention.progress import show_progress
+from attention.base.progress import show_progress
 from orchestrator.cluster.ray_private import store_line, stored_line
 
 EVERY_SECONDS = 2.0

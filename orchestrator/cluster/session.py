@@ -11,7 +11,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from attention.progress import stage
+from attention.base.progress import stage
 from orchestrator.cluster.room import Nodes, capacity
 from orchestrator.storage.paths import in_ray_job
 

@@ -10,7 +10,7 @@ import ray
 import torch
 from ray.exceptions import RayTaskError
 
-from attention.progress import stage
+from attention.base.progress import stage
 from orchestrator.cluster.relay import progress_of, relayed
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from attention.messages import near, reason
+from attention.base.messages import near, reason
 
 TOLD = 12  # mistakes of one file that are told
 IN_WORDS = {

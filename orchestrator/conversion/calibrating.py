@@ -20,21 +20,19 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from attention.base.progress import ProgressStage, stage
 from attention.calibration.calibrate import calibration_digest, check_sequences, collect, layer_by_layer
 from attention.calibration.moments import STATISTICS, LayerStatistics, merged
-from attention.calibration.sizes import MIXED, SAMPLE_TOKENS, Mixed, layer_bytes, mixed_dtype, most_exact
+from attention.calibration.sizes import FREE_SHARE, MIXED, SAMPLE_TOKENS, Mixed, layer_bytes, mixed_dtype, most_exact
 from attention.calibration.store import Calibration, folder_of, kept, write_calibration
 from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from attention.io.layers.windows import LazyWeights, check_windows
 from attention.io.precision import DTYPES
-from attention.progress import ProgressStage, stage
+from attention.modeling.running import layer_batch
 from orchestrator.conversion import loading
-from orchestrator.conversion.one_layer import batch_size
 
-FREE_SHARE = 0.5
-"""Of the disk, or of the memory, that is free: what the statistics of all layers may take of it."""
 LARGE = 2**30
 """Bytes of all layers' exact statistics from which on Ray tasks share the pass, since their start is worth it then, and
 from which on the choice of how they are kept is said."""
@@ -67,7 +65,7 @@ class Pass:
         """Statistics of layer after layer; inputs are stored of the first `sampled` sequences."""
         source = loading.local_folder(self.model)
         config: PretrainedConfig = checkpoint.load_config(source)
-        size = batch_size(geometry_of(config).num_heads, sequences.shape[1])
+        size = layer_batch(geometry_of(config).num_heads, sequences.shape[1])
         where = {"dtype": self.working, "device": loading.device_of(self.device)}
         own = {"sampled": sampled, "batch_size": size, "mixed": self.mixed}
         yield from layer_by_layer(LazyWeights(source, config), config, sequences, **where, **own, **more)

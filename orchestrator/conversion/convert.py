@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from attention.io.replacing import check_folder
-from orchestrator.conversion.estimates.estimate import needs_layerwise
+from orchestrator.conversion.estimate import needs_layerwise
 from orchestrator.conversion.in_memory import Source
 from orchestrator.conversion.layer_by_layer import convert_layerwise
 from search_spaces.recipes.recipe import Recipe

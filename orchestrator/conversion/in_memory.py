@@ -13,7 +13,8 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention import garbage
+from attention.base.memory import freeze_garbage
+from attention.base.timing import Phases
 from attention.calibration.calibrate import calibrate
 from attention.calibration.sizes import SAMPLE_TOKENS
 from attention.calibration.store import Calibration
@@ -25,9 +26,9 @@ from attention.ratios import own_heads
 from orchestrator.conversion import loading
 from orchestrator.conversion.calibrating import checkpoint_calibration, chosen
 from orchestrator.conversion.dha_distances import NEED, measure
-from orchestrator.conversion.estimates.work import available_bytes
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.conversion.steps import cost, planning_context, refine_with, steps_of_layers
+from orchestrator.resources.memory import available_bytes
 from search_spaces.planning.context import convert_with
 from search_spaces.planning.planner import PlanningContext, make_plan
 from search_spaces.recipes.recipe import Recipe
@@ -41,7 +42,7 @@ def plan_and_convert(
     kv_ratio: float | Fraction,
     context: PlanningContext,
     seed: int,
-    phases: loading.Phases,
+    phases: Phases,
     given: AttentionPlan | None = None,
 ) -> tuple[PreTrainedModel, AttentionPlan, dict[str, Any]]:
     """The converted and refined model of a context, its plan (`given`, or what the recipe makes of the ratio) and what
@@ -102,7 +103,7 @@ class Source:
         what a user can mend.
         """
         request = ConversionRequest.check(model, recipe, kv_ratios, **settings)
-        garbage.freeze_garbage()
+        freeze_garbage()
         needs, phases = request.recipe.needs, request.phases
         texts = request.texts()
         sequences = texts.calibration
@@ -128,7 +129,7 @@ class Source:
     def at(self, kv_ratio: float, out: str | Path | None = None, *, overwrite: bool = False) -> dict[str, Any]:
         """Convert at one KV ratio or the largest below it, measure, save to `out` if given; one record (see
         `convert_checkpoint`)."""
-        request, phases = self.request, loading.Phases(self.request.phases)
+        request, phases = self.request, Phases(self.request.phases)
         budget = request.budget(kv_ratio)
         converted, plan, spent = plan_and_convert(request.recipe, budget, self.context, request.seed, phases)
         with phases("evaluate"):

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from attention.base.messages import one_of
+from attention.base.progress import stage
 from attention.io.precision import round_weights
 from attention.io.sources import check_source, source_name
-from attention.messages import one_of
 from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
-from attention.progress import stage
 from attention.ratios import own_heads, ratio_of
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading

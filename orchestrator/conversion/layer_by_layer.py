@@ -22,18 +22,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention import garbage
+from attention.base.memory import freeze_garbage
+from attention.base.timing import clock
 from attention.conversion.refinement.refine import FitWork
 from attention.io import checkpoint
 from attention.io.layers.windows import LazyWeights, OutputHead, embed, stored_outer_names
 from attention.io.replacing import check_folder, parents_made
 from attention.io.shards import complete_checkpoint
 from attention.modeling.model_classes import headfold_config
+from attention.modeling.running import layer_batch
 from attention.plan import AttentionPlan, LayerPlan
-from attention.progress import clock
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion.loading import local_folder
-from orchestrator.conversion.one_layer import LayerwiseConversion, batch_size, check_layerwise, score
+from orchestrator.conversion.one_layer import LayerwiseConversion, check_layerwise, score
 from orchestrator.conversion.plan_by_layer import PlanByLayer
 from orchestrator.conversion.progress import Stage, check_stage
 from orchestrator.conversion.request import ConversionRequest
@@ -109,7 +110,7 @@ class LayerwiseJob:
 
     def run(self, texts: LoadedTexts) -> dict[str, Any]:
         """Convert, measure, write."""
-        garbage.freeze_garbage()
+        freeze_garbage()
         source = local_folder(self.request.model)
         needed = self.request.recipe.needs & {"statistics", "sequences", "model"}
         used = texts.calibration if needed else texts.calibration[:0]
@@ -191,7 +192,7 @@ class LayerwiseJob:
             self.progress(stage.note)
         phases = request.phases
         phases.update({name: phases.get(name, 0.0) + spent for name, spent in stage.seconds.items()})
-        batch = batch_size(geometry.num_heads, length)
+        batch = layer_batch(geometry.num_heads, length)
         generators, _ = site_generators(np.random.default_rng(request.seed), geometry.num_layers)
         budget = request.budget(self.kv_ratio)
         if "measure" in AXES["allocation"].get(recipe.allocation).needs:

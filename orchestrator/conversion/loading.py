@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import gc
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +11,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from attention import families
+from attention.base.messages import reason
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from attention.io.dtype_names import SHORT, full_name
@@ -23,7 +19,6 @@ from attention.io.precision import DTYPES, DtypeError, own_dtype
 from attention.io.quantised.plain_copy import plain_checkpoint
 from attention.io.stock_files import GENERATION, TOKENIZER_FILES
 from attention.io.weights import check_finite, check_plain, check_weights
-from attention.messages import reason
 from attention.modeling.model_classes import check_fits, plan_of, plan_of_config
 from attention.ratios import own_heads, ratio_of
 from orchestrator.config.schema import ConfigError
@@ -32,45 +27,6 @@ from trainers.text.tokenizers import TokenizerError, read_tokenizer
 
 AUTO = "auto"  # the dtype of the checkpoint
 CACHE_TOKENS = 64
-
-
-class Phases(dict[str, float]):
-    """Seconds of each named phase: `with phases("plan"): ...`."""
-
-    @contextlib.contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self[name] = self.get(name, 0.0) + time.perf_counter() - started
-
-
-def kernel_field(file: str, name: str) -> int:
-    """Bytes of a field that the kernel gives in kB, e.g. of /proc/meminfo; 0 on systems that have no such file."""
-    try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
-
-
-def memory_now() -> int:
-    """Resident memory of this process."""
-    return kernel_field("/proc/self/status", "VmRSS")
-
-
-def memory_peak() -> int:
-    """The most that this process has had resident so far."""
-    return kernel_field("/proc/self/status", "VmHWM")
-
-
-def release_memory() -> None:
-    """Free what only refers to itself, and hand freed memory back to the system where the C library can."""
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from attention.base.memory import release_memory
 from attention.calibration.calibrate import calibrate
 from attention.calibration.sizes import SAMPLE_TOKENS
 from attention.conversion.convert import lift
@@ -53,8 +54,6 @@ from search_spaces.planning.loss_increases import ESTIMATED_INCREASE
 from search_spaces.recipes.recipe import Recipe
 from trainers.evaluation import PredictionCosts, comparison
 
-BATCH, ATTENTION_BYTES = 8, 128 * 2**20  # sequences run at once; less if their attention weights would take more
-
 
 def check_layerwise(recipe: Recipe, config: PretrainedConfig) -> None:
     """Raise ConfigError saying which setting to change if a conversion by `recipe` needs more than one layer at once,
@@ -84,11 +83,6 @@ def check_layerwise(recipe: Recipe, config: PretrainedConfig) -> None:
 def _value(recipe: Recipe, name: str) -> Any:
     axis, _, knob = name.partition(".")
     return recipe.knobs(axis)[knob] if knob else getattr(recipe, axis)
-
-
-def batch_size(num_heads: int, length: int) -> int:
-    """Sequences of `length` tokens that are run at once."""
-    return min(BATCH, max(1, ATTENTION_BYTES // (4 * num_heads * length**2)))
 
 
 @dataclass(frozen=True)
@@ -147,7 +141,7 @@ class LayerwiseConversion:
         with request.layer_phase("save", layer, "writing"):
             tensors = self._tensors(new, layer)
         del new
-        loading.release_memory()  # a window and the hooks that feed it know each other too
+        release_memory()  # a window and the hooks that feed it know each other too
         return Layer(plan, tensors, [asdict(fit) for fit in fits], held)
 
     def _converted(self, window: PreTrainedModel, layer: int, rows: Tensor) -> tuple[PreTrainedModel, LayerPlan]:
@@ -158,7 +152,7 @@ class LayerwiseConversion:
                 sampled = SAMPLE_TOKENS if "inputs" in recipe.needs else 0
                 calibration = calibrate(window, rows, sample_tokens=sampled, batch_size=self.batch_size)
         geometry = geometry_of(window.config)
-        loading.release_memory()
+        release_memory()
         if isinstance(self.planned, AttentionPlan):
             plan = self.planned.layers[layer]
         else:
@@ -168,7 +162,7 @@ class LayerwiseConversion:
                 plan = plan_layer(recipe, self.planned[layer], context, sites)
                 del context
                 # An objective and the site that it judges know each other, and hold the layer's Gram matrices.
-                loading.release_memory()
+                release_memory()
         # All weights of the new window are copied or written, so none need be drawn first.
         with request.layer_phase("convert", layer, "fusing heads"), no_init_weights():
             new = convert_with(recipe, window, AttentionPlan((plan,), geometry.head_dim), calibration)

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from attention.base.memory import release_memory
+from attention.base.timing import clock
 from attention.calibration.calibrate import calibrate
 from attention.conversion.convert import lift
 from attention.conversion.refinement.refine import FitWork
@@ -25,11 +27,10 @@ from attention.families import geometry_of
 from attention.io.layers.metrics import read_metric, write_metrics
 from attention.io.layers.windows import LazyWeights, advance, embed, open_window, rows_of
 from attention.plan import AttentionPlan
-from attention.progress import clock
 from orchestrator.conversion import loading
 from orchestrator.conversion.progress import CURVES, Stage
 from orchestrator.conversion.request import ConversionRequest
-from orchestrator.storage.records import read_json, write_json
+from orchestrator.storage.json_files import read_json, write_json
 from search_spaces.planning.by_layer import asked_counts, curves_of_layer, plan_from_curves
 from search_spaces.planning.context import PlanningContext
 from search_spaces.planning.curves import points_of
@@ -86,7 +87,7 @@ class PlanByLayer:
         with request.phases("plan"):
             made_of = request.config, used, request.working, loading.device_of(request.device)
             write_metrics(self.weights, *made_of, self.stage.folder, told)
-        loading.release_memory()
+        release_memory()
 
     def _curves(
         self, calibration: Tensor, missing: list[int], asked: dict[tuple[int, str], Any], known: dict[str, Any]
@@ -123,4 +124,4 @@ class PlanByLayer:
             if layer < max(missing):
                 advance(window, stream, self.batch_size)
             del window
-            loading.release_memory()
+            release_memory()

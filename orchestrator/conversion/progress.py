@@ -18,13 +18,13 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
+from attention.base.timing import Phases
 from attention.conversion.refinement.refine import FitWork
 from attention.io.replacing import OutputError, entries
 from attention.io.shards import shard_path, write_shard
 from attention.plan import AttentionPlan, LayerPlan
-from orchestrator.conversion.loading import Phases
 from orchestrator.conversion.one_layer import Layer
-from orchestrator.storage.records import read_json, write_json
+from orchestrator.storage.json_files import read_json, write_json
 
 STATE, CURVES = "state.json", "curves.json"
 OURS = re.compile(

@@ -15,6 +15,9 @@ from typing import Any, TypeVar
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from attention.base.memory import memory_peak
+from attention.base.progress import stage
+from attention.base.timing import Phases
 from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
@@ -23,7 +26,6 @@ from attention.io.sources import check_source, source_name
 from attention.io.stock_form import format_of
 from attention.modeling.model_classes import plan_of_config
 from attention.plan import AttentionPlan
-from attention.progress import stage
 from attention.ratios import (
     UNITS,
     amount,
@@ -158,7 +160,7 @@ class ConversionRequest:
     device: str = "auto"
     cache_dir: str | Path | None = None
     unit: str = "share"
-    phases: loading.Phases = field(default_factory=loading.Phases)
+    phases: Phases = field(default_factory=Phases)
 
     @classmethod
     def check(
@@ -321,7 +323,7 @@ class ConversionRequest:
             "plan_digest": plan.digest,
             "seed": self.seed,
             "dtype": self.dtype,
-            "peak_memory": loading.memory_peak(),
+            "peak_memory": memory_peak(),
             **({} if out is None else format_of(out, self.dtype)),
             "out": None if out is None else str(out),
         }

@@ -13,7 +13,7 @@ from attention.io.replacing import check_folder, digests, resolved
 from attention.io.sources import source_name
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion.convert import convert_checkpoint
-from orchestrator.conversion.estimates.estimate import describe, estimate_conversions
+from orchestrator.conversion.estimate import describe, estimate_conversions
 from orchestrator.conversion.in_memory import Source
 from orchestrator.conversion.layer_by_layer import check_conversion
 from orchestrator.conversion.request import ConversionRequest

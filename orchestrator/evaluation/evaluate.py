@@ -8,17 +8,17 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from attention.base.text import compact
+from attention.base.timing import Phases, clock
 from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
 from attention.io.sources import check_source, source_name
 from attention.modeling.model_classes import plan_of
-from attention.progress import clock
 from orchestrator.conversion import loading
-from orchestrator.conversion.estimates.sizes import Size
-from orchestrator.conversion.estimates.work import matmul_rate
 from orchestrator.evaluation.extras import NOTHING_MORE, Extras, PreparedExtras
 from orchestrator.evaluation.long_context import TEXTS
-from orchestrator.storage.records import compact
+from orchestrator.resources.size import Size
+from orchestrator.resources.time import matmul_rate
 from trainers.evaluation import decode_speed, evaluate, perplexity
 from trainers.text.data import LoadedTexts, Texts
 
@@ -52,7 +52,7 @@ def evaluate_checkpoint(
     for key, source in (("checkpoint", path), ("original", original), ("baseline", baseline)):
         if source is not None:
             check_source(source, key)
-    phases = loading.Phases()
+    phases = Phases()
     recipe = checkpoint.note_of(path).get("recipe")
     with phases("data"):
         texts = Texts(data, eval_data, text_field, seed)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
-from attention.messages import reason
+from attention.base.messages import reason
 from orchestrator.config.schema import ConfigError
 from orchestrator.evaluation.task_files import check_installed, task_specs
 

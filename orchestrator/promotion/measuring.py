@@ -20,7 +20,7 @@ from orchestrator.evaluation.task_files import accuracy_of, task_specs
 from orchestrator.evaluation.tasks import Scores
 from orchestrator.promotion.state import Entry
 from orchestrator.search.trials.context import TrialContext
-from orchestrator.storage.records import read_json, write_json
+from orchestrator.storage.json_files import read_json, write_json
 from trainers.text.data import read_sequences
 
 

@@ -9,7 +9,7 @@ from orchestrator.config.schema import SearchConfig
 from orchestrator.promotion.state import Entry
 from orchestrator.reporting.base_model import base_of
 from orchestrator.reporting.card import CardFacts, write_card
-from orchestrator.storage.records import read_json
+from orchestrator.storage.json_files import read_json
 from trainers.text.corpora import DataError, resolve
 
 

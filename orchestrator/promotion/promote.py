@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from attention.messages import near
+from attention.base.messages import near
+from attention.ratios import percent
 from orchestrator.cluster.pool_client import pool_of_search
 from orchestrator.cluster.room import room_for
 from orchestrator.cluster.session import connected
@@ -30,10 +31,11 @@ from orchestrator.search.prepare import SearchSession, trial_context
 from orchestrator.search.validation import open_models, validate_search
 from orchestrator.search.waiting import waiting_told
 from orchestrator.storage.journal import load_trials
+from orchestrator.storage.json_files import read_json
 from orchestrator.storage.lock import SearchLock
 from orchestrator.storage.mirror import mirrored
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import TrialRecord, percent, read_json, waits_for
+from orchestrator.storage.records import TrialRecord, waits_for
 from orchestrator.storage.trust import warn_of_pickles
 from orchestrator.tracking.described import shared_of
 from orchestrator.tracking.runs import Tracker

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from attention.io.files import sha256
+from attention.ratios import percent
 from orchestrator.config.schema import SearchConfig
 from orchestrator.promotion.gate import OK
 from orchestrator.promotion.state import PROMOTED, REFUSED, REGISTERED, Entry, PromotionState
 from orchestrator.search.prepare import SearchSession
-from orchestrator.storage.records import TrialRecord, percent, read_json
+from orchestrator.storage.json_files import read_json
+from orchestrator.storage.records import TrialRecord
 from orchestrator.tracking.runs import Tracker
 from trainers.text.token_sets import is_complete, read_sequences
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from attention.base.text import compact
 from attention.io import checkpoint
-from orchestrator.conversion.estimates.sizes import Size
 from orchestrator.promotion.promote import asked
 from orchestrator.promotion.state import PromotionState
+from orchestrator.resources.size import Size
 from orchestrator.search.estimate import in_hours, training_rate
 from orchestrator.search.validation import open_models, rehearse_search
-from orchestrator.storage.records import compact
 
 
 def rehearse_promotion(search: str | Path, *, trials: Iterable[str] = (), top: int | None = None) -> dict[str, str]:

@@ -6,9 +6,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from attention.ratios import percent
 from orchestrator.config.parsing import ConfigError
 from orchestrator.reporting.promoted_models import promoted_models
-from orchestrator.storage.records import TrialRecord, percent, read_json, write_json
+from orchestrator.storage.json_files import read_json, write_json
+from orchestrator.storage.records import TrialRecord
 
 PENDING, TRAINED, PASSED, REGISTERED = "pending", "trained", "passed", "registered"
 PROMOTED, REFUSED, FAILED = "promoted", "refused", "failed"

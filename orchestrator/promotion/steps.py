@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
+from attention.base.progress import ProgressStage, stage
 from attention.io import checkpoint
-from attention.progress import ProgressStage, stage
 from orchestrator.cluster.placement import task_options
 from orchestrator.cluster.tasks import on_cluster
 from orchestrator.promotion.gate import check_candidate
@@ -35,7 +35,8 @@ from orchestrator.promotion.training import Training, best_model, run_all
 from orchestrator.reporting.base_model import base_of
 from orchestrator.search.prepare import SearchSession
 from orchestrator.storage import records
-from orchestrator.storage.records import TrialRecord, write_json
+from orchestrator.storage.json_files import write_json
+from orchestrator.storage.records import TrialRecord
 from orchestrator.tracking.described import NOTE, datasets_of, params_of
 from orchestrator.tracking.errors import TrackingError
 from orchestrator.tracking.logged_model import write_mlmodel

@@ -17,7 +17,8 @@ from orchestrator.cluster.session import last_error, prepare_process
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.prepare import SearchSession
 from orchestrator.search.resume import LOSSES, lost
-from orchestrator.storage.records import TrialRecord, read_json
+from orchestrator.storage.json_files import read_json
+from orchestrator.storage.records import TrialRecord
 from trainers.deepspeed_config import layout_of
 from trainers.jobs.checkpoints import CheckpointStore, is_kept, reports_of
 from trainers.jobs.curve import read_curve

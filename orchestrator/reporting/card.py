@@ -19,14 +19,14 @@ from attention.io.files import write_whole
 from attention.io.stock_form import format_of
 from attention.plan import AttentionPlan
 from attention.plan_parts import LayerPlan
-from attention.ratios import ratio_of
+from attention.ratios import percent, ratio_of
 from orchestrator.reporting.base_model import NAMED
 from orchestrator.reporting.card_loading import loading_lines
 from orchestrator.reporting.evaluation_tables import tasks_table
 from orchestrator.reporting.figures.drawing import save_png
 from orchestrator.reporting.figures.search import budgets_figure
 from orchestrator.reporting.tables import Table
-from orchestrator.storage.records import percent, read_json, write_json
+from orchestrator.storage.json_files import read_json, write_json
 
 CARD, FACTS, PICTURE = "README.md", "card.json", "kv_heads.png"
 EXPORT = "export.json"

@@ -9,7 +9,7 @@ from attention.io.checkpoint import load_config
 from attention.io.stock_form import exact_targets, export_command
 from attention.io.targets import targets
 from attention.modeling.model_classes import PREFIX, plan_of_config
-from orchestrator.storage.records import read_json
+from orchestrator.storage.json_files import read_json
 
 GENERATE = """\
 prompt = tokenizer("Once upon a time", return_tensors="pt")

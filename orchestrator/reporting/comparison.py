@@ -10,8 +10,10 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from attention.base.text import compact, number
+from attention.ratios import percent
 from orchestrator.storage import records
-from orchestrator.storage.records import TrialRecord, compact, family, number, percent
+from orchestrator.storage.records import TrialRecord, family
 
 Row = dict[str, Any]
 Spread = dict[str, Any]

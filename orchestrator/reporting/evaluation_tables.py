@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from attention.ratios import percent
 from orchestrator.reporting.console import console
 from orchestrator.reporting.tables import Table
-from orchestrator.storage.records import percent
 
 STDERR = "_stderr"
 TASKS = ("task", "metric", "items")

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from attention.progress import clock
+from attention.base.text import number
+from attention.base.timing import clock
+from attention.ratios import percent
 from orchestrator.reporting.comparison import OF_THE_CHECKPOINT, UNTOLD
 from orchestrator.reporting.console import console
 from orchestrator.reporting.evaluation_tables import increase_of, text_of
 from orchestrator.reporting.figures.inspection import fitting_told
 from orchestrator.reporting.tables import Table
-from orchestrator.storage.records import number, percent, unmet
+from orchestrator.storage.records import unmet
 from trainers.evaluation import perplexity
 
 RECIPE_COLUMNS = (

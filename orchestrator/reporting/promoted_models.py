@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from attention.ratios import percent
 from orchestrator.reporting.serve_commands import ways_to_serve
-from orchestrator.storage.records import percent
 
 PROMOTED = "promoted"
 LIBRARY = "transformers"  # told on the terminal where no server holds the model

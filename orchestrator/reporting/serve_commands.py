@@ -6,14 +6,14 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from attention.base.messages import cut
 from attention.io import checkpoint
 from attention.io.export import LargerCacheError, cache_dtype, check_cache
 from attention.io.precision import own_dtype
 from attention.io.stock_form import format_of
 from attention.io.targets import TargetError, target
-from attention.messages import cut
 from attention.modeling.model_classes import plan_of_config
-from orchestrator.storage.records import read_json
+from orchestrator.storage.json_files import read_json
 
 TARGETS = {"vLLM": "vllm", "llama.cpp": "gguf", "transformers": "transformers"}
 """Engines, and the target that each reads where the folder itself is none."""

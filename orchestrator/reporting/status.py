@@ -20,14 +20,17 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from attention.progress import clock
+from attention.base.text import compact, number
+from attention.base.timing import clock
+from attention.ratios import percent
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.reporting.comparison import OF_THE_CHECKPOINT
 from orchestrator.reporting.tables import Table, facts_table
 from orchestrator.storage import records
 from orchestrator.storage.journal import load_trials
+from orchestrator.storage.json_files import read_json
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import TrialRecord, compact, front, number, percent, read_json
+from orchestrator.storage.records import TrialRecord, front
 
 STATES = (records.WAITING, records.RUNNING, *records.ENDED)
 POINTS = 12  # of the front, as many as a terminal has room for

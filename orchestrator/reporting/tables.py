@@ -10,11 +10,13 @@ from typing import Any
 import rich.table
 from rich.text import Text
 
-from attention.progress import clock
+from attention.base.text import number
+from attention.base.timing import clock
+from attention.ratios import percent
 from orchestrator.reporting import comparison
 from orchestrator.reporting.comparison import OF_THE_CHECKPOINT, UNTOLD
 from orchestrator.storage import records
-from orchestrator.storage.records import TrialRecord, front, number, percent
+from orchestrator.storage.records import TrialRecord, front
 
 PROSE = ("trials", "error", "where, or why not", "layers from the first", "value", "how")
 LEFT = (

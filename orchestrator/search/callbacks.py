@@ -9,12 +9,14 @@ from typing import Any
 
 from ray.tune import Callback
 
-from attention.progress import ProgressStage
+from attention.base.progress import ProgressStage
+from attention.base.text import compact
+from attention.ratios import percent
 from orchestrator.cluster.relay import progress_of
 from orchestrator.reporting.status import tokens_per_second
 from orchestrator.storage import records as results
 from orchestrator.storage.journal import INTERRUPT, RUN, Journal
-from orchestrator.storage.records import TrialRecord, compact, percent
+from orchestrator.storage.records import TrialRecord
 from orchestrator.storage.trial_names import name_trials
 from orchestrator.tracking import gauges
 from orchestrator.tracking.described import trial_run

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from attention.axes import AUTO_KNOB
+from attention.base.messages import cut, near
 from attention.geometry import HeadGeometry
 from attention.io.checkpoint import load_config
-from attention.messages import cut, near
 from attention.ratios import ROUNDING, ratio_of_kv_heads
 from orchestrator.config.parsing import ConfigError
 from orchestrator.config.schema import ArmSection, SearchConfig, SearchSection

@@ -16,7 +16,7 @@ from typing import Any
 
 from attention.io.checkpoint import DIGESTS
 from orchestrator.search.searchers import ResumableSearcher
-from orchestrator.storage.records import read_json
+from orchestrator.storage.json_files import read_json
 from trainers.jobs.train_job import TrainJob
 
 PLACES = ("model_dir", "out_dir", "storage_path", "run_name", "accelerator_type", "placement_strategy",

@@ -21,23 +21,23 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from attention.io import checkpoint
+from attention.base.text import compact, gib
+from attention.base.timing import duration
 from attention.io.precision import DTYPES
-from attention.progress import duration
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.room import concurrency
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.conversion import loading
-from orchestrator.conversion.estimates.sizes import SPARE, Conversion, Size
-from orchestrator.conversion.estimates.work import available_bytes, matmul_rate, operations
-from orchestrator.search.needs.disk import Storage, giga
-from orchestrator.search.needs.fitting import refused
-from orchestrator.search.needs.memory import Needs
+from orchestrator.resources.disk import Storage
+from orchestrator.resources.memory import available_bytes
+from orchestrator.resources.processes import Needs
+from orchestrator.resources.size import SPARE, Conversion, Size
+from orchestrator.resources.time import matmul_rate, operations
 from orchestrator.search.searchers import SearchProblem, make_searcher
 from orchestrator.search.trials.context import unfinished_relaxations
-from orchestrator.search.validation import Prepared, local_nodes, search_problem
+from orchestrator.search.validation import Prepared, local_nodes, search_inputs, search_problem
+from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import compact, write_json
 from trainers.losses import objective
 from trainers.settings import TrainSettings
 
@@ -89,7 +89,7 @@ class SearchEstimate(Work):
     `rate`: tokens a second of one worker, None where it is not known; `rate_from`: "configured", "measured here", or
     why it is not known. `cpu_hours`, `gpu_hours`: of trials and promotion; `hours`: on the wall with `parallel` trials
     at a time; `price`: of these hours. `worker_bytes`, `driver_bytes`: peak memory of a training worker and of a
-    trial's own process; `processes`: these and all others by parts (`orchestrator.search.needs.memory.Need`), and
+    trial's own process; `processes`: these and all others by parts (`orchestrator.resources.processes.Need`), and
     `refusals`: which of them do not fit the GPU that they ask for. `disk`: bytes in the storage at the moment of most,
     `disk_parts` by what they are of (each at its own most), `disk_kept` in the end, `disk_free`: what is free there.
     """
@@ -123,14 +123,14 @@ def estimate_search(
     `validate_search` refuses of the candidates.
     """
     geometry = loading.geometry_of(config.model.path, config.data.sequence_length, weights=False)
-    model_config, train, resources = checkpoint.load_config(config.model.path), config.train, config.resources
-    problem, size = search_problem(config, geometry), Size.of(model_config)
-    work = Work.of(config, problem)
-    place = Storage.of(config, problem, work.trials - work.probes, work.trainings, storage)
-    needs = Needs(config, model_config, size, problem, place.mixed)
+    train, resources, problem = config.train, config.resources, search_problem(config, geometry)
+    work, inputs = Work.of(config, problem), search_inputs(config, problem)
+    model_config, size = inputs.model, inputs.size
+    place = Storage.of(inputs, work.trials - work.probes, work.trainings, storage)
+    needs = Needs(inputs, place.mixed)
     working, conversions, processes = needs.working, needs.conversions, needs.all()
     # What a recipe's recovery changes may be a distillation, which wants the original model too
-    trainings = problem.trainings(train)
+    trainings = inputs.trainings(train)
     worker, driver = needs.trainings()[0].total, needs.planning().total
     rate, source = training_rate(model_config, train, config.data.sequence_length, size, resources.tokens_per_second)
     hours = cpu = gpu = price = None
@@ -150,11 +150,11 @@ def estimate_search(
     warnings = []
     if memory and not train.gpus_per_worker and held > SPARE * memory:
         warnings.append(
-            f"memory: {parallel} trial(s) at a time take about {giga(held)}, and {giga(memory)} are available; lower "
+            f"memory: {parallel} trial(s) at a time take about {gib(held)}, and {gib(memory)} are available; lower "
             "resources.max_concurrent, train.micro_batch_size or train.num_workers"
         )
     warnings += [
-        f"memory: {need.process} takes {giga(need.total)} of a GPU, and each has {giga(gpu_bytes)}"
+        f"memory: {need.process} takes {gib(need.total)} of a GPU, and each has {gib(gpu_bytes)}"
         for need in processes
         if gpu_bytes is not None and need.share and need.total > gpu_bytes * min(1.0, need.share)
     ]
@@ -163,7 +163,7 @@ def estimate_search(
         warnings.append(f"disk: {shortage}")
     warnings += unfinished_relaxations((c.recipe for c in problem.named), config.rungs.steps)
     stored = (takes.most, takes.parts, takes.kept, place.free)
-    told = (tuple(need.record() for need in processes), tuple(refused(needs)))
+    told = (tuple(need.record() for need in processes), tuple(needs.refusals()))
     times = (rate, source, cpu, gpu, hours, price)
     counts = (work.trials, work.probes, work.trainings, work.tokens, work.tokens_most, work.tokens_measured)
     return SearchEstimate(*counts, *times, parallel, worker, driver, memory, *stored, tuple(warnings), *told)
@@ -172,7 +172,8 @@ def estimate_search(
 def check_disk(config: SearchConfig, prepared: Prepared, parallel: int) -> None:
     """Raises ConfigError for a new search that cannot fit where it will write, before anything of it is made."""
     work = Work.of(config, prepared.problem)
-    place = Storage.of(config, prepared.problem, work.trials - work.probes, work.trainings)
+    inputs = search_inputs(config, prepared.problem)
+    place = Storage.of(inputs, work.trials - work.probes, work.trainings)
     if shortage := place.shortage(parallel):
         raise ConfigError(f"storage: {shortage}")
 
@@ -181,7 +182,8 @@ def disk_shortage(config: SearchConfig) -> str | None:
     """Say by how much a search of one trial at a time does not fit its storage; None where it does."""
     problem = search_problem(config, loading.geometry_of(config.model.path, weights=False))
     work = Work.of(config, problem)
-    return Storage.of(config, problem, work.trials - work.probes, work.trainings).shortage(1)
+    inputs = search_inputs(config, problem)
+    return Storage.of(inputs, work.trials - work.probes, work.trainings).shortage(1)
 
 
 def local_parallel(config: SearchConfig) -> int:
@@ -285,14 +287,14 @@ def describe_search(estimate: SearchEstimate, config: SearchConfig) -> Mapping[s
         )
     if estimate.price is not None:
         words["price"] = f"{estimate.price:.2f} at {config.resources.price_per_hour:g} an hour"
-    free = f" ({giga(estimate.memory_free)} available here)" if estimate.memory_free else ""
+    free = f" ({gib(estimate.memory_free)} available here)" if estimate.memory_free else ""
     for need in estimate.processes:
         words[f"memory, {need['process']}"] = _of_process(need)
     held = estimate.parallel * (estimate.driver_bytes + config.train.num_workers * estimate.worker_bytes)
-    words["memory"] = f"{giga(held)} with {estimate.parallel} trial(s) at a time{free}"
-    parts = ", ".join(f"{name} {giga(value)}" for name, value in estimate.disk_parts.items() if value)
+    words["memory"] = f"{gib(held)} with {estimate.parallel} trial(s) at a time{free}"
+    parts = ", ".join(f"{name} {gib(value)}" for name, value in estimate.disk_parts.items() if value)
     words["disk"] = (
-        f"up to {giga(estimate.disk)} ({giga(estimate.disk_free)} free), {giga(estimate.disk_kept)} in the end; "
+        f"up to {gib(estimate.disk)} ({gib(estimate.disk_free)} free), {gib(estimate.disk_kept)} in the end; "
         f"at most {parts}"
     )
     return words
@@ -303,8 +305,8 @@ def _of_process(need: Mapping[str, Any]) -> str:
     parts = sorted(need["parts"].items(), key=lambda part: -part[1])
     kind, limit = need["accelerator_type"], need["limit"]
     where = " of a GPU" if need["share"] else " of the machine"
-    of = f" of the {giga(limit)} that it may take of a GPU ({kind})" if limit else where
-    return f"{giga(need['total'])}{of}: {', '.join(f'{name} {giga(number)}' for name, number in parts)}"
+    of = f" of the {gib(limit)} that it may take of a GPU ({kind})" if limit else where
+    return f"{gib(need['total'])}{of}: {', '.join(f'{name} {gib(number)}' for name, number in parts)}"
 
 
 def in_hours(hours: float) -> str:

@@ -15,10 +15,10 @@ import ray
 import torch
 from ray.exceptions import RayError
 
+from attention.base.progress import stage
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from attention.io.precision import cast_weights
-from attention.progress import stage
 from attention.ratios import own_heads
 from orchestrator.cluster.placement import Demand, task_options, worker_options
 from orchestrator.cluster.room import capacity, slots
@@ -32,8 +32,8 @@ from orchestrator.search.trials.context import TrialContext
 from orchestrator.search.trials.untrained import shared_parts
 from orchestrator.search.validation import Prepared
 from orchestrator.serving.decode_times import DecodeTimes, measure_decode_times
+from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.storage.paths import SearchFolder, in_ray_job
-from orchestrator.storage.records import read_json, write_json
 from orchestrator.tracking.sync import MlflowSync
 from search_spaces.planning.by_layer import measure_curves
 from search_spaces.planning.curves import DECIDES

@@ -13,7 +13,7 @@ from typing import Any
 from ray import tune
 from ray.tune import Callback
 
-from attention.progress import stage
+from attention.base.progress import stage
 from orchestrator.cluster.placement import Demand, task_options
 from orchestrator.cluster.room import Room
 from orchestrator.cluster.session import last_error

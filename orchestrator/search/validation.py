@@ -10,14 +10,17 @@ from pathlib import Path
 
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
+from attention.io.precision import DTYPES
 from orchestrator.cluster.placement import OF_TYPE
 from orchestrator.cluster.room import Nodes, room_for
 from orchestrator.config.parsing import RENAMED_SCHEDULERS
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.conversion import loading
+from orchestrator.resources.accelerators import memory_of
+from orchestrator.resources.processes import Needs
+from orchestrator.resources.size import PlannedConversion, SearchInputs
 from orchestrator.search.candidates import candidate_space, named_candidates, searcher_settings
 from orchestrator.search.measurement_checks import check_decode_time, check_extras, check_tasks
-from orchestrator.search.needs.fitting import check_accelerators
 from orchestrator.search.schedulers import SCHEDULERS
 from orchestrator.search.searchers import SearchProblem, make_searcher
 from orchestrator.search.texts import SearchTexts
@@ -110,6 +113,27 @@ def search_problem(config: SearchConfig, geometry: HeadGeometry) -> SearchProble
     space, params = candidate_space(config, geometry), searcher_settings(config)
     seeds, objectives = tuple(config.seeds), config.objectives
     return SearchProblem(space, named, section.num_samples, section.seed, params, seeds, objectives=objectives)
+
+
+def search_inputs(config: SearchConfig, problem: SearchProblem) -> SearchInputs:
+    """What the estimates of a search read. Raises ConfigError if nothing says which dtype the checkpoint has."""
+    return SearchInputs(
+        config=config,
+        model=checkpoint.load_config(config.model.path),
+        written=DTYPES[loading.written_dtype(config.model.path, config.model.dtype)],
+        candidates=tuple(PlannedConversion(c.recipe, c.kv_ratio, c.used_ratio) for c in problem.named),
+    )
+
+
+def check_accelerators(config: SearchConfig, problem: SearchProblem) -> None:
+    """Raises ConfigError for a process that cannot fit the GPU that it asks for by type; nothing is looked at where
+    there is no type, or one whose memory is not known."""
+    section = config.resources
+    if not any(kind and memory_of(kind) for kind in (section.accelerator_type, section.trial_accelerator_type)):
+        return
+    # The smallest statistics: what is kept of them is chosen later, by the room that there is
+    if refusals := Needs(search_inputs(config, problem), "pooled").refusals():
+        raise ConfigError("\n".join(refusals))
 
 
 def check_scheduler(config: SearchConfig) -> None:

@@ -9,8 +9,9 @@ from datetime import UTC, datetime
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.waiting import watched
 from orchestrator.config.schema import SearchConfig
+from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import waits_for, write_json
+from orchestrator.storage.records import waits_for
 from orchestrator.tracking import gauges
 from orchestrator.tracking.sync import MlflowSync, Run
 

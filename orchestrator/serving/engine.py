@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from attention.base.messages import cut
 from attention.io.targets import Held
-from attention.messages import cut
 from orchestrator.child_processes import Child
 
 CHILDREN = Path(__file__).parent / "children"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attention.messages import one_of
+from attention.base.messages import one_of
 from orchestrator.serving import llama_cpp, transformers, vllm
 from orchestrator.serving.engine import Engine
 

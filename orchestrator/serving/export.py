@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from attention.base.messages import one_of
 from attention.io import checkpoint
 from attention.io.dtype_names import full_name
 from attention.io.export import export
@@ -17,7 +18,6 @@ from attention.io.precision import DTYPES, round_weights
 from attention.io.sources import check_source
 from attention.io.stock_form import format_of
 from attention.io.targets import Target, best_target, target
-from attention.messages import one_of
 from attention.modeling.model_classes import plan_of_config
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading

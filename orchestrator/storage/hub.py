@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from attention.base.messages import reason
 from attention.io.replacing import DIGESTS
-from attention.messages import reason
 from orchestrator.config.schema import ConfigError
 
 LEFT_OUT = ("lineage.json", "export.json", DIGESTS)

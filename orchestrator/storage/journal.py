@@ -36,7 +36,8 @@ import numpy as np
 
 from orchestrator.config.parsing import ConfigError
 from orchestrator.storage import records
-from orchestrator.storage.records import TrialRecord, finite
+from orchestrator.storage.json_files import finite
+from orchestrator.storage.records import TrialRecord
 from orchestrator.storage.trial_names import name_trials
 
 FORMAT = 2

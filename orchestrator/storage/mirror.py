@@ -22,8 +22,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
+from attention.base.messages import reason
 from attention.io.files import written_whole
-from attention.messages import reason
 from orchestrator.config.schema import ConfigError
 from orchestrator.storage.databases import back_up
 from trainers.jobs.addresses import CHECKPOINT_INDEX, NATIVE, open_place

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from attention.io.files import write_whole
 from attention.io.replacing import cannot_write, checkpoint_around, parents_made, resolved, unused
 from orchestrator.config.schema import ConfigError
-from orchestrator.storage.records import write_json
+from orchestrator.storage.json_files import write_json
 
 Kind = Literal["json", "page", "picture"]
 EXAMPLES = {"json": "result.json", "page": "inspection.html", "picture": "curve.png"}

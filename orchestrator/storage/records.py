@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -10,9 +9,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from attention.conversion.relaxation_knobs import UNFINISHED
-from attention.io.files import write_whole
 from attention.ratios import is_met, percent
-from orchestrator.config.parsing import ConfigError, shown
+from orchestrator.storage.json_files import read_json
 
 WAITING, RUNNING, DONE, STOPPED, FAILED, KILLED = "waiting", "running", "done", "stopped", "failed", "killed"
 COPY = "copy"  # of a trial that leads to the same model: not trained again
@@ -194,25 +192,6 @@ def _is_finite(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)
 
 
-def write_json(path: str | Path, record: Any) -> None:
-    """Write JSON so that a reader, or a kill in the middle, never sees half a file."""
-    write_whole(path, json.dumps(finite(record), indent=1, sort_keys=True, allow_nan=False) + "\n")
-
-
-def finite(record: Any) -> Any:
-    """A record without nan and infinity, which JSON does not have: null in their place."""
-    if isinstance(record, dict):
-        return {key: finite(value) for key, value in record.items()}
-    if isinstance(record, (list, tuple)):
-        return [finite(value) for value in record]
-    return None if isinstance(record, float) and not math.isfinite(record) else record
-
-
-def number(value: float | None, form: str = ".3f") -> str:
-    """A loss for a table; "-" where there is none."""
-    return "-" if value is None or not math.isfinite(value) else format(value, form)
-
-
 def family(recipe: str) -> str:
     """The name that a trial is drawn under: candidates of the searcher's own (joint-...) share one."""
     return "joint" if recipe.startswith("joint-") else recipe
@@ -222,25 +201,6 @@ def unmet(point: Mapping[str, Any]) -> str:
     """What to say of a ratio below the one that was requested; nothing where that is met."""
     requested, used = point["kv_ratio_asked"], point["kv_ratio"]
     return "" if is_met(requested, used) else f" ({point.get('ceiling') or f'requested {percent(requested)}'})"
-
-
-def compact(count: float) -> str:
-    """A count in three digits: 409600 -> 410k, 1500000 -> 1.5M."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(count) >= size:
-            return f"{count / size:.3g}{letter}"
-    return f"{count:.3g}"
-
-
-def read_json(path: str | Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ConfigError if it is none: it was changed, or cut by a full disk."""
-    try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not the JSON that was written there: {error}") from None
-    if not isinstance(record, dict):
-        raise ConfigError(f"{path} is not what was written there: expected a dict, got {shown(record)}")
-    return record
 
 
 def waits_for(file: Path) -> str | None:

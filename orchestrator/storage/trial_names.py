@@ -11,7 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from orchestrator.storage.records import TrialRecord, family, percent
+from attention.ratios import percent
+from orchestrator.storage.records import TrialRecord, family
 
 T = TypeVar("T")
 

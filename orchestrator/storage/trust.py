@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 from orchestrator.storage.journal import load_trials
+from orchestrator.storage.json_files import read_json
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import read_json
 
 
 def doubts(folder: SearchFolder) -> list[str]:

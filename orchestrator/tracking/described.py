@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from attention.ratios import percent
 from orchestrator.config.schema import SearchConfig
 from orchestrator.storage import records
+from orchestrator.storage.json_files import read_json
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import TrialRecord, percent, read_json
+from orchestrator.storage.records import TrialRecord
 from orchestrator.tracking.metrics import METRICS, point
 from orchestrator.tracking.runs import Dataset
 from orchestrator.tracking.sync import Run, Shared

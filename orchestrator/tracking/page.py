@@ -8,8 +8,8 @@ from pathlib import Path
 
 from orchestrator.child_processes import Child
 from orchestrator.config.parsing import ConfigError
+from orchestrator.storage.json_files import read_json
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import read_json
 from orchestrator.tracking.errors import redact
 from orchestrator.tracking.mlflow_server import HOST, SQLITE, taken
 from orchestrator.tracking.runs import Tracker, default_uri

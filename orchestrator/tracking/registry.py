@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
-from attention.messages import reason
+from attention.base.messages import reason
 from orchestrator.tracking.errors import TrackingError, redact
 from orchestrator.tracking.logged_model import MLMODEL
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attention.messages import reason
+from attention.base.messages import reason
 from orchestrator.storage.records import COPY, DONE, ENDED, FAILED, KILLED, RUNNING, STOPPED, WAITING
 from orchestrator.tracking import view
 from orchestrator.tracking.errors import TrackingError, is_away, redact

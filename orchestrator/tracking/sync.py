@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from attention.messages import reason
+from attention.base.messages import reason
 from orchestrator.storage.records import ENDED, RUNNING
 from orchestrator.tracking.errors import TrackingError, is_away, redact
 from orchestrator.tracking.runs import STATUS, Dataset, Tracker

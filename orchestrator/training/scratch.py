@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from pydantic import Field
 
+from attention.base.messages import near
 from attention.conversion.convert import build
 from attention.io import checkpoint
 from attention.io.sources import check_source
-from attention.messages import near
 from attention.modeling.composition import reset
 from attention.modeling.model_classes import headfold_config, plan_of_config
 from attention.plan import AttentionPlan, Composition

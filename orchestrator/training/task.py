@@ -15,22 +15,24 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
+from attention.base.progress import ProgressStage, stage
+from attention.base.text import compact
+from attention.base.timing import clock
 from attention.io import checkpoint
 from attention.io.replacing import check_folder
-from attention.progress import ProgressStage, clock, stage
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.room import concurrency
 from orchestrator.cluster.session import connected, prepare_process
 from orchestrator.cluster.tokenising import tokeniser
 from orchestrator.config.schema import ConfigError, apply_override
 from orchestrator.conversion import loading
-from orchestrator.conversion.estimates.sizes import Size
+from orchestrator.resources.size import Size
 from orchestrator.search.estimate import in_hours, training_rate
 from orchestrator.search.validation import local_nodes, starts_ray
 from orchestrator.storage import records
+from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.storage.mirror import is_remote
 from orchestrator.storage.paths import storage_path
-from orchestrator.storage.records import compact, read_json, write_json
 from orchestrator.tracking.described import dataset_of
 from orchestrator.training.tracked import TrackedTraining
 from trainers.jobs.checkpoints import CheckpointStore

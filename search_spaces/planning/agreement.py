@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import spearmanr
 
-from attention.progress import stage
+from attention.base.progress import stage
 from search_spaces.costs import exchanged
 from search_spaces.grouping.neighbour import neighbour_partition
 from search_spaces.partitions import Partition, canonical

@@ -14,11 +14,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from attention.base.progress import stage
 from attention.calibration.calibrate import calibration_digest, weights_of
 from attention.conversion.refinement.local import FIT_RATE, NEAR, STEP_TOKENS
 from attention.conversion.refinement.windows import windows
 from attention.io.files import write_whole
-from attention.progress import stage
 from search_spaces.partitions import Partition
 from search_spaces.planning.context import PlanningContext
 from search_spaces.planning.kept_files import alone

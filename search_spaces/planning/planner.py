@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from attention.base.progress import stage
 from attention.plan import AttentionPlan
-from attention.progress import stage
 from search_spaces.allocation.problem import Counts
 from search_spaces.costs import GroupCost, Objective
 from search_spaces.grouping.neighbour import neighbour_partition

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from attention.messages import one_of
+from attention.base.messages import one_of
 from search_spaces.recipes.recipe import AXES, BY, Recipe, RecipeError
 
 __all__ = ["AXES", "BY", "RECIPES", "Recipe", "RecipeError", "recipe"]

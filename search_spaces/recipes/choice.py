@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from attention.base.messages import one_of
 from attention.geometry import HeadGeometry
-from attention.messages import one_of
 from search_spaces.recipes.catalogue import RECIPES
 from search_spaces.recipes.engine_form import EngineForm
 from search_spaces.recipes.recipe import Recipe, RecipeError

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from attention.axes import ALIGNMENT, FUSION, Axis, Part
+from attention.base.messages import near, one_of
 from attention.conversion.refinement.refine import REFINEMENT
-from attention.messages import near, one_of
 from search_spaces.axes import (
     ALLOCATION,
     COMPOSITION,

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from attention.axes import AUTO_KNOB, Knob
+from attention.base.messages import near
 from attention.geometry import HeadGeometry
-from attention.messages import near
 from search_spaces.planning.budgets import nearest_budget, require_budget
 from search_spaces.recipes.catalogue import AXES, BY, RECIPES, Recipe, RecipeError
 from search_spaces.recipes.engine_form import EngineForm

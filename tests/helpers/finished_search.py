@@ -10,8 +10,9 @@ from journals import write_journal
 from attention.plan import AttentionPlan
 from attention.plan_parts import LayerPlan
 from orchestrator.storage import records
+from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import TrialRecord, write_json
+from orchestrator.storage.records import TrialRecord
 
 ORIGINAL: dict[str, Any] = {
     "loss": 2.219, "kv_bytes_per_token": 4096, "parameters": 3_688_704, "dtype": "bfloat16",

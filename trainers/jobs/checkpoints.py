@@ -30,8 +30,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from attention.base.messages import reason
 from attention.io.files import sha256, write_whole
-from attention.messages import reason
 from trainers.jobs.addresses import (
     CHECKPOINT_INDEX,
     below,

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from attention import garbage
+from attention.base.memory import freeze_garbage
+from attention.base.messages import reason
 from attention.io import checkpoint
-from attention.messages import reason
 from trainers.jobs import best, memory
 from trainers.jobs.checkpoints import CheckpointStore, Kept, gather_objects
 from trainers.jobs.link import Link
@@ -53,7 +53,7 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
     from trainers.relaxing import relax
     from trainers.zero import load_trainable
 
-    garbage.freeze_garbage()
+    freeze_garbage()
     torch.set_num_threads(max(1, int(job.settings.cpus_per_worker)))
     store = CheckpointStore.of(job, link.rank, link.world_size)
     newest, reports, damage = store.newest_whole()

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from attention.messages import reason
+from attention.base.messages import reason
 from trainers.text import synthetic_corpus
 
 Side = Literal["train", "held_out", "all"]

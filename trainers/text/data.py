@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.progress import ProgressStage, stage
+from attention.base.progress import ProgressStage, stage
 from trainers.text.corpora import (
     BUILTIN,
     HOLD_OUT,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attention.messages import reason
+from attention.base.messages import reason
 from trainers.text.corpora import Conversation, DataError
 from trainers.text.token_sets import TextPosition
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.axes import Knob
+from attention.base.progress import stage
 from attention.conversion.refinement.capture import recorded, split_held_out
 from attention.conversion.refinement.original import Original, Text
 from attention.conversion.refinement.refine import REFINEMENT, LayerFit
@@ -21,7 +22,6 @@ from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.modeling.model_classes import plan_of
 from attention.modeling.running import AT_ONCE, Streams
-from attention.progress import stage
 
 HEAL_KNOBS = (
     Knob(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention.axes import Knob
+from attention.base.progress import stage
 from attention.conversion.refinement.capture import Record, split_held_out
 from attention.conversion.refinement.healing import HEAL_KNOBS, heal
 from attention.conversion.refinement.original import Original, Text
@@ -29,7 +30,6 @@ from attention.conversion.refinement.windows import attended, cache_name, uncach
 from attention.families import family_of
 from attention.modeling.model_classes import plan_of
 from attention.modeling.running import entered_by, entering
-from attention.progress import stage
 
 FIT_STEPS = 720
 FIT_RATE = 0.5
@@ -56,7 +56,9 @@ FIT_KNOBS = (
 FIT_DECAY = 1 / 3
 """In a local fit of a layer with fused keys the error falls as the number of steps to the power -FIT_DECAY, from 60 to
 480 steps (benchmarks/LOG.md: medians of three checkpoints)."""
-FEW_LAYERS = 12  # up to so many that are fitted get the same number of steps; more of them share the same sum
+FEW_LAYERS = (
+    10  # up to so many that are fitted get the same number of steps; more of them share that sum
+)
 _LEAST_SHARE = 1 / 3
 """Of the steps that a layer would get among few, the mean among many layers at least: on a public model of 30 layers a
 third of the steps ends 1.1 times as far from the original's output (benchmarks/LOG.md)."""

@@ -19,13 +19,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from attention.base.messages import reason
 from attention.families import family_of, geometry_of
 from attention.io import checkpoint
 from attention.io.safetensors_files import WeightsError, listed
 from attention.io.sources import CheckpointError
 from attention.io.stock_files import GENERATION, put_tokenizer, write_both_forms
 from attention.io.targets._gguf.architectures import OF_FAMILY, Architecture, halve
-from attention.messages import reason
 
 SUFFIX = ".gguf"
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

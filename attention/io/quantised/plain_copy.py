@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from attention.base.messages import reason
 from attention.io import checkpoint
 from attention.io.piecewise import SHARD, write_shards
 from attention.io.precision import DTYPES
@@ -27,7 +28,6 @@ from attention.io.replacing import DIGESTS
 from attention.io.sources import SOURCE_FILE, CheckpointError, is_folder, only_cached
 from attention.io.stock_files import copy_files
 from attention.io.weights import METHODS
-from attention.messages import reason
 
 _FORMAT = 1  # of a copy: another one is made anew
 _GIGA = 2.0**30

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from attention.messages import one_of
+from attention.base.messages import one_of
 from attention.plan import BYTES, AttentionPlan
 
 

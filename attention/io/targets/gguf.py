@@ -14,6 +14,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from attention.base.messages import reason
 from attention.conversion.convert import unshare
 from attention.io.targets import Held, Lowered, Target, TargetError, gqa, phi
 from attention.io.targets._gguf.architectures import (
@@ -23,7 +24,6 @@ from attention.io.targets._gguf.architectures import (
     with_own_counts,
 )
 from attention.io.targets._pairs import check_no_composition, kv_heads_of, written_out
-from attention.messages import reason
 from attention.modeling.model_classes import plan_of, plan_of_config
 from attention.plan import AttentionPlan
 

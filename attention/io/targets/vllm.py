@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from attention.base.messages import reason
 from attention.conversion.convert import unshare
 from attention.families import family_of, geometry_of, window_of
 from attention.heads import LayerHeads
@@ -35,7 +36,6 @@ from attention.io.targets._pairs import (
     unpad,
     written_out,
 )
-from attention.messages import reason
 from attention.modeling.model_classes import family_fields, plan_of, plan_of_config
 from attention.plan import AttentionPlan
 

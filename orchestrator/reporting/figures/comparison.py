@@ -9,6 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
+from attention.base.text import compact
+from attention.ratios import percent
 from orchestrator.reporting.comparison import Row
 from orchestrator.reporting.figures.drawing import (
     INK,
@@ -21,7 +23,7 @@ from orchestrator.reporting.figures.drawing import (
     one_axes,
     styled,
 )
-from orchestrator.storage.records import compact, family, percent
+from orchestrator.storage.records import family
 
 APART, WIDEST = 0.025, 0.18  # how far arms of one KV ratio stand apart sideways, and all of them: shares of its bytes
 NEAR = 0.05  # nats: increases below it stand on a linear scale, the others on a logarithmic one

@@ -12,6 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from scipy.stats import rankdata, spearmanr
 
+from attention.ratios import percent
 from orchestrator.reporting.figures.drawing import (
     COLOURS,
     FAINT,
@@ -24,7 +25,7 @@ from orchestrator.reporting.figures.drawing import (
     styled,
 )
 from orchestrator.storage import records
-from orchestrator.storage.records import TrialRecord, family, percent
+from orchestrator.storage.records import TrialRecord, family
 
 LEAST = 4  # trials of a KV ratio from which on a rank correlation tells anything
 ROWS = 60  # trials that a timeline shows

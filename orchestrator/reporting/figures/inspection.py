@@ -11,6 +11,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from attention.ratios import percent
 from orchestrator.reporting.figures.drawing import (
     STYLE,
     legend_below,
@@ -20,7 +21,6 @@ from orchestrator.reporting.figures.drawing import (
     write_cells,
 )
 from orchestrator.reporting.figures.increases import INCREASE, IncreaseAxis
-from orchestrator.storage.records import percent
 
 TITLES = {"key": "keys", "value": "values"}
 LEAST = 1e-3  # nats: increases below it have the lightest colour

@@ -11,8 +11,9 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from attention.ratios import percent
 from orchestrator.reporting.figures.drawing import COLOURS, FAINT, INK, PAPER, STYLE, legend_below, styled
-from orchestrator.storage.records import TrialRecord, family, percent
+from orchestrator.storage.records import TrialRecord, family
 
 SIDES = {"key": "keys", "value": "values"}
 # The relaxations' own metrics, in the order of their panels, as they are labelled.

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from attention.plan import AttentionPlan
+from attention.ratios import percent
 from orchestrator.reporting.figures.drawing import (
     COLOURS,
     INK,
@@ -26,7 +27,7 @@ from orchestrator.reporting.figures.drawing import (
     write_cells,
 )
 from orchestrator.reporting.figures.increases import INCREASE, IncreaseAxis
-from orchestrator.storage.records import TrialRecord, family, front, percent
+from orchestrator.storage.records import TrialRecord, family, front
 
 LINES = 200
 """Trials that a picture of curves holds; of more, those that got furthest."""

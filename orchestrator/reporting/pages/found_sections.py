@@ -8,13 +8,14 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from attention.plan import AttentionPlan
+from attention.ratios import percent
 from orchestrator.reporting.comparison import Row, several_seeds
 from orchestrator.reporting.figures import comparison, course, measured, search
 from orchestrator.reporting.pages.page import Picture, Section
 from orchestrator.reporting.tables import comparison_table, promotion_table, trial_table
 from orchestrator.storage import records
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import TrialRecord, best_per_budget, percent
+from orchestrator.storage.records import TrialRecord, best_per_budget
 
 MOST_PLANS = 12  # whose heads the description of a picture tells
 

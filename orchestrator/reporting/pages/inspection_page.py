@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from attention.base.text import number
+from attention.base.timing import clock
 from attention.plan import AttentionPlan
-from attention.progress import clock
+from attention.ratios import percent
 from orchestrator.reporting.evaluation_tables import increase_of, text_of
 from orchestrator.reporting.figures import inspection, search
 from orchestrator.reporting.figures.inspection import fitting_told
 from orchestrator.reporting.inspection_tables import agreement_table, best_entry, lead, recipe_table, worst_places
 from orchestrator.reporting.pages.page import Part, Picture, Section, render_page
 from orchestrator.reporting.tables import Table, facts_table
-from orchestrator.storage.records import number, percent
 
 SENSITIVITY = (
     "Only one place is changed at a time: the keys, or the values, of one layer are fused into so few heads, and the "

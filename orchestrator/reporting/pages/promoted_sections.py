@@ -7,15 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from attention.base.text import number
 from attention.conversion.relaxation_knobs import UNFINISHED
 from attention.families import geometry_of
 from attention.io import checkpoint
 from attention.plan import BYTES
+from attention.ratios import percent
 from orchestrator.reporting.card import EXPORT, engine_checks
 from orchestrator.reporting.evaluation_tables import position_table, recall_table, tasks_table
 from orchestrator.reporting.pages.page import Part, Section
 from orchestrator.reporting.tables import Table, with_intro
-from orchestrator.storage.records import number, percent, read_json
+from orchestrator.storage.json_files import read_json
 
 GPU = 80 * 2**30
 """Bytes of memory of the GPU that the page counts sequences for."""

@@ -7,8 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from attention.base.text import number
+from attention.base.timing import clock
 from attention.io.files import write_whole
-from attention.progress import clock
+from attention.ratios import percent
 from orchestrator.reporting.comparison import UNTOLD, Row, compare
 from orchestrator.reporting.figures import search
 from orchestrator.reporting.pages.found_sections import found_sections
@@ -19,9 +21,10 @@ from orchestrator.reporting.repeat_command import command_of
 from orchestrator.reporting.tables import facts_table
 from orchestrator.storage import records
 from orchestrator.storage.journal import load_trials
+from orchestrator.storage.json_files import read_json
 from orchestrator.storage.outputs import check_file, write_page
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import TrialRecord, best_per_budget, number, percent, read_json
+from orchestrator.storage.records import TrialRecord, best_per_budget
 
 MOST_POINTS = 30  # of the front, of which the page says how to make them again
 MOST_TOLD = 12  # points of a picture that its description names

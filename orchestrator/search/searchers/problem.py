@@ -14,7 +14,6 @@ from attention.axes import Axis
 from orchestrator.config.schema import OBJECTIVES
 from orchestrator.search.candidates import Candidate, CandidateSpace
 from search_spaces.recipes.recipe import Recipe
-from trainers.settings import TrainSettings
 
 SEARCHERS = Axis("searcher", "orchestrator.search.searchers")
 TRIES = 50
@@ -43,10 +42,6 @@ class SearchProblem:
     @property
     def total(self) -> int:
         return len(self.named) + self.samples
-
-    def trainings(self, train: TrainSettings) -> list[TrainSettings]:
-        """How the named candidates are trained: these settings, and what a recipe's recovery changes of them."""
-        return [TrainSettings.model_validate(train.model_dump() | c.recipe.apply("recovery")) for c in self.named]
 
 
 class ResumableSearcher(Searcher):

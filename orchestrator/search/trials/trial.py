@@ -21,7 +21,7 @@ from orchestrator.search.duplicates import work_digest
 from orchestrator.search.trials.context import TrialContext, training_job
 from orchestrator.search.trials.rungs import ForwardRungs, ReportRungs
 from orchestrator.search.trials.untrained import watched_facts
-from orchestrator.storage.records import read_json, write_json
+from orchestrator.storage.json_files import read_json, write_json
 
 OF_RUNG_0 = ("phases", "pooled", "work_digest")
 """What only the first report of a trial holds: where its time went, whether it is of a pooled model that the trial's

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from attention.base.timing import Phases
 from attention.calibration.store import Calibration
 from attention.conversion.refinement.original import Original
 from attention.io import checkpoint
@@ -23,7 +24,7 @@ from orchestrator.conversion.steps import planning_context, relaxation_start
 from orchestrator.reporting.base_model import base_of
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.trials.context import TrialContext
-from orchestrator.storage.records import write_json
+from orchestrator.storage.json_files import write_json
 from search_spaces.planning.context import PlanningContext
 from search_spaces.similarity.sharing import sharing_similarity, similarity_pairs
 from trainers.evaluation import CachedTeacher, evaluate
@@ -53,7 +54,7 @@ def shared_parts(context: TrialContext) -> SharedParts:
 def untrained_facts(candidate: Candidate, context: TrialContext, folder: Path) -> dict[str, Any]:
     """Plan, convert, measure and save; the report of rung 0."""
     prepare_process()
-    phases = loading.Phases()
+    phases = Phases()
     converted, own_cache, facts = _converted(candidate, context, folder, phases)
     # Casting makes copies of the weights; the original model is let go of by now, so that only one model is in memory.
     cast_weights(converted, loading.dtype_of(context.dtype))
@@ -67,7 +68,7 @@ def untrained_facts(candidate: Candidate, context: TrialContext, folder: Path) -
 
 
 def _converted(
-    candidate: Candidate, context: TrialContext, folder: Path, phases: loading.Phases
+    candidate: Candidate, context: TrialContext, folder: Path, phases: Phases
 ) -> tuple[PreTrainedModel, int, dict[str, Any]]:
     """The converted model as it was measured, key and value heads of the original, and what is known of the trial."""
     recipe = candidate.recipe

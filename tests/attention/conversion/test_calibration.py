@@ -16,7 +16,8 @@ from head_references import Seen, activations, as_mha, lifted, watch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention import progress
+from attention.base import progress
+from attention.base.progress import ProgressStage
 from attention.calibration import collecting, store
 from attention.calibration.calibrate import calibrate, calibration_digest, weights_of
 from attention.calibration.moments import LayerStatistics, packed, unpacked
@@ -25,7 +26,6 @@ from attention.calibration.store import META, Calibration, CalibrationError
 from attention.conversion.convert import convert
 from attention.families import family_of, geometry_of
 from attention.plan import AttentionPlan, LayerPlan
-from attention.progress import ProgressStage
 
 CASES = {
     "llama": {},

@@ -28,8 +28,9 @@ from attention.plan import AttentionPlan, LayerPlan
 from orchestrator import main
 from orchestrator.config.schema import parse_config
 from orchestrator.storage import records
+from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import TrialRecord, write_json
+from orchestrator.storage.records import TrialRecord
 
 HALF = LayerPlan((0, 0, 1, 1), (0, 0, 1, 1))
 UNEVEN = LayerPlan((0, 1, 1, 1), (0, 0, 0, 1))

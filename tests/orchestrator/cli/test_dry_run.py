@@ -10,8 +10,8 @@ import pytest
 from bad_input_folder import digest, fresh_copy, make_folder, run_in
 from command_line import run_here
 
+from attention.base.timing import duration
 from attention.io import checkpoint
-from attention.progress import duration
 
 SMALL = ["--sequence-length", "32", "--eval-tokens", "64", "--eval-data", "texts/notes.txt", "--device", "cpu"]
 CALIBRATED = [*SMALL, "--calibration-tokens", "64", "--calibration-data", "texts/notes.txt"]

@@ -17,9 +17,9 @@ from attention.io import checkpoint
 from orchestrator.config.first import FirstConfig, Place
 from orchestrator.config.parsing import ConfigError, read_yaml
 from orchestrator.config.schema import SearchConfig, parse_config
+from orchestrator.resources.disk import Storage
 from orchestrator.search.estimate import Work
-from orchestrator.search.needs.disk import Storage
-from orchestrator.search.validation import search_problem
+from orchestrator.search.validation import search_inputs, search_problem
 
 GIGA = 2**30
 LAPTOP, ONE_GPU, NODE = Place(0, 80 * GIGA, 8), Place(1, 24 * GIGA, 16), Place(8, 80 * GIGA, 64)
@@ -166,7 +166,7 @@ def test_a_large_model_on_one_gpu_takes_disk_that_there_is_or_says_so(
     (place / "qwen3-8b" / "config.json").write_text(json.dumps(QWEN3_8B))
     taken: dict[float, float] = {}
     for free in (2000, 100):
-        monkeypatch.setattr("orchestrator.search.needs.disk.disk_free", lambda _, free=free: free * GIGA)
+        monkeypatch.setattr("orchestrator.resources.disk.disk_free", lambda _, free=free: free * GIGA)
         out = place / f"{free}.yaml"
         assert run_here("init", "qwen3-8b", "--gpus", 1, "--gpu-memory", 80, "--out", out) == 0
         told = capsys.readouterr()
@@ -182,4 +182,4 @@ def test_a_large_model_on_one_gpu_takes_disk_that_there_is_or_says_so(
 def stored(config: SearchConfig) -> Storage:
     problem = search_problem(config, geometry_of(checkpoint.load_config(config.model.path)))
     work = Work.of(config, problem)
-    return Storage.of(config, problem, work.trials, work.trainings)
+    return Storage.of(search_inputs(config, problem), work.trials, work.trainings)

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from attention import progress
-from attention.progress import stage
+from attention.base import progress
+from attention.base.progress import stage
 from orchestrator.cluster import relay
 from orchestrator.cluster.relay import progress_of
 from orchestrator.cluster.tasks import on_cluster

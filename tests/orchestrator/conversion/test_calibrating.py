@@ -176,7 +176,7 @@ def test_a_calibration_of_the_former_format_is_made_anew(
 PEAK = """
 import sys, torch
 from orchestrator.conversion.calibrating import checkpoint_calibration
-from orchestrator.conversion.loading import memory_peak
+from attention.base.memory import memory_peak
 tokens = torch.randint(0, 2048, (8, 64), generator=torch.Generator().manual_seed(0))
 made = checkpoint_calibration(sys.argv[1], tokens, sys.argv[2], dtype="float32")
 for layer in made.layers:  # and read, one after the other

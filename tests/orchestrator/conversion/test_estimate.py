@@ -18,8 +18,8 @@ from benchmarks.models import llama
 from benchmarks.needs.memory import measured
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion.convert import convert_checkpoint
-from orchestrator.conversion.estimates.estimate import announce, estimate, estimate_conversion, needs_layerwise
-from orchestrator.conversion.estimates.sizes import Conversion, Size
+from orchestrator.conversion.estimate import announce, estimate, estimate_conversion, needs_layerwise
+from orchestrator.resources.size import Conversion, Size
 from search_spaces.recipes.catalogue import recipe
 
 GIGA = 2**30
@@ -77,7 +77,7 @@ def test_a_model_that_does_not_fit_is_streamed_by_itself(
     demo_dir: Path, tmp_path: Path, little_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not needs_layerwise(demo_dir, "gqa", 0.5, **SMALL)
-    module = sys.modules["orchestrator.conversion.estimates.estimate"]
+    module = sys.modules["orchestrator.conversion.estimate"]
     monkeypatch.setattr(module, "available_bytes", lambda device=None: 2**20)
     assert needs_layerwise(demo_dir, "gqa", 0.5, **SMALL)
     assert needs_layerwise(demo_dir, "headfold", 0.5, **SMALL)
@@ -95,7 +95,7 @@ def test_it_is_said_first_and_what_does_not_fit_is_refused(
     announce(demo_dir, "headfold", [0.5, 0.25], out, layerwise=None, **SMALL)
     said = capsys.readouterr().err
     assert re.fullmatch(r"estimate: about \d+ (s|min), \d\.\d\d GiB of memory, 0\.\d\d GiB of disk\n", said), said
-    module = sys.modules["orchestrator.conversion.estimates.estimate"]
+    module = sys.modules["orchestrator.conversion.estimate"]
     monkeypatch.setattr(module, "available_bytes", lambda device=None: 2**20)
     refused = r"memory: this conversion does not fit: it takes about \d\.\d\d GiB, and 0\.00 GiB are available; "
     with pytest.raises(ConfigError, match=refused + "layer by layer it would be"):

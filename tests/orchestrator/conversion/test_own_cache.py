@@ -26,14 +26,14 @@ from orchestrator import main
 from orchestrator.config.schema import ConfigError, parse_config
 from orchestrator.conversion import loading
 from orchestrator.conversion.convert import convert_checkpoint
-from orchestrator.conversion.estimates.estimate import describe, estimate_conversion
+from orchestrator.conversion.estimate import describe, estimate_conversion
 from orchestrator.conversion.layer_by_layer import convert_layerwise
 from orchestrator.conversion.request import asked_ratios
 from orchestrator.conversion.several_ratios import convert_curve
 from orchestrator.evaluation.evaluate import evaluate_checkpoint
 from orchestrator.search.candidates import Candidate, named_candidates, ratios_of
+from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import write_json
 from search_spaces.allocation.uniform import uniform
 from trainers.evaluation import measure_cache
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from orchestrator.conversion.convert import convert_checkpoint
-from orchestrator.conversion.estimates.estimate import estimate_conversion
+from orchestrator.conversion.estimate import estimate_conversion
 from orchestrator.conversion.inspection import inspect_checkpoint
 from orchestrator.conversion.several_ratios import convert_curve
 from orchestrator.evaluation.evaluate import evaluate_checkpoint

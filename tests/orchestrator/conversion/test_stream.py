@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from attention import progress
+from attention.base import progress
 from attention.families import families
 from attention.io import checkpoint
 from attention.io.layers.windows import LazyWeights, OutputHead, WeightsError, advance, embed, open_window

@@ -21,8 +21,9 @@ from orchestrator.search.prepare import head_similarities, trial_context
 from orchestrator.search.searchers import make_searcher
 from orchestrator.search.validation import validate_search
 from orchestrator.storage.journal import load_trials
+from orchestrator.storage.json_files import read_json
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import DONE, KILLED, TrialRecord, read_json
+from orchestrator.storage.records import DONE, KILLED, TrialRecord
 from orchestrator.tracking.runs import Tracker
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(1500)]

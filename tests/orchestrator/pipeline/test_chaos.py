@@ -22,7 +22,8 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 from search_process import LITTLE
 
 from orchestrator.storage.journal import END, REPORT, TRIAL, load_trials, read_events, read_history
-from orchestrator.storage.records import COPY, DONE, FAILED, STOPPED, read_json
+from orchestrator.storage.json_files import read_json
+from orchestrator.storage.records import COPY, DONE, FAILED, STOPPED
 from orchestrator.tracking.runs import Tracker
 
 KILLS = int(os.environ.get("HEADFOLD_CHAOS_KILLS", "5"))

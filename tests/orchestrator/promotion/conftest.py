@@ -15,8 +15,8 @@ from attention.conversion.convert import convert
 from attention.io import checkpoint
 from orchestrator.config.schema import SearchConfig, parse_config
 from orchestrator.search.trials.context import TrialContext
+from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import write_json
 from orchestrator.tracking.runs import Tracker
 from trainers.text.data import write_sequences
 

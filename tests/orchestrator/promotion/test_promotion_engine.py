@@ -18,8 +18,8 @@ from orchestrator.promotion.gate import examine
 from orchestrator.promotion.state import TRAINED, Entry
 from orchestrator.search.trials.context import TrialContext
 from orchestrator.search.validation import validate_search
+from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import write_json
 from trainers.text.data import write_sequences
 
 COUNTS = (4, 2, 1, 2)

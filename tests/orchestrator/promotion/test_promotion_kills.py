@@ -11,8 +11,8 @@ from orchestrator.config.schema import SearchConfig
 from orchestrator.promotion import steps
 from orchestrator.promotion.state import PASSED, PROMOTED, REGISTERED, TRAINED
 from orchestrator.search.trials.context import TrialContext
+from orchestrator.storage.json_files import read_json
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import read_json
 from orchestrator.tracking.errors import TrackingError
 from orchestrator.tracking.runs import Tracker
 

@@ -20,8 +20,8 @@ from orchestrator.reporting import console
 from orchestrator.search.prepare import SearchSession
 from orchestrator.search.trials.context import TrialContext
 from orchestrator.storage.journal import load_trials
+from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import read_json, write_json
 from orchestrator.tracking.runs import Tracker
 from trainers.text.data import read_sequences
 

@@ -26,8 +26,9 @@ from orchestrator.reporting.card import CARD
 from orchestrator.search.measurement_checks import check_extras, check_tasks
 from orchestrator.search.prepare import SearchSession
 from orchestrator.search.trials.context import TrialContext
+from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import DONE, TrialRecord, write_json
+from orchestrator.storage.records import DONE, TrialRecord
 from orchestrator.tracking.runs import Tracker
 from orchestrator.tracking.sync import MlflowSync, parent_run
 from trainers.text.data import write_sequences

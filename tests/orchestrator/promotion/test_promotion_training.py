@@ -15,8 +15,8 @@ from orchestrator.promotion.training import Training
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.prepare import SearchSession
 from orchestrator.search.trials.context import TrialContext
+from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import write_json
 from search_spaces.recipes.catalogue import recipe
 
 pytestmark = pytest.mark.usefixtures("in_this_process")

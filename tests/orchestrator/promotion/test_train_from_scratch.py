@@ -24,7 +24,7 @@ from attention.plan import Composition, PlanError
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
 from orchestrator.evaluation.evaluate import evaluate_checkpoint
-from orchestrator.storage.records import read_json
+from orchestrator.storage.json_files import read_json
 from orchestrator.training.scratch import check, train_from_scratch, untrained
 from trainers.text.corpora import DataError
 

@@ -22,7 +22,7 @@ from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.reporting.base_model import base_of
 from orchestrator.reporting.card import CARD, FACTS, PICTURE, CardFacts, card_of, write_card
-from orchestrator.storage.records import write_json
+from orchestrator.storage.json_files import write_json
 
 TOGETHER = LayerPlan((0, 0, 1, 1, 2, 2, 3, 3), (0, 0, 1, 1, 2, 2, 3, 3))
 APART = LayerPlan((0, 0, 1, 1, 2, 2, 3, 3), (0, 1, 2, 3, 0, 1, 2, 3))

@@ -19,8 +19,9 @@ from orchestrator.reporting.pages.report_page import write_report
 from orchestrator.reporting.repeat_command import command_of
 from orchestrator.search.candidates import Candidate, named_candidates
 from orchestrator.storage import records
+from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import TrialRecord, write_json
+from orchestrator.storage.records import TrialRecord
 from search_spaces.recipes.catalogue import RECIPES, recipe
 
 

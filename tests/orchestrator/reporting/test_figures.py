@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from attention.base.text import compact
 from orchestrator.reporting.comparison import compare
 from orchestrator.reporting.figures import comparison, drawing, measured, search
 from orchestrator.reporting.figures.increases import IncreaseAxis
 from orchestrator.storage import records
-from orchestrator.storage.records import TrialRecord, compact
+from orchestrator.storage.records import TrialRecord
 
 BASE = {"loss": 2.0, "kv_bytes_per_token": 8192}
 

@@ -18,8 +18,9 @@ from orchestrator.config.schema import parse_config
 from orchestrator.main import app
 from orchestrator.reporting import status as live
 from orchestrator.storage import records
+from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import TrialRecord, write_json
+from orchestrator.storage.records import TrialRecord
 
 CONFIG = {
     "name": "mine",

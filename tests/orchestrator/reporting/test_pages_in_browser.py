@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from orchestrator.reporting.pages.inspection_page import build_page
 from orchestrator.reporting.pages.report_page import write_report
-from orchestrator.storage.records import write_json
+from orchestrator.storage.json_files import write_json
 
 pytestmark = pytest.mark.extended
 WIDTHS = (360, 768, 1600)

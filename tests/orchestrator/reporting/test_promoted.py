@@ -22,7 +22,7 @@ from orchestrator.reporting.promoted_models import promoted_models
 from orchestrator.reporting.serve_commands import ways_to_serve
 from orchestrator.search.outcome import SearchOutcome
 from orchestrator.serving.export import export_checkpoint
-from orchestrator.storage.records import read_json
+from orchestrator.storage.json_files import read_json
 
 HEAD_DIM = 32
 PLANS = plans(HEAD_DIM)

@@ -14,8 +14,9 @@ from attention.plan import AttentionPlan
 from orchestrator.config.schema import ConfigError
 from orchestrator.reporting.pages.report_page import write_report
 from orchestrator.storage import records
+from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import TrialRecord, write_json
+from orchestrator.storage.records import TrialRecord
 
 BASE: dict[str, Any] = {"loss": 2.2, "kv_bytes_per_token": 8192, "digests": {"weights": "abc123"}}
 

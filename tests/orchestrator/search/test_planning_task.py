@@ -18,7 +18,7 @@ from orchestrator.cluster.session import last_error
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.trials.context import TrialContext
 from orchestrator.search.trials.trial import run_trial
-from orchestrator.storage.records import read_json
+from orchestrator.storage.json_files import read_json
 from search_spaces.recipes.catalogue import recipe
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from attention.io import checkpoint
 from orchestrator.cli import estimates
 from orchestrator.config.schema import SearchConfig, load_config
-from orchestrator.conversion.estimates.sizes import Size
 from orchestrator.main import app
+from orchestrator.resources.size import Size
 from orchestrator.search import estimate
 from orchestrator.search.estimate import describe_search, estimate_search
 

@@ -17,8 +17,9 @@ from orchestrator.cluster import waiting
 from orchestrator.config.schema import parse_config
 from orchestrator.reporting.status import line, read_status
 from orchestrator.search.waiting import waiting_told
+from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import waits_for, write_json
+from orchestrator.storage.records import waits_for
 from orchestrator.tracking.runs import Tracker
 from orchestrator.tracking.sync import MlflowSync, Run, parent_run
 

@@ -18,7 +18,7 @@ from orchestrator.conversion import loading
 from orchestrator.search.validation import validate_search
 from orchestrator.serving import decode_times, speed
 from orchestrator.serving.decode_times import DecodeTimes, divisors, equal_plan, measure_decode_times
-from orchestrator.storage.records import read_json
+from orchestrator.storage.json_files import read_json
 
 
 def test_a_plan_takes_the_mean_of_its_layers() -> None:

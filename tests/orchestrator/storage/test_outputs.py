@@ -21,9 +21,9 @@ from orchestrator.conversion.progress import Stage, check_stage
 from orchestrator.conversion.several_ratios import check_curve
 from orchestrator.reporting.pages.page import render_page
 from orchestrator.reporting.pages.report_page import write_report
+from orchestrator.storage.json_files import write_json
 from orchestrator.storage.outputs import check_results, write_page, write_result
 from orchestrator.storage.paths import SearchFolder, check_writable
-from orchestrator.storage.records import write_json
 
 
 def written(folder: Path, content: bytes = b"old") -> None:

@@ -14,6 +14,7 @@ from orchestrator.reporting.tables import trial_table
 from orchestrator.search.callbacks import progress_note
 from orchestrator.storage import records
 from orchestrator.storage.journal import load_trials
+from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.storage.records import TrialRecord, best_per_budget, front, ranked
 
 
@@ -176,10 +177,10 @@ def test_records_come_back_from_disk_as_they_were(tmp_path: Path) -> None:
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     file = tmp_path / "record.json"
-    records.write_json(file, {"a": 1})
+    write_json(file, {"a": 1})
     with pytest.raises(TypeError):
-        records.write_json(file, {"a": object()})
-    assert records.read_json(file) == {"a": 1}
+        write_json(file, {"a": object()})
+    assert read_json(file) == {"a": 1}
 
 
 def test_probes_are_no_candidates_for_anything() -> None:

@@ -21,8 +21,8 @@ from playwright.sync_api import sync_playwright
 from orchestrator.cluster.session import free_port
 from orchestrator.config.parsing import ConfigError
 from orchestrator.storage.journal import Journal
+from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import read_json, write_json
 from orchestrator.tracking.mlflow_server import taken
 from orchestrator.tracking.page import serve_page, store_of
 from orchestrator.tracking.runs import Tracker

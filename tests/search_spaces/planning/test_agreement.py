@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from attention import progress
+from attention.base import progress
 from attention.calibration.calibrate import calibrate
 from attention.conversion.convert import convert, lift
 from attention.families import geometry_of

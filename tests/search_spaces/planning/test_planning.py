@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from measured_contexts import MeasuredContext
 
+from attention.base.progress import show_progress
 from attention.conversion.convert import lift
 from attention.families import geometry_of
 from attention.plan import AttentionPlan
-from attention.progress import show_progress
 from search_spaces.axes import GROUPING, OBJECTIVE
 from search_spaces.grouping.problem import GroupingProblem
 from search_spaces.partitions import random_partition

@@ -12,8 +12,8 @@ from typing import Any
 import gguf
 from transformers import AutoTokenizer
 
+from attention.base.messages import cut, reason
 from attention.io.targets import TargetError
-from attention.messages import cut, reason
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|"

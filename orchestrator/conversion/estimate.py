@@ -12,17 +12,19 @@ from typing import Any
 
 import torch
 
-from attention.progress import duration
-from attention.ratios import own_heads
+from attention.base.memory import memory_now
+from attention.base.text import gib
+from attention.base.timing import duration
+from attention.ratios import own_heads, percent
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
-from orchestrator.conversion.estimates.peaks import layerwise_stages, resident_peak
-from orchestrator.conversion.estimates.sizes import READ, READING, SPARE, Conversion, Size
-from orchestrator.conversion.estimates.work import START_SECONDS, available_bytes, matmul_rate, operations
 from orchestrator.conversion.one_layer import check_layerwise
 from orchestrator.conversion.request import ConversionRequest
+from orchestrator.resources.memory import available_bytes, layerwise_stages, resident_peak
+from orchestrator.resources.size import READ, READING, SPARE, Conversion, Size
+from orchestrator.resources.time import START_SECONDS, matmul_rate, operations
 from orchestrator.storage.paths import disk_free
-from orchestrator.storage.records import percent, unmet
+from orchestrator.storage.records import unmet
 from search_spaces.recipes.recipe import Recipe
 
 
@@ -81,7 +83,7 @@ class Elsewhere:
 def estimate(conversion: Conversion, *, base: int | None = None) -> Estimate:
     """Memory, disk and time of a conversion. `base`: bytes of the process before it starts (default: as it is now)."""
     size, g = Size.of(conversion.config), conversion.geometry
-    base = loading.memory_now() if base is None else base
+    base = memory_now() if base is None else base
     width, written = conversion.working.itemsize, conversion.dtype.itemsize
     tokens = conversion.used_tokens + conversion.eval_tokens
     stages = {name: base + READ + held for name, held in layerwise_stages(conversion, size, width, tokens).items()}
@@ -230,20 +232,16 @@ def announce(
     needed = one if by_layer else whole
     disk = sum(point.disk for point in points) + by_layer * first.scratch if out is not None else 0
     about = duration(sum(point.seconds for point in points))
-    print(f"estimate: about {about}, {_giga(needed)} of memory, {_giga(disk)} of disk", file=sys.stderr, flush=True)
+    print(f"estimate: about {about}, {gib(needed)} of memory, {gib(disk)} of disk", file=sys.stderr, flush=True)
     if first.available and needed > first.available:
-        other = f"layer by layer it would be {_giga(one)}" if first.layerwise_possible else first.why_not
+        other = f"layer by layer it would be {gib(one)}" if first.layerwise_possible else first.why_not
         raise ConfigError(
-            f"memory: this conversion does not fit: it takes about {_giga(needed)}, and {_giga(first.available)} are "
+            f"memory: this conversion does not fit: it takes about {gib(needed)}, and {gib(first.available)} are "
             f"available; {other}; fewer calibration tokens or another machine would do"
         )
     free = math.inf if out is None else disk_free(Path(out))
     if 0 < free < disk:  # none at all is free where nothing can be written, which is told as that
         raise ConfigError(
-            f"out: the result does not fit: it takes about {_giga(disk)}, and {_giga(free)} are free at {str(out)!r}; "
+            f"out: the result does not fit: it takes about {gib(disk)}, and {gib(free)} are free at {str(out)!r}; "
             "free some, or give another folder"
         )
-
-
-def _giga(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB"

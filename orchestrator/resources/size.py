@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig
 
 from attention.calibration.collecting import SLICE_BYTES
@@ -20,10 +23,10 @@ from attention.conversion.sensitivity import BATCH as SENSITIVITY_BATCH
 from attention.families import family_of, geometry_of
 from attention.geometry import HeadGeometry
 from attention.io.layers.windows import empty, layer_prefix, window_config
-from attention.modeling.running import batch_of
-from orchestrator.conversion import loading
-from orchestrator.conversion.one_layer import batch_size
+from attention.modeling.running import batch_of, layer_batch
+from orchestrator.config.schema import SearchConfig
 from search_spaces.recipes.recipe import AXES, Recipe
+from trainers.settings import TrainSettings
 
 FLOAT, DOUBLE = 4, 8
 ADAM_COPIES = 7  # of the float32 attention layer in a local fit: itself, start, best, gradient, two moments, one spare
@@ -50,13 +53,13 @@ class Size:
         with torch.device("meta"):
             model = empty(window_config(config, 0, config.vocab_size), torch.float32, torch.device("meta"))
         family, prefix = family_of(config), layer_prefix(model)
-        attention = loading.parameters(family.attention_modules(model)[0])
+        attention = _numbers(family.attention_modules(model)[0])
         own = {name: p.numel() for name, p in model.named_parameters() if name.startswith(prefix)}
         layer, experts = sum(own.values()), sum(size for name, size in own.items() if ".experts." in name)
         number = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
         active = layer - experts + experts * getattr(config, "num_experts_per_tok", 1) // number
         embedding = model.get_input_embeddings().weight.numel()  # type: ignore[union-attr]
-        outer = loading.parameters(model) - layer - (embedding if config.tie_word_embeddings else 0)
+        outer = _numbers(model) - layer - (embedding if config.tie_word_embeddings else 0)
         return cls(attention, layer, active, embedding, outer, outer + layer * geometry_of(config).num_layers)
 
 
@@ -109,7 +112,7 @@ class Conversion:
         if "statistics" not in self.recipe.needs:
             return 0
         g, length = self.geometry, self.sequence_length
-        batch = batch_size(g.num_heads, length)
+        batch = layer_batch(g.num_heads, length)
         scores = 3 * min(SLICE_BYTES, FLOAT * batch * length**2)
         # x~ and its mixture, and the product of either with itself before it is added
         wide = g.hidden_size + 1
@@ -179,3 +182,39 @@ class Conversion:
         # it, for the newest twice, and what enters it before the norm.
         states = (2 + 2 * beside + 3) * min(self.used_tokens, tokens) * self.geometry.hidden_size
         return FLOAT * (beside * ADAM_COPIES * size.attention + states)
+
+
+class PlannedConversion(NamedTuple):
+    """A named candidate of a search, as far as its size depends on it: the requested share of the checkpoint's own KV
+    cache, and the share that its plan keeps."""
+
+    recipe: Recipe
+    kv_ratio: float
+    used_ratio: float
+
+
+@dataclass(frozen=True)
+class SearchInputs:
+    """What the estimates of a search read: its configuration, the checkpoint's config, the dtype that models are
+    written in, its named candidates."""
+
+    config: SearchConfig
+    model: PretrainedConfig
+    written: torch.dtype
+    candidates: tuple[PlannedConversion, ...]
+
+    @cached_property
+    def size(self) -> Size:
+        return Size.of(self.model)
+
+    @cached_property
+    def geometry(self) -> HeadGeometry:
+        return geometry_of(self.model)
+
+    def trainings(self, train: TrainSettings) -> list[TrainSettings]:
+        """How the candidates are trained: these settings, and what a recipe's recovery changes of them."""
+        return [TrainSettings.model_validate(train.model_dump() | c.recipe.apply("recovery")) for c in self.candidates]
+
+
+def _numbers(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

@@ -15,8 +15,7 @@ from attention.calibration.collecting import BLOCK
 from attention.conversion.fusion.estimates import LEADING
 from attention.conversion.refinement.local import FIT_TOKENS, NEAR, STEP_TOKENS, sequences_a_step, steps_in_all
 from attention.conversion.refinement.windows import windows
-from orchestrator.conversion import loading
-from orchestrator.conversion.estimates.sizes import CPU, Conversion, Size
+from orchestrator.resources.size import Conversion, Size
 from search_spaces.allocation.knapsack import considered
 from search_spaces.grouping.merge_anneal import PRICES
 from search_spaces.grouping.subsets import LIMIT
@@ -125,13 +124,6 @@ def planning_operations(conversion: Conversion, size: Size, forward: float) -> f
     return (
         len(counts) * sides * (steps * step_operations(c, size, first=NEAR) + judged) + fused + c.used_tokens * forward
     )
-
-
-def available_bytes(device: torch.device = CPU) -> int:
-    """Memory that new work may take, on the GPU if that is where it runs; 0 where the system does not say."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return loading.kernel_field("/proc/meminfo", "MemAvailable")
 
 
 def matmul_rate(dtype: torch.dtype, size: int = 1024) -> float:

@@ -9,24 +9,23 @@ relaxation takes beyond a training, and the values of a message that NCCL has in
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from attention.base.text import gib
 from attention.calibration.sizes import Mixed
-from attention.families import geometry_of
+from attention.geometry import HeadGeometry
 from attention.io.layers.windows import empty, layer_prefix, window_config
 from attention.io.piecewise import SHARD
 from attention.io.precision import DTYPES
 from attention.modeling.predictions import most_logit_bytes, positions_at_once
-from orchestrator.cluster.accelerators import memory_of
 from orchestrator.cluster.placement import Demand
 from orchestrator.config.schema import SearchConfig
-from orchestrator.conversion import loading
-from orchestrator.conversion.estimates.peaks import converted_attention, in_memory_stages
-from orchestrator.conversion.estimates.sizes import READING, Conversion, Size
-from orchestrator.search.searchers import SearchProblem
+from orchestrator.resources.accelerators import GIGABYTES, in_words, memory_of
+from orchestrator.resources.memory import converted_attention, in_memory_stages
+from orchestrator.resources.size import READING, Conversion, SearchInputs, Size
 from trainers.adapters import adaptable
 from trainers.deepspeed_config import config_of
 from trainers.evaluation import TEACHER_BYTES
@@ -40,6 +39,8 @@ OF_ZERO = {
     "stage3_max_live_parameters": 1_000_000_000, "stage3_prefetch_bucket_size": 50_000_000,
 }  # fmt: skip
 """DeepSpeed's defaults, in numbers, of what it gathers, sends and steps at once."""
+TRAININGS = {"training worker": "train", "promotion worker": "promotion.train"}
+"""The processes that train, and the section of the configuration that each is configured in."""
 Parts = dict[str, int]
 
 
@@ -52,7 +53,6 @@ class Need:
     parts: Parts
     share: float = 0.0
     accelerator_type: str | None = None
-    train: TrainSettings | None = field(default=None, repr=False)
 
     @property
     def total(self) -> int:
@@ -72,6 +72,15 @@ class Need:
     def fits(self) -> bool:
         return self.limit is None or self.total <= self.limit
 
+    @property
+    def remedy(self) -> str:
+        """What makes its largest part smaller."""
+        if (train := TRAININGS.get(self.process)) is None:
+            return "resources.trial_gpus=0, which plans on CPUs"
+        if self.largest in ("activations", "logits"):
+            return f"a smaller {train}.micro_batch_size or {train}.activation_checkpointing=true"
+        return f"{train}.zero_stage=3 with more {train}.num_workers, {train}.tuning=lora, or DeepSpeed's offloading"
+
     def record(self) -> dict[str, Any]:
         given = {"process": self.process, "total": self.total, "parts": self.parts, "share": self.share}
         return given | {"accelerator_type": self.accelerator_type, "limit": self.limit, "fits": self.fits}
@@ -81,16 +90,29 @@ class Need:
 class Needs:
     """The processes of one search. `mixed`: how the mixed moments of the statistics are kept."""
 
-    config: SearchConfig
-    model: Any
-    size: Size
-    problem: SearchProblem
+    inputs: SearchInputs
     mixed: Mixed
 
     def all(self) -> list[Need]:
         """Of the processes that hold a model, and of the driver, which holds none."""
         needs = [self.driver(), self.original(), self.planning(), *self.trainings()]
         return [*needs, self.gate()] if self.config.promotion.enabled else needs
+
+    def refusals(self) -> list[str]:
+        """Return a line for each process that does not fit its GPU: what it takes, of which what most, what helps."""
+        return [self._refusal(need) for need in self.all() if not need.fits]
+
+    def _refusal(self, need: Need) -> str:
+        assert need.accelerator_type is not None
+        of_trials = need.process not in TRAININGS and self.config.resources.trial_accelerator_type
+        key = f"resources.{'trial_accelerator_type' if of_trials else 'accelerator_type'}"
+        share = f" and {need.share:g} of it is asked for" if need.share < 1 else ""
+        larger = [kind for kind in GIGABYTES if (memory_of(kind) or 0) >= need.total]
+        larger_type = f"; or {key}={min(larger, key=lambda kind: GIGABYTES[kind])}" if larger else ""
+        return (
+            f"{key}: {in_words(need.accelerator_type)}{share}, but the {need.process} takes {gib(need.total)}, "
+            f"{gib(need.parts[need.largest])} of it {need.largest}; what helps: {need.remedy}{larger_type}"
+        )
 
     def driver(self) -> Need:
         return Need("driver", {"libraries": PROCESS, "texts": READING})
@@ -126,7 +148,7 @@ class Needs:
             named.append(("promotion worker", self.config.promotion_train))
         needs = []
         for process, train in named:
-            each = (self.training(process, settings) for settings in self.problem.trainings(train))
+            each = (self.training(process, settings) for settings in self.inputs.trainings(train))
             needs.append(max(each, key=lambda need: need.total))
         return needs
 
@@ -134,7 +156,7 @@ class Needs:
         """A worker; where their number may change, one of the fewest, who has the largest share."""
         fewest = train.min_workers or train.num_workers
         parts, kind = self.worker(train.on(fewest)), self.config.resources.accelerator_type
-        return Need(process, parts, train.gpus_per_worker, kind if train.gpus_per_worker else None, train)
+        return Need(process, parts, train.gpus_per_worker, kind if train.gpus_per_worker else None)
 
     def gate(self) -> Need:
         """The trained model in float32 on the CPU, and what is written of it, one after the other. Of the logits that
@@ -148,25 +170,39 @@ class Needs:
     # ---- what they have in common ------------------------------------------------------------------------------
 
     @property
-    def geometry(self) -> Any:
-        return geometry_of(self.model)
+    def config(self) -> SearchConfig:
+        return self.inputs.config
 
     @property
-    def written(self) -> torch.dtype:
-        return DTYPES[loading.written_dtype(self.config.model.path, self.config.model.dtype)]
+    def size(self) -> Size:
+        return self.inputs.size
+
+    @property
+    def geometry(self) -> HeadGeometry:
+        return self.inputs.geometry
 
     @property
     def working(self) -> torch.dtype:
         """What a trial computes in before it trains."""
-        return self.written if self.config.resources.trial_gpus else torch.float32
+        return self.inputs.written if self.config.resources.trial_gpus else torch.float32
 
     @property
     def conversions(self) -> list[Conversion]:
         data = self.config.data
-        tokens = (data.calibration.tokens, data.eval.tokens, data.sequence_length)
-        kept: dict[str, Any] = {"working": self.working, "mixed": self.mixed, "in_files": True}
         return [
-            Conversion(self.model, c.recipe, c.used_ratio, *tokens, self.written, **kept) for c in self.problem.named
+            Conversion(
+                config=self.inputs.model,
+                recipe=candidate.recipe,
+                kv_ratio=candidate.used_ratio,
+                calibration_tokens=data.calibration.tokens,
+                eval_tokens=data.eval.tokens,
+                sequence_length=data.sequence_length,
+                dtype=self.inputs.written,
+                working=self.working,
+                mixed=self.mixed,
+                in_files=True,
+            )
+            for candidate in self.inputs.candidates
         ]
 
     @property
@@ -186,7 +222,7 @@ class Needs:
     def _layer_values(self) -> int:
         """Numbers a token that a layer keeps for the way back: norms, projections, attention's output, the MLP's inner
         values."""
-        g, given = self.geometry, self.model
+        g, given = self.geometry, self.inputs.model
         inner = getattr(given, "intermediate_size", None) or getattr(given, "ffn_dim", 0) or 4 * g.hidden_size
         return 6 * g.hidden_size + 4 * g.num_heads * g.head_dim + 4 * int(inner)
 
@@ -256,7 +292,7 @@ class Needs:
         if train.tuning == "kv":
             return key_value_parameters(self.geometry)
         with torch.device("meta"):
-            layer = empty(window_config(self.model, 0, 2), torch.float32, torch.device("meta"))
+            layer = empty(window_config(self.inputs.model, 0, 2), torch.float32, torch.device("meta"))
         sides = sum(sum(m.weight.shape) for name, m in adaptable(layer).items() if name.startswith(layer_prefix(layer)))  # type: ignore[union-attr,arg-type]
         return train.lora_rank * int(sides) * self.geometry.num_layers
 

@@ -15,15 +15,12 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from attention.calibration.sizes import Mixed, layer_bytes, most_exact
+from attention.base.text import gib
+from attention.calibration.sizes import FREE_SHARE, Mixed, layer_bytes, most_exact
 from attention.families import geometry_of
-from attention.io import checkpoint
 from attention.io.precision import DTYPES
 from orchestrator.config.schema import SearchConfig, TextSection
-from orchestrator.conversion import loading
-from orchestrator.conversion.calibrating import FREE_SHARE
-from orchestrator.conversion.estimates.sizes import Size
-from orchestrator.search.searchers import SearchProblem
+from orchestrator.resources.size import SearchInputs, Size
 from orchestrator.storage.mirror import is_remote
 from orchestrator.storage.paths import disk_free, storage_path
 from trainers.freezing import key_value_parameters
@@ -51,10 +48,7 @@ class Storage:
     """Where a search will write, and how much: `trials` that are converted, `trainings` of its promotion. `mixed`: how
     the original model's statistics are kept, `statistics`: their bytes."""
 
-    config: SearchConfig
-    model: PretrainedConfig
-    size: Size
-    problem: SearchProblem
+    inputs: SearchInputs
     trials: int
     trainings: int
     folder: Path
@@ -63,32 +57,42 @@ class Storage:
     statistics: int
 
     @classmethod
-    def of(
-        cls, config: SearchConfig, problem: SearchProblem, trials: int, trainings: int, folder: Path | None = None
-    ) -> Storage:
+    def of(cls, inputs: SearchInputs, trials: int, trainings: int, folder: Path | None = None) -> Storage:
         """`folder`: None for the configuration's."""
-        folder, model = folder or storage_path(config.storage), checkpoint.load_config(config.model.path)
-        free, tokens = disk_free(folder), config.data.calibration.tokens
-        geometry = geometry_of(model)
-        mixed = most_exact(geometry, tokens, FREE_SHARE * free)
-        statistics = geometry.num_layers * layer_bytes(geometry, tokens, mixed)
-        return cls(config, model, Size.of(model), problem, max(1, trials), trainings, folder, free, mixed, statistics)
+        folder = folder or storage_path(inputs.config.storage)
+        free = disk_free(folder)
+        tokens = inputs.config.data.calibration.tokens
+        mixed = most_exact(inputs.geometry, tokens, FREE_SHARE * free)
+        return cls(
+            inputs=inputs,
+            trials=max(1, trials),
+            trainings=trainings,
+            folder=folder,
+            free=free,
+            mixed=mixed,
+            statistics=inputs.geometry.num_layers * layer_bytes(inputs.geometry, tokens, mixed),
+        )
+
+    @property
+    def config(self) -> SearchConfig:
+        return self.inputs.config
 
     def disk(self, parallel: int) -> Disk:
         """What the search takes with so many trials at a time."""
-        config, model, trials, rungs = self.config, self.model, self.trials, len(self.config.rungs.steps) - 1
-        most, relaxing = KEEP + 1, _relaxing(config, self.problem)  # one more while it is written
+        config, inputs, trials = self.config, self.inputs, self.trials
+        model, parameters, rungs = inputs.model, inputs.size.total, len(config.rungs.steps) - 1
+        most, relaxing = KEEP + 1, _relaxing(inputs)  # one more while it is written
         beside = _beside(config.model.path)
-        w = self.size.total * DTYPES[loading.written_dtype(config.model.path, config.model.dtype)].itemsize + beside
-        t = self.size.total * DTYPES[config.train.dtype].itemsize + beside
-        s = max(self._checkpoint(each, whole=bool(relaxing)) for each in self.problem.trainings(self.config.train))
+        w = parameters * inputs.written.itemsize + beside
+        t = parameters * DTYPES[config.train.dtype].itemsize + beside
+        s = max(self._checkpoint(each, whole=bool(relaxing)) for each in inputs.trainings(config.train))
         texts = sum(section.tokens for section in _texts(config)) * (2 if model.vocab_size <= 2**16 else 4)
         records, converted = OWN_RECORDS + trials * RECORDS, trials * w
         trained = checkpoints = finalists = going = gone = 0
         if rungs:
             running = min(parallel, trials)
             paused = min(_paused(config, trials, relaxing), trials - running)
-            finalists = min(_finalists(config, self.problem), trials)
+            finalists = min(_finalists(inputs), trials)
             few = config.promotion.keep_weights == "finalists"
             # Weights of how many trials there are at a time, and in the end
             holding = min(trials, running + paused + finalists) if few else trials
@@ -103,7 +107,7 @@ class Storage:
             checkpoints = running * written + paused * min(KEEP, rungs) + min(finalists, trials - running - paused)
             # Best weights of steps before, and stages of relaxations
             going = (running + paused) * t * max(0, min(most, rungs - 1) - 1)
-            stages = w + lifted_bytes(config, model) + t * _stages(self.problem, model)
+            stages = w + lifted_bytes(inputs) + t * _stages(inputs)
             going += min(relaxing, running + paused) * stages
         shipped, promoting = self._promotion(parallel, w, beside)
         shared = texts + self.statistics + records + converted + trained
@@ -124,35 +128,31 @@ class Storage:
         takes, free = self.disk(parallel), self.free
         if takes.most <= free:
             return None
-        parts = ", ".join(f"{name} {giga(value)}" for name, value in takes.parts.items() if value)
+        parts = ", ".join(f"{name} {gib(value)}" for name, value in takes.parts.items() if value)
         fewer = next((n for n in range(parallel - 1, 0, -1) if self.disk(n).most <= free), None)
         others = "fewer trials (search.num_samples, recipes, kv_ratios, learning_rates), promotion.top"
         if self.config.train.tuning == "full":
             others += ", train.tuning=lora"
         remedy = f"resources.max_concurrent={fewer} would do" if fewer else f"what makes it less: {others}"
         return (
-            f"the search takes up to {giga(takes.most)} of {self.folder}, and {giga(free)} are free there ({parts}); "
-            f"free {giga(takes.most - free)} more or give another storage; {remedy}"
+            f"the search takes up to {gib(takes.most)} of {self.folder}, and {gib(free)} are free there ({parts}); "
+            f"free {gib(takes.most - free)} more or give another storage; {remedy}"
         )
 
     def _checkpoint(self, train: TrainSettings, *, whole: bool = False) -> int:
         """Bytes of a training checkpoint in this folder: none where workers send it to an address themselves."""
         remote = is_remote(self.config.storage)
-        return 0 if remote else checkpoint_bytes(self.model, self.size, train, whole=whole)
+        return 0 if remote else checkpoint_bytes(self.inputs.model, self.inputs.size, train, whole=whole)
 
     def _promotion(self, parallel: int, w: int, beside: int) -> tuple[int, int]:
         """Bytes that stay of a promotion, and those that it has besides while it trains."""
         section, train = self.config.promotion, self.config.promotion_train
         if not section.enabled:
             return 0, 0
-        t, s = self.size.total * DTYPES[train.dtype].itemsize + beside, self._checkpoint(train)
+        t, s = self.inputs.size.total * DTYPES[train.dtype].itemsize + beside, self._checkpoint(train)
         evaluations, running = section.evaluations, min(parallel, self.trainings)
         shipped = self.trainings * t * (1 + (evaluations > 1)) + max(1, self.trainings) * w
         return shipped, running * ((KEEP + 1) * s + max(0, min(KEEP + 1, evaluations - 1) - 1) * t)
-
-
-def giga(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB"
 
 
 def checkpoint_bytes(model: PretrainedConfig, size: Size, train: TrainSettings, *, whole: bool = False) -> int:
@@ -168,17 +168,17 @@ def checkpoint_bytes(model: PretrainedConfig, size: Size, train: TrainSettings, 
     return tuned * (DTYPES[train.dtype].itemsize + ADAM)
 
 
-def lifted_bytes(config: SearchConfig, model: PretrainedConfig) -> int:
+def lifted_bytes(inputs: SearchInputs) -> int:
     """By how much the start of a relaxation, in which every query head has a key and a value head, is larger."""
-    g = geometry_of(model)
+    g = inputs.geometry
     more = 2 * g.num_layers * (g.num_heads - g.num_kv_heads) * g.head_dim * (g.hidden_size + 1)
-    return more * DTYPES[loading.written_dtype(config.model.path, config.model.dtype)].itemsize
+    return more * inputs.written.itemsize
 
 
-def _finalists(config: SearchConfig, problem: SearchProblem) -> int:
+def _finalists(inputs: SearchInputs) -> int:
     """Trials whose training checkpoint stays: candidates of a promotion, and a baseline, at each KV ratio."""
-    ratios = len({candidate.kv_ratio for candidate in problem.named})
-    return ratios * (1 + (1 if config.promotion.select == "front" else config.promotion.top))
+    ratios, promotion = len({candidate.kv_ratio for candidate in inputs.candidates}), inputs.config.promotion
+    return ratios * (1 + (1 if promotion.select == "front" else promotion.top))
 
 
 def _paused(config: SearchConfig, trials: int, relaxing: int) -> int:
@@ -189,16 +189,18 @@ def _paused(config: SearchConfig, trials: int, relaxing: int) -> int:
     return min(trials, max(1, math.floor(trials / config.rungs.reduction_factor)) + relaxing)
 
 
-def _relaxing(config: SearchConfig, problem: SearchProblem) -> int:
+def _relaxing(inputs: SearchInputs) -> int:
     """Trials that fuse while they train, at most."""
-    drawn = any(choice != "none" for choice in config.search.search_space.get("relaxation", ()))
-    return sum(c.recipe.relaxation != "none" for c in problem.named) + drawn * problem.samples
+    section = inputs.config.search
+    drawn = any(choice != "none" for choice in section.search_space.get("relaxation", ()))
+    return sum(c.recipe.relaxation != "none" for c in inputs.candidates) + drawn * section.num_samples
 
 
-def _stages(problem: SearchProblem, model: PretrainedConfig) -> int:
+def _stages(inputs: SearchInputs) -> int:
     """Stages of a relaxation before the last one, at most."""
-    halving = any(c.recipe.relaxation != "none" and c.recipe.knobs("relaxation").get("halving") for c in problem.named)
-    return math.ceil(math.log2(geometry_of(model).num_heads)) if halving else 0
+    recipes = [c.recipe for c in inputs.candidates if c.recipe.relaxation != "none"]
+    halving = any(recipe.knobs("relaxation").get("halving") for recipe in recipes)
+    return math.ceil(math.log2(inputs.geometry.num_heads)) if halving else 0
 
 
 def _texts(config: SearchConfig) -> list[TextSection]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.cluster.accelerators import GIGA, in_words, memory_of
+from orchestrator.resources.accelerators import GIGA, in_words, memory_of
 
 
 @pytest.mark.parametrize(

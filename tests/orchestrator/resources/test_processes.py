@@ -10,8 +10,8 @@ from benchmarks.models import llama
 from benchmarks.needs.enforced import SMALL, SPARE, run
 from benchmarks.needs.limited import BROKEN, run_limited
 from benchmarks.needs.memory import WIDE, random_checkpoint
-from orchestrator.conversion.estimates.work import available_bytes
-from orchestrator.search.needs.memory import PROCESS
+from orchestrator.resources.memory import available_bytes
+from orchestrator.resources.processes import PROCESS
 
 GIGA = 2**30
 NEEDED = 16 * GIGA

@@ -5,9 +5,12 @@ Small things (token ids, one batch of activations) are left out.
 
 from __future__ import annotations
 
+import torch
+
+from attention.base.memory import kernel_field
 from attention.conversion.refinement.parallel import layers_at_once
 from attention.modeling.predictions import most_logit_bytes
-from orchestrator.conversion.estimates.sizes import CPU, FLOAT, Conversion, Size
+from orchestrator.resources.size import CPU, FLOAT, Conversion, Size
 from search_spaces.recipes.recipe import AXES
 from trainers.evaluation import TEACHER_BYTES
 
@@ -69,3 +72,10 @@ def resident_peak(conversion: Conversion, size: Size, width: int) -> int:
     rounded = c.dtype.itemsize * size.total if c.dtype != c.working else 0
     calibrating = c.statistics() + (1 if c.in_files else layers) * c.sums() + c.calibrating()
     return model + others + max(calibrating, *in_memory_stages(c, size).values(), logits, rounded)
+
+
+def available_bytes(device: torch.device = CPU) -> int:
+    """Memory that new work may take, on the GPU if that is where it runs; 0 where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return kernel_field("/proc/meminfo", "MemAvailable")

@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from attention import progress
-from attention.progress import clock, duration, show_progress, stage
+from attention.base import progress
+from attention.base.progress import show_progress, stage
+from attention.base.timing import clock, duration
 
 
 class Clock:

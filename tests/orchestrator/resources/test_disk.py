@@ -20,12 +20,12 @@ from attention.io import checkpoint
 from orchestrator.cluster.room import Nodes
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.conversion import loading
-from orchestrator.conversion.estimates.sizes import Size
 from orchestrator.pipeline import search
 from orchestrator.promotion.promote import promote_search
-from orchestrator.search.needs.disk import Storage, checkpoint_bytes
+from orchestrator.resources.disk import Storage, checkpoint_bytes
+from orchestrator.resources.size import Size
 from orchestrator.search.searchers import make_searcher
-from orchestrator.search.validation import search_problem
+from orchestrator.search.validation import search_inputs, search_problem
 from orchestrator.storage.journal import load_trials
 from trainers.engine import TrainEngine
 from trainers.losses import objective
@@ -64,7 +64,7 @@ def storage_of(config: SearchConfig) -> Storage:
     geometry = loading.geometry_of(config.model.path, config.data.sequence_length, weights=False)
     problem = search_problem(config, geometry)
     trials = make_searcher(config.search.searcher, problem).total
-    return Storage.of(config, problem, trials, trainings=2)
+    return Storage.of(search_inputs(config, problem), trials, trainings=2)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ seconds, so that nothing looks hung, however long a step takes or libraries load
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 import time
@@ -19,27 +18,10 @@ from contextvars import ContextVar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from attention.base.timing import clock
+
 SAY_SECONDS = 10.0  # between two lines where there is no bar
 _LOOK_SECONDS = 0.5
-
-
-def clock(seconds: float) -> str:
-    """1:05:09, or 5:09 below an hour."""
-    whole = max(0, round(seconds))
-    hours = whole // 3600
-    minutes = whole // 60 % 60
-    rest = whole % 60
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def duration(seconds: float) -> str:
-    """About how long, in words: 42 s, 12 min, 3 h 20 min, 37 h."""
-    if seconds < 60:
-        return f"{math.ceil(seconds)} s"
-    hours, minutes = divmod(math.ceil(seconds / 60), 60)
-    if not hours:
-        return f"{minutes} min"
-    return f"{hours} h {minutes} min" if hours < 10 and minutes else f"{round(seconds / 3600)} h"
 
 
 class ProgressStage:
