@@ -82,9 +82,9 @@ def _is_line(text: str) -> bool:
     return len(text) <= _LONGEST and not any(c < " " or "\ud800" <= c <= "\udfff" for c in text)
 
 
-def _known(given: dict[str, Any]) -> dict[str, Any]:
-    check_keys(given)
-    return given
+def _known(values: dict[str, Any]) -> dict[str, Any]:
+    check_keys(values)
+    return values
 
 
 class TrainSettings(StrictModel):
@@ -159,16 +159,16 @@ class TrainSettings(StrictModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _range(cls, given: Any) -> Any:
+    def _range(cls, value: Any) -> Any:
         """`num_workers: [fewest, most]` as two numbers."""
-        counts = given.get("num_workers") if isinstance(given, Mapping) else None
+        counts = value.get("num_workers") if isinstance(value, Mapping) else None
         if not isinstance(counts, list | tuple):
-            return given
+            return value
         if len(counts) != 2:
             raise ValueError(
                 f"num_workers must be a number, or the fewest and the most of them, got {list(counts)}"
             )
-        return {**given, "min_workers": counts[0], "num_workers": counts[1]}
+        return {**value, "min_workers": counts[0], "num_workers": counts[1]}
 
     @model_validator(mode="after")
     def _possible(self) -> TrainSettings:

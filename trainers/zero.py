@@ -101,16 +101,16 @@ def _fill(
     # A tied one once, and alive, so that no identity is given away.
     outlines = dict(model.named_parameters())
     names = {id(outline): name for name, outline in outlines.items()}
-    made: dict[int, nn.Parameter] = {}
+    parameters: dict[int, nn.Parameter] = {}
     # Children before parents, whose parameters include theirs.
     for module in reversed(list(model.modules())):
         for name, outline in list(module.named_parameters(recurse=False)):
-            if id(outline) not in made:
+            if id(outline) not in parameters:
                 whole = torch.empty(outline.shape, dtype=outline.dtype)
                 if dist.get_rank() == 0:
                     weights.read_into({names[id(outline)]: whole})
-                made[id(outline)] = nn.Parameter(whole)
-            setattr(module, name, made[id(outline)])
+                parameters[id(outline)] = nn.Parameter(whole)
+            setattr(module, name, parameters[id(outline)])
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
         if next(module.parameters(recurse=False), None) is not None:
@@ -180,8 +180,8 @@ def close(engine: Any) -> None:
 def _forget(model: nn.Module) -> None:
     """Let go of a model that ZeRO 3 had: a list of modules, and the memory of a method, keep every one [0.19]."""
     modules = set(model.modules())
-    kept = parameter_offload.FWD_MODULE_STACK
-    kept[:] = [module for module in kept if module not in modules]
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [module for module in stack if module not in modules]
     name = "_PartitionedParameterCoordinator__params_to_release"
     method: Any = getattr(PartitionedParameterCoordinator, name, None)
     # It is wrapped in a function that counts time.

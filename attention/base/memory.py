@@ -22,13 +22,16 @@ _settled = False
 
 
 def collect_seldom() -> None:
-    """Until `freeze_garbage`: call it before the imports."""
+    """Raise the threshold of garbage collection while libraries are imported, until `freeze_garbage`."""
     gc.set_threshold(SELDOM, *_USUAL[1:])
 
 
 def freeze_garbage() -> None:
-    """Leave what is alive now out of later collections, for ever: call it after the imports and before models are made.
-    Only the first call in a process does something."""
+    """Exempt the objects that are alive now from all later garbage collections.
+
+    Call it after the imports and before models are built. Only the first call in a process has an
+    effect.
+    """
     global _settled
     if _settled:
         return
@@ -39,7 +42,11 @@ def freeze_garbage() -> None:
 
 
 def kernel_field(file: str, name: str) -> int:
-    """Bytes of a field that the kernel gives in kB, e.g. of /proc/meminfo; 0 on systems that have no such file."""
+    """Return a field that the kernel gives in kB, e.g. of /proc/meminfo.
+
+    Returns:
+        Bytes; 0 on systems that have no such file.
+    """
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -48,17 +55,17 @@ def kernel_field(file: str, name: str) -> int:
 
 
 def memory_now() -> int:
-    """Resident memory of this process."""
+    """Return the resident memory of this process in bytes."""
     return kernel_field("/proc/self/status", "VmRSS")
 
 
 def memory_peak() -> int:
-    """The most that this process has had resident so far."""
+    """Return the largest resident memory of this process so far, in bytes."""
     return kernel_field("/proc/self/status", "VmHWM")
 
 
 def release_memory() -> None:
-    """Free what only refers to itself, and hand freed memory back to the system where the C library can."""
+    """Collect reference cycles, and return freed memory to the system where the C library can."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:

@@ -21,7 +21,7 @@ class Phases(dict[str, float]):
 
 
 def clock(seconds: float) -> str:
-    """1:05:09, or 5:09 below an hour."""
+    """Return seconds as 1:05:09, or as 5:09 below an hour."""
     whole = max(0, round(seconds))
     hours = whole // 3600
     minutes = whole // 60 % 60
@@ -30,7 +30,7 @@ def clock(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """About how long, in words: 42 s, 12 min, 3 h 20 min, 37 h."""
+    """Return seconds rounded for people: 42 s, 12 min, 3 h 20 min, 37 h."""
     if seconds < 60:
         return f"{math.ceil(seconds)} s"
     hours, minutes = divmod(math.ceil(seconds / 60), 60)

@@ -91,17 +91,17 @@ def assemble(
     reset(new, identity=True, generator=torch.Generator().manual_seed(0))
     nn.Module.to(new, model.device)
     target = new.state_dict()
-    kept = {
+    copied = {
         k: t for k, t in model.state_dict().items() if k in target and t.shape == target[k].shape
     }
     maps = {k for k in target if k.endswith((".key_map", ".value_map"))}
-    new.load_state_dict({k: t for k, t in kept.items() if k not in maps}, strict=False)
+    new.load_state_dict({k: t for k, t in copied.items() if k not in maps}, strict=False)
     family = family_of(new.config)
     modules = family.attention_modules(new)
-    with stage("fusing heads", len(modules), "layers") as told:
+    with stage("fusing heads", len(modules), "layers") as progress:
         for module, layer in zip(modules, heads, strict=True):
             family.write(module, layer.to(model.device))
-            told.step()
+            progress.step()
     if plan.mlp_shares or plan_of(model).mlp_shares:
         mlp.copy(model, new)
     if model.generation_config is not None:
@@ -176,6 +176,6 @@ def through(
     knobs: Mapping[str, Any],
 ) -> Iterator[LayerHeads]:
     """What a part of alignment or fusion makes of the lifted heads of one layer after the other."""
-    for index, (own, layer) in enumerate(zip(heads, plan.layers, strict=True)):
+    for index, (layer_heads, layer) in enumerate(zip(heads, plan.layers, strict=True)):
         statistics = calibration.layers[index] if calibration else None
-        yield part(own, layer, statistics, geometry.layer(index), **knobs)
+        yield part(layer_heads, layer, statistics, geometry.layer(index), **knobs)

@@ -120,10 +120,10 @@ def rate_of(name: str, rate: float | str, steps: int) -> float:
     if isinstance(rate, (int, float)):
         return rate
     if name == "pull_together":
-        reference, known = PULL_REFERENCE
-        return 1 - (1 - reference) ** (known / steps)
-    paper, known = LAGRANGIAN_PAPER if name == "lagrangian" else HARD_CONCRETE_PAPER
-    return min(1.0, paper * known / steps)
+        reference, known_steps = PULL_REFERENCE
+        return 1 - (1 - reference) ** (known_steps / steps)
+    paper, known_steps = LAGRANGIAN_PAPER if name == "lagrangian" else HARD_CONCRETE_PAPER
+    return min(1.0, paper * known_steps / steps)
 
 
 def constraint_weight(weight: float | str, rate: float | str, steps: int) -> float:

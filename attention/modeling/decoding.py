@@ -157,13 +157,13 @@ def decode_by_group(
     return _products(weights, value, maps.value_sizes).index_select(1, maps.back).unsqueeze(2)
 
 
-def _products(rows: Tensor, kept: Tensor, sizes: Sequence[int]) -> Tensor:
+def _products(rows: Tensor, head_rows: Tensor, sizes: Sequence[int]) -> Tensor:
     """Rows `[B, H, n]`, sorted into groups of these sizes, times each group's own `[n, p]` of `[B, G, n, p]`."""
-    result = rows.new_empty((*rows.shape[:2], kept.shape[-1]))
-    for b, sequence in enumerate(kept):
+    result = rows.new_empty((*rows.shape[:2], head_rows.shape[-1]))
+    for b, sequence in enumerate(head_rows):
         grouped = zip(rows[b].split(sizes), sequence, result[b].split(sizes), strict=True)
-        for members, own, out in grouped:
-            torch.mm(members, own, out=out)
+        for members, rows_of_group, out in grouped:
+            torch.mm(members, rows_of_group, out=out)
     return result
 
 

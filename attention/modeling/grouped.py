@@ -181,12 +181,14 @@ def cache_bytes(cache: Cache) -> int:
 
     The room that a growing layer keeps beyond its tokens (`attention.modeling.growing_cache.ROOM`) is not counted.
     """
-    held = [
+    tensors = [
         layer
         for layer in cache.layers
         if isinstance(layer, CacheLayerMixin) and layer.is_initialized
     ]
-    kept = (
-        t for layer in held for t in (layer.keys, layer.values, getattr(layer, "key_weights", None))
+    weights = (
+        t
+        for layer in tensors
+        for t in (layer.keys, layer.values, getattr(layer, "key_weights", None))
     )
-    return sum(t.numel() * t.element_size() for t in kept if t is not None)
+    return sum(t.numel() * t.element_size() for t in weights if t is not None)

@@ -31,7 +31,7 @@ from orchestrator.conversion import loading
 from orchestrator.conversion.progress import CURVES, Stage
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.storage.json_files import read_json, write_json
-from search_spaces.planning.by_layer import asked_counts, curves_of_layer, plan_from_curves
+from search_spaces.planning.by_layer import curves_of_layer, plan_from_curves, requested_counts
 from search_spaces.planning.context import PlanningContext
 from search_spaces.planning.curves import points_of
 from search_spaces.planning.planner import site_generators
@@ -56,7 +56,7 @@ class PlanByLayer:
         """
         request = self.request
         geometry, known = request.geometry, self._known()
-        asked = asked_counts(request.recipe, self.kv_ratio, geometry)
+        asked = requested_counts(request.recipe, self.kv_ratio, geometry)
         if missing := [layer for layer in range(geometry.num_layers) if str(layer) not in known]:
             self._metrics(calibration)
             self._curves(calibration, missing, asked, known)

@@ -28,7 +28,7 @@ from attention.modeling.losses import language_loss
 from attention.modeling.mlp import MlpWeights, mlp_sites, read_mlp
 from attention.plan import AttentionPlan
 from attention.plan_parts import groups_of
-from search_spaces.planning.loss_increases import LayerIncreases, LayerTrials, Told
+from search_spaces.planning.loss_increases import LayerIncreases, LayerTrials, StepReport
 from search_spaces.recipes.recipe import Recipe
 
 
@@ -119,8 +119,8 @@ class PlanningContext:
         """How many layers' loss increases are best asked for together: as many as are fitted beside each other."""
         if self.model is None:
             return 1
-        own = self.looked_at.modules
-        return layers_at_once(len(own), largest(own), self.model.device)
+        modules = self.looked_at.modules
+        return layers_at_once(len(modules), largest(modules), self.model.device)
 
     def increases_of(
         self,
@@ -128,11 +128,11 @@ class PlanningContext:
         plans: Sequence[tuple[int, AttentionPlan]],
         *,
         tokens: int,
-        told: Told = lambda: None,
+        report: StepReport = lambda: None,
         **knobs: Any,
     ) -> list[float]:
         """Loss increase in nats a token if only `layer` follows `plan`, of each (`layer`, `plan`), with the recipe's
-        alignment and fusion, on about `tokens` tokens. Layers are best given in ascending order. `told` is called after
+        alignment and fusion, on about `tokens` tokens. Layers are best given in ascending order. `report` is called after
         each; `knobs`: steps and ways of `LayerIncreases`. Raises ValueError without model or sequences."""
         single = LayerIncreases(
             recipe,
@@ -146,7 +146,7 @@ class PlanningContext:
             first_layer=self.first_layer,
             **knobs,
         )
-        return single.of(plans, told)
+        return single.of(plans, report)
 
     def trials(self, tokens: int) -> LayerTrials:
         """The model with the heads of one layer exchanged, on about so many tokens."""

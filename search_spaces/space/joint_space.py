@@ -68,13 +68,13 @@ class JointSpace:
             self.geometry = self.geometry and self.engine.limited(self.geometry)
         self._options = {"kv_ratio": tuple(self.kv_ratios), "together": (False, True), "by": BY}
         for name, axis in AXES.items():
-            asked = self.choices.get(name, ())
+            requested = self.choices.get(name, ())
             # A search phase of training steps goes before any plan of these: not unasked
             usable = tuple(
                 p.name
                 for p in axis
                 if not (p.needs & set(PROVIDED)) - set(self.provided)
-                and ("fusion_distances" not in p.needs or p.name in asked)
+                and ("fusion_distances" not in p.needs or p.name in requested)
             )
             self._options[name] = ((None,) if name in OPTIONAL else ()) + usable
         for name, allowed in self.choices.items():
@@ -132,8 +132,8 @@ class JointSpace:
 
         Raises RecipeError if a decision is missing or not allowed after those before it.
         """
-        given = by_field(point)
-        full, pending = self._forced(given)
+        values = by_field(point)
+        full, pending = self._forced(values)
         if pending is not None:
             raise RecipeError(
                 f"the point {dict(point)} does not decide {pending}: {self._allowed(full, pending)}"
@@ -143,31 +143,31 @@ class JointSpace:
         recipe = Recipe(
             "joint", **fields, settings=tuple(sorted({**self._fixed(full), **knobs}.items()))
         )
-        named = {known.digest: known for known in RECIPES.values()}
+        named = {candidate.digest: candidate for candidate in RECIPES.values()}
         return named.get(recipe.digest, recipe), float(full["kv_ratio"])
 
     # ---- inside -----------------------------------------------------------------------------------------------
 
-    def _forced(self, given: Mapping[str, Any]) -> tuple[SpacePoint, str | None]:
+    def _forced(self, values: Mapping[str, Any]) -> tuple[SpacePoint, str | None]:
         """All decided fields with those that have one option only; and the first field still open, if any."""
         full: SpacePoint = {}
         for name in ORDER:
             allowed = self._allowed(full, name)
-            if name in given:
-                if given[name] not in allowed:
+            if name in values:
+                if values[name] not in allowed:
                     reasons = (
-                        "; ".join(self._broken({**full, name: given[name]}))
+                        "; ".join(self._broken({**full, name: values[name]}))
                         or "nothing valid can follow it"
                     )
                     raise RecipeError(
-                        f"{name}={given[name]!r} is not possible after {full}: {reasons}"
+                        f"{name}={values[name]!r} is not possible after {full}: {reasons}"
                     )
-                full[name] = given[name]
+                full[name] = values[name]
             elif len(allowed) == 1:
                 full[name] = allowed[0]
             else:
                 return full, name
-        return {**full, **{k: v for k, v in given.items() if "." in k}}, None
+        return {**full, **{k: v for k, v in values.items() if "." in k}}, None
 
     def _allowed(self, full: SpacePoint, name: str) -> list[Any]:
         return [
@@ -280,7 +280,7 @@ class JointSpace:
                 else []
             )
             if not owners:
-                known = sorted(
+                names = sorted(
                     {
                         f"{a.name}.{knob.name}"
                         for a in AXES.values()
@@ -288,7 +288,7 @@ class JointSpace:
                         for knob in part.knobs
                     }
                 )
-                near = get_close_matches(str(name), known, n=3) or known
+                near = get_close_matches(str(name), names, n=3) or names
                 raise ValueError(
                     f"settings: {str(name)[:100]!r} is no 'axis.knob'; there are e.g. {', '.join(near)}"
                 )

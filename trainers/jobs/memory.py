@@ -63,12 +63,12 @@ def as_it_fits(job: TrainJob) -> tuple[TrainJob, list[str]]:
         relaxation = replace(
             relaxation, settings=lowered(relaxation.settings) or relaxation.settings
         )
-    said = (
+    message = (
         f"out of memory with micro_batch_size {rows}: trained with {settings.device_batch_size} and "
         f"{settings.gradient_accumulation_steps} accumulation steps instead of "
         f"{job.settings.gradient_accumulation_steps}"
     )
-    return replace(job, settings=settings, relaxation=relaxation), [said]
+    return replace(job, settings=settings, relaxation=relaxation), [message]
 
 
 def _note(job: TrainJob) -> Path:

@@ -15,7 +15,7 @@ from attention.base.memory import freeze_garbage
 from attention.base.messages import reason
 from attention.io import checkpoint
 from trainers.jobs import best, memory
-from trainers.jobs.checkpoints import CheckpointStore, Kept, gather_objects
+from trainers.jobs.checkpoints import CheckpointStore, SavedCheckpoint, gather_objects
 from trainers.jobs.link import Link
 from trainers.jobs.share import teacher_of
 from trainers.jobs.train_job import TrainJob
@@ -89,14 +89,14 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
 
 
 def _ended_before(
-    job: TrainJob, link: Link, newest: Kept | None, reports: list[dict[str, Any]]
+    job: TrainJob, link: Link, newest: SavedCheckpoint | None, reports: list[dict[str, Any]]
 ) -> dict[str, Any] | None:
     """Report again what earlier starts of the job have measured. Returns how the job ended if nothing is left to do,
     else None."""
     last = job.milestones[-1]
-    for known in reports:
-        if not link.report(known, known["step"] == last):
-            return {"stopped": known["step"]}
+    for report in reports:
+        if not link.report(report, report["step"] == last):
+            return {"stopped": report["step"]}
     if (
         newest is not None
         and newest.step == last

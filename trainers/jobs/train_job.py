@@ -141,8 +141,8 @@ class TrainJob:
     @property
     def relaxation_settings(self) -> TrainSettings:
         """How the relaxation stage is trained: always all weights, since it changes what the heads are."""
-        given = self.relaxation.settings if self.relaxation else None
-        return given or self.settings.model_copy(update={"tuning": "full"})
+        settings = self.relaxation.settings if self.relaxation else None
+        return settings or self.settings.model_copy(update={"tuning": "full"})
 
     def on(self, workers: int) -> TrainJob:
         """The same job on so many workers."""

@@ -56,9 +56,9 @@ def run_training(job: TrainJob, *, callbacks: Sequence[Any] = ()) -> dict[str, A
     config = {"job": job.to_json()}
     minutes = job.checkpoint_minutes
     resize_seconds = RESIZE_SECONDS if minutes is None else 60 * minutes
-    places = job.shape, job.run_name, job.storage_path
+    keys = job.shape, job.run_name, job.storage_path
     trainer = _trainer(
-        _work, config, *places, job.max_failures, callbacks, resize_seconds=resize_seconds
+        _work, config, *keys, job.max_failures, callbacks, resize_seconds=resize_seconds
     )
     # In the main thread Ray Train takes over Ctrl-C for good, and what it sets keeps the run's controller, a process,
     # alive for as long as this one [2.60]
@@ -90,8 +90,8 @@ def serve_pool(pool: Any, group: str, shape: Shape, storage_path: str) -> None:
     returned, or {"failed"} with the traceback. Returns when all workers have ended; raises when one has died, or failed
     beside others.
     """
-    given = {"pool": pool, "group": group, "device": shape.device}
-    _trainer(_serve, given, shape, group, storage_path, 0, preemptions=0).fit()
+    entry = {"pool": pool, "group": group, "device": shape.device}
+    _trainer(_serve, entry, shape, group, storage_path, 0, preemptions=0).fit()
 
 
 def _trainer(
@@ -170,10 +170,10 @@ def _serve(config: dict[str, Any]) -> None:
     link = RayLink(pool, group)
     worker = ray.get_runtime_context().current_actor
     for number in itertools.count():
-        given: Any = ray.get(pool.next.remote(group, link.rank, number, worker))
-        if given is None:
+        task: Any = ray.get(pool.next.remote(group, link.rank, number, worker))
+        if task is None:
             return
-        job = TrainJob.from_json(given)
+        job = TrainJob.from_json(task)
         try:
             ended = run_job(job, link)
         except Exception:

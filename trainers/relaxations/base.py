@@ -169,13 +169,13 @@ def coarser_groups(old: Sequence[int], new: Sequence[int], where: str) -> HeadGr
     Raises PlanError if `new` would split a head of `old`.
     """
     owner: dict[int, int] = {}
-    for kept, target in zip(old, new, strict=True):
-        if owner.setdefault(kept, target) != target:
+    for source, target in zip(old, new, strict=True):
+        if owner.setdefault(source, target) != target:
             raise PlanError(
-                f"{where}: query heads that share a head now ({kept}) must share it in the new plan too, got "
+                f"{where}: query heads that share a head now ({source}) must share it in the new plan too, got "
                 f"{tuple(old)} -> {tuple(new)}; lift the model to one head a query head first"
             )
-    return groups_of([owner[kept] for kept in range(len(owner))])
+    return groups_of([owner[source] for source in range(len(owner))])
 
 
 def is_coarser(old: AttentionPlan, new: AttentionPlan) -> bool:
@@ -241,15 +241,15 @@ def replace_projections(
     """Put `make(projection, groups)` in the place of every k and v projection of an opened model whose heads `new`
     fuses. Returns them by side, for each layer. Raises PlanError if `new` fuses nothing, or splits a head of `old`.
     """
-    made: list[dict[str, StandIn]] = []
+    replaced: list[dict[str, StandIn]] = []
     for index, module in enumerate(family_of(model.config).attention_modules(model)):
-        made.append({})
+        replaced.append({})
         for side, name in (("k", "key_map"), ("v", "value_map")):
             maps = getattr(old.layers[index], name), getattr(new.layers[index], name)
             groups = coarser_groups(*maps, f"layer {index}, {name}")
             if any(len(group) > 1 for group in groups):
-                made[-1][side] = make(getattr(module, f"{side}_proj"), groups)
-                setattr(module, f"{side}_proj", made[-1][side])
-    if not any(made):
+                replaced[-1][side] = make(getattr(module, f"{side}_proj"), groups)
+                setattr(module, f"{side}_proj", replaced[-1][side])
+    if not any(replaced):
         raise PlanError("the plan fuses nothing: it has as many key and value heads as the model")
-    return made
+    return replaced

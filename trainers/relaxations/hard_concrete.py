@@ -76,10 +76,10 @@ def size_constraint(mean_mask: Tensor, size: float) -> Tensor:
     return (mean_mask - size) + (mean_mask - size).square()
 
 
-def faded(z: Tensor, own: Tensor, shared: Tensor, head_map: Tensor) -> Tensor:
+def faded(z: Tensor, original: Tensor, shared: Tensor, head_map: Tensor) -> Tensor:
     """Eq. 27 and 28: z W + (1 - z) W~ of the head's group. z `[H]`, own `[H, ...]`, shared `[G, ...]`."""
-    z = z.to(own.dtype).reshape(-1, *(1,) * (own.ndim - 1))
-    return z * own + (1 - z) * shared[head_map]
+    z = z.to(original.dtype).reshape(-1, *(1,) * (original.ndim - 1))
+    return z * original + (1 - z) * shared[head_map]
 
 
 # ---- the relaxation -------------------------------------------------------------------------------------------

@@ -67,8 +67,8 @@ def mix(omega: Tensor, groups: HeadGroups, rows: Tensor) -> Tensor:
         else torch.einsum("hjd,jdn->hdn", block.expand(-1, -1, rows.shape[1]), rows[list(group)])
         for block, group in zip(group_blocks(omega, groups), groups, strict=True)
     ]
-    place = torch.tensor([head for group in groups for head in group], device=rows.device).argsort()
-    return torch.cat(mixed)[place]
+    order = torch.tensor([head for group in groups for head in group], device=rows.device).argsort()
+    return torch.cat(mixed)[order]
 
 
 def head_distances(block: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class Beside:
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         # By a call, for ZeRO 3.
         stars = {id(star): from_centre(star()) for star, _ in self.parts.values()}
-        lines = torch.cat([stars[id(star)][place] for star, place in self.parts.values()])
+        lines = torch.cat([stars[id(star)][index] for star, index in self.parts.values()])
         if self.columns:
             return output + F.linear(args[0].index_select(-1, self.places), lines.T)
         x = args[0]
@@ -133,8 +133,8 @@ def _part(site: SharedSite, plain: SharedSite) -> Iterator[Star]:
             blocks.double().mean(0).to(blocks.dtype),
             columns,
         )
-        for place, (layer, block) in enumerate(members):
-            parts.setdefault(layer, {})[block] = (star, place)
+        for index, (layer, block) in enumerate(members):
+            parts.setdefault(layer, {})[block] = (star, index)
         yield star
     for layer, at_blocks in parts.items():
         projection = site.projection(layer)

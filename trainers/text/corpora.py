@@ -98,23 +98,23 @@ class Conversation(str):
         """From messages of either form. Raises DataError naming `field` for anything else."""
         plain: list[dict[str, Any]] = []
         for message in messages:
-            known = {name: value for name, value in message.items() if value is not None}
-            if "from" in known and "value" in known:
-                known = {
-                    "role": ROLES.get(str(known["from"]), known["from"]),
-                    "content": known["value"],
+            fields = {name: value for name, value in message.items() if value is not None}
+            if "from" in fields and "value" in fields:
+                fields = {
+                    "role": ROLES.get(str(fields["from"]), fields["from"]),
+                    "content": fields["value"],
                 }
-            if not isinstance(known.get("role"), str) or not (
-                {"content", "tool_calls"} & set(known)
+            if not isinstance(fields.get("role"), str) or not (
+                {"content", "tool_calls"} & set(fields)
             ):
                 raise DataError(
                     f"{field}: expected messages with role and content (or from and value), got one with "
-                    f"{sorted(known)}"
+                    f"{sorted(fields)}"
                 )
-            plain.append(known)
-        made = cls(json.dumps(plain, ensure_ascii=False, sort_keys=True))
-        made.field = field
-        return made
+            plain.append(fields)
+        conversation = cls(json.dumps(plain, ensure_ascii=False, sort_keys=True))
+        conversation.field = field
+        return conversation
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -215,12 +215,12 @@ class Corpus:
     def _builtin(self, side: Side, seed: int | None, mixed: bool) -> Iterator[str]:
         """Topics and as much code, by turns; then the rest of the code, unless `mixed`."""
         topics = help_topics()
-        kept = sorted(
+        names = sorted(
             name
             for name in topics
             if side == "all" or is_held_out(name, TOPICS_HELD_OUT) == (side == "held_out")
         )
-        prose = [topics[name] for name in _shuffled(kept, seed)]
+        prose = [topics[name] for name in _shuffled(names, seed)]
         # Shuffled always: files in the order of their names would be those of a few packages
         code = self._library(side, 0 if seed is None else seed)
         characters = [0, 0]
@@ -263,17 +263,19 @@ class Corpus:
         if not lengths:
             return frozenset()
         if len(lengths) == 1:
-            found = "1 document" if documents == 1 else f"{documents} documents, all of them equal"
+            description = (
+                "1 document" if documents == 1 else f"{documents} documents, all of them equal"
+            )
             raise DataError(
                 f"{self.source}: expected at least two different documents, so that one can be held out to measure on, "
-                f"found {found}; give more text, or other text to measure on (--eval-data)"
+                f"found {description}; give more text, or other text to measure on (--eval-data)"
             )
         order = sorted(lengths, key=lambda text: (_md5(text) % HOLD_OUT, _md5(text)))
-        wanted = min(HELD_OUT_CHARACTERS, LARGEST_SHARE * sum(lengths.values()))
+        needed = min(HELD_OUT_CHARACTERS, LARGEST_SHARE * sum(lengths.values()))
         chosen: list[str] = []
         characters = 0
         for text in order[:-1]:
-            if characters >= wanted and not is_held_out(text):
+            if characters >= needed and not is_held_out(text):
                 break
             chosen.append(text)
             characters += lengths[text]

@@ -101,11 +101,11 @@ def _other_person(
     )
 
 
-def _ordered(place: int, word: str) -> Callable[..., Drawn]:
+def _ordered(position: int, word: str) -> Callable[..., Drawn]:
     def draw(domain: WordDomain, table: dict[str, str], generator: np.random.Generator) -> Drawn:
         items = _apart(domain, table, 3, generator)
         pairs = zip(_pick(PEOPLE, 3, generator), items, strict=True)
-        return _statements(domain, pairs), f"the {word} one", items[place]
+        return _statements(domain, pairs), f"the {word} one", items[position]
 
     return draw
 
@@ -155,14 +155,14 @@ PATTERNS: dict[str, Callable[[WordDomain, dict[str, str], np.random.Generator], 
 
 def all_tasks() -> tuple[Task, ...]:
     """Every pattern with every transformation that fits it, sorted; of a person (`same item`) only the name is said."""
-    made = []
+    tasks = []
     for pattern in PATTERNS:
         for domain in DOMAINS.values():
             if pattern == "other class" and not domain.other_class:
                 continue
-            wanted = ["copy"] if pattern == "same item" else list(domain.answers)
-            made += [Task(pattern, domain.name, transformation) for transformation in wanted]
-    return tuple(sorted(made))
+            names = ["copy"] if pattern == "same item" else list(domain.answers)
+            tasks += [Task(pattern, domain.name, transformation) for transformation in names]
+    return tuple(sorted(tasks))
 
 
 def split_tasks(
@@ -170,22 +170,22 @@ def split_tasks(
 ) -> tuple[list[Task], list[Task]]:
     """(tasks to train on, `held_out` tasks to test on): every pattern and every transformation of the second is also in
     the first, but no pair of them. Raises ValueError if so many cannot be held out."""
-    kept = set(tasks)
+    training = set(tasks)
     out = list[Task]()
     for task in (sorted(tasks)[i] for i in generator.permutation(len(tasks))):
-        rest = kept - {task}
+        rest = training - {task}
         pattern_stays = any(t.pattern == task.pattern for t in rest)
         change_stays = any(
             (t.domain, t.transformation) == (task.domain, task.transformation) for t in rest
         )
         if len(out) < held_out and pattern_stays and change_stays:
-            kept = rest
+            training = rest
             out = [*out, task]
     if len(out) < held_out:
         raise ValueError(
             f"of {len(tasks)} tasks at most {len(out)} can be held out, got held_out={held_out}"
         )
-    return sorted(kept), sorted(out)
+    return sorted(training), sorted(out)
 
 
 def draw(task: Task, generator: np.random.Generator) -> Example:

@@ -43,13 +43,13 @@ def _domain(
     statement: str,
     listing: str,
     other_class: str,
-    asked: Mapping[str, tuple[str, Mapping[str, str]]],
+    questions: Mapping[str, tuple[str, Mapping[str, str]]],
 ) -> WordDomain:
     members = {key: tuple(words.split()) for key, words in classes.items()}
     items = [item for words in members.values() for item in words]
-    phrases = {"copy": "the word was"} | {key: phrase for key, (phrase, _) in asked.items()}
+    phrases = {"copy": "the word was"} | {key: phrase for key, (phrase, _) in questions.items()}
     answers = {"copy": {item: item for item in items}} | {
-        key: table for key, (_, table) in asked.items()
+        key: table for key, (_, table) in questions.items()
     }
     return WordDomain(name, members, statement, listing, other_class, phrases, answers)
 

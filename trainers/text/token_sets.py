@@ -110,25 +110,25 @@ class TokenSequences:
     def __getitem__(self, rows: slice | Sequence[int]) -> Tensor:
         """Some sequences, `[rows, T]` int64. Raises DataError if a shard has gone or is damaged."""
         numbers = range(len(self))[rows] if isinstance(rows, slice) else rows
-        found = np.empty((len(numbers), self.shape[1]), dtype=np.int64)
-        places: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for place, row in enumerate(numbers):
+        result = np.empty((len(numbers), self.shape[1]), dtype=np.int64)
+        rows_by_shard: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for position, row in enumerate(numbers):
             if not 0 <= row < len(self):
                 raise IndexError(f"row {row} of {len(self)} sequences")
-            places[row // self._per_shard].append((place, row % self._per_shard))
-        for number, wanted in places.items():
+            rows_by_shard[row // self._per_shard].append((position, row % self._per_shard))
+        for number, positions in rows_by_shard.items():
             file = shard_file(self.folder, number)
             try:
                 # Opened anew each time: a mapping that stays would count every page ever read as this process's memory
                 with safe_open(file, "numpy") as shard:
                     sequences = shard.get_slice(TENSOR)
-                    for place, row in wanted:
-                        found[place] = sequences[row : row + 1][0]
+                    for position, row in positions:
+                        result[position] = sequences[row : row + 1][0]
             except (OSError, SafetensorError) as error:
                 raise DataError(
                     f"{file} cannot be read: {error}; start again, and it is made again"
                 ) from None
-        return torch.from_numpy(found)
+        return torch.from_numpy(result)
 
 
 class TokenSetWriter:
@@ -137,11 +137,11 @@ class TokenSetWriter:
     def __init__(self, folder: str | Path, layout: Layout) -> None:
         self._folder = Path(folder)
         self.layout = layout
-        known = _read(self._folder / _UNFINISHED) or _read(self._folder / _INDEX) or {}
+        state = _read(self._folder / _UNFINISHED) or _read(self._folder / _INDEX) or {}
         self._shards: dict[int, Shard] = {}
-        if known.get("layout") == json.loads(json.dumps(asdict(layout))):
+        if state.get("layout") == json.loads(json.dumps(asdict(layout))):
             self._shards = {
-                int(number): Shard.from_dict(shard) for number, shard in known["shards"].items()
+                int(number): Shard.from_dict(shard) for number, shard in state["shards"].items()
             }
         self._whole = {
             number for number, shard in self._shards.items() if self._intact(number, shard)

@@ -74,9 +74,9 @@ def beginning(tokenizer: Any) -> list[int]:
     for GPT-2 and Qwen."""
     plain = _ids(["a"], tokenizer)[0]
     whole = list(tokenizer("a")["input_ids"])
-    places = range(len(whole) - len(plain) + 1)
+    starts = range(len(whole) - len(plain) + 1)
     return whole[
-        : next((place for place in places if whole[place : place + len(plain)] == plain), 0)
+        : next((start for start in starts if whole[start : start + len(plain)] == plain), 0)
     ]
 
 

@@ -18,8 +18,8 @@ from attention.conversion.fusion.rank import (
     RealFit,
     complex_error,
     complex_gram,
+    diagonal_blocks,
     fit_real,
-    own_blocks,
     pair_energy,
     symmetric_root,
 )
@@ -156,8 +156,8 @@ class KeyCost(Cost):
             gram = gram * own_sign[..., :, None] * own_sign[..., None, :]
         gram = gram.sum(0)
         tiny = torch.finfo(gram.dtype).tiny
-        own = gram.diagonal(dim1=1, dim2=2).clamp_min(tiny)
-        cosine = gram.mean(2) / (own * gram.mean((1, 2)).clamp_min(tiny)[:, None]).sqrt()
+        power = gram.diagonal(dim1=1, dim2=2).clamp_min(tiny)
+        cosine = gram.mean(2) / (power * gram.mean((1, 2)).clamp_min(tiny)[:, None]).sqrt()
         return (self.energy[index] * (2 - 2 * cosine)).sum(1)
 
 
@@ -217,7 +217,7 @@ class ValueCost(Cost):
         )
         read = cross_gdd @ vectors
         read = (read * (metrics @ read)).sum(1) * alive / torch.where(alive, values, 1.0)
-        energy = (metrics * own_blocks(own_gnn, which, dim)).sum((1, 2))
+        energy = (metrics * diagonal_blocks(own_gnn, which, dim)).sum((1, 2))
         return (energy - read.sum(1)).clamp_min(0).sum()
 
     def _units(self, group: Tensor) -> tuple[list[int], Tensor]:
@@ -264,9 +264,9 @@ class ValueCost(Cost):
 
     def fit(self, group: Tensor, sweeps: int = 0) -> RealFit:
         """The fit of one group, `[g]` head indices (see `fit_real`); its basis is of the `different` ones."""
-        own = mixed_gram(self.heads, self.statistics, self.different(group), group.tolist())
+        gram = mixed_gram(self.heads, self.statistics, self.different(group), group.tolist())
         return fit_real(
-            own, self.metrics[group.to(self.metrics.device)], self._units(group)[1], sweeps=sweeps
+            gram, self.metrics[group.to(self.metrics.device)], self._units(group)[1], sweeps=sweeps
         )
 
 

@@ -113,8 +113,8 @@ class LeadingValueCost(Cost):
         self.predict = gram @ basis / values
         """A, `[H d, K]`."""
         rows = basis.T @ pooled.rows
-        own = [self._own(rows, statistics, head) for head in range(self.num_heads)]
-        self.changes = torch.stack(own) - values.diag()
+        bases = [self._own(rows, statistics, head) for head in range(self.num_heads)]
+        self.changes = torch.stack(bases) - values.diag()
         """cov_h(z) - cov(z), `[H, K, K]`."""
         at = self.predict.view(self.num_heads, pooled.dim, -1)
         self.energy = pooled.energy + (at @ self.changes * at).sum((1, 2), dtype=torch.float64)

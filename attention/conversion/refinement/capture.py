@@ -38,11 +38,11 @@ class Record:
     @property
     def nbytes(self) -> int:
         """Of all tensors, each memory once."""
-        held = (
+        tensors = (
             t.untyped_storage()
             for t in _tensors([self.args, self.kwargs, self.output, self.stream, self.mixed])
         )
-        return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
+        return sum({storage.data_ptr(): storage.nbytes() for storage in tensors}.values())
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -65,13 +65,13 @@ AttentionMaskInterface.register(RECORDING, sdpa_mask)
 
 @contextmanager
 def _recording_mixed(model: PreTrainedModel) -> Iterator[None]:
-    own = model.config._attn_implementation == ATTENTION_NAME
+    is_headfold = model.config._attn_implementation == ATTENTION_NAME
     try:
-        if own:
+        if is_headfold:
             model.config._attn_implementation = RECORDING
         yield
     finally:
-        if own:
+        if is_headfold:
             model.config._attn_implementation = ATTENTION_NAME
         _mixed.clear()
 

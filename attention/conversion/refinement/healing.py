@@ -179,8 +179,8 @@ def heal(
         )
 
     fit, check = map(side_by_side, split_held_out(sequences))
-    with stage("refitting output projections", len(layers), "layers") as told:
+    with stage("refitting output projections", len(layers), "layers") as progress:
         for layer in layers:
             fits.append(heal_layer(fit, check, layer, first + layer, ridge, carry))
-            told.step()
+            progress.step()
     return tuple(fits)

@@ -68,8 +68,8 @@ def refine(
     part = REFINEMENT.get(name)
     knobs = part.settings(settings)
     if "sequences" in part.needs and (sequences is None or len(sequences) < 2):
-        given = "none" if sequences is None else len(sequences)
-        raise ValueError(f"refinement={name} needs at least two calibration sequences, got {given}")
+        count = "none" if sequences is None else len(sequences)
+        raise ValueError(f"refinement={name} needs at least two calibration sequences, got {count}")
     more = {"layer_steps": layer_steps} if "increases" in part.needs else {}
     return part(Original.of(original), converted, sequences, first=first, **more, **knobs)
 

@@ -16,7 +16,7 @@ from transformers.initialization import no_init_weights
 
 from attention.base.messages import reason
 from attention.conversion.convert import unshare
-from attention.io.targets import Held, Lowered, Target, TargetError, gqa, phi
+from attention.io.targets import EngineSupport, Lowered, Target, TargetError, gqa, phi
 from attention.io.targets._gguf.architectures import (
     architecture,
     check_supported,
@@ -30,7 +30,7 @@ from attention.plan import AttentionPlan
 FILE = "model.gguf"
 
 
-def held(config: Any, plan: AttentionPlan) -> Held:
+def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     """A count of its own in each layer where llama.cpp has that for the family, else one for all as target gqa. Raises
     TargetError for composition, for what llama.cpp has not, and for a family without groups."""
     check_no_composition(plan, "gguf")
@@ -39,7 +39,9 @@ def held(config: Any, plan: AttentionPlan) -> Held:
     check_supported(config, plan)
     if with_own_counts(config) is not None:
         shapes = shapes_of(plan, architecture(config, plan))
-        return Held.of(kv_heads_of(plan), plan.head_dim, [count * width for count, width in shapes])
+        return EngineSupport.of(
+            kv_heads_of(plan), plan.head_dim, [count * width for count, width in shapes]
+        )
     return gqa.held(config, plan)
 
 

@@ -107,7 +107,8 @@ def difference(
     out = fused_decode(query, key, value, Tables.of(plan), mask, None).float()
     index = (torch.tensor(m, device=device) for m in (plan.key_map, plan.value_map))
     key, value = (
-        states.float().index_select(1, own) for states, own in zip((key, value), index, strict=True)
+        states.float().index_select(1, index_of_side)
+        for states, index_of_side in zip((key, value), index, strict=True)
     )
-    wanted = scaled_dot_product_attention(query.float(), key, value, attn_mask=mask)
-    return float((out - wanted).abs().max())
+    expected = scaled_dot_product_attention(query.float(), key, value, attn_mask=mask)
+    return float((out - expected).abs().max())
