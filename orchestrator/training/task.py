@@ -24,7 +24,7 @@ from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.room import concurrency
 from orchestrator.cluster.session import connected, local_nodes, prepare_process, starts_ray
 from orchestrator.cluster.tokenising import tokeniser
-from orchestrator.config.schema import ConfigError, apply_override
+from orchestrator.config.schema import ConfigError, apply_train_options
 from orchestrator.conversion import loading
 from orchestrator.resources.size import Size
 from orchestrator.resources.time import training_rate
@@ -41,7 +41,6 @@ from trainers.settings import TrainSettings
 from trainers.text.data import SMALL_TEXT, TextCut, Texts, token_set
 from trainers.text.token_sets import is_complete
 
-OWN_OPTIONS = ("learning_rate", "seed")
 POLL_SECONDS = 0.5
 MEASURED = ("step", "loss", "train_loss", "tokens", "tokens_per_second", "seconds")
 """Of a milestone: losses in nats per token, speed of the training alone, seconds with all that lies between."""
@@ -306,15 +305,10 @@ def train_record(
 ) -> dict[str, Any]:
     """`record` with the overrides (`train.KEY=VALUE`, ...) and the options that have a flag of their own. Raises
     ConfigError for one that is given both ways."""
-    for override in overrides:
-        apply_override(record, override)
-    train = record.setdefault("train", {})
-    if isinstance(train, dict):
-        for name in OWN_OPTIONS:
-            if name in train:
-                raise ConfigError(f"train.{name}: it has an option of its own; give it as --{name.replace('_', '-')}")
+    record = apply_train_options(record, overrides, learning_rate, seed)
+    if isinstance(record["train"], dict):
         gpus = float(loading.device_of(device).type == "cuda")
-        record["train"] = {"gpus_per_worker": gpus} | train | {"learning_rate": learning_rate, "seed": seed}
+        record["train"] = {"gpus_per_worker": gpus} | record["train"]
     return record
 
 
