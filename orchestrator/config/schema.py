@@ -24,7 +24,7 @@ from orchestrator.config.sections import (
     TextSection,
     distinct,
 )
-from trainers.settings import AUTO, Shape, Strategy, TrainSettings
+from trainers.settings import AUTO_STRATEGY, Shape, Strategy, TrainSettings
 
 OBJECTIVES = ("loss", "kv_bytes_per_token")
 """What a search makes small, under the names of its reports; one that measures decode time has DECODE too."""
@@ -125,7 +125,7 @@ class ResourcesSection(Section):
     """Workers run on nodes with these GPUs alone, by Ray's name of them (A100, A10G, H100); none: on any node."""
     trial_accelerator_type: str | None = Field(default=None, min_length=1)
     """The same for planning and measuring; none: that of the workers."""
-    placement_strategy: Strategy = AUTO
+    placement_strategy: Strategy = AUTO_STRATEGY
     """How the workers of a training lie on nodes, in Ray's words: STRICT_PACK all on one node, PACK on few, SPREAD on
     many; auto: on one where a node of the cluster can hold them, else on few."""
     reuse_workers: Literal["auto"] | bool = "auto"
@@ -247,8 +247,12 @@ def parse_config(record: Mapping[str, Any], where: str = "the configuration") ->
 
 
 def check_training(train: TrainSettings) -> None:
-    """Raises ConfigError for what DeepSpeed refuses of `train.deepspeed`; it is loaded only where there is any.
-    Raises ModuleNotFoundError where the workers would miss a package."""
+    """Check that DeepSpeed takes `train.deepspeed`, and that the workers miss no package.
+
+    Raises:
+        ConfigError: For what DeepSpeed refuses; it is loaded only where there is any.
+        ModuleNotFoundError: Without PEFT, for `train.tuning: lora`.
+    """
     if train.tuning == "lora":
         from trainers.adapters import check_peft
 

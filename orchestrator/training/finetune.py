@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attention.io import checkpoint, piecewise
 from attention.io.precision import DTYPES
-from attention.io.safetensors_files import opened, stored_tensors
+from attention.io.safetensors_files import open_safetensors, stored_tensors
 from attention.io.sources import check_source
 from attention.modeling.model_classes import plan_of_config
 from orchestrator.cluster.tasks import on_cluster
@@ -95,7 +95,7 @@ def _measure(folder: str, eval_file: str, settings: TrainSettings) -> dict[str, 
 def _tensors(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a checkpoint that we have written, those of floating point rounded to `dtype`."""
     for name, stored in stored_tensors(folder).items():
-        with opened(folder / stored.file) as file:
+        with open_safetensors(folder / stored.file) as file:
             tensor = file.get_tensor(name)
         yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 

@@ -186,12 +186,12 @@ def train_from_scratch(
 
 def _answers(task: Scratch) -> dict[str, Any]:
     """How the trained model answers the held-out synthetic tasks, if that is what it was measured on."""
-    if not task.eval_data.startswith(synthetic_corpus.PREFIX):
+    if not task.eval_data.startswith(synthetic_corpus.SYNTHETIC_PREFIX):
         return {}
     model = checkpoint.load(task.out)
-    name = task.eval_data.removeprefix(synthetic_corpus.PREFIX)
+    name = task.eval_data.removeprefix(synthetic_corpus.SYNTHETIC_PREFIX)
     tokenizer = loading.load_tokenizer(task.architecture)
-    return {"answers": asdict(synthetic_corpus.score(model, tokenizer, name, first=beginning(tokenizer)))}
+    return {"answers": asdict(synthetic_corpus.score_held_out(model, tokenizer, name, first=beginning(tokenizer)))}
 
 
 def untrained(architecture: str | Path, plan: AttentionPlan, seed: int) -> PreTrainedModel:

@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from attention.base.progress import Stage, stage
+from attention.base.progress import ProgressStage, stage
 from attention.base.text import compact
 from attention.base.timing import clock, duration
 from attention.io import checkpoint
@@ -38,7 +38,7 @@ from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.curve import read_curve
 from trainers.jobs.worker import TrainJob, run_training
 from trainers.settings import TrainSettings
-from trainers.text.data import SMALL, TextCut, Texts, token_set
+from trainers.text.data import SMALL_TEXT, TextCut, Texts, token_set
 from trainers.text.token_sets import is_complete
 
 POLL_SECONDS = 0.5
@@ -125,7 +125,7 @@ class TrainingTask:
         tokenizer = loading.load_tokenizer(self.source)
         for cut in self.cuts:
             cut.check()
-            if cut.tokens <= SMALL and not is_complete(cut.folder(tokenizer, self.folder / "data")):
+            if cut.tokens <= SMALL_TEXT and not is_complete(cut.folder(tokenizer, self.folder / "data")):
                 cut.in_memory(tokenizer)
 
     @property
@@ -241,7 +241,7 @@ class TrainingTask:
         as well; MLflow too."""
         ended = threading.Event()
 
-        def watch(told: Stage) -> None:
+        def watch(told: ProgressStage) -> None:
             shown, started, last_look = 0, time.time(), False
             while not last_look:
                 last_look = ended.wait(POLL_SECONDS)
