@@ -148,11 +148,11 @@ TINY_SETTINGS: dict[str, Any] = {
 
 OUTSIDE = (
     *("subprocess", "multiprocessing", "torch.multiprocessing", "ray", "mlflow", "moto", "playwright"),
-    *("deepspeed", "trainers.engine", "trainers.jobs"),
+    *("deepspeed", "trainers.engine", "trainers.jobs", "attention.conversion.refinement"),
     *("orchestrator.evaluation", "orchestrator.serving", "orchestrator.tracking.runs"),
 )
-"""Modules by which a test, its fixtures or their helpers start processes, or use a cluster, a server, a browser or an
-engine."""
+"""Modules by which a test, its fixtures or their helpers start processes, use a cluster, a server, a browser or an
+engine, or fit weights."""
 WEIGHTY = ("demo_model", "demo_calibration", "little_text", "empty_store", "tiny_job")
 """Fixtures whose tests take seconds: they convert the demo checkpoint, train, or write to a store."""
 PATIENT = ("slow", "extended")
